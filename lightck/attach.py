@@ -1,0 +1,278 @@
+"""``attach``: from a model and a path to a session.
+
+In order: what is to be saved is found and checked; the pool's lock is taken; an existing pool is restored, adopted or
+refused, a new one is laid out; the hooks go in. Nothing of the user's is changed before everything that can be refused
+was refused, and no pool that holds a checkpoint is overwritten or loaded unless the caller said so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightck import sessions
+from lightck.capture.discover import Found, discover, unwrap
+from lightck.capture.inventory import entry_of
+from lightck.capture.predict import predict
+from lightck.capture.snapshot import Capture, check_objects
+from lightck.checkpoint import Checkpoint
+from lightck.errors import CheckpointExistsError, LateError, NotAPoolError, PoolError, SessionError
+from lightck.first_step import FirstStep
+from lightck.pipeline import Pipeline, in_order_of_need
+from lightck.pool import durability
+from lightck.pool.backend import Backend
+from lightck.pool.backends import backend_for
+from lightck.pool.backends import pool_path as _pool_path
+from lightck.pool.format import SLOTS_MAX, CommitLine, DamagedError
+from lightck.pool.lock import PoolLock
+from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.ring import candidates
+from lightck.recover import restore_newest
+from lightck.resume import Resumed, forget, is_poisoned, restored_from, tell_differences
+from lightck.session import Session
+from lightck.stats import Meter
+from lightck.strategy import FullState
+
+log = logging.getLogger("lightck")
+CHECK_VARIABLE = "LIGHTCK_CHECK"
+
+
+def attach(
+    model: nn.Module,
+    pool_path: str | os.PathLike[str],
+    *,
+    optimizer: Any = None,
+    state: Mapping[str, Any] | None = None,
+    interval: int = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+    strategy: FullState | None = None,
+    backend: str = "auto",
+    require: str | None = None,
+    slots: int | None = None,
+) -> Session:
+    """Make every finished training step of ``model`` survive a crash.
+
+    Args:
+        model: the root module. Attach after its optimizer and LR scheduler were built.
+        pool_path: the pool's file; it is made if it is not there. Its folder must exist.
+        optimizer: an optimizer or a list of them. Not passed: looked for among live objects.
+        state: name -> object with ``state_dict`` and ``load_state_dict``. LR schedulers and one GradScaler are found by
+            themselves; ``{"scheduler": None}`` declines one.
+        interval: every how many updates a version is saved.
+        resume: restore the newest version, if the pool holds one, and go on from it.
+        overwrite: discard what the pool holds.
+        strategy: what a version holds; ``FullState()``.
+        backend: ``"auto"`` or ``"file"``.
+        require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that.
+        slots: versions that the pool has room for, 2 to 8; by default 2, or what an existing pool has.
+
+    Raises:
+        CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` was said.
+        PoolError: the pool cannot be made, opened, locked or read (see :mod:`lightck.errors`).
+        DriftError, CorruptPoolError: ``resume=True`` and the checkpoint does not fit, or none verifies.
+        AmbiguousError, StateValueError, LateError, SessionError, MediumError: see each.
+    """
+    _check_arguments(model, interval, resume, overwrite, strategy, slots)
+    path = _pool_path(pool_path)
+    kind = backend_for(path, backend)
+    durable = kind.probe(path)
+    durability.require(durable, require)
+    positions = {id(p): i for i, p in enumerate(model.parameters())}
+    found = discover(positions, optimizer, state)
+    check_objects(found.state)
+    capture = Capture(model, found.optimizers, found.state)
+    attachment = _Attachment(model, path, kind, found, capture, resume=resume, overwrite=overwrite)
+    lock = PoolLock(path)
+    meter = Meter()
+    pipeline = Pipeline(path, kind, durable, slots or 2, meter, check=os.environ.get(CHECK_VARIABLE, "") == "1")
+    try:
+        first = _first_step(found, optimizer, state)
+        resumed = attachment.open(pipeline, slots)
+        if resumed is not None:
+            first.restored_now()
+        session = Session(model, found, capture, pipeline, lock, meter, interval=interval, resumed=resumed,
+                          first_step=first)  # fmt: skip
+    except BaseException:
+        pipeline.close()
+        lock.release()
+        raise
+    if resumed is not None:
+        resumed.set_rng()
+    sessions.opened(model, session)
+    _tell(session, path, resumed)
+    return session
+
+
+def _check_arguments(model: Any, interval: Any, resume: bool, overwrite: bool, strategy: Any, slots: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the module that you train.")
+    if type(interval) is not int or interval < 1:
+        raise ValueError(f"interval={interval!r}: it is the number of updates between versions, an int of at least 1.")
+    if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
+        raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")
+    if resume and overwrite:
+        raise ValueError("resume=True and overwrite=True exclude each other: go on from the checkpoint, or discard it.")
+    if strategy is not None and not isinstance(strategy, FullState):
+        raise TypeError(f"strategy is a {type(strategy).__name__}. Pass lightck.FullState().")
+    if sessions.has_open_session(model):
+        raise SessionError("This model has an open session already. Close it first: session.close().")
+    if is_poisoned(model):
+        raise SessionError(
+            "A restore into this model failed half-way, and its parameters are NaN so that nobody trains on a mix. "
+            "Build the model anew, or restore another checkpoint into it."
+        )
+
+
+def _first_step(found: Found, optimizer: Any, state: Mapping[str, Any] | None) -> FirstStep:
+    given = dict(state or {})
+    declined = "scheduler" in given and given["scheduler"] is None
+    chosen = {id(unwrap(o.optimizer)) for o in given.values() if isinstance(o, LRScheduler)}
+    watch = () if declined else tuple(o for o in found.optimizers if id(o) not in chosen)
+    return FirstStep(found.optimizers, found.state, watch)
+
+
+@dataclass(slots=True)
+class _Attachment:
+    """What to do about the pool's file."""
+
+    model: nn.Module
+    path: str
+    backend: Backend
+    found: Found
+    capture: Capture
+    resume: bool
+    overwrite: bool
+
+    def open(self, pipeline: Pipeline, slots: int | None) -> Resumed | None:
+        """Restore, adopt, or make the pool. None for a fresh start."""
+        reader = self._existing()
+        if reader is None:
+            self._create(pipeline)
+            return None
+        try:
+            checkpoint = self._checkpoint(reader)
+        except BaseException:
+            reader.close()
+            raise
+        if checkpoint is None:
+            reader.close()
+            self._create(pipeline)
+            return None
+        contents, line = checkpoint
+        pipeline.open(reader).adopt(line)
+        pipeline.adopted(contents.step, contents.at_once, slots)
+        tell_differences(contents)
+        forget(self.model)
+        return Resumed.from_contents(contents)
+
+    def _existing(self) -> PoolReader | None:
+        """The pool that lies there, if it may matter: None where there is none or it is to be discarded."""
+        if not os.path.lexists(self.path):
+            return None
+        try:
+            reader = open_pool(self.path, self.backend.name, write=True)
+        except NotAPoolError:
+            raise
+        except PoolError:
+            if self.overwrite and self.backend.recognises(self.path):
+                return None
+            raise
+        if self.overwrite:
+            reader.close()
+            return None
+        return reader
+
+    def _checkpoint(self, reader: PoolReader) -> tuple[Any, CommitLine] | None:
+        """The version to go on from; None where the pool never held one."""
+        if reader.ring().is_empty:
+            return None
+        known = restored_from(self.model, self.path, reader.superblock.uuid)
+        if known is not None:
+            return self._go_on_from(reader, known)
+        if not self.resume:
+            raise self._exists(reader)
+        self._check_optimizer_in_time(reader)
+        checkpoint = restore_newest(reader, None, self.model, list(self.found.optimizers), self.found.state,
+                                    strict=True, complete=True)  # fmt: skip
+        _tell_rejected(checkpoint)
+        return checkpoint.contents, checkpoint.line
+
+    def _go_on_from(self, reader: PoolReader, known: Any) -> tuple[Any, CommitLine]:
+        if known.missing:
+            raise SessionError(
+                f"This model was restored from step {known.contents.step} of {self.path!r}, but "
+                f"{', '.join(known.missing)} of that version was restored nowhere. Going on would lose it. Pass "
+                "it to recover() or restore() too, or use attach(..., resume=True)."
+            )
+        try:
+            reader.version(known.line)
+        except DamagedError as err:
+            raise CheckpointExistsError(
+                f"Step {known.contents.step}, which this model was restored from, is no longer in {self.path!r}: "
+                f"{err}. The pool was trained on since. Use attach(..., resume=True) to go on from its newest step, or "
+                "overwrite=True to discard it."
+            ) from err
+        return known.contents, known.line
+
+    def _exists(self, reader: PoolReader) -> CheckpointExistsError:
+        lines = candidates(reader.ring())
+        held = f"step {lines[0].step}" if lines else "versions that cannot be read"
+        return CheckpointExistsError(
+            f"The pool {self.path!r} holds {held}. It is neither loaded nor overwritten unasked. Say "
+            "attach(..., resume=True) to go on from it, restore it yourself with lightck.recover(path, model, ...), or "
+            "say overwrite=True to discard it."
+        )
+
+    def _check_optimizer_in_time(self, reader: PoolReader) -> None:
+        if self.found.optimizers:
+            return
+        from lightck.pool.reader import Version
+        from lightck.recover import parse
+
+        for version in reader.versions():
+            if isinstance(version, Version):
+                try:
+                    names = [o.class_name for o in parse(version).optimizers]
+                except DamagedError:
+                    continue
+                if names:
+                    raise LateError(
+                        f"The pool {self.path!r} holds the state of {', '.join(names)}, and no live optimizer updates "
+                        "this model. State is restored at attach. Build the optimizer first, or pass it: "
+                        "attach(..., optimizer=opt)."
+                    )
+                return
+
+    def _create(self, pipeline: Pipeline) -> None:
+        """Lay the pool out now, so that a full medium is an error here; later where the state cannot be foreseen."""
+        lives = list(self.capture.expected_tensors())
+        entries = {live.name: entry_of(live) for live in lives}
+        if not self.capture.optimizers:
+            log.info("lightck: no optimizer is alive yet: the pool is laid out at the first boundary")
+            return
+        for view in self.capture.optimizers:
+            foreseen = predict(view)
+            if foreseen is None:
+                return
+            for entry in foreseen:
+                entries.setdefault(entry.name, entry)
+        pipeline.create(in_order_of_need(entries.values()), self.capture.expected_state_nbytes)
+
+
+def _tell_rejected(checkpoint: Checkpoint) -> None:
+    for rejected in checkpoint.rejected:
+        log.warning("lightck: passed over %s", rejected)
+
+
+def _tell(session: Session, path: str, resumed: Resumed | None) -> None:
+    """One line: what was found, and where the training stands."""
+    found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items()) or "nothing"
+    start = f"resumed at step {resumed.step}" if resumed is not None else "fresh start"
+    log.info("lightck: %s, %s (%s); found %s", path, start, session.durability, found)

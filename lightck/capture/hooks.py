@@ -1,0 +1,154 @@
+"""The hooks by which a training tells us where it is: forward of the root, step of each optimizer.
+
+Installs and removes them, and translates torch's calls into the few events of ``Listener``. It decides nothing. Inside
+a graph that torch.compile traces the hooks are empty, so they neither break the graph nor run when it does; the session
+notices that they do not fire.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+_DUMMY_STEP = "_init_optim_state"
+"""torch.distributed.checkpoint.state_dict makes optimizer state by a step that changes nothing."""
+
+
+class Listener(Protocol):
+    """What the hooks report to."""
+
+    def before_step(self, index: int) -> None: ...
+
+    def gate(self) -> None: ...
+
+    def after_step(self, index: int) -> None: ...
+
+    def skipped_step(self, index: int) -> None: ...
+
+    def forward_begins(self) -> None: ...
+
+    def forward_ended(self) -> None: ...
+
+    def unknown_optimizer(self, optimizer: Optimizer) -> None: ...
+
+
+class Hooks:
+    """All hooks of one session."""
+
+    def __init__(self, listener: Listener, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._listener = listener
+        self._optimizers: list[Optimizer] = []
+        self._in_closure = 0
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._forward_pre),
+            model.register_forward_hook(self._forward_post),
+            register_optimizer_step_pre_hook(self._any_step_pre),
+        ]
+        for optimizer in optimizers:
+            self.add(optimizer)
+
+    def add(self, optimizer: Optimizer) -> None:
+        self._optimizers.append(optimizer)
+        self._handles.append(optimizer.register_step_pre_hook(self._step_pre))
+        self._handles.append(optimizer.register_step_post_hook(self._step_post))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._optimizers.clear()
+
+    def _index(self, optimizer: Optimizer) -> int:
+        return next(i for i, o in enumerate(self._optimizers) if o is optimizer)
+
+    # -- forward -----------------------------------------------------------------------------------------
+
+    def _forward_pre(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module.training and torch.is_grad_enabled() and not self._in_closure:
+            self._listener.forward_begins()
+
+    def _forward_post(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module.training and torch.is_grad_enabled():
+            self._listener.forward_ended()
+
+    # -- step --------------------------------------------------------------------------------------------
+
+    def _any_step_pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(o is optimizer for o in self._optimizers):
+            self._listener.unknown_optimizer(optimizer)
+
+    def _step_pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if _is_dummy(kwargs):
+            self._listener.gate()
+            return None
+        self._listener.before_step(self._index(optimizer))
+        closure, put_back = _closure_of(args, kwargs)
+        if closure is None:
+            self._listener.gate()
+            return None
+        waits = type(optimizer).__module__.startswith("torch.optim.")
+        if not waits:
+            self._listener.gate()
+        return put_back(self._wrapped(closure, gate_after_first=waits))
+
+    def _wrapped(self, closure: Callable[..., Any], gate_after_first: bool) -> Callable[..., Any]:
+        """The user's closure; torch.optim updates nothing before its first call has returned."""
+        waiting = gate_after_first
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal waiting
+            self._in_closure += 1
+            try:
+                result = closure(*args, **kwargs)
+            finally:
+                self._in_closure -= 1
+            if waiting:
+                waiting = False
+                self._listener.gate()
+            return result
+
+        return wrapped
+
+    def _step_post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _is_dummy(kwargs):
+            return
+        index = self._index(optimizer)
+        if _changed_nothing(optimizer):
+            self._listener.skipped_step(index)
+        else:
+            self._listener.after_step(index)
+
+
+def _closure_of(args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
+    """The closure in the arguments of ``step`` (args[0] is the optimizer), and how to put another in its place."""
+    if callable(kwargs.get("closure")):
+        return kwargs["closure"], lambda new: (args, {**kwargs, "closure": new})
+    if len(args) > 1 and callable(args[1]):
+        return args[1], lambda new: ((args[0], new, *args[2:]), kwargs)
+    return None, lambda new: (args, kwargs)
+
+
+def _changed_nothing(optimizer: Optimizer) -> bool:
+    """A fused optimizer under GradScaler is stepped even where it found inf, and then changes nothing."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())
+
+
+def _is_dummy(kwargs: Any) -> bool:
+    if "closure" not in kwargs or kwargs["closure"] is not None:
+        return False
+    frame, depth = sys._getframe(1), 0
+    while frame is not None and depth < 16:
+        if frame.f_code.co_name == _DUMMY_STEP:
+            return True
+        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+    return False

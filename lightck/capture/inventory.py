@@ -1,0 +1,223 @@
+"""The live tensors of a training: where each one lives now, under which name, and how it may be copied.
+
+``ModelView`` follows a module tree, ``OptimizerView`` one optimizer. Both look their tensors up anew at every boundary
+(a parameter may be replaced, ``p.data`` may be), and both name tensors as a user knows them. They read no bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightck.capture.values import dtype_name
+from lightck.errors import StateValueError
+from lightck.pool.layout import ITEM_NBYTES, Entry, is_dense
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+@dataclass(slots=True)
+class Live:
+    """One tensor as it is at this moment, and the dict that it was found in."""
+
+    name: str
+    role: str
+    tensor: torch.Tensor
+    home: dict[Any, Any] | None
+    key: Any
+    layer: int = -1
+    alias: str | None = None
+    still: bool = False
+    """A parameter that no optimizer step changes: it counts as a buffer until it has proved that it rests."""
+
+    def is_home(self) -> bool:
+        """Whether the tensor is still the one that its module or optimizer holds."""
+        return self.home is None or self.home.get(self.key) is self.tensor
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the wrappers (DDP, torch.compile, ...) that come and go between runs."""
+    return _WRAPPERS.sub("", name)
+
+
+class ModelView:
+    """Parameters, persistent buffers and extra state of a module tree."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._build()
+
+    def _build(self) -> None:
+        self._homes: list[tuple[dict[str, Any], str, str, str, int]] = []
+        self._shape_of_tree: list[tuple[nn.Module, tuple[Any, ...]]] = []
+        self.extra: list[tuple[str, nn.Module]] = []
+        layers: dict[int, int] = {}
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            layer = layers.setdefault(id(module), len(layers))
+            self._shape_of_tree.append((module, _children(module)))
+            dot = clean_name(prefix + ".") if prefix else ""
+            for key in module._parameters:
+                self._homes.append((module._parameters, key, f"{dot}{key}", "param", layer))
+            for key in module._buffers:
+                if key not in module._non_persistent_buffers_set:
+                    self._homes.append((module._buffers, key, f"{dot}{key}", "buffer", layer))
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                self.extra.append((f"{dot}_extra_state", module))
+
+    def refresh(self) -> None:
+        """Follow modules that were added, removed or replaced since the last look."""
+        if any(_children(module) != seen for module, seen in self._shape_of_tree):
+            self._build()
+
+    def tensors(self, trained: frozenset[int] | set[int]) -> Iterator[Live]:
+        """Every tensor once; a second name of the same tensor as an alias. ``trained``: ids of parameters that an
+        optimizer updates."""
+        names: dict[int, str] = {}
+        for home, key, name, role, layer in self._homes:
+            tensor = home.get(key)
+            if tensor is None:
+                continue
+            full = f"model/{name}"
+            first = names.setdefault(id(tensor), full)
+            still = role == "param" and (id(tensor) not in trained or not tensor.requires_grad)
+            yield Live(full, role, tensor, home, key, layer, None if first == full else first, still)
+
+    def names_by_id(self) -> dict[int, str]:
+        """id of each parameter -> its (first) name."""
+        names: dict[int, str] = {}
+        for home, key, name, role, _ in self._homes:
+            if role == "param" and home.get(key) is not None:
+                names.setdefault(id(home[key]), name)
+        return names
+
+
+def _children(module: nn.Module) -> tuple[Any, ...]:
+    return (*map(id, module._modules.values()), *module._parameters, *module._buffers)
+
+
+class OptimizerView:
+    """One optimizer: its parameters by name, its groups' options, its state."""
+
+    def __init__(self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+        self.index = index
+        self.optimizer = optimizer
+        self.refresh(names)
+
+    @property
+    def class_name(self) -> str:
+        return type(self.optimizer).__name__
+
+    def refresh(self, names: dict[int, str]) -> None:
+        """Take up parameters that were added or replaced."""
+        self.names: list[list[str]] = []
+        self.params: list[tuple[str, torch.Tensor]] = []
+        self._shape = self._group_shape()
+        for g, group in enumerate(self.optimizer.param_groups):
+            in_group = []
+            for i, p in enumerate(group["params"]):
+                name = names.get(id(p), f"outside/{self.index}/{g}/{i}")
+                in_group.append(name)
+                self.params.append((name, p))
+            self.names.append(in_group)
+
+    def has_changed(self) -> bool:
+        """Whether the groups hold other parameters than at the last ``refresh``."""
+        return self._shape != self._group_shape()
+
+    def _group_shape(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
+
+    def outside(self) -> Iterator[Live]:
+        """Parameters that belong to the optimizer and not to the model."""
+        for name, p in self.params:
+            if name.startswith("outside/"):
+                yield Live(name, "param", p, None, None, still=not p.requires_grad)
+
+    def state_tensors(self) -> Iterator[Live]:
+        """Tensors that lie directly in ``optimizer.state[p]``."""
+        state = self.optimizer.state
+        for name, p in self.params:
+            if p not in state:
+                continue
+            home = state[p]
+            for key, value in home.items():
+                if _is_direct(key, value):
+                    yield Live(state_name(name, key), "optimizer", value, home, key)
+
+    def state_values(self) -> dict[str, dict[Any, Any]]:
+        """The rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value."""
+        state = self.optimizer.state
+        values: dict[str, dict[Any, Any]] = {}
+        for name, p in self.params:
+            if p in state:
+                rest = {k: v for k, v in state[p].items() if not _is_direct(k, v)}
+                if rest or not state[p]:
+                    values[name] = rest
+        return values
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The options of each group (lr, betas, ...), without its parameters."""
+        return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+
+
+def _is_direct(key: Any, value: Any) -> bool:
+    """A tensor under a key that can be part of an entry's name."""
+    return isinstance(value, torch.Tensor) and type(key) is str and "/" not in key
+
+
+def state_name(param: str, key: Any) -> str:
+    return f"optimizer/{param}/{key}"
+
+
+def entry_of(live: Live) -> Entry:
+    """The extent that a tensor needs. Raises ``StateValueError`` for one that has no bytes to save."""
+    tensor = live.tensor
+    refuse_unstorable(live.name, tensor)
+    shape = tuple(tensor.shape)
+    stride = tuple(tensor.stride())
+    if not is_plain(tensor):
+        stride = contiguous_stride(shape)
+    nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
+    return Entry(live.name, live.role, dtype_name(tensor.dtype), shape, stride, nbytes, tensor.device.type,
+                 layer=live.layer, alias=live.alias)  # fmt: skip
+
+
+def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
+    kind = None
+    if tensor.layout != torch.strided:
+        kind = f"layout {tensor.layout}"
+    elif tensor.is_meta:
+        kind = "meta tensor, which has no bytes"
+    elif tensor.is_quantized or dtype_name(tensor.dtype) not in ITEM_NBYTES:
+        kind = f"dtype {tensor.dtype}"
+    if kind is not None:
+        raise StateValueError(
+            f"The tensor {name!r} cannot be stored: {kind}. A pool holds plain, dense tensors. Convert it before "
+            "attach, or keep it out of what is saved (a buffer with persistent=False)."
+        )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's own memory is one dense run of its bytes on the CPU: it can be copied from there."""
+    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.is_contiguous() or is_dense(tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, n = [], 1
+    for size in reversed(shape):
+        strides.append(n)
+        n *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def staged(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy of it on the CPU where its own memory cannot be copied as it is."""
+    tensor = tensor.detach()
+    return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().to("cpu").contiguous()

@@ -1,0 +1,709 @@
+"""``session.loader(dl)``: an iterable over a training loader whose position is part of every version.
+
+Invariant: after a restore the wrapped loader gives the batches that the killed run would have given, and the global
+generators give what they would have given. A plain loader is replayed: its iterator is made anew from the random state
+that the pass began with, and the batches given before are fetched and dropped; nothing private of torch is needed. A
+loader with ``state_dict`` is restored by its own state. This module decides no boundary and writes no version: it tells
+its host when a ``next()`` begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightck.capture import rng, values
+from lightck.capture.rng import RngState
+from lightck.errors import CorruptPoolError, DriftError, SessionError
+
+log = logging.getLogger("lightck")
+
+_CHECKED_BYTES = 64 << 10  # of each tensor of a batch
+_CHECKED_PARTS = 64  # of each batch, containers included: a checksum may cost microseconds, not more
+_MAX_GENERATORS = 16
+
+Identity = dict[str, "str | int | None"]
+
+
+class LoaderHost(Protocol):
+    """What a session does for its loaders."""
+
+    def loader_next(self, loader: SessionLoader) -> None:
+        """The boundary: called at the entry of each ``next()``, before anything is fetched or counted."""
+
+    def loader_pass_ended(self, loader: SessionLoader) -> None:
+        """Called when the inner iterator is exhausted, after `loader_next` and before the pass is counted."""
+
+    def take_restored_rng(self) -> RngState | None:
+        """The restored version's random state, handed out once only; None afterwards or where there is none."""
+
+    @property
+    def updates(self) -> int:
+        """Finished updates so far."""
+
+
+# ------------------------------------------------------------------------------------------- what is saved
+
+
+class _Mark:
+    """The global generators and the loader's own at one moment. The storable form is made once, when asked for."""
+
+    __slots__ = ("_value", "generators", "rng")
+
+    def __init__(self, state: RngState, generators: tuple[torch.Tensor, ...]) -> None:
+        self.rng = state
+        self.generators = generators
+        self._value: dict[str, Any] | None = None
+
+    def to_value(self) -> dict[str, Any]:
+        if self._value is None:
+            self._value = {"rng": self.rng.to_value(), "generators": _to_bytes(self.generators)}
+        return self._value
+
+    @classmethod
+    def from_value(cls, value: object) -> _Mark | None:
+        if value is None:
+            return None
+        if type(value) is not dict or set(value) != {"rng", "generators"}:
+            raise _corrupt("a random state of it has the wrong parts")
+        return cls(RngState.from_value(value["rng"]), _from_bytes(value["generators"]))
+
+
+def _to_bytes(states: Iterable[torch.Tensor]) -> list[bytes]:
+    return [state.numpy().tobytes() for state in states]
+
+
+def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
+    if type(value) is not list or len(value) > _MAX_GENERATORS:
+        raise _corrupt("its generators are no list of states")
+    if not all(type(item) is bytes and item for item in value):
+        raise _corrupt("the state of a generator is no bytes")
+    return tuple(torch.frombuffer(bytearray(item), dtype=torch.uint8).clone() for item in value)
+
+
+def _corrupt(reason: str) -> CorruptPoolError:
+    return CorruptPoolError(f"the saved position of a loader is damaged: {reason}; recover an older version")
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """What a version says about one loader; LOADERS.md explains the random states.
+
+    ``trained``: updates were made in this pass. ``checksum`` is of the last batch given, and ``last`` the random state
+    that it was fetched from (None where a worker fetched it). ``inner`` is a stateful loader's own state.
+    """
+
+    kind: str
+    epoch: int
+    given: int
+    live: bool
+    trained: bool
+    identity: Identity
+    generators: tuple[torch.Tensor, ...]
+    at_iter: _Mark | None
+    at_first: _Mark | None
+    at_base: _Mark | None
+    last: _Mark | None
+    checksum: int | None
+    inner: Any
+
+    def to_value(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "epoch": self.epoch,
+            "given": self.given,
+            "live": self.live,
+            "trained": self.trained,
+            "identity": self.identity,
+            "generators": _to_bytes(self.generators),
+            "r_iter": self.at_iter and self.at_iter.to_value(),
+            "r_first": self.at_first and self.at_first.to_value(),
+            "r_base": self.at_base and self.at_base.to_value(),
+            "r_last": self.last and self.last.to_value(),
+            "checksum": self.checksum,
+            "inner": self.inner,
+        }
+
+    @classmethod
+    def from_value(cls, value: object) -> _Position:
+        if type(value) is not dict or set(value) != _POSITION_KEYS:
+            raise _corrupt("it has the wrong parts")
+        for key, (kinds, why) in _POSITION_TYPES.items():
+            if type(value[key]) not in kinds or (type(value[key]) is int and not 0 <= value[key] < 1 << 63):
+                raise _corrupt(f"{key} is no {why}")
+        position = cls(
+            kind=value["kind"],
+            epoch=value["epoch"],
+            given=value["given"],
+            live=value["live"],
+            trained=value["trained"],
+            identity=_read_identity(value["identity"]),
+            generators=_from_bytes(value["generators"]),
+            at_iter=_Mark.from_value(value["r_iter"]),
+            at_first=_Mark.from_value(value["r_first"]),
+            at_base=_Mark.from_value(value["r_base"]),
+            last=_Mark.from_value(value["r_last"]),
+            checksum=value["checksum"],
+            inner=value["inner"],
+        )
+        position._check()
+        return position
+
+    def _check(self) -> None:
+        if self.kind not in ("plain", "stateful"):
+            raise _corrupt(f"{self.kind!r} is no kind of loader")
+        if self.live and self.at_iter is None:
+            raise _corrupt("its pass has begun and a random state is missing")
+        if self.live and self.kind == "stateful" and self.inner is None:
+            raise _corrupt("its pass has begun and its own state is missing")
+        if self.kind == "plain" and self.given and self.at_first is None:
+            raise _corrupt("batches were given and a random state is missing")
+        if self.given and not self.live:
+            raise _corrupt("batches were given and no pass has begun")
+        if any(len(mark.generators) != len(self.generators) for mark in self.marks()):
+            raise _corrupt("the number of generators changes")
+
+    def marks(self) -> list[_Mark]:
+        return [mark for mark in (self.at_iter, self.at_first, self.at_base, self.last) if mark is not None]
+
+    def at_rest(self) -> _Position:
+        """The same loader with its pass put down, and counted."""
+        return replace(
+            self, epoch=self.epoch + 1, given=0, live=False, trained=False, at_iter=None, at_first=None, last=None
+        )
+
+
+_POSITION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "kind": ((str,), "str"),
+    "epoch": ((int,), "count"),
+    "given": ((int,), "count"),
+    "live": ((bool,), "bool"),
+    "trained": ((bool,), "bool"),
+    "checksum": ((int, type(None)), "checksum"),
+}
+_POSITION_KEYS = {*_POSITION_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"}
+
+
+def _read_identity(value: object) -> Identity:
+    if type(value) is not dict or not all(
+        type(key) is str and type(item) in (str, int, type(None)) for key, item in value.items()
+    ):
+        raise _corrupt("its identity is no dict of names and numbers")
+    return value
+
+
+# --------------------------------------------------------------------------------------- the wrapped loader
+
+
+def _length(loader: object) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _identity(loader: object, stateful: bool) -> Identity:
+    """What must not change between a version and its resume in the middle of a pass."""
+    if not isinstance(loader, DataLoader):
+        return {"class": _class_name(loader), "length": None if stateful else _length(loader)}
+    sampler = _class_name(loader.sampler)
+    if loader.batch_sampler is not None:
+        sampler = f"{_class_name(loader.batch_sampler)}({sampler})"
+    return {
+        "length": _length(loader),
+        "batch_size": loader.batch_size,
+        "workers": loader.num_workers,
+        "sampler": sampler,
+        "persistent_workers": int(loader.persistent_workers),
+        "prefetch_factor": loader.prefetch_factor,
+        "in_order": int(getattr(loader, "in_order", True)),
+    }
+
+
+def _own_generators(loader: object) -> tuple[torch.Generator, ...]:
+    """The generators of loader, sampler and batch sampler, each once. Torch's global one is saved with the others."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    found: dict[int, torch.Generator] = {}
+    for owner in (loader, sampler, batches, getattr(batches, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
+            found[id(generator)] = generator
+    return tuple(found.values())
+
+
+def _is_stateful(loader: object) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _replay_doubt(loader: object) -> str | None:
+    """Why a replay of this loader may not be exact; None where it is."""
+    if not isinstance(loader, DataLoader) or _is_stateful(loader):
+        return None
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        return "with in_order=False batches come in the order in which workers finish: pass in_order=True"
+    if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
+        return (
+            "an iterable dataset without workers that draws from the global random generators at each item cannot be "
+            "replayed exactly: use num_workers >= 1, a generator of its own, or torchdata's StatefulDataLoader"
+        )
+    return None
+
+
+def _checksum(batch: object) -> int | None:
+    """CRC-32 of the first bytes of a batch; None where it holds something else than CPU tensors and plain data."""
+    crc = 0
+    todo = [batch]
+    for _ in range(_CHECKED_PARTS):
+        if not todo:
+            break
+        item = todo.pop()
+        kind = type(item)
+        if kind in (list, tuple):
+            todo.extend(item[:_CHECKED_PARTS])  # type: ignore[index]
+        elif kind is dict:
+            todo.extend(islice(item.values(), _CHECKED_PARTS))  # type: ignore[attr-defined]
+        else:
+            raw = _leaf_bytes(item)
+            if raw is None:
+                return None
+            crc = zlib.crc32(raw, crc)
+    return crc
+
+
+def _leaf_bytes(item: object) -> bytes | None:
+    kind = type(item)
+    if kind in (int, float, str, bool):
+        return repr(item).encode("utf-8", "surrogatepass")[:_CHECKED_BYTES]
+    if kind is torch.Tensor:
+        try:
+            return _tensor_bytes(item)  # type: ignore[arg-type]
+        except RuntimeError:  # a dtype that torch cannot copy: nothing to compare is no error
+            return None
+    if kind is np.ndarray and not item.dtype.hasobject:  # type: ignore[attr-defined]
+        count = _CHECKED_BYTES // max(item.dtype.itemsize, 1)  # type: ignore[attr-defined]
+        return item.flat[:count].tobytes()  # type: ignore[attr-defined, no-any-return]
+    return None
+
+
+def _tensor_bytes(item: torch.Tensor) -> bytes | None:
+    # Reading from a device would make the training thread wait for it.
+    if not item.is_cpu or item.layout is not torch.strided or item.is_quantized:
+        return None
+    dense = item.detach().resolve_conj().resolve_neg()
+    while dense.dim() > 1 and not dense.is_contiguous() and dense.nbytes > _CHECKED_BYTES:
+        dense = dense[0]  # never copy a whole batch in order to read its beginning
+    flat = dense.reshape(-1)[: max(_CHECKED_BYTES // item.itemsize, 1)]
+    return flat.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _same(left: _Mark | None, right: _Mark | None) -> bool:
+    return values.pack(left and left.to_value(), path="r") == values.pack(right and right.to_value(), path="r")
+
+
+# ------------------------------------------------------------------------------------------------- one pass
+
+
+class _Batches:
+    """The iterator of one pass. It alone holds the inner iterator, so that workers end when a loop lets go of it."""
+
+    __slots__ = ("__weakref__", "inner", "owner")
+
+    def __init__(self, owner: SessionLoader, inner: Iterator[Any]) -> None:
+        self.owner = owner
+        self.inner: Iterator[Any] | None = inner
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        return self.owner._next(self)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The pass that is live. ``restored``: it was begun by a run before this one."""
+
+    batches: weakref.ref[_Batches]
+    at_iter: _Mark
+    updates: int
+    at_first: _Mark | None = None
+    last: _Mark | None = None
+    checksum: int | None = None
+    given: int = 0
+    trained: bool = False
+    restored: bool = False
+
+    def has_trained(self, updates: int) -> bool:
+        return self.trained or updates > self.updates
+
+
+class SessionLoader:
+    """An iterable over ``dl`` that marks the boundary at each ``next()`` and goes on where a version stood.
+
+    ::
+
+        for epoch in range(loader.epoch, epochs):
+            for i, batch in enumerate(loader, loader.start):
+                ...
+
+    One pass at a time: a new ``iter()`` ends the pass before it. After a restore the first ``iter()`` goes on with
+    the restored pass and the second begins a new one, so look at single batches through ``loader.loader``.
+    """
+
+    def __init__(
+        self,
+        dl: Iterable[Any],
+        host: LoaderHost,
+        name: str,
+        restored: Mapping[str, Any] | None = None,
+        rng_at_iter: bool = False,
+    ) -> None:
+        """Wrap ``dl``.
+
+        Args:
+            dl: a DataLoader, a loader with ``state_dict`` and ``load_state_dict``, or any other iterable.
+            host: the session.
+            name: for messages.
+            restored: what `position` gave in the version that was restored. Untrusted.
+            rng_at_iter: apply the restored random state at the first ``iter()``. For versions in which no loader of
+                the session was in a pass; otherwise it is applied at the first ``next()`` of one that was.
+
+        Raises:
+            CorruptPoolError: ``restored`` is damaged.
+            DriftError: the position lies in mid-pass of a loader that was built otherwise.
+        """
+        self._dl = dl
+        self._host = host
+        self._name = name
+        self._stateful = _is_stateful(dl)
+        self._generators = _own_generators(dl)
+        self._identity = _identity(dl, self._stateful)
+        workers = dl.num_workers if isinstance(dl, DataLoader) else 0
+        self._in_process = workers == 0
+        self._persistent = workers > 0 and isinstance(dl, DataLoader) and dl.persistent_workers
+        self._checks = not self._stateful
+        self._doubt = _replay_doubt(dl)
+        self._epoch = 0
+        self._pass: _Pass | None = None
+        self._iterated = False  # in this process
+        self._at_base: _Mark | None = None
+        self._rng_at_iter = rng_at_iter
+        self._rng_at_next: tuple[torch.Tensor, ...] | None = None  # our own generators, until they are set
+        self._updates_before = host.updates
+        self._pending = None if restored is None else self._adopt(dict(restored))
+        if self._doubt is not None:
+            log.warning("loader %r: a resume in mid-pass may not be exact; %s", name, self._doubt)
+
+    @property
+    def loader(self) -> Any:
+        """The wrapped object."""
+        return self._dl
+
+    @property
+    def name(self) -> str:
+        """The name under which the position is saved."""
+        return self._name
+
+    @property
+    def epoch(self) -> int:
+        """Passes finished. One left by ``break`` after an update counts when the next one begins."""
+        self._put_down_stale()
+        return self._epoch
+
+    @property
+    def start(self) -> int:
+        """Batches that the next ``iter()`` skips: 0 unless a version was restored in mid-pass."""
+        self._put_down_stale()
+        return self._pending.given if self._pending is not None else 0
+
+    def __len__(self) -> int:
+        return len(self._dl)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._put_down_stale()
+        position = self._pending
+        if position is not None and position.live:
+            return self._resume(position)
+        return self._begin(position)
+
+    def position(self) -> dict[str, Any]:
+        """Everything that a version saves about this loader: plain data for ``values.pack``.
+
+        Pack it before the loader moves: a stateful loader may hand out parts that it changes later.
+        """
+        self._put_down_stale()
+        if self._pending is not None:
+            return self._pending.to_value()
+        generators = tuple(generator.get_state() for generator in self._generators)
+        pass_, updates = self._pass, self._host.updates
+        epoch = self._epoch
+        if pass_ is not None and pass_.batches() is None and not pass_.has_trained(updates):
+            # Left, and nothing was trained in it (an evaluation, a peek): the next iter() begins a new one.
+            epoch += int(pass_.restored)
+            pass_ = None
+        inner = self._dl.state_dict() if self._stateful and self._iterated else None  # type: ignore[attr-defined]
+        return _Position(
+            kind="stateful" if self._stateful else "plain",
+            epoch=epoch,
+            given=pass_.given if pass_ else 0,
+            live=pass_ is not None,
+            trained=pass_ is not None and pass_.has_trained(updates),
+            identity=self._identity,
+            generators=generators,
+            at_iter=pass_.at_iter if pass_ else None,
+            at_first=pass_.at_first if pass_ else None,
+            at_base=self._at_base,
+            last=pass_.last if pass_ else None,
+            checksum=pass_.checksum if pass_ else None,
+            inner=inner,
+        ).to_value()
+
+    # -- restoring
+
+    def _adopt(self, value: dict[str, Any]) -> _Position:
+        position = _Position.from_value(value)
+        self._epoch = position.epoch
+        self._at_base = position.at_base if self._persistent else None
+        kind = "stateful" if self._stateful else "plain"
+        if position.live:
+            self._compare(position, kind)
+        elif position.kind != kind or len(position.generators) != len(self._generators):
+            log.warning("loader %r was built otherwise when it was saved: its next pass begins afresh", self._name)
+            position = replace(position, kind=kind, generators=self._now().generators, at_base=None, inner=None)
+            self._at_base = None
+        try:
+            for states in (position.generators, *(mark.generators for mark in position.marks())):
+                self._try_generators(states)
+        except (RuntimeError, TypeError) as error:
+            raise _corrupt(f"a generator refuses its state ({error})") from error
+        self._set_generators(position.generators)
+        if position.live:
+            self._rng_at_next = position.generators
+        return position
+
+    def _compare(self, position: _Position, kind: str) -> None:
+        drift: dict[str, tuple[object, object]] = {
+            key: (position.identity.get(key), self._identity.get(key))
+            for key in {**position.identity, **self._identity}
+            if position.identity.get(key) != self._identity.get(key)
+        }
+        for key, was, now in (
+            ("kind", position.kind, kind),
+            ("generators", len(position.generators), len(self._generators)),
+        ):
+            if was != now:
+                drift[key] = (was, now)
+        if drift:
+            text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
+            raise DriftError(
+                f"loader {self._name!r} differs from the one that was saved: {text}. The version lies in the middle of "
+                "a pass, and another loader would give other batches. Build the loader as it was, or begin the pass "
+                "anew with another name= for it.",
+                drift,
+            )
+
+    def _try_generators(self, states: tuple[torch.Tensor, ...]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            torch.Generator(generator.device).set_state(state)
+
+    def _set_generators(self, states: tuple[torch.Tensor, ...]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def _now(self) -> _Mark:
+        return _Mark(rng.capture(), tuple(generator.get_state() for generator in self._generators))
+
+    def _set(self, mark: _Mark) -> None:
+        mark.rng.restore()
+        self._set_generators(mark.generators)
+
+    @contextmanager
+    def _held(self) -> Generator[None, None, None]:
+        """Global generators and our own are afterwards as they were before."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _put_down_stale(self) -> None:
+        """A restored evaluation that the resumed run did not enter first will not be gone on with."""
+        position = self._pending
+        if position is None or not position.live or position.trained:
+            return
+        if self._host.updates > self._updates_before:
+            self._pending = position.at_rest()
+            self._epoch += 1
+            self._rng_at_next = None
+
+    def _apply_restored_rng(self, generators: tuple[torch.Tensor, ...] | None) -> None:
+        state = self._host.take_restored_rng()
+        if state is not None:
+            state.restore()
+            if generators is not None:
+                self._set_generators(generators)
+
+    # -- beginning a pass
+
+    def _begin(self, position: _Position | None) -> _Batches:
+        self._count_left()
+        if self._rng_at_iter:
+            self._rng_at_iter = False
+            self._apply_restored_rng(None if position is None else position.generators)
+        if position is not None:
+            self._prepare(position)
+        self._pending = None
+        self._identity = _identity(self._dl, self._stateful)
+        before = self._now()
+        if self._persistent and self._at_base is None:
+            self._at_base = before
+        return self._enter(iter(self._dl), before)
+
+    def _count_left(self) -> None:
+        pass_, self._pass = self._pass, None
+        if pass_ is not None and (pass_.restored or pass_.has_trained(self._host.updates)):
+            self._epoch += 1
+
+    def _prepare(self, position: _Position) -> None:
+        """What a loader at rest carries from pass to pass: persistent workers, and a stateful loader's own state."""
+        if self._stateful and position.inner is not None:
+            with self._held():
+                self._load(position.inner)
+                if isinstance(self._dl, DataLoader):
+                    iter(self._dl)  # torchdata makes the finished pass once more, with draws that the old run lacked
+        elif self._persistent and self._at_base is not None:
+            with self._held():
+                self._set(self._at_base)
+                iter(self._dl)
+
+    def _load(self, inner: Any) -> None:
+        try:
+            self._dl.load_state_dict(inner)  # type: ignore[attr-defined]
+        except (KeyError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
+            raise DriftError(
+                f"loader {self._name!r} refuses its saved state ({type(error).__name__}: {error}). It was saved by a "
+                "loader of another kind or version. Build the loader as it was, or give it another name=."
+            ) from error
+
+    def _enter(self, inner: Iterator[Any], before: _Mark) -> _Batches:
+        batches = _Batches(self, inner)
+        self._iterated = True
+        self._pass = _Pass(weakref.ref(batches), before, self._host.updates)
+        return batches
+
+    def _resume(self, position: _Position) -> _Batches:
+        assert position.at_iter is not None  # checked when it was read
+        with self._held():
+            reused = self._start_workers(position)
+            self._set(position.at_iter)
+            if self._stateful:
+                self._load(position.inner)
+            inner = iter(self._dl)
+            if not self._stateful and position.given:
+                self._replay(inner, position, compare=not reused and self._doubt is None)
+        self._set_generators(position.generators)
+        self._pending = None
+        batches = self._enter(inner, position.at_iter)
+        assert self._pass is not None
+        self._pass.at_first, self._pass.last = position.at_first, position.last
+        self._pass.checksum, self._pass.given = position.checksum, position.given
+        self._pass.trained, self._pass.restored = position.trained, True
+        return batches
+
+    def _start_workers(self, position: _Position) -> bool:
+        """Start persistent workers with the seed of their first pass. True where the restored pass is a later one."""
+        if self._stateful or not self._persistent or position.at_base is None:
+            return False
+        if _same(position.at_base, position.at_iter):
+            return False
+        log.warning(
+            "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, random "
+            "augmentation inside the workers is not; persistent_workers=False makes it so",
+            self._name,
+        )
+        self._set(position.at_base)
+        iter(self._dl)
+        return True
+
+    def _replay(self, inner: Iterator[Any], position: _Position, compare: bool) -> None:
+        """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
+        assert position.at_first is not None
+        self._set(position.at_first)
+        batch = None
+        for index in range(position.given):
+            if position.last is not None and index == position.given - 1:
+                self._set(position.last)
+            try:
+                batch = next(inner)
+            except StopIteration:
+                raise self._changed(f"it ended after {index} of the {position.given} batches given before") from None
+        if compare and position.checksum is not None:
+            checksum = _checksum(batch)
+            if checksum is not None and checksum != position.checksum:
+                raise self._changed(f"batch {position.given - 1} of the pass is not the one that was given before")
+
+    def _changed(self, fact: str) -> DriftError:
+        return DriftError(
+            f"loader {self._name!r} cannot go on in mid-pass: {fact}. The dataset changed, or it draws from a random "
+            "generator of its own, which no version holds. Bring the old data back and draw from python's, numpy's or "
+            "torch's global generators, or begin the pass anew with another name= for the loader."
+        )
+
+    # -- one batch
+
+    def _next(self, batches: _Batches) -> Any:
+        if batches.inner is None:
+            raise StopIteration
+        pass_ = self._pass
+        if pass_ is None or pass_.batches() is not batches:
+            raise SessionError(
+                f"loader {self._name!r} was iterated again, which ended this pass: a session loader has one position. "
+                "Wrap a second DataLoader, or take batches for other purposes from .loader."
+            )
+        self._host.loader_next(self)
+        self._settle()
+        first = pass_.at_first is None and not self._stateful
+        before = self._now() if first or (self._checks and self._in_process) else None
+        if first:
+            pass_.at_first = before
+        try:
+            batch = next(batches.inner)
+        except StopIteration:
+            self._finish(batches)
+            raise
+        self._count(pass_, batch, before)
+        return batch
+
+    def _settle(self) -> None:
+        """The version's random state, once, after the replays and before the first fetch."""
+        generators, self._rng_at_next = self._rng_at_next, None
+        if generators is not None:
+            self._apply_restored_rng(generators)
+
+    def _count(self, pass_: _Pass, batch: object, before: _Mark | None) -> None:
+        pass_.given += 1
+        if self._checks:
+            pass_.checksum = _checksum(batch)
+            pass_.last = before if self._in_process else None
+            if pass_.checksum is None:  # nothing to compare in this batch, nor in the next ones
+                self._checks, pass_.last = False, None
+
+    def _finish(self, batches: _Batches) -> None:
+        batches.inner = None
+        self._host.loader_pass_ended(self)
+        self._epoch += 1
+        self._pass = None

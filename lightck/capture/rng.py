@@ -1,0 +1,199 @@
+"""The random state of a process: python, numpy's global generator, torch on the CPU and on every CUDA device in use.
+
+``capture`` takes raw objects and converts nothing, since it runs at every step; ``to_value`` makes them storable and
+``from_value`` checks what was stored before any generator sees it. Generators that a program made for itself
+(``torch.Generator``, ``numpy.random.Generator``) are not in here.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightck.errors import CorruptPoolError
+
+_PYTHON_VERSION = 3
+_PYTHON_WORDS = struct.Struct("<625I")
+_MAX_CUDA_BYTES = 4096
+_MAX_CUDA_DEVICES = 1024
+# numpy's setters do not check these positions, and a wrong one makes the generator read beyond its buffer.
+_NUMPY_POSITIONS = {
+    "MT19937": ("pos", 624),
+    "Philox": ("buffer_pos", 4),
+    "PCG64": None,
+    "PCG64DXSM": None,
+    "SFC64": None,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RngState:
+    """The global generators at one moment.
+
+    python: what ``random.getstate()`` gave. numpy: what ``numpy.random.get_state(legacy=False)`` gave. torch: uint8,
+    1-d, on the CPU. cuda: (index of the device, uint8, 1-d, on the CPU) for each device, empty where CUDA was not used.
+    """
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    torch: Tensor
+    cuda: tuple[tuple[int, Tensor], ...] = ()
+
+    def restore(self) -> None:
+        """Set every generator. Devices that this machine does not have are passed over.
+
+        Raises:
+            CorruptPoolError: a device refuses its state.
+        """
+        # CUDA first: only it can still refuse, and then nothing else was changed.
+        _restore_cuda(self.cuda)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.default_generator.set_state(self.torch)
+
+    def to_value(self) -> dict[str, Any]:
+        """The same as data for ``values.pack``: a dict of bytes, ints, floats and small numpy arrays."""
+        return {
+            "python": [_PYTHON_WORDS.pack(*self.python[1]), self.python[2]],
+            "numpy": self.numpy,
+            "torch": self.torch.numpy().tobytes(),
+            "cuda": [[index, state.numpy().tobytes()] for index, state in self.cuda],
+        }
+
+    @classmethod
+    def from_value(cls, value: object) -> RngState:
+        """The inverse of `to_value`.
+
+        Raises:
+            CorruptPoolError: the value is none that `to_value` gives, or a generator would refuse it.
+        """
+        if type(value) is not dict or set(value) != {"python", "numpy", "torch", "cuda"}:
+            raise _corrupt("its parts are not python, numpy, torch and cuda")
+        return cls(
+            _read_python(value["python"]),
+            _read_numpy(value["numpy"]),
+            _read_torch(value["torch"]),
+            _read_cuda(value["cuda"]),
+        )
+
+
+def capture() -> RngState:
+    """The state of all global generators now. Draws nothing, starts no CUDA context, waits for no device."""
+    return RngState(
+        random.getstate(),
+        np.random.get_state(legacy=False),
+        torch.default_generator.get_state(),
+        _capture_cuda(),
+    )
+
+
+@contextmanager
+def shielded() -> Iterator[RngState]:
+    """Put all global generators back at the end, also after an exception. Yields the state that will be put back."""
+    before = capture()
+    try:
+        yield before
+    finally:
+        before.restore()
+
+
+def _capture_cuda() -> tuple[tuple[int, Tensor], ...]:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ()
+    return tuple((index, device.get_state()) for index, device in enumerate(torch.cuda.default_generators))
+
+
+def _restore_cuda(states: tuple[tuple[int, Tensor], ...]) -> None:
+    if not states or not torch.cuda.is_available():
+        return
+    count = torch.cuda.device_count()
+    for index, state in states:
+        if index < count:
+            try:
+                torch.cuda.set_rng_state(state, index)  # queued by torch where CUDA was not used yet
+            except RuntimeError as error:
+                raise _corrupt(f"CUDA device {index} refuses its part ({error})") from error
+
+
+def _corrupt(reason: str) -> CorruptPoolError:
+    return CorruptPoolError(f"the saved random state is damaged: {reason}; recover an older version")
+
+
+def _read_python(value: object) -> tuple[Any, ...]:
+    if type(value) is not list or len(value) != 2:
+        raise _corrupt("python's part is no pair")
+    words, gauss = value
+    if type(words) is not bytes or len(words) != _PYTHON_WORDS.size or type(gauss) not in (float, type(None)):
+        raise _corrupt("python's part has a wrong size")
+    state = (_PYTHON_VERSION, _PYTHON_WORDS.unpack(words), gauss)
+    try:
+        random.Random(0).setstate(state)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _corrupt(f"python refuses its part ({error})") from error
+    return state
+
+
+def _read_numpy(value: object) -> dict[str, Any]:
+    if type(value) is not dict or type(value.get("state")) is not dict:
+        raise _corrupt("numpy's part is no dict")
+    name = value.get("bit_generator")
+    if type(name) is not str or name not in _NUMPY_POSITIONS:
+        raise _corrupt("numpy's generator has an unknown name")
+    position = _NUMPY_POSITIONS[name]
+    if position is not None:
+        holder = value["state"] if name == "MT19937" else value
+        at = holder.get(position[0])
+        if type(at) is not int or not 0 <= at <= position[1]:
+            raise _corrupt("numpy's generator stands at an impossible position")
+    _try_numpy(name, value)
+    return value
+
+
+def _try_numpy(name: str, value: dict[str, Any]) -> None:
+    if name == "MT19937":
+        key = value["state"].get("key")
+        if type(key) is not np.ndarray or key.shape != (624,) or key.dtype != np.uint32:
+            raise _corrupt("numpy's part has a wrong size")
+    if type(value.get("has_gauss")) is not int or type(value.get("gauss")) is not float:
+        raise _corrupt("numpy's part lacks its second normal number")
+    try:
+        np.random.RandomState(getattr(np.random, name)(0)).set_state(value)
+    except Exception as error:  # the setters are written for trusted input and raise whatever they stumble over
+        raise _corrupt(f"numpy refuses its part ({error})") from error
+
+
+def _read_torch(value: object) -> Tensor:
+    state = _as_tensor(value)
+    try:
+        torch.Generator().set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise _corrupt(f"torch refuses its part ({error})") from error
+    return state
+
+
+def _read_cuda(value: object) -> tuple[tuple[int, Tensor], ...]:
+    if type(value) is not list or len(value) > _MAX_CUDA_DEVICES:
+        raise _corrupt("CUDA's part is no list of devices")
+    out = []
+    for item in value:
+        if type(item) is not list or len(item) != 2 or type(item[0]) is not int or item[0] < 0:
+            raise _corrupt("CUDA's part is no list of pairs")
+        state = _as_tensor(item[1])
+        if not 0 < state.numel() <= _MAX_CUDA_BYTES:
+            raise _corrupt("a CUDA device's part has a wrong size")
+        out.append((item[0], state))
+    return tuple(out)
+
+
+def _as_tensor(value: object) -> Tensor:
+    if type(value) is not bytes or not value:
+        raise _corrupt("a generator's state is no bytes")
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8).clone()

@@ -1,0 +1,228 @@
+"""The state of a training at a boundary: which tensors a version holds, and its small state as bytes.
+
+``Capture`` is read at two moments. At the post-step hook, provisionally: buffers, RNG and loaders, for the case that
+the next event is the pre-step hook of the next update. At the boundary: everything that is small or may change before
+the next update; the big tensors are only named here and copied by the pipeline.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightck.capture import rng, values
+from lightck.capture.boundary import Event
+from lightck.capture.inventory import Live, ModelView, OptimizerView, staged
+from lightck.errors import StateValueError
+from lightck.pipeline import Closing
+
+if TYPE_CHECKING:
+    from lightck.capture.loader import SessionLoader
+
+STATE_VERSION = 1
+
+
+@dataclass(slots=True)
+class Provisional:
+    """What was read right after an update."""
+
+    rng: rng.RngState
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    loaders: dict[str, bytes] = field(default_factory=dict)
+    large: list[Live] = field(default_factory=list)
+
+
+class Capture:
+    """Everything that a session saves, by name."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer],
+                 objects: Mapping[str, Any]) -> None:  # fmt: skip
+        self.model = ModelView(model)
+        self.objects = dict(objects)
+        self.loaders: list[SessionLoader] = []
+        self.provisional: Provisional | None = None
+        self.expected_state_nbytes = 0
+        """Length of the small state when ``expected_tensors`` last looked."""
+        names = self.model.names_by_id()
+        self.optimizers = [OptimizerView(i, o, names) for i, o in enumerate(optimizers)]
+        self._without_grad = {i: _torch_params(view) for i, view in enumerate(self.optimizers)}
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        view = OptimizerView(len(self.optimizers), optimizer, self.model.names_by_id())
+        self._without_grad[view.index] = _torch_params(view)
+        self.optimizers.append(view)
+
+    def refresh(self) -> None:
+        """Follow modules and parameter groups that changed."""
+        self.model.refresh()
+        if any(view.has_changed() for view in self.optimizers):
+            names = self.model.names_by_id()
+            for view in self.optimizers:
+                view.refresh(names)
+                self._without_grad[view.index] |= {
+                    k: p for k, p in _torch_params(view).items() if k not in self._seen_grad
+                }
+
+    _seen_grad: frozenset[int] = frozenset()
+
+    # -- at the update -----------------------------------------------------------------------------------
+
+    def before_update(self, index: int) -> None:
+        """Note which parameters this update can touch: torch's optimizers leave one without a gradient alone."""
+        waiting = self._without_grad[index]
+        woken = [key for key, p in waiting.items() if p.grad is not None]
+        for key in woken:
+            del waiting[key]
+        if woken:
+            self._seen_grad = self._seen_grad | frozenset(woken)
+
+    def after_update(self) -> None:
+        """Read, provisionally, what the next forward or fetch will change."""
+        buffers = {
+            live.name: _clone(live.tensor, self.provisional)
+            for live in self.model.tensors(frozenset())
+            if live.role == "buffer" and live.alias is None
+        }
+        self.provisional = provisional = Provisional(rng.capture(), buffers)
+        for name, obj in self.objects.items():
+            if is_loader(obj):
+                provisional.loaders[name] = self._object_bytes(name, obj, provisional.large)
+
+    # -- at the boundary ---------------------------------------------------------------------------------
+
+    def close(self, event: Event, step: int, iteration: int, *, explicit: bool, never_rest: set[str]) -> Closing:
+        """The version that this event closes."""
+        self.refresh()
+        before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
+        lives = list(self.tensors())
+        small = self._small_state(event, explicit, never_rest, before, lives)
+        closing = Closing(step, iteration, lives, small)
+        if event is Event.PRE_STEP and self.provisional is not None:
+            present = {live.name for live in lives if live.role == "buffer"}
+            closing.provisional = {n: t for n, t in self.provisional.buffers.items() if n in present}
+        return closing
+
+    def tensors(self) -> Iterator[Live]:
+        """Model and optimizer tensors as they are now."""
+        trained = {
+            id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._without_grad[view.index]
+        }
+        yield from self.model.tensors(trained)
+        for view in self.optimizers:
+            yield from view.outside()
+            yield from view.state_tensors()
+
+    def expected_tensors(self) -> Iterator[Live]:
+        """As ``tensors``, with the large ones inside ``state``: for laying out a pool."""
+        yield from self.tensors()
+        large: list[Live] = []
+        self.expected_state_nbytes = len(self._small_state(Event.FLUSH, False, set(), None, large))
+        yield from large
+
+    def _small_state(self, event: Event, explicit: bool, never_rest: set[str], before: Provisional | None,
+                     lives: list[Live]) -> bytes:  # fmt: skip
+        now = rng.capture()
+        first = now if before is None else before.rng
+        state = {
+            "version": STATE_VERSION,
+            "event": event.value,
+            "explicit": explicit,
+            "rng": first.to_value(),
+            "rng_forward": now.to_value() if event is Event.FORWARD else None,
+            "optimizers": [self._optimizer_value(view, lives) for view in self.optimizers],
+            "state": self._objects_value(before, lives),
+            "extra": self._extra_value(lives),
+            "loaders": {loader.name: loader.position() for loader in self.loaders},
+            "at_once": sorted(never_rest),
+            "fingerprint": fingerprint(),
+        }
+        return values.pack(state, path="", large=None)
+
+    def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, Any]:
+        path = _role("optimizer", view.index, len(self.optimizers))
+        return {
+            "class": view.class_name,
+            "names": view.names,
+            "groups": values.pack(view.groups(), path=f"{path}/param_groups"),
+            "values": values.pack(view.state_values(), path="optimizer", large=_collector(lives, "optimizer")),
+        }
+
+    def _objects_value(self, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
+        packed = {}
+        if before is not None:
+            lives.extend(before.large)
+        for name, obj in self.objects.items():
+            if before is not None and name in before.loaders:
+                packed[name] = before.loaders[name]
+            else:
+                packed[name] = self._object_bytes(name, obj, lives)
+        return packed
+
+    @staticmethod
+    def _object_bytes(name: str, obj: Any, lives: list[Live]) -> bytes:
+        return values.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
+
+    def _extra_value(self, lives: list[Live]) -> dict[str, bytes]:
+        return {
+            name: values.pack(module.get_extra_state(), path=f"extra_state/{name}", large=_collector(lives, "state"))
+            for name, module in self.model.extra
+        }
+
+
+def _clone(tensor: torch.Tensor, last: Provisional | None) -> torch.Tensor:
+    return staged(tensor).clone()
+
+
+def _torch_params(view: OptimizerView) -> dict[int, torch.Tensor]:
+    """Parameters that a torch.optim class will not touch as long as they have no gradient."""
+    if not type(view.optimizer).__module__.startswith("torch.optim."):
+        return {}
+    return {id(p): p for _, p in view.params}
+
+
+def _collector(lives: list[Live], role: str) -> Any:
+    def large(path: str, tensor: torch.Tensor) -> None:
+        lives.append(Live(path, role, tensor.detach(), None, None))
+
+    return large
+
+
+def _role(role: str, index: int, n: int) -> str:
+    return role if n == 1 else f"{role}.{index}"
+
+
+def is_loader(obj: Any) -> bool:
+    """Whether an object in ``state`` gives out batches: its position has to be read right after the update."""
+    return hasattr(type(obj), "__iter__") and not isinstance(obj, nn.Module)
+
+
+def check_objects(objects: Mapping[str, Any]) -> None:
+    """Refuse what cannot be saved, at attach. Raises ``StateValueError`` by path."""
+    for name, obj in objects.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise StateValueError(
+                f"state has the key {name!r}. Names of saved objects are non-empty strings without '/'. Rename it."
+            )
+        if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
+            raise StateValueError(
+                f"state[{name!r}] is a {type(obj).__name__}, which has no state_dict() and load_state_dict(). lightck "
+                "saves and restores objects through these two. Pass an object that has them."
+            )
+
+
+def fingerprint() -> dict[str, Any]:
+    """What a bit-identical continuation depends on besides the state itself."""
+    return {
+        "torch": str(torch.__version__),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }

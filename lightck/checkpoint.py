@@ -1,0 +1,138 @@
+"""A recovered version, loaded into memory or restored in place."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightck import restore as _restore
+from lightck.capture import values
+from lightck.capture.discover import unwrap
+from lightck.capture.rng import RngState
+from lightck.contents import Contents, MemorySource, OptimizerContents
+from lightck.errors import CorruptPoolError, SessionError
+from lightck.pool.format import CommitLine
+from lightck.pool.reader import Rejected
+from lightck.resume import RestoredFrom, mark_poisoned, remember
+from lightck.sessions import has_open_session
+
+
+class Checkpoint:
+    """One version of a training. Made by :func:`lightck.recover`.
+
+    Attributes:
+        step: updates made when it was closed.
+        iteration: boundaries passed, skipped updates included.
+        rejected: newer versions that were passed over, each with its reason.
+        drift: what did not fit, where it was restored with ``strict=False``.
+        contents, line: the parsed version and its commit line, for lightck itself.
+    """
+
+    def __init__(self, contents: Contents, source: MemorySource, line: CommitLine, path: str, uuid: bytes,
+                 rejected: Sequence[Rejected]) -> None:  # fmt: skip
+        self.step = contents.step
+        self.iteration = contents.iteration
+        self.rejected: tuple[Rejected, ...] = tuple(rejected)
+        self.drift = _restore.Drift()
+        self.contents = contents
+        self._source = source
+        self.line = line
+        self._path = path
+        self._uuid = uuid
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(step={self.step}, tensors={len(self.contents.entries)}, pool={self._path!r})"
+
+    @property
+    def model(self) -> OrderedDict[str, Any]:
+        """A state_dict: name -> tensor, tied weights as one tensor; extra state as it was given."""
+        found: OrderedDict[str, Any] = OrderedDict()
+        for name, entry in self.contents.model_entries.items():
+            found[name] = self._tensor(entry.alias or entry.name)
+        for name, packed in self.contents.extra.items():
+            found[name] = values.unpack(packed, tensor=self._tensor)
+        return found
+
+    @property
+    def optimizer(self) -> dict[str, Any] | list[dict[str, Any]] | None:
+        """The optimizer's state_dict, as torch numbers it; a list where there are several, None where none was saved.
+
+        ``Optimizer.load_state_dict`` casts state to its parameter's dtype; ``restore`` does not."""
+        dicts = [self._optimizer_dict(o) for o in self.contents.optimizers]
+        if len(dicts) > 1:
+            return dicts
+        return dicts[0] if dicts else None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """name -> what that object's ``state_dict()`` returned."""
+        return {n: values.unpack(packed, tensor=self._tensor) for n, packed in self.contents.state.items()}
+
+    @property
+    def rng(self) -> RngState:
+        """The random states from which the next step starts; ``rng.restore()`` sets them."""
+        return self.contents.rng
+
+    def restore(self, model: nn.Module, optimizer: Any = None, state: Mapping[str, Any] | None = None, *,
+                strict: bool = True) -> None:  # fmt: skip
+        """Put this version into a model (and optimizers, and objects in ``state``) in place, bit for bit.
+
+        Raises ``DriftError`` before anything changes where they do not fit (with ``strict=False`` what fits is taken
+        and ``drift`` lists the rest), ``SessionError`` where the model's session is open.
+        """
+        plan = plan_restore(self.contents, model, optimizer, state, strict=strict)
+        try:
+            _restore.apply(plan, self._source)
+        except BaseException:
+            _restore.poison(plan.held.values(), model)
+            mark_poisoned(model)
+            raise
+        self.note_restored(model, plan)
+
+    def note_restored(self, model: nn.Module, plan: _restore.Plan) -> None:
+        self.drift = plan.drift
+        remember(model, RestoredFrom(self._path, self._uuid, self.line, self.contents, not_taken(plan)))
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name not in self._source.tensors:
+            raise CorruptPoolError(f"The checkpoint's small state names a tensor {name!r} that it does not hold.")
+        return self._source.tensors[name]
+
+    def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, Any]:
+        numbers = {name: i for i, name in enumerate(saved.all_names)}
+        keys = _restore.keys_by_param(self.contents)
+        rest = values.unpack(saved.values, tensor=self._tensor)
+        state: dict[int, dict[Any, Any]] = {}
+        for name, number in numbers.items():
+            found: dict[Any, Any] = {key: self._tensor(e.name) for key, e in keys.get(name, {}).items()}
+            if found or name in rest:
+                state[number] = found | rest.get(name, {})
+        groups = [
+            {**options, "params": [numbers[n] for n in names]}
+            for options, names in zip(saved.groups, saved.names, strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
+
+
+def plan_restore(contents: Contents, model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, *,
+                 strict: bool, complete: bool = False) -> _restore.Plan:  # fmt: skip
+    """Check a restore into these objects; nothing changes yet."""
+    if has_open_session(model):
+        raise SessionError(
+            "This model's session is open: restoring into it would change what it is saving. Close the session first "
+            "(session.close()), then restore and attach again."
+        )
+    many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
+    objects = {n: o for n, o in (state or {}).items() if o is not None}
+    return _restore.check(contents, model, [unwrap(o) for o in many], objects, strict=strict, complete=complete)
+
+
+def not_taken(plan: _restore.Plan) -> tuple[str, ...]:
+    """What a version holds and this restore did not take: attach asks for it."""
+    taken = {id(saved) for saved, _ in plan.optimizers}
+    missing = [f"the {saved.class_name}" for saved in plan.contents.optimizers if id(saved) not in taken]
+    return (*missing, *(f"state {name!r}" for name in plan.contents.state if name not in plan.objects))

@@ -1,0 +1,158 @@
+"""A version's contents at the level of torch: names, groups, values and tensors, parsed from untrusted bytes.
+
+``Contents`` is built from the small state of a version before any payload is read. Two sources give the payload: the
+pool (``Version``, verified as it is read) and memory (``MemorySource``, a checkpoint that was loaded whole).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lightck.capture import values
+from lightck.capture.rng import RngState
+from lightck.capture.snapshot import STATE_VERSION
+from lightck.errors import CorruptPoolError
+from lightck.pool.layout import Entry
+
+
+class Source(Protocol):
+    """Where a version's payload comes from."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
+
+    def read_into(self, name: str, address: int) -> None: ...
+
+
+class MemorySource:
+    """Tensors that were read and verified before: new ones, or the live ones that a version was restored into."""
+
+    def __init__(self, entries: Mapping[str, Entry], tensors: Mapping[str, torch.Tensor]) -> None:
+        self.entries = dict(entries)
+        self.tensors = dict(tensors)
+
+    def read_into(self, name: str, address: int) -> None:
+        entry, tensor = self.entries[name], self.tensors[name].detach()
+        if tensor.device.type != "cpu" or tuple(tensor.stride()) != entry.stride:
+            tensor = empty_for(entry, "cpu").copy_(tensor)
+        if entry.nbytes and address:
+            ctypes.memmove(address, tensor.data_ptr(), entry.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerContents:
+    """One optimizer as it was saved."""
+
+    class_name: str
+    names: list[list[str]]
+    groups: list[dict[str, Any]]
+    values: bytes
+
+    @property
+    def all_names(self) -> list[str]:
+        return [name for group in self.names for name in group]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Everything in a version but its payload."""
+
+    step: int
+    iteration: int
+    event: str
+    explicit: bool
+    rng: RngState
+    rng_forward: RngState | None
+    optimizers: list[OptimizerContents]
+    state: dict[str, bytes]
+    extra: dict[str, bytes]
+    loaders: dict[str, dict[str, Any]]
+    at_once: list[str]
+    fingerprint: dict[str, Any]
+    entries: Mapping[str, Entry]
+
+    @classmethod
+    def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
+        """Raises ``CorruptPoolError`` where the small state is not one that this version of lightck wrote."""
+        raw = values.unpack(small_state)
+        try:
+            if raw["version"] != STATE_VERSION:
+                raise CorruptPoolError(f"its small state has version {raw['version']!r}")
+            return cls(
+                step=step,
+                iteration=iteration,
+                event=_typed(raw["event"], str),
+                explicit=_typed(raw["explicit"], bool),
+                rng=RngState.from_value(raw["rng"]),
+                rng_forward=None if raw["rng_forward"] is None else RngState.from_value(raw["rng_forward"]),
+                optimizers=[_optimizer(o) for o in _typed(raw["optimizers"], list)],
+                state=_bytes_map(raw["state"]),
+                extra=_bytes_map(raw["extra"]),
+                loaders=_typed(raw["loaders"], dict),
+                at_once=[_typed(n, str) for n in _typed(raw["at_once"], list)],
+                fingerprint=_typed(raw["fingerprint"], dict),
+                entries=entries,
+            )
+        except (KeyError, TypeError, IndexError, AttributeError) as err:
+            raise CorruptPoolError(f"its small state is malformed ({type(err).__name__}: {err})") from err
+
+    @property
+    def model_entries(self) -> dict[str, Entry]:
+        """name in the model -> entry."""
+        return {n.removeprefix("model/"): e for n, e in self.entries.items() if n.startswith("model/")}
+
+    def state_keys(self, param: str) -> dict[str, Entry]:
+        """Tensors in the optimizer state of one parameter: key -> entry. Values inside lists are not among them."""
+        prefix = f"optimizer/{param}/"
+        return {n[len(prefix) :]: e for n, e in self.entries.items() if n.startswith(prefix)}
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise CorruptPoolError(f"its small state is malformed ({kind.__name__} expected)")
+    return value
+
+
+def _bytes_map(value: Any) -> dict[str, bytes]:
+    return {_typed(k, str): _typed(v, bytes) for k, v in _typed(value, dict).items()}
+
+
+def _optimizer(value: Any) -> OptimizerContents:
+    names = [[_typed(n, str) for n in _typed(group, list)] for group in _typed(value["names"], list)]
+    groups = [_typed(g, dict) for g in _typed(values.unpack(_typed(value["groups"], bytes)), list)]
+    if len(groups) != len(names):
+        raise CorruptPoolError("its optimizer has groups without options")
+    return OptimizerContents(_typed(value["class"], str), names, groups, _typed(value["values"], bytes))
+
+
+def empty_for(entry: Entry, device: torch.device | str) -> torch.Tensor:
+    """An uninitialised tensor with the layout of an entry, on the CPU first (payload arrives there)."""
+    dtype = values.dtype_from_name(entry.dtype)
+    return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device=device)
+
+
+def load_tensor(source: Source, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    """One tensor of a version, verified. Raises ``DamagedError`` at a bad block."""
+    tensor = empty_for(source.entries[name], "cpu")
+    if tensor.numel():
+        source.read_into(name, tensor.data_ptr())
+    return tensor.to(device)
+
+
+def tensor_reader(source: Source, held: dict[str, torch.Tensor] | None = None) -> Callable[[str], torch.Tensor]:
+    """How ``values.unpack`` gets large tensors: by name, from this version only. They are noted in ``held``."""
+
+    def read(name: str) -> torch.Tensor:
+        if name not in source.entries:
+            raise CorruptPoolError(f"its small state names a tensor {name!r} that it does not hold")
+        tensor = load_tensor(source, name)
+        if held is not None:
+            held[name] = tensor
+        return tensor
+
+    return read

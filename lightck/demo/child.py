@@ -1,0 +1,155 @@
+"""The demo's training process: runs ``train_gpt.py`` and reports to its parent, a JSON line for each event.
+
+    python child.py FD PARENT_PID LIGHTCK_ROOT [arguments of train_gpt.py]
+
+Started as a script, never imported from the package, so that a plain run (``--pool none``) has not imported lightck;
+whether that is so is reported at the end. A line is written as soon as its update has returned: whatever was
+reported before a kill is in the pipe, and the parent reads it after the death of this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, however that dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def train_gpt_folder() -> Path:
+    """Where the example lies: beside this file when installed, in ``examples`` in a source tree."""
+    here = Path(__file__).resolve().parent
+    for folder in (here, here.parents[1] / "examples"):
+        if (folder / "train_gpt.py").is_file():
+            return folder
+    raise SystemExit(f"train_gpt.py is neither in {here} nor in {here.parents[1] / 'examples'}: reinstall lightck")
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested dicts, lists and tuples with its path. Dicts in the order of their keys' names."""
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from leaves(value[key], f"{path}/{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}/{index}")
+    else:
+        yield path, value
+
+
+def digest(leaf: Any) -> str:
+    """SHA-256 of type, shape and bytes of a tensor or array; of the exact text of anything else."""
+    import numpy
+    import torch
+
+    if isinstance(leaf, torch.Tensor):
+        head = f"{leaf.dtype} {tuple(leaf.shape)}"
+        body = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(leaf, numpy.ndarray):
+        head, body = f"{leaf.dtype} {leaf.shape}", leaf.tobytes()
+    else:
+        head, body = type(leaf).__name__, repr(leaf).encode()
+    return hashlib.sha256(head.encode() + b"\0" + body).hexdigest()
+
+
+def digests(root: str, value: Any) -> dict[str, str]:
+    return {path: digest(leaf) for path, leaf in leaves(value, root)}
+
+
+def final_digests(model: Any, optimizer: Any, scheduler: Any) -> dict[str, str]:
+    """All that the two runs must have in common, bit by bit."""
+    import numpy
+    import torch
+
+    rng = {
+        "torch": torch.get_rng_state(),
+        "python": digest(random.getstate()),  # 625 integers: one digest, not one each
+        "numpy": numpy.random.get_state(legacy=False),
+    }
+    return {
+        **digests("weights", model.state_dict()),
+        **digests("optimizer", optimizer.state_dict()),
+        **digests("scheduler", scheduler.state_dict()),
+        **digests("rng", rng),
+    }
+
+
+def durability(session: Any) -> dict[str, Any]:
+    held = session.durability
+    names = ("process", "os", "power", "media", "medium")
+    return {**{name: getattr(held, name) for name in names}, "evidence": list(held.evidence)}
+
+
+def counters(session: Any) -> dict[str, Any]:
+    stats = session.stats()
+    names = ("stall_seconds", "wait_seconds", "bytes_written", "versions")
+    return {name: getattr(stats, name) for name in names}
+
+
+class Reporter:
+    """A ``Watch`` of ``train_gpt.py`` that tells the parent."""
+
+    def __init__(self, fd: int) -> None:
+        self.pipe = os.fdopen(fd, "w", encoding="ascii")
+        self.session: Any = None
+
+    def send(self, **message: Any) -> None:
+        self.pipe.write(json.dumps(message) + "\n")
+        self.pipe.flush()
+
+    def started(self, session: Any, seconds: float) -> None:
+        self.session = session
+        if session is None:
+            self.send(start=0)
+        else:
+            self.send(start=session.step, recovery_seconds=seconds, durability=durability(session))
+
+    def updated(self, step: int, loss: float) -> None:
+        stats = counters(self.session) if self.session else None
+        self.send(update=step, loss_bits=loss.hex(), stats=stats)
+
+    def ended(self, model: Any, optimizer: Any, scheduler: Any) -> None:
+        imported = any(name.partition(".")[0] == "lightck" for name in sys.modules)
+        self.send(digests=final_digests(model, optimizer, scheduler), imported_lightck=imported)
+
+
+def recovered_digests(pool: str) -> dict[str, Any]:
+    """What a reader finds in the pool once the training has ended: the step, weights and optimizer."""
+    import lightck
+
+    checkpoint = lightck.recover(pool)
+    found = {**digests("weights", checkpoint.model), **digests("optimizer", checkpoint.optimizer)}
+    return {"step": checkpoint.step, "digests": found}
+
+
+def main() -> None:
+    fd, parent, root = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    die_with(parent)
+    if root not in sys.path:  # a source tree; an installed lightck is on the path already
+        sys.path.append(root)
+    sys.path[0] = str(train_gpt_folder())
+    train_gpt = importlib.import_module("train_gpt")
+    reporter = Reporter(fd)
+    arguments = sys.argv[4:]
+    train_gpt.main(arguments, reporter)
+    pool = train_gpt.parse_args(arguments).pool
+    reporter.send(done=True, recovered=None if pool == "none" else recovered_digests(pool))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What the two runs left behind, and whether it is the same to the bit.
+
+Pure: it knows records and nothing of processes. A difference is a sentence; no difference is an empty tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LOST_MAX = 1  # finished updates that one kill may cost: the promise at interval 1 with two slots
+NAMED_MAX = 5  # differing tensors that are named, the others are counted
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One death and what came of it. Steps count finished updates; 0 is a fresh start."""
+
+    how: str
+    reported: int  # the last update that the child told of
+    recovered: int  # the step from which the next child went on
+    recovery_seconds: float
+
+    @property
+    def lost(self) -> int:
+        return self.reported - self.recovered
+
+
+@dataclass(slots=True)
+class Record:
+    """One run as its children reported it. An update that was computed again has its loss in here again."""
+
+    losses: dict[int, list[str]] = field(default_factory=dict)  # update -> float.hex() of its loss
+    digests: dict[str, str] = field(default_factory=dict)
+    imported_lightck: bool = False
+    recovered: dict[str, Any] | None = None  # what recover() reads from the pool after the end
+
+
+def differences(reference: Record, survived: Record, kills: tuple[Kill, ...], steps: int) -> tuple[str, ...]:
+    """Every way in which the killed run falls short of the reference, in words."""
+    return (
+        *_imports(reference, survived),
+        *_losses(reference, survived, steps),
+        *_digests("at the end", reference.digests, survived.digests),
+        *_pool(reference, survived, steps),
+        *_lost(kills),
+    )
+
+
+def _imports(reference: Record, survived: Record) -> Iterator[str]:
+    if reference.imported_lightck:
+        yield "the reference run imported lightck, so it proves nothing"
+    if not survived.imported_lightck:
+        yield "the killed run did not import lightck, so it proves nothing"
+
+
+def _losses(reference: Record, survived: Record, steps: int) -> Iterator[str]:
+    for update in range(1, steps + 1):
+        expected, found = reference.losses.get(update, []), survived.losses.get(update, [])
+        if len(expected) != 1:
+            yield f"update {update}: the reference run reported it {len(expected)} times"
+        elif not found:
+            yield f"update {update}: the killed run never reported it"
+        elif set(found) != set(expected):
+            yield f"update {update}: loss {_values(expected)} in the reference run, {_values(found)} in the killed run"
+
+
+def _values(bits: list[str]) -> str:
+    return " and ".join(repr(float.fromhex(each)) for each in bits)
+
+
+def _digests(where: str, expected: Mapping[str, str], found: Mapping[str, str]) -> Iterator[str]:
+    if not expected:
+        yield f"{where}: the reference run reported no digests"
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    for name in wrong[:NAMED_MAX]:
+        yield f"{where}: {name} differs" if name in expected and name in found else f"{where}: only one run has {name}"
+    if len(wrong) > NAMED_MAX:
+        yield f"{where}: {len(wrong) - NAMED_MAX} more differ, of {len(expected)}"
+
+
+def _pool(reference: Record, survived: Record, steps: int) -> Iterator[str]:
+    """The finished run's pool, read by recover(): the last step, with the reference's weights and optimizer."""
+    held = survived.recovered
+    if held is None:
+        yield "the killed run did not read its pool at the end"
+        return
+    if held["step"] != steps:
+        yield f"the pool holds step {held['step']} after {steps} updates"
+    stored = {name: each for name, each in reference.digests.items() if name.startswith(("weights/", "optimizer/"))}
+    yield from _digests("in the pool", stored, held["digests"])
+
+
+def _lost(kills: tuple[Kill, ...]) -> Iterator[str]:
+    for number, kill in enumerate(kills, 1):
+        if not 0 <= kill.lost <= LOST_MAX:
+            yield f"kill {number} ({kill.how}): {kill.lost} finished updates lost, where {LOST_MAX} is the most"

@@ -1,0 +1,106 @@
+"""One training in a child process: start it, read what it reports, kill it, leave nothing behind.
+
+A child's death is noticed without reaping it, so that its process group, which has the loader's workers, can still
+be killed by a number that nobody else can have been given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+POLL_SECONDS = 0.02  # how late a death is noticed; a message is noticed at once
+PIPE_CHUNK_BYTES = 1 << 16
+
+HERE = Path(__file__).resolve().parent
+PACKAGE_ROOT = HERE.parents[1]  # the folder that holds the package
+
+
+class Child:
+    """A running ``child.py``. A context manager: on leaving, the child and its workers are dead."""
+
+    def __init__(self, arguments: Sequence[str], log: IO[bytes], kill_site: str | None = None) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "LIGHTCK_KILL"}
+        if kill_site:
+            environment["LIGHTCK_KILL"] = kill_site
+        self._pipe, write = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                self._command(write, arguments),
+                pass_fds=(write,),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the parent only, which then ends the child
+            )
+        except BaseException:
+            os.close(self._pipe)
+            raise
+        finally:
+            os.close(write)
+        self._partial = b""
+        self._lines: deque[bytes] = deque()
+
+    @staticmethod
+    def _command(write: int, arguments: Sequence[str]) -> list[str]:
+        child = str(HERE / "child.py")
+        return [sys.executable, child, str(write), str(os.getpid()), str(PACKAGE_ROOT), *arguments]
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # the group has the pid of its leader, not reaped yet
+        self._process.wait()
+        os.close(self._pipe)
+
+    def kill(self) -> None:
+        """SIGKILL to the training process, as a crash would end it; its workers are left as a crash leaves them."""
+        os.kill(self._process.pid, signal.SIGKILL)
+
+    def read(self, deadline: float) -> dict[str, Any] | None:
+        """The next message; None once the child is dead and all it wrote was read. TimeoutError at ``deadline``.
+
+        A last line that the kill cut short is dropped: its update was not reported.
+        """
+        while not self._lines:
+            dead = self._dead()  # asked before the pipe: what it wrote until then is in there
+            left = 0.0 if dead else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
+            if select.select([self._pipe], [], [], left)[0]:
+                chunk = os.read(self._pipe, PIPE_CHUNK_BYTES)
+                if not chunk and dead:
+                    return None
+                self._feed(chunk)
+            elif dead:
+                return None
+            elif time.monotonic() >= deadline:
+                raise TimeoutError
+        message: dict[str, Any] = json.loads(self._lines.popleft())
+        return message
+
+    def _feed(self, chunk: bytes) -> None:
+        if not chunk:  # the write end is closed and the process is on its way out
+            time.sleep(POLL_SECONDS)
+        *whole, self._partial = (self._partial + chunk).split(b"\n")
+        self._lines.extend(whole)
+
+    def _dead(self) -> bool:
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+    def status(self) -> int:
+        """Exit status of a child that has ended; minus the signal where one killed it. Does not reap it."""
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -1,0 +1,341 @@
+"""The demo's parent: one training that nobody kills, the same one killed again and again, and the comparison.
+
+Both run ``child.py`` with the same arguments but the pool. A kill's loss is what the dead child had reported less
+what the next one starts from. Nothing in here knows how a checkpoint is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from lightck.demo.compare import Kill, Record, differences
+from lightck.demo.place import MIB, Place, open_place
+from lightck.demo.plan import Planned, draw, kill_setting
+from lightck.demo.process import Child
+from lightck.errors import LightckError
+
+EPOCHS = 3
+SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for so long hangs
+SITE_GRACE = 2  # updates after which a site that was not passed is given up, and the clock kills instead
+LOG_TAIL_BYTES = 2000
+
+
+class DemoError(LightckError, RuntimeError):
+    """The demo could not be carried out; this says nothing about checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model and its batches. ``train_gpt.py`` has the meaning of each."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+
+    @property
+    def parameters(self) -> int:
+        block = 12 * self.width**2 + 13 * self.width
+        return self.layers * block + self.width * (256 + self.context + 2)
+
+    @property
+    def pool_nbytes(self) -> int:
+        """About the size of the pool: two slots of weights and two moments in fp32, and what goes with them."""
+        return 2 * 3 * 4 * self.parameters + 8 * MIB
+
+    @property
+    def blocks(self) -> int:
+        """Checksummed blocks in a checkpoint: one for each tensor here, all of which are smaller than a block."""
+        return 3 * (12 * self.layers + 4)
+
+    def arguments(self) -> list[str]:
+        names = ("layers", "width", "heads", "context", "batch")
+        return [word for name in names for word in (f"--{name}", str(getattr(self, name)))]
+
+
+SIZES = {
+    "small": Size(layers=4, width=128, heads=4, context=128, batch=4),
+    "tiny": Size(layers=2, width=32, heads=2, context=32, batch=2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user chose. ``steps`` is rounded up to whole passes."""
+
+    kills: int
+    steps: int
+    seed: int
+    size: Size
+    keep: Path | None = None
+    pool_dir: Path | None = None
+
+    @property
+    def updates(self) -> int:
+        """Updates in a pass."""
+        return math.ceil(self.steps / EPOCHS)
+
+    @property
+    def total(self) -> int:
+        return EPOCHS * self.updates
+
+    def arguments(self, pool: str, epochs: int = EPOCHS) -> list[str]:
+        """The command line of ``train_gpt.py``. One thread: the same in both runs, and a core is left for the rest."""
+        run = {"--pool": pool, "--epochs": epochs, "--updates": self.updates, "--seed": self.seed, "--threads": 1}
+        return [str(word) for pair in run.items() for word in pair] + self.size.arguments()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All that the demo found. ``differences`` empty means bit-identical, and no kill cost more than it may."""
+
+    seed: int
+    steps: int
+    pool: str
+    why_there: str
+    kept: bool
+    kills_planned: int
+    kills: tuple[Kill, ...]
+    differences: tuple[str, ...]
+    seconds: float
+    step_seconds: float  # median of the reference run
+    stall_seconds_per_step: float
+    wait_seconds_per_step: float
+    bytes_per_checkpoint: int
+    checkpoints: int
+    durability: dict[str, Any]
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences and bool(self.kills)
+
+
+class Watch:
+    """What the report is told while the demo runs. By itself it shows nothing."""
+
+    def opened(self, place: Place, options: Options) -> None:
+        """The pool's place is known."""
+
+    def updated(self, run: str, step: int) -> None:
+        """``run``, "reference" or "killed", has finished this update."""
+
+    def referenced(self, seconds: float) -> None:
+        """The reference run is over."""
+
+    def recovered(self, number: int, kill: Kill) -> None:
+        """The child after kill ``number`` has started."""
+
+
+def run_demo(options: Options, watch: Watch | None = None) -> Result:
+    """Both runs and their comparison. DemoError where it could not be done; a difference is no error."""
+    watch = watch or Watch()
+    began = time.monotonic()
+    with _signals_exit(), open_place(options.size.pool_nbytes, options.keep, options.pool_dir) as place:
+        watch.opened(place, options)
+        with open(place.log, "w+b", buffering=0) as log:
+            reference = _Reference(options, watch, log)
+            reference.run()
+            survivor = _Survivor(options, watch, log, str(place.pool), reference.step_seconds())
+            survivor.run()
+    return _result(options, place, reference, survivor, time.monotonic() - began)
+
+
+def _result(options: Options, place: Place, reference: _Reference, survivor: _Survivor, seconds: float) -> Result:
+    kills = tuple(survivor.kills)
+    steps, checkpoints = max(1, survivor.total("updates")), survivor.total("versions")
+    return Result(
+        seed=options.seed,
+        steps=options.total,
+        pool=str(place.pool),
+        why_there=place.why,
+        kept=options.keep is not None,
+        kills_planned=options.kills,
+        kills=kills,
+        differences=differences(reference.record, survivor.record, kills, options.total),
+        seconds=seconds,
+        step_seconds=reference.step_seconds(),
+        stall_seconds_per_step=survivor.total("stall_seconds") / steps,
+        wait_seconds_per_step=survivor.total("wait_seconds") / steps,
+        bytes_per_checkpoint=round(survivor.total("bytes_written") / max(1, checkpoints)),
+        checkpoints=checkpoints,
+        durability=survivor.durability,
+    )
+
+
+class _Run:
+    """What both runs share: reading a child's messages into a record."""
+
+    name = ""
+
+    def __init__(self, options: Options, watch: Watch, log: IO[bytes]) -> None:
+        self.options, self.watch, self.log = options, watch, log
+        self.record = Record()
+        self.done = False
+
+    def take(self, message: dict[str, Any]) -> None:
+        if "update" in message:
+            self.record.losses.setdefault(message["update"], []).append(message["loss_bits"])
+            self.watch.updated(self.name, message["update"])
+        if "digests" in message:
+            self.record.digests = message["digests"]
+            self.record.imported_lightck = message["imported_lightck"]
+        if "done" in message:
+            self.done = True
+            self.record.recovered = message["recovered"]
+
+    def failed(self, what: str) -> DemoError:
+        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+        tail = self.log.read().decode(errors="replace").strip()
+        return DemoError(f"{what}. It is the {self.name} run; the last that it printed:\n{tail or '(nothing)'}")
+
+    def read(self, child: Child, due: float = math.inf) -> dict[str, Any] | None:
+        """The child's next message, or None at its end; TimeoutError when ``due`` comes first."""
+        limit = time.monotonic() + SILENCE_SECONDS_MAX
+        try:
+            return child.read(min(due, limit))
+        except TimeoutError:
+            if due <= limit:
+                raise
+        raise self.failed(f"the training process was silent for {SILENCE_SECONDS_MAX:.0f} s and was ended")
+
+
+class _Reference(_Run):
+    """Never imports lightck, is never killed."""
+
+    name = "reference"
+
+    def __init__(self, options: Options, watch: Watch, log: IO[bytes]) -> None:
+        super().__init__(options, watch, log)
+        self.arrivals: list[float] = []
+
+    def run(self) -> None:
+        began = time.monotonic()
+        with Child(self.options.arguments("none"), self.log) as child:
+            while (message := self.read(child)) is not None:
+                self.take(message)
+                if "update" in message:
+                    self.arrivals.append(time.monotonic())
+            if child.status() != 0 or not self.done:
+                raise self.failed(f"the training process ended with status {child.status()}")
+        self.watch.referenced(time.monotonic() - began)
+
+    def step_seconds(self) -> float:
+        return statistics.median(b - a for a, b in itertools.pairwise(self.arrivals))
+
+
+class _Survivor(_Run):
+    """Lives as often as it is killed, and once more."""
+
+    name = "killed"
+
+    def __init__(self, options: Options, watch: Watch, log: IO[bytes], pool: str, step_seconds: float) -> None:
+        super().__init__(options, watch, log)
+        self.arguments = options.arguments(pool)
+        self.step_seconds = step_seconds
+        self.position = 0  # the update that the run has reached, as far as it was reported
+        self.kills: list[Kill] = []
+        self.deaths: list[tuple[str, int]] = []  # how, and the last update reported; no child has started since
+        self.lives: list[dict[str, Any]] = []  # counters of each life, as of its last report
+        self.durability: dict[str, Any] = {}
+
+    def run(self) -> None:
+        for planned in draw(self.options.kills, self.options.total, self.options.seed):
+            self.live(planned)
+            if self.done:  # it outran the last kills, on a machine much faster than in the reference run
+                return
+        self.live(None)
+
+    def live(self, planned: Planned | None) -> None:
+        """One child, from its start to its death or the end of the training."""
+        setting = planned and kill_setting(planned, self.position, self.options.size.blocks, self.options.seed)
+        self.lives.append({})
+        due, ours = math.inf, ""
+        with Child(self.arguments, self.log, setting or None) as child:
+            while True:
+                try:
+                    message = self.read(child, due)
+                except TimeoutError:
+                    child.kill()
+                    due, ours = math.inf, self._by_clock(planned)
+                    continue
+                if message is None:
+                    break
+                self.take(message)
+                if due == math.inf and not ours and "update" in message:
+                    due = self._due(planned)
+            self._buried(child.status(), f"site {setting}" if setting and not ours else ours)
+
+    def _by_clock(self, planned: Planned | None) -> str:
+        assert planned is not None
+        if planned.site is None:
+            return f"clock, {planned.delay:.2f} steps after update {planned.after}"
+        return f"clock, as site {planned.site} was not passed"
+
+    def _due(self, planned: Planned | None) -> float:
+        """When the clock kills, given that an update was reported just now; infinity where not yet, or not at all."""
+        if planned is None:
+            return math.inf
+        if planned.site is not None:
+            return time.monotonic() if self.position >= planned.after + SITE_GRACE else math.inf
+        return time.monotonic() + planned.delay * self.step_seconds if self.position >= planned.after else math.inf
+
+    def _buried(self, status: int, how: str) -> None:
+        """A killed child is kept for the next one to tell what was lost; any other death is an error."""
+        killed = status == -signal.SIGKILL and how != ""
+        if killed and not self.done:
+            self.deaths.append((how, self.position))
+        elif not self.done or not (killed or status == 0):  # a kill behind the last message killed nothing
+            raise self.failed(f"the training process ended with status {status}")
+
+    def take(self, message: dict[str, Any]) -> None:
+        super().take(message)
+        if "start" in message:
+            self.durability = message["durability"]
+            self._started(message["start"], message["recovery_seconds"])
+        if "update" in message:
+            self.position = message["update"]
+            updates = self.lives[-1].get("updates", 0) + 1
+            self.lives[-1] = {**message["stats"], "updates": updates}
+
+    def _started(self, step: int, recovery_seconds: float) -> None:
+        for how, reported in self.deaths:
+            self.kills.append(Kill(how, reported, step, recovery_seconds))
+            self.watch.recovered(len(self.kills), self.kills[-1])
+        self.deaths.clear()
+        self.position = step
+
+    def total(self, counter: str) -> Any:
+        """The sum of a counter over all lives."""
+        return sum(life.get(counter, 0) for life in self.lives)
+
+
+@contextlib.contextmanager
+def _signals_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the demo like Ctrl-C: the child dies and the pool's folder is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,138 @@
+"""Every error that lightck raises, in one tree.
+
+Each class is a ``LightckError`` and also the builtin that code which knows nothing of lightck would catch. Each
+message gives the fact, the reason and the cure, in that order.
+
+::
+
+    LightckError
+    ├── PoolError                     something about the pool's file
+    │   ├── PoolNotFoundError         (FileNotFoundError)   no file, or no folder for it
+    │   ├── PoolPathError             (IsADirectoryError)   the path is a directory or another non-file
+    │   ├── PoolPermissionError       (PermissionError)     not readable, not writable, or not safely ours
+    │   ├── PoolLockedError           (BlockingIOError)     open in another session, here or in another process
+    │   ├── NoSpaceError              (OSError, ENOSPC)     the medium cannot hold the pool
+    │   ├── MediumError               (OSError, ENOTSUP)    the medium does not survive what require= asks for
+    │   ├── NotAPoolError             (ValueError)          foreign or empty file
+    │   ├── PoolTruncatedError        (EOFError)            the file is shorter (or longer) than it says
+    │   ├── FormatError               (ValueError)          a newer format, or flags that this version lacks
+    │   └── CorruptPoolError          (ValueError)          versions exist and none of them verifies
+    ├── CheckpointExistsError         (FileExistsError)     the pool holds a checkpoint; say resume or overwrite
+    ├── NoCheckpointError             (LookupError)         nothing was committed yet, or not that step
+    ├── DriftError                    (ValueError)          the checkpoint does not fit the model or optimizer
+    ├── AmbiguousError                (ValueError)          two candidates for one role
+    ├── StateValueError               (TypeError)           a value that cannot be stored
+    ├── LateError                     (RuntimeError)        an optimizer or scheduler that came after attach
+    ├── SessionError                  (RuntimeError)        a call that this session cannot take now
+    ├── StateChangedError             (RuntimeError)        a tensor was written while a version still needed it
+    ├── FlushTimeoutError             (TimeoutError)        flush(timeout=) ran out of time
+    └── BackgroundError               (OSError)             a background copy or commit failed
+"""
+
+from __future__ import annotations
+
+import errno
+
+
+class LightckError(Exception):
+    """Base of every error that lightck raises."""
+
+
+class PoolError(LightckError):
+    """Base of the errors about the pool's file."""
+
+
+class PoolNotFoundError(PoolError, FileNotFoundError):
+    """There is no pool at this path, or no folder to make one in."""
+
+
+class PoolPathError(PoolError, IsADirectoryError):
+    """The path names something that cannot be a pool: a directory, a device, a socket, a symbolic link."""
+
+
+class PoolPermissionError(PoolError, PermissionError):
+    """The pool cannot be read or written, or others could change it."""
+
+
+class PoolLockedError(PoolError, BlockingIOError):
+    """Another session, in this process or another, has the pool open for writing."""
+
+
+class NoSpaceError(PoolError, OSError):
+    """The medium cannot hold the pool. ``errno`` is ``ENOSPC``."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOSPC
+
+
+class MediumError(PoolError, OSError):
+    """The medium does not survive what ``require=`` asks for. ``errno`` is ``ENOTSUP``."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOTSUP
+
+
+class NotAPoolError(PoolError, ValueError):
+    """The file is not a lightck pool."""
+
+
+class PoolTruncatedError(PoolError, EOFError):
+    """The file's size is not the size that the pool was made with."""
+
+
+class FormatError(PoolError, ValueError):
+    """The pool was written in a format that this version of lightck does not read."""
+
+
+class CorruptPoolError(PoolError, ValueError):
+    """Versions were committed, and none of them verifies. ``reasons`` has a line for each."""
+
+    def __init__(self, message: str, reasons: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.reasons = reasons
+
+
+class CheckpointExistsError(LightckError, FileExistsError):
+    """The pool holds a checkpoint that would be overwritten or ignored."""
+
+
+class NoCheckpointError(LightckError, LookupError):
+    """The pool holds no checkpoint, or not the one asked for."""
+
+
+class DriftError(LightckError, ValueError):
+    """The checkpoint does not fit what it is to be restored into. ``drift`` has the differences."""
+
+    def __init__(self, message: str, drift: object = None) -> None:
+        super().__init__(message)
+        self.drift = drift
+
+
+class AmbiguousError(LightckError, ValueError):
+    """Two or more live objects could fill one role; the message names them."""
+
+
+class StateValueError(LightckError, TypeError):
+    """A value that has to be saved cannot be stored; the message names its path."""
+
+
+class LateError(LightckError, RuntimeError):
+    """An optimizer or a scheduler came to life too late to be restored or saved."""
+
+
+class SessionError(LightckError, RuntimeError):
+    """The session, or the model, is not in a state that allows this call."""
+
+
+class StateChangedError(LightckError, RuntimeError):
+    """A tensor was written, unannounced, while a version still needed its bytes."""
+
+
+class BackgroundError(LightckError, OSError):
+    """A background copy, sync or commit failed. The versions committed before are intact."""
+
+
+class FlushTimeoutError(LightckError, TimeoutError):
+    """``flush(timeout=...)`` ran out of time; the copies go on."""

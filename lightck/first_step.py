@@ -1,0 +1,77 @@
+"""What can only be checked at the first update after attach: what came too late, and a loop that starts over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from lightck.capture.discover import schedulers_of
+from lightck.capture.snapshot import Capture, is_loader
+from lightck.errors import LateError
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(slots=True)
+class FirstStep:
+    """Made at attach, used once in the first pre-step hook."""
+
+    optimizers: tuple[Optimizer, ...]
+    objects: Mapping[str, Any]
+    watch_schedulers: tuple[Optimizer, ...]
+    """Optimizers whose schedulers were looked for (none was passed, and none was declined)."""
+    restored: bool = False
+    position_used: bool = False
+    _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
+    _ticks: list[Any] = field(default_factory=list)
+
+    def restored_now(self) -> None:
+        """Note the learning rates as they were restored."""
+        self.restored = True
+        self._lrs = [(g, float(g["lr"])) for o in self.optimizers for g in o.param_groups if "initial_lr" in g]
+        self._ticks = self._scheduler_ticks()
+
+    def check(self, capture: Capture) -> None:
+        """Raises ``LateError`` for a scheduler that was made after attach."""
+        self._check_lr()
+        self._check_schedulers()
+        if self.restored and not self.position_used and not any(is_loader(o) for o in self.objects.values()):
+            log.warning(
+                "lightck: the training was resumed, but nothing asked where: the loop starts at its beginning. Start "
+                "it at session.step or session.iteration, or iterate over session.loader(loader)"
+            )
+
+    def _scheduler_ticks(self) -> list[Any]:
+        schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
+        return [(getattr(s, "last_epoch", None), getattr(s, "_step_count", None)) for s in schedulers]
+
+    def _check_lr(self) -> None:
+        if not self._lrs or self._scheduler_ticks() != self._ticks:
+            return
+        for group, restored in self._lrs:
+            if "initial_lr" in group and float(group["lr"]) != restored:
+                raise LateError(
+                    f"The learning rate was restored as {restored:g} and is {float(group['lr']):g} now, though no "
+                    "known scheduler moved: an LR scheduler was built after attach and reset it. Build the scheduler before "
+                    'attach, or pass it: attach(..., state={"scheduler": scheduler}).'
+                )
+
+    def _check_schedulers(self) -> None:
+        known = {id(o) for o in self.objects.values()}
+        late = [s for s in _schedulers(self.watch_schedulers) if id(s) not in known]
+        if late:
+            raise LateError(
+                f"A {type(late[0]).__name__} was built after attach and is not saved. After a crash it would start "
+                'over. Build it before attach, or pass it: attach(..., state={"scheduler": scheduler}); '
+                'state={"scheduler": None} says that it need not be saved.'
+            )
+
+
+def _schedulers(optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
+    wanted = tuple(optimizers)
+    return schedulers_of(wanted) if wanted else []

@@ -1,0 +1,418 @@
+"""From the tensors of a closed version to its commit line: what is written, when it may commit, who waits.
+
+One version at a time is *open to doubt*: its copies run in the background while the loop goes on, and it may commit
+only once every source looks as it did at the boundary and all bytes are copied. The gate, before the next update, is
+where doubt ends: the version commits or is dropped. Invariant: no update begins while a source is still needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightck.capture.inventory import Live, entry_of, staged
+from lightck.capture.watch import Resting, Watched, changed_error
+from lightck.errors import LightckError
+from lightck.pool.backend import Backend
+from lightck.pool.durability import Durability
+from lightck.pool.engine import COPIED, ENDED, Engine
+from lightck.pool.layout import Entry
+from lightck.pool.reader import PoolReader
+from lightck.pool.slots import Slot
+from lightck.pool.writer import FullError, Pending, PoolWriter, VersionPlan, create
+from lightck.stats import Meter
+
+log = logging.getLogger("lightck")
+
+NOW_NBYTES = 4096
+"""Tensors up to this size are copied at the boundary itself: starting a background copy costs more."""
+
+
+@dataclass(slots=True)
+class Closing:
+    """A version as capture hands it over. ``provisional``: source to use instead of the live tensor, by name."""
+
+    step: int
+    iteration: int
+    lives: list[Live]
+    state: bytes
+    provisional: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Flight:
+    pending: Pending
+    watched: Watched
+    step: int
+
+
+class Pipeline:
+    """Takes closed versions and brings them to their commit, in order."""
+
+    def __init__(
+        self,
+        path: str,
+        backend: Backend,
+        durability: Durability,
+        slots: int,
+        meter: Meter,
+        *,
+        check: bool = False,
+        never_rest: Sequence[str] = (),
+    ) -> None:
+        self.path = path
+        self.durability = durability
+        self.committed: int | None = None
+        self.resting = Resting(never_rest)
+        self.engine = Engine()
+        self.writer: PoolWriter | None = None
+        self._backend = backend
+        self._n_slots = slots
+        self._meter = meter
+        self._check = check
+        self._flights: list[_Flight] = []
+        self._turn = 0
+        self._wanted_slots: int | None = None
+
+    # -- the pool ----------------------------------------------------------------------------------------
+
+    def create(self, entries: Sequence[Entry], state_nbytes: int) -> None:
+        """Make the pool now, empty, and visible at its path."""
+        writer = self._new_writer(entries, state_nbytes)
+        writer.reader.container.publish()
+        self.writer = writer
+
+    def open(self, reader: PoolReader) -> PoolWriter:
+        """Go on in an existing pool."""
+        self.writer = PoolWriter(reader, self.engine, self.durability)
+        self._n_slots = len(reader.superblock.slots)
+        return self.writer
+
+    def adopted(self, step: int, at_once: Sequence[str], slots: int | None) -> None:
+        """The version that this session goes on from is in the pool and named by a durable line."""
+        self.committed = step
+        self.resting.never.update(at_once)
+        if slots is not None and slots != self._n_slots:
+            log.info("lightck: %d slots instead of %d: the pool is laid out anew at the first boundary", slots,
+                     self._n_slots)  # fmt: skip
+            self._wanted_slots = slots
+
+    def _new_writer(self, entries: Sequence[Entry], state_nbytes: int, *, grown: bool = False) -> PoolWriter:
+        container, _ = create(self._backend, self.path, entries, slots=self._n_slots, state_nbytes=state_nbytes,
+                              grown=grown)  # fmt: skip
+        try:
+            return PoolWriter(PoolReader(container, self.path), self.engine, self.durability, after=self.writer)
+        except BaseException:
+            container.close()
+            raise
+
+    # -- a version enters --------------------------------------------------------------------------------
+
+    def close_version(self, closing: Closing) -> None:
+        """Begin writing a version. Small tensors, buffers and state are copied before this returns."""
+        self._reap()
+        writer = self.writer
+        try:
+            if writer is None:
+                raise FullError("there is no pool yet")
+            if self._wanted_slots is not None:
+                self._n_slots, self._wanted_slots = self._wanted_slots, None
+                raise FullError(f"the pool is to have {self._n_slots} slots")
+            flight = self._begin(writer, closing)
+        except FullError as why:
+            self._relayout(closing, why)
+            return
+        self._flights.append(flight)
+
+    def _begin(self, writer: PoolWriter, closing: Closing) -> _Flight:
+        numbers = [self._number(writer, live) for live in closing.lives]
+        slot = self._free_slot(writer)
+        split = _Split(self, writer, slot, closing, numbers)
+        pending = writer.begin(split.plan(closing), slot, split.keep)
+        for live, number in split.stills:
+            self.resting.written(live, writer.raw_crcs(slot, number))
+        hidden = self.resting.audit(split.left_out, writer.superblock.block)
+        self._meter.left_out = len(split.left_out)
+        flight = _Flight(pending, Watched(split.background, split.background_numbers), closing.step)
+        if hidden is not None:
+            self._flights.append(flight)
+            raise changed_error(hidden, "though it was at rest: versions before this one hold its old bytes")
+        return flight
+
+    def _number(self, writer: PoolWriter, live: Live) -> int:
+        """The record of a tensor, with an extent that fits it as it is now."""
+        number = writer.numbers.get(live.name)
+        known = writer.known.get(live.name)
+        tensor = live.tensor
+        if number is not None and known is not None and known[0] is tensor and known[1] == tensor.data_ptr():
+            return number
+        entry = entry_of(live)
+        if number is None or not writer.entries[number].same_bytes_as(entry):
+            number = writer.add(entry)
+        writer.known[live.name] = (tensor, tensor.data_ptr())
+        return number
+
+    def _free_slot(self, writer: PoolWriter) -> Slot:
+        while True:
+            slot = writer.slots.choose()
+            if slot is not None:
+                return slot
+            if not self._flights:
+                raise LightckError(
+                    "No slot of the pool is left to write to: the others failed. The last committed version is "
+                    "intact. Put the pool on a sound medium and start again with resume=True."
+                )
+            self._finish(self._flights[0])
+
+    def _relayout(self, closing: Closing, why: FullError) -> None:
+        """A new pool file for what no longer fits: its first commit, then its name, only then acknowledged."""
+        self.finish()
+        old, entries = self.writer, {}
+        for entry in old.entries if old is not None else ():
+            entries[entry.name] = entry
+        entries |= {live.name: entry_of(live) for live in closing.lives}
+        if old is not None:
+            log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
+        writer = self._new_writer(in_order_of_need(entries.values()), len(closing.state), grown=old is not None)
+        try:
+            flight = self._begin(writer, closing)
+            flight.pending.job.release()
+            flight.pending.job.wait(ENDED)
+            writer.reader.container.publish()
+        except BaseException:
+            writer.close()
+            raise
+        self.writer = writer
+        if old is not None:
+            old.close()
+        self._note_committed(flight)
+
+    # -- a version ends ----------------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """A training forward starts: what moved since the boundary is copied again."""
+        for flight in self._open_flights():
+            if not flight.watched.forward_seen:
+                self._recopy(flight, flight.watched.moved())
+                flight.watched.forward_seen = True
+        self.poll()
+
+    def poll(self) -> None:
+        """Let versions commit whose bytes are all copied from sources that have not moved. Waits for nothing."""
+        if self._check:
+            return
+        for flight in self._open_flights():
+            if flight.pending.job.info().state == COPIED and not flight.watched.moved():
+                flight.pending.job.release()
+
+    def copies_done(self) -> None:
+        """Help until no copy is under way: arbitrary code (an evaluation with swapped weights) may follow."""
+        with self._meter.wait():
+            for flight in self._open_flights():
+                flight.pending.job.wait(COPIED)
+        self.poll()
+
+    def gate(self) -> None:
+        """Before an update: every source is released, and all versions but the newest slots-2 have committed."""
+        if not self._flights:
+            return
+        with self._meter.wait():
+            for flight in self._open_flights():
+                self._settle(flight)
+            while len(self._flights) > self._n_slots - 2:
+                self._finish(self._flights[0])
+        self._reap()
+
+    def finish(self, timeout: float | None = None) -> bool:
+        """Bring every closed version to its end. False where ``timeout`` seconds were not enough."""
+        with self._meter.wait():
+            for flight in self._open_flights():
+                if not flight.pending.job.wait(COPIED, timeout):
+                    return False
+                self._settle(flight)
+            while self._flights:
+                if not self._flights[0].pending.job.wait(ENDED, timeout):
+                    return False
+                self._reap()
+        return True
+
+    def _open_flights(self) -> list[_Flight]:
+        return [f for f in self._flights if not f.pending.job.is_released]
+
+    def _recopy(self, flight: _Flight, positions: list[int]) -> None:
+        assert self.writer is not None
+        if not positions:
+            return
+        watched = flight.watched
+        watched.accept(positions)
+        lives = [watched.lives[i] for i in positions]
+        for live in lives:
+            entry = self.writer.entries[self.writer.numbers[live.name]]
+            if not entry.same_bytes_as(entry_of(live)):
+                self._drop(flight, f"{live.name!r} changed its shape or layout after the boundary", lives)
+                return
+        sources = np.array([live.tensor.data_ptr() for live in lives], np.uint64)
+        numbers = np.array([watched.numbers[i] for i in positions], np.int64)
+        self.writer.recopy(flight.pending, numbers, sources, [live.tensor for live in lives])
+        self._meter.recopied += len(lives)
+
+    def _settle(self, flight: _Flight) -> None:
+        """End of doubt: the copies are done, and the version is allowed to commit or is dropped."""
+        assert self.writer is not None
+        job, watched = flight.pending.job, flight.watched
+        self._wait_or_fail(flight, COPIED)
+        moved = watched.moved()
+        if moved:
+            self._drop(flight, "a forward wrote to it while it was copied", [watched.lives[i] for i in moved])
+            return
+        raw = [self.writer.raw_crcs(flight.pending.slot, number) for number in watched.numbers]
+        self._turn += 1
+        hidden = watched.audit(raw, self.writer.superblock.block, self._turn, self._check)
+        if hidden is not None:
+            self._drop(flight, "it was written unannounced", [live for live in watched.lives if live.name == hidden])
+            raise changed_error(hidden, "while a version was being copied")
+        job.release()
+
+    def _drop(self, flight: _Flight, reason: str, lives: Sequence[Live]) -> None:
+        assert self.writer is not None
+        names = [live.name for live in lives]
+        self.resting.never.update(names)
+        log.warning("lightck: the version of step %d is given up: %s (%s). It is copied at once at the boundary from "
+                    "here on.", flight.step, reason, ", ".join(names[:3]))  # fmt: skip
+        flight.pending.job.drop()
+        flight.pending.job.forget()
+        self._flights.remove(flight)
+        self.writer.given_up(flight.pending, bad=False)
+        self._meter.skipped += 1
+
+    def _finish(self, flight: _Flight) -> None:
+        if not flight.pending.job.is_released:
+            self._settle(flight)
+        if flight in self._flights:
+            self._wait_or_fail(flight, ENDED)
+            self._reap()
+
+    def _wait_or_fail(self, flight: _Flight, until: int) -> None:
+        assert self.writer is not None
+        try:
+            flight.pending.job.wait(until)
+        except LightckError:
+            self._flights.remove(flight)
+            self.writer.given_up(flight.pending, bad=True)
+            raise
+
+    def _reap(self) -> None:
+        """Take note of versions that ended in the background. Raises the error of one that failed."""
+        while self._flights and self._flights[0].pending.job.is_released and self._flights[0].pending.job.has_ended:
+            flight = self._flights[0]
+            self._wait_or_fail(flight, ENDED)
+            self._flights.pop(0)
+            self._note_committed(flight)
+
+    def _note_committed(self, flight: _Flight) -> None:
+        assert self.writer is not None
+        info = flight.pending.job.info()
+        self.writer.committed(flight.pending)
+        self.committed = flight.step
+        self._meter.versions += 1
+        self._meter.bytes_written += info.nbytes
+        self._meter.bytes_helped += info.nbytes_helped
+        flight.pending.job.forget()
+
+    def newest_committed(self) -> int | None:
+        """Step of the newest durable version, as of now."""
+        self._reap()
+        return self.committed
+
+    def close(self) -> None:
+        """Stop the threads and unmap. Versions that are not released are dropped; others were finished before."""
+        self.engine.close()
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+
+class _Split:
+    """How each tensor of a version gets into its slot: at once, in the background, or not at all."""
+
+    def __init__(self, pipeline: Pipeline, writer: PoolWriter, slot: Slot, closing: Closing,
+                 numbers: list[int]) -> None:  # fmt: skip
+        self.keep: list[torch.Tensor] = []
+        self.stills: list[tuple[Live, int]] = []
+        self.left_out: list[Live] = []
+        self.background: list[Live] = []
+        self.background_numbers: list[int] = []
+        self._records: list[int] = []
+        self._sources: list[int] = []
+        self._now: list[bool] = []
+        self._kept: list[int] = []
+        self._present: list[int] = []
+        self._never = pipeline.resting.never
+        for live, number in zip(closing.lives, numbers, strict=True):
+            entry = writer.entries[number]
+            if not entry.nbytes:
+                self._present.append(number)
+            elif live.still and self._rests(pipeline.resting, writer, slot, live, number):
+                self._kept.append(number)
+                self.left_out.append(live)
+            else:
+                self._copy(live, number, entry, closing.provisional.get(live.name))
+
+    @staticmethod
+    def _rests(resting: Resting, writer: PoolWriter, slot: Slot, live: Live, number: int) -> bool:
+        crcs = resting.crcs_at_rest(live)
+        in_slot = bool(slot.image.in_slot[number])
+        return crcs is not None and in_slot and np.array_equal(crcs, writer.raw_crcs(slot, number))
+
+    def _copy(self, live: Live, number: int, entry: Entry, provisional: torch.Tensor | None) -> None:
+        source = staged(live.tensor) if provisional is None else provisional
+        is_view_of_live = source.data_ptr() == live.tensor.data_ptr()
+        now = (
+            entry.nbytes <= NOW_NBYTES
+            or entry.role == "buffer"
+            or live.still
+            or live.name in self._never
+            or not is_view_of_live
+        )
+        self._records.append(number)
+        self._sources.append(source.data_ptr())
+        self._now.append(now)
+        self.keep.append(source)
+        if live.still:
+            self.stills.append((live, number))
+        if not now:
+            self.background.append(live)
+            self.background_numbers.append(number)
+
+    def plan(self, closing: Closing) -> VersionPlan:
+        return VersionPlan(
+            closing.step,
+            closing.iteration,
+            np.array(self._records, np.int64),
+            np.array(self._sources, np.uint64),
+            np.array(self._now, np.bool_),
+            np.array(self._kept, np.int64),
+            np.array(self._present, np.int64),
+            closing.state,
+        )
+
+
+def in_order_of_need(entries: Any) -> list[Entry]:
+    """Each parameter followed by its optimizer state, in the order of the modules: what the next step touches
+    together lies together, and is free again together."""
+    entries = list(entries)
+    owner = {e.name.removeprefix("model/"): i for i, e in enumerate(entries) if e.role in ("param", "buffer")}
+
+    def key(item: tuple[int, Entry]) -> tuple[int, int]:
+        i, entry = item
+        if entry.role != "optimizer":
+            return (i if entry.role != "state" else len(entries)), -1
+        param = entry.name.removeprefix("optimizer/").rpartition("/")[0]
+        return owner.get(param, len(entries)), i
+
+    return [entry for _, entry in sorted(enumerate(entries), key=key)]

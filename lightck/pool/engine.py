@@ -1,0 +1,170 @@
+"""The native engine and medium as Python objects: threads that copy, the mapping they copy into, and jobs.
+
+Thin: handles with an explicit ``close``, statuses turned into errors. All waiting is done in slices without the GIL,
+so that signals (Ctrl-C) are served while the training thread waits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from lightck._native import NativeError, ffi, lib
+from lightck._native import check as _check
+from lightck.errors import BackgroundError
+
+COPIED, ENDED = 2, 3
+_SLICE_MS = 100
+
+
+def check(status: int, what: str) -> None:
+    """Raise ``BackgroundError`` unless a native call went well."""
+    try:
+        _check(status, what)
+    except NativeError as err:
+        error = BackgroundError(
+            f"The pool could not be written: {err}. The versions committed before are intact. Look at the pool's "
+            "medium (space, health), then start again with resume=True."
+        )
+        error.errno = err.errno
+        raise error from err
+
+
+class Medium:
+    """A writable mapping of a pool; every store goes through its choke point in C."""
+
+    trace_from_start = False
+    """Set by tests: record every medium from the moment it is mapped."""
+
+    def __init__(self, fd: int, nbytes: int, tier: int) -> None:
+        out = ffi.new("lck_medium **")
+        check(lib.lck_medium_open(fd, nbytes, tier, out), "mapping the pool")
+        self.handle: Any = out[0]
+        self.nbytes = nbytes
+        if Medium.trace_from_start:
+            check(lib.lck_trace_start(self.handle), "starting a trace")
+
+    def store(self, offset: int, data: bytes) -> None:
+        """Ordinary store, written back; ordered by the next ``sync``."""
+        check(lib.lck_m_store(self.handle, offset, data, len(data)), "storing")
+        check(lib.lck_m_flush(self.handle, offset, len(data)), "flushing")
+
+    def sync(self) -> None:
+        check(lib.lck_m_sync(self.handle), "making the pool durable")
+
+    def line(self, offset: int, line: bytes) -> None:
+        """One commit line, its first eight bytes last, durable on return."""
+        check(lib.lck_m_line(self.handle, offset, line), "writing a commit line")
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.lck_medium_close(self.handle)
+            self.handle = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    state: int
+    nbytes: int
+    nbytes_helped: int
+
+
+class Engine:
+    """Copy threads at idle priority, shared by all pools of a session."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        out = ffi.new("lck_engine **")
+        n = threads or (1 if (os.cpu_count() or 1) <= 4 else 2)
+        check(lib.lck_engine_open(n, out), "starting the copy threads")
+        self.handle: Any = out[0]
+        self._pid = os.getpid()
+
+    def populate(self, medium: Medium) -> None:
+        check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")
+
+    def quiesce(self, medium: Medium) -> None:
+        """Wait until no thread touches this mapping any more."""
+        if self.handle is not None and medium.handle is not None:
+            lib.lck_engine_quiesce(self.handle, medium.handle)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of all copy threads so far."""
+        return float(lib.lck_engine_cpu_ns(self.handle)) * 1e-9 if self.handle is not None else 0.0
+
+    def close(self) -> None:
+        """Join the threads. In a forked child, where they do not exist, nothing happens."""
+        if self.handle is not None and os.getpid() == self._pid:
+            lib.lck_engine_close(self.handle)
+        self.handle = None
+
+
+class Job:
+    """One version on its way into the pool. ``keep`` holds what its sources live in until the copies ended."""
+
+    def __init__(self, engine: Engine, ticket: int, keep: Any) -> None:
+        self._engine = engine
+        self._ticket = ticket
+        self._keep = keep
+        self.is_released = False
+
+    def recopy(self, copies: Any, count: int, keep: Any) -> None:
+        """Copy some of its tensors again, on this thread. Before the release only."""
+        self._keep = (self._keep, keep)
+        self._raise(lib.lck_job_recopy(self._engine.handle, self._ticket, copies, count))
+
+    def release(self) -> None:
+        """Allow the commit."""
+        if not self.is_released:
+            self.is_released = True
+            check(lib.lck_job_release(self._engine.handle, self._ticket), "releasing a version")
+
+    def drop(self) -> None:
+        """Give the version up. Before the release only."""
+        check(lib.lck_job_drop(self._engine.handle, self._ticket), "dropping a version")
+
+    def wait(self, until: int, timeout: float | None = None) -> bool:
+        """Help until copied (``COPIED``) or ended (``ENDED``). False after ``timeout`` seconds.
+
+        Raises ``BackgroundError`` where the job failed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _SLICE_MS if deadline is None else min(_SLICE_MS, round((deadline - time.monotonic()) * 1000))
+            status = lib.lck_job_wait(self._engine.handle, self._ticket, until, max(left, 0))
+            if status == lib.LCK_ETIMEDOUT:
+                if deadline is not None and time.monotonic() >= deadline:
+                    return False
+                continue
+            self._raise(status)
+            return True
+
+    def info(self) -> JobInfo:
+        out = ffi.new("lck_job_info *")
+        check(lib.lck_job_info_get(self._engine.handle, self._ticket, out), "asking for a version's state")
+        return JobInfo(out.state, out.nbytes, out.nbytes_helped)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.info().state >= lib.LCK_JOB_COMMITTED)
+
+    def forget(self) -> None:
+        """Free the engine's entry of a job that has ended, and its sources."""
+        lib.lck_job_forget(self._engine.handle, self._ticket)
+        self._keep = None
+
+    def _raise(self, status: int) -> None:
+        if status == lib.LCK_OK:
+            return
+        out = ffi.new("lck_job_info *")
+        lib.lck_job_info_get(self._engine.handle, self._ticket, out)
+        code = int(out.error)
+        reason = os.strerror(code) if code else f"status {status}"
+        error = BackgroundError(
+            f"A checkpoint could not be written: {reason}. The versions committed before are intact; this one was "
+            "never called good. Look at the pool's medium (space, health), then start again with resume=True."
+        )
+        error.errno = code or None
+        raise error

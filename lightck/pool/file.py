@@ -1,0 +1,212 @@
+"""A pool as a plain file on tmpfs or a disk.
+
+Opening trusts nothing: no symbolic link is followed, and owner, mode, kind and size are read from the descriptor,
+not from the path. A new pool is allocated in full under one fixed temporary name beside its path (whoever holds the
+pool's lock removes a stale one), so a full file system is a clean error here and never SIGBUS later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+
+from lightck.errors import NoSpaceError, NotAPoolError, PoolNotFoundError, PoolPathError, PoolPermissionError
+from lightck.pool import durability
+from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
+
+TEMPORARY_SUFFIX = ".new"
+
+
+class FileContainer:
+    """An open pool file; see ``Container``."""
+
+    base = 0
+
+    def __init__(self, path: str, fd: int, nbytes: int, temporary: str | None = None) -> None:
+        self.path = path
+        self.fd = fd
+        self.nbytes = nbytes
+        self._temporary = temporary
+        self._pid = os.getpid()
+
+    def publish(self) -> None:
+        assert self._temporary is not None, "published once"
+        os.fsync(self.fd)
+        os.rename(self._temporary, self.path)
+        self._temporary = None
+        _fsync_folder(os.path.dirname(self.path))
+
+    def is_current(self) -> bool:
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return False
+        here = os.fstat(self.fd)
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+    def close(self) -> None:
+        if self.fd < 0:
+            return
+        if self._temporary is not None and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary)
+        os.close(self.fd)
+        self.fd = -1
+
+
+class FileBackend:
+    """Plain files; see ``Backend``."""
+
+    name = "file"
+
+    def recognises(self, path: str) -> bool:
+        try:
+            fd = _open(path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            return any(os.pread(fd, len(MAGIC), offset) == MAGIC for offset in SUPERBLOCK_OFFSETS)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+
+    def probe(self, path: str) -> durability.Durability:
+        return durability.probe(checked_folder(path))
+
+    def create(self, path: str, nbytes: int) -> FileContainer:
+        checked_folder(path)
+        temporary = path + TEMPORARY_SUFFIX
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        try:
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as err:
+            raise _cannot_write(path, err) from err
+        container = FileContainer(path, fd, nbytes, temporary)
+        try:
+            os.fchmod(fd, 0o600)
+            _allocate(path, fd, nbytes)
+        except BaseException:
+            container.close()
+            raise
+        return container
+
+    def open(self, path: str, *, write: bool) -> FileContainer:
+        try:
+            fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
+        except OSError as err:
+            raise _cannot_open(path, err, write) from err
+        try:
+            return FileContainer(path, fd, _checked_size(path, fd))
+        except BaseException:
+            os.close(fd)
+            raise
+
+
+def checked_folder(path: str) -> str:
+    """The folder of a pool path; an error where it is missing or where others could swap the pool."""
+    folder = os.path.dirname(path)
+    try:
+        st = os.stat(folder)
+    except OSError as err:
+        raise PoolNotFoundError(
+            f"The pool {path!r} cannot be made: its folder {folder!r} is not there ({err.strerror}). lightck makes "
+            "the file, not the folder. Create the folder first."
+        ) from err
+    if not stat.S_ISDIR(st.st_mode):
+        raise PoolNotFoundError(
+            f"The pool {path!r} cannot be made: {folder!r} is not a folder. Choose a path in an existing folder."
+        )
+    others_write = st.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if others_write and not st.st_mode & stat.S_ISVTX and st.st_uid != os.geteuid():
+        raise PoolPermissionError(
+            f"The folder {folder!r} can be changed by others and has no sticky bit, so the pool could be swapped "
+            "for another file. Use a folder of your own (or chmod +t this one)."
+        )
+    return folder
+
+
+def _open(path: str, flags: int) -> int:
+    # O_NONBLOCK: opening a FIFO that somebody put there must not hang.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def _checked_size(path: str, fd: int) -> int:
+    st = os.fstat(fd)
+    if not stat.S_ISREG(st.st_mode):
+        raise PoolPathError(
+            f"{path!r} is a directory or a special file. A file pool is a regular file. Name a file in that folder, "
+            "for example by adding '/run.pool'."
+        )
+    if st.st_uid != os.geteuid():
+        raise PoolPermissionError(
+            f"The pool {path!r} belongs to user {st.st_uid}, not to you. What others can write is not trusted. "
+            "Copy it to a file of your own."
+        )
+    if st.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PoolPermissionError(
+            f"The pool {path!r} can be written by others (mode {stat.S_IMODE(st.st_mode):o}). What others can write "
+            f"is not trusted. If you trust its content: chmod 600 {path}"
+        )
+    if st.st_nlink > 1:
+        raise PoolPermissionError(
+            f"The pool {path!r} has {st.st_nlink} hard links. Another name could change it. Remove the other links."
+        )
+    if st.st_size < POOL_NBYTES_MIN:
+        what = "empty" if st.st_size == 0 else f"only {st.st_size} bytes long"
+        raise NotAPoolError(
+            f"The file {path!r} is {what}: it is not a lightck pool. Nothing was changed. Choose another path, or "
+            "remove the file if nobody needs it."
+        )
+    return st.st_size
+
+
+def _allocate(path: str, fd: int, nbytes: int) -> None:
+    """All of it, now: what posix_fallocate granted cannot be missing later."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as err:
+        if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            raise _cannot_write(path, err) from err
+        space = os.fstatvfs(fd)
+        free = space.f_bavail * space.f_frsize
+        raise NoSpaceError(
+            f"The pool {path!r} needs {nbytes / 1e6:,.1f} MB and its file system has {free / 1e6:,.1f} MB left "
+            f"({err.strerror}). A pool is allocated in full when it is made. Free space, choose another medium, or "
+            "use fewer slots."
+        ) from err
+
+
+def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
+    if err.errno == errno.ENOENT or err.errno == errno.ENOTDIR:
+        return PoolNotFoundError(
+            f"There is no pool at {path!r}. Nothing was ever made there, or it was removed. Check the path; "
+            "lightck.attach() makes a pool."
+        )
+    if err.errno == errno.ELOOP:
+        return PoolPathError(f"{path!r} is a symbolic link. Links are not followed. Name the file itself.")
+    if err.errno in (errno.EISDIR, errno.ENXIO):
+        return PoolPathError(f"{path!r} is a directory or a special file, not a pool. Name a file.")
+    what = "written" if write else "read"
+    return PoolPermissionError(
+        f"The pool {path!r} cannot be {what}: {err.strerror}. Check its owner and mode, and that the file system is "
+        "not mounted read-only."
+    )
+
+
+def _cannot_write(path: str, err: OSError) -> Exception:
+    return PoolPermissionError(
+        f"The pool {path!r} cannot be made: {err.strerror}. lightck writes a file beside it first and renames it. "
+        "Choose a folder that you can write to."
+    )
+
+
+def _fsync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

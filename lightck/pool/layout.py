@@ -1,0 +1,179 @@
+"""The layout table: which extents a slot has, laid out once, found by its hash.
+
+An ``Entry`` describes one tensor's bytes; ``place`` gives entries their offsets; ``encode`` and ``decode`` turn the
+table into bytes and back. ``decode`` takes untrusted bytes: everything is checked before anyone allocates by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import msgpack
+
+from lightck.pool.format import EXTENT_ALIGN, LARGE_EXTENT, LARGE_EXTENT_ALIGN, DamagedError, align_up
+
+ENTRIES_MAX = 1 << 20
+NDIM_MAX = 64
+NAME_NBYTES_MAX = 4096
+ROLES = ("param", "buffer", "optimizer", "state")
+
+# Bytes per element of every dtype name that a table may hold. The pool knows names and sizes, not torch.
+ITEM_NBYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One extent: the bytes of one tensor. docs/format.md, "Layout table", explains each field."""
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+    device: str = "cpu"
+    offset: int = 0
+    layer: int = -1
+    alias: str | None = None
+
+    def same_bytes_as(self, other: Entry) -> bool:
+        """Whether a tensor of ``other``'s kind fits this extent as it is."""
+        return (self.dtype, self.shape, self.stride, self.alias, self.device) == (
+            other.dtype,
+            other.shape,
+            other.stride,
+            other.alias,
+            other.device,
+        )
+
+    def to_map(self) -> dict[str, Any]:
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain |= {"shape": list(self.shape), "stride": list(self.stride)}
+        return plain | {
+            "global_shape": list(self.shape),
+            "placements": None,
+            "mesh": None,
+            "offsets": [0] * len(self.shape),
+        }
+
+
+_KEYS = {f.name for f in fields(Entry)} | {"global_shape", "placements", "mesh", "offsets"}
+
+
+def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
+    """Give each entry its offset, in order, from ``start``. Returns them and the first free offset after them."""
+    placed, at = [], start
+    for entry in entries:
+        at = align_up(at, LARGE_EXTENT_ALIGN if entry.nbytes >= LARGE_EXTENT else EXTENT_ALIGN)
+        placed.append(replace(entry, offset=at))
+        at += entry.nbytes
+    return placed, align_up(at, LARGE_EXTENT_ALIGN)
+
+
+def blocks_of(nbytes: int, block: int) -> int:
+    return -(-nbytes // block)
+
+
+def encode(entries: Sequence[Entry]) -> bytes:
+    return bytes(msgpack.packb({"entries": [e.to_map() for e in entries]}, use_bin_type=True))
+
+
+def encode_extras(entries: Sequence[Entry]) -> bytes:
+    return bytes(msgpack.packb([e.to_map() for e in entries], use_bin_type=True)) if entries else b""
+
+
+def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
+    """The entries of a layout table; every extent lies in [low, high) of a slot. Raises ``DamagedError``."""
+    raw = _unpack(table)
+    if not isinstance(raw, dict) or set(raw) != {"entries"}:
+        raise DamagedError("layout table: not a map of entries")
+    return _checked(raw["entries"], low, high)
+
+
+def decode_extras(data: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
+    return _checked(_unpack(data), low, high) if data else ()
+
+
+def _unpack(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+    except Exception as err:
+        raise DamagedError(f"layout table: {err}") from err
+
+
+def _checked(raw: Any, low: int, high: int) -> tuple[Entry, ...]:
+    if not isinstance(raw, list) or len(raw) > ENTRIES_MAX:
+        raise DamagedError("layout table: bad list of entries")
+    entries = tuple(_entry(item) for item in raw)
+    names = {e.name: e for e in entries}
+    if len(names) != len(entries):
+        raise DamagedError("layout table: a name occurs twice")
+    at = low
+    for entry in sorted((e for e in entries if e.nbytes), key=lambda e: e.offset):
+        if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:
+            raise DamagedError(f"layout table: extent of {entry.name!r} is out of place")
+        at = entry.offset + entry.nbytes
+    for entry in entries:
+        if entry.alias is not None and (entry.alias not in names or names[entry.alias].alias is not None):
+            raise DamagedError(f"layout table: {entry.name!r} is tied to nothing")
+    return entries
+
+
+def _entry(item: Any) -> Entry:
+    if not isinstance(item, dict) or set(item) != _KEYS:
+        raise DamagedError("layout table: an entry has the wrong keys")
+    entry = Entry(
+        name=_text(item["name"]),
+        role=_text(item["role"]),
+        dtype=_text(item["dtype"]),
+        shape=_ints(item["shape"]),
+        stride=_ints(item["stride"]),
+        nbytes=_int(item["nbytes"]),
+        device=_text(item["device"]),
+        offset=_int(item["offset"]),
+        layer=_int(item["layer"], low=-1),
+        alias=None if item["alias"] is None else _text(item["alias"]),
+    )
+    if entry.role not in ROLES or entry.dtype not in ITEM_NBYTES or len(entry.shape) != len(entry.stride):
+        raise DamagedError(f"layout table: entry {entry.name!r} has an unknown role, dtype or stride")
+    expected = 0 if entry.alias is not None else math.prod(entry.shape) * ITEM_NBYTES[entry.dtype]
+    if entry.nbytes != expected or not is_dense(entry.shape, entry.stride):
+        raise DamagedError(f"layout table: size or stride of {entry.name!r} does not follow from its shape")
+    return entry
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements fill one run of memory without gaps or overlaps, in some order of dimensions."""
+    if math.prod(shape) == 0:
+        return True
+    expected = 1
+    for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or "\0" in value or len(value.encode("utf-8", "replace")) > NAME_NBYTES_MAX:
+        raise DamagedError("layout table: bad text")
+    return value
+
+
+def _int(value: Any, low: int = 0) -> int:
+    if type(value) is not int or not low <= value < 1 << 62:
+        raise DamagedError("layout table: bad number")
+    return value
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > NDIM_MAX:
+        raise DamagedError("layout table: bad list of numbers")
+    return tuple(_int(v) for v in value)

@@ -1,0 +1,111 @@
+"""One writer per pool: a POSIX record lock on ``<pool>.lock``, and a registry inside this process.
+
+A record lock belongs to the process, not to the open file: a DataLoader worker that outlives a killed trainer does
+not keep it (flock and OFD locks do stay with a forked child: measured). The price is that closing any descriptor of
+the lock file drops it, so nothing else in this process may open that file; the registry makes that so.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+
+from lightck.errors import PoolLockedError, PoolPermissionError
+
+_held: dict[tuple[int, int], str] = {}
+_guard = threading.Lock()
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+class PoolLock:
+    """Holds the lock of one pool from construction until ``release``."""
+
+    def __init__(self, pool_path: str) -> None:
+        self.path = pool_path + ".lock"
+        self._pool_path = pool_path
+        self._pid = os.getpid()
+        self._fd = -1
+        with _guard:
+            self._refuse_second_session()
+            self._fd = self._open()
+            try:
+                self._key = self._lock()
+            except BaseException:
+                os.close(self._fd)
+                raise
+            _held[self._key] = pool_path
+
+    def _refuse_second_session(self) -> None:
+        try:
+            st = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return
+        if (st.st_dev, st.st_ino) in _held:
+            raise PoolLockedError(
+                f"The pool {self._pool_path!r} is open in another session of this process. A pool has one writer. "
+                "Close that session first (session.close(), or leave its `with`)."
+            )
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(self.path, flags, 0o600)
+        except OSError as err:
+            raise PoolPermissionError(
+                f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer of a pool locks it. "
+                "Give the pool a folder that you can write to."
+            ) from err
+        if os.fstat(fd).st_uid != os.geteuid():
+            os.close(fd)
+            raise PoolPermissionError(
+                f"The lock file {self.path!r} belongs to another user. Someone else could hold the pool. "
+                "Choose a pool path in a folder of your own, or remove the file."
+            )
+        return fd
+
+    def _lock(self) -> tuple[int, int]:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as err:
+            if err.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            raise PoolLockedError(
+                f"The pool {self._pool_path!r} is open in another process ({self._owner()}). A pool has one writer. "
+                "Wait for it, end it, or use another pool; lightck.recover() can read meanwhile."
+            ) from err
+        st = os.fstat(self._fd)
+        return st.st_dev, st.st_ino
+
+    def _owner(self) -> str:
+        """Who holds the lock, as the kernel says."""
+        probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            pid = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, probe))[4]
+            with open(f"/proc/{pid}/cmdline", "rb") as f:
+                command = f.read(200).replace(b"\0", b" ").decode("utf-8", "replace").strip()
+        except (OSError, struct.error):
+            return "its pid is not visible from here"
+        return f"pid {pid}: {command}"
+
+    def release(self) -> None:
+        """Give the lock up. In a forked child, which does not hold it, only the descriptor is closed."""
+        with _guard:
+            if self._fd < 0:
+                return
+            if os.getpid() == self._pid:
+                _held.pop(self._key, None)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _forget_in_child() -> None:
+    """A forked child owns none of its parent's locks, and may open pools of its own."""
+    global _guard
+    _guard = threading.Lock()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

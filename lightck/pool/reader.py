@@ -1,0 +1,245 @@
+"""Reading a pool: superblock, layout table, ring, manifests, verified payload. It writes nothing.
+
+Every structure is copied to private memory once and used from there, so bytes that change under us (a pool in use,
+a hostile file) can make a check fail but cannot slip past it. Recovery, resume, the checker and the writer's own
+start all use this one reader.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightck._native import ffi, lib
+from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolError, PoolTruncatedError
+from lightck.pool import layout
+from lightck.pool.backend import Container
+from lightck.pool.checksum import uuid_words
+from lightck.pool.format import (
+    LINE_NBYTES,
+    RO_COMPAT_KNOWN,
+    SUPERBLOCK_NBYTES,
+    SUPERBLOCK_OFFSETS,
+    CommitLine,
+    DamagedError,
+    ManifestHeader,
+    Superblock,
+    layout_hash,
+    manifest_hash,
+    unpack_slot_header,
+)
+from lightck.pool.layout import Entry, blocks_of
+from lightck.pool.ring import Ring, candidates, read_ring
+
+RECORD_DTYPE = np.dtype([("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("zero", "<u4")])
+
+
+class PoolReader:
+    """An open pool, as far as it can be read. Raises ``PoolError`` where it is not a pool that we can read."""
+
+    def __init__(self, container: Container, path: str) -> None:
+        self.container = container
+        self.path = path
+        self.superblock = self._read_superblock()
+        self.table, self.entries = self._read_table()
+
+    @property
+    def is_writable(self) -> bool:
+        return not self.superblock.ro_compat & ~RO_COMPAT_KNOWN
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the pool; fewer where the file ends."""
+        return os.pread(self.container.fd, nbytes, self.container.base + offset)
+
+    def _read_superblock(self) -> Superblock:
+        problems: list[Exception] = []
+        for offset in SUPERBLOCK_OFFSETS:
+            try:
+                superblock = Superblock.unpack(self.read(offset, SUPERBLOCK_NBYTES))
+            except (DamagedError, NotAPoolError, FormatError) as err:
+                problems.append(err)
+                continue
+            self._check_size(superblock)
+            return superblock
+        for problem in problems:
+            if isinstance(problem, FormatError):
+                raise FormatError(f"{self.path!r}: {problem}") from problem
+        if all(isinstance(problem, NotAPoolError) for problem in problems):
+            raise NotAPoolError(
+                f"The file {self.path!r} is not a lightck pool: it has no lightck signature. Nothing was changed. "
+                "Choose another path, or remove the file if nobody needs it."
+            )
+        raise CorruptPoolError(
+            f"Both superblocks of the pool {self.path!r} are damaged ({problems[0]}; {problems[1]}). Without them "
+            "nothing in it can be found. Use a copy of the pool if there is one."
+        )
+
+    def _check_size(self, superblock: Superblock) -> None:
+        if superblock.nbytes != self.container.nbytes:
+            raise PoolTruncatedError(
+                f"The pool {self.path!r} was made with {superblock.nbytes} bytes and has {self.container.nbytes}. It "
+                "was truncated, extended or copied in part. Use a complete copy."
+            )
+
+    def _read_table(self) -> tuple[bytes, tuple[Entry, ...]]:
+        sb = self.superblock
+        for offset in sb.table_offsets:
+            table = self.read(offset, sb.table_nbytes)
+            if layout_hash(table) == sb.table_hash:
+                try:
+                    return table, layout.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
+                except DamagedError as err:
+                    raise CorruptPoolError(f"The pool {self.path!r} has an impossible layout ({err}).") from err
+        raise CorruptPoolError(
+            f"Both layout tables of the pool {self.path!r} are damaged. Without one, no tensor can be found. Use a "
+            "copy of the pool if there is one."
+        )
+
+    def ring(self) -> Ring:
+        return read_ring(self.superblock, self.read)
+
+    def slot_generation(self, slot: int) -> int | None:
+        """Generation that the slot's header names; None where the header proves nothing."""
+        data = self.read(self.superblock.slots[slot][0], LINE_NBYTES)
+        if len(data) < LINE_NBYTES:
+            return None
+        return unpack_slot_header(data, slot, self.superblock.uuid)
+
+    def versions(self, step: int | None = None) -> Iterator[Version | Rejected]:
+        """Versions from the newest on (or those of one step), each with its manifest checked, not its payload."""
+        for line in candidates(self.ring(), step):
+            try:
+                yield self.version(line)
+            except DamagedError as err:
+                yield Rejected(line.step, line.generation, str(err))
+
+    def version(self, line: CommitLine) -> Version:
+        """The version that a line names. Raises ``DamagedError`` with the reason where it is not (all) there."""
+        sb = self.superblock
+        generation = self.slot_generation(line.slot)
+        if generation is not None and generation != line.payload_generation:
+            raise DamagedError("its slot was reused by a newer version")
+        if line.manifest_nbytes > sb.manifest_nbytes:
+            raise DamagedError("its manifest is larger than the place for it")
+        base = sb.slots[line.slot][0]
+        at = base + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes
+        manifest = self.read(at, line.manifest_nbytes)
+        if len(manifest) != line.manifest_nbytes or manifest_hash(sb.uuid, manifest) != line.manifest_hash:
+            raise DamagedError("its manifest does not match the commit line")
+        header = ManifestHeader.unpack(manifest)
+        identity = (header.generation, header.step, header.slot, header.table_hash)
+        if identity != (line.payload_generation, line.step, line.slot, sb.table_hash):
+            raise DamagedError("its manifest belongs to another version")
+        return Version(self, line, header, manifest)
+
+    def close(self) -> None:
+        self.container.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A version that was passed over, and why."""
+
+    step: int
+    generation: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} (generation {self.generation}): {self.reason}"
+
+
+class Version:
+    """One committed version: its manifest is checked, its payload is verified as it is read."""
+
+    def __init__(self, reader: PoolReader, line: CommitLine, header: ManifestHeader, manifest: bytes) -> None:
+        self.reader = reader
+        self.line = line
+        self.header = header
+        sb = reader.superblock
+        if header.n_table != len(reader.entries):
+            raise DamagedError("its manifest counts on another layout")
+        extras = layout.decode_extras(
+            manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
+            low=sb.reserve_offset,
+            high=sb.slot_nbytes,
+        )
+        if header.n_records != header.n_table + len(extras):
+            raise DamagedError("its manifest has a wrong number of records")
+        self.records = np.frombuffer(manifest, RECORD_DTYPE, header.n_records, offset=128)
+        self.crcs = np.frombuffer(manifest, "<u4", header.crcs_count, offset=header.crcs_offset)
+        self.state = manifest[header.state_offset : header.state_offset + header.state_nbytes]
+        self.extras = extras
+        self._all = reader.entries + extras
+        self._index = self._present()
+
+    def _present(self) -> dict[str, int]:
+        """name -> record number of every tensor in this version, each checked against layout and bounds."""
+        sb, present = self.reader.superblock, {}
+        for number, entry in enumerate(self._all):
+            record = self.records[number]
+            if not record["generation"]:
+                continue
+            blocks = blocks_of(entry.nbytes, sb.block)
+            if int(record["offset"]) != entry.offset or int(record["crc"]) + blocks > len(self.crcs):
+                raise DamagedError(f"its record of {entry.name!r} is out of place")
+            present[entry.name] = number
+        return present
+
+    @property
+    def step(self) -> int:
+        return self.header.step
+
+    @property
+    def iteration(self) -> int:
+        return self.header.iteration
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """The tensors of this version by name."""
+        return {name: self._all[number] for name, number in self._index.items()}
+
+    def read_into(self, name: str, address: int) -> None:
+        """Verified bytes of one tensor to ``address`` (0: verify only). Raises ``DamagedError`` at a bad block."""
+        number = self._index[name]
+        entry, record = self._all[number], self.records[number]
+        if not entry.nbytes:
+            return
+        sb = self.reader.superblock
+        base = self.reader.container.base + sb.slots[self.line.slot][0]
+        bad = ffi.new("uint64_t *")
+        crcs = ffi.cast("uint32_t *", self.crcs.ctypes.data + 4 * int(record["crc"]))
+        status = lib.lck_read_verified(
+            self.reader.container.fd, base + entry.offset, ffi.cast("void *", address), entry.nbytes, sb.block, crcs,
+            *uuid_words(self.header.origin), number, int(record["generation"]), bad,
+        )  # fmt: skip
+        if status == lib.LCK_ECHECKSUM:
+            raise DamagedError(f"block {bad[0]} of {name!r} does not match its checksum")
+        if status != lib.LCK_OK:
+            raise DamagedError(f"block {bad[0]} of {name!r} cannot be read (status {status})")
+
+    def is_intact(self) -> bool:
+        """Whether the slot still holds this version: it may be in use by a writer."""
+        generation = self.reader.slot_generation(self.line.slot)
+        return generation is None or generation == self.line.payload_generation
+
+    def verify(self) -> None:
+        """Read and verify every block. Raises ``DamagedError``."""
+        for name in self._index:
+            self.read_into(name, 0)
+        if not self.is_intact():
+            raise DamagedError("its slot was reused while it was read")
+
+
+def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolReader:
+    """Open an existing pool for reading (``write``: its container may be written afterwards)."""
+    from lightck.pool.backends import backend_for
+
+    container = backend_for(path, backend).open(path, write=write)
+    try:
+        return PoolReader(container, path)
+    except PoolError:
+        container.close()
+        raise

@@ -1,0 +1,95 @@
+"""The slots of a writable pool: what each holds, which one may be written next, and its manifest in memory.
+
+Invariant: the slot of the version last committed by this process (before its first commit: of the one it adopted) is
+never handed out. A slot's ``SlotImage`` mirrors the records and checksums of the bytes that lie in it, so a tensor
+that is left out of a version keeps the record with which it was written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.pool.format import MANIFEST_HEADER_NBYTES, RECORD_NBYTES
+from lightck.pool.reader import RECORD_DTYPE
+
+
+class SlotImage:
+    """The manifest of one slot, in memory, where the engine fills its checksums in.
+
+    ``records`` is a view of the record array in ``image``; ``raw`` holds the unseeded CRC-32C of every block that
+    lies in the slot, for comparing contents across generations.
+    """
+
+    def __init__(self, n_records: int, n_crcs: int, nbytes_max: int) -> None:
+        self.crcs_offset = MANIFEST_HEADER_NBYTES + n_records * RECORD_NBYTES
+        self.tail_offset = self.crcs_offset + 4 * n_crcs
+        self.nbytes_max = nbytes_max
+        self.buffer = np.zeros(max(nbytes_max, self.tail_offset), np.uint8)
+        self.records = self.buffer[MANIFEST_HEADER_NBYTES : self.crcs_offset].view(RECORD_DTYPE)
+        self.crcs = self.buffer[self.crcs_offset : self.tail_offset].view("<u4")
+        self.raw = np.zeros(n_crcs, np.uint32)
+        self.in_slot = np.zeros(n_records, np.bool_)
+        """Which records describe bytes that surely lie in the slot."""
+
+    def grown(self, n_records: int, n_crcs: int) -> SlotImage:
+        """The same content with room for more records; the present ones keep their numbers."""
+        new = SlotImage(n_records, n_crcs, self.nbytes_max)
+        new.records[: len(self.records)] = self.records
+        new.crcs[: len(self.crcs)] = self.crcs
+        new.raw[: len(self.raw)] = self.raw
+        new.in_slot[: len(self.in_slot)] = self.in_slot
+        return new
+
+    def write_tail(self, header: bytes, extras: bytes, state: bytes) -> int:
+        """Put header, extras and small state in their places. Returns the manifest's length in bytes."""
+        end = self.tail_offset + len(extras) + len(state)
+        self.buffer[:MANIFEST_HEADER_NBYTES] = np.frombuffer(header, np.uint8)
+        self.buffer[self.tail_offset : end] = np.frombuffer(extras + state, np.uint8)
+        return end
+
+
+@dataclass(slots=True)
+class Slot:
+    """One slot as the writer knows it."""
+
+    index: int
+    offset: int
+    generation: int | None
+    image: SlotImage
+    manifest_index: int = 0
+    is_bad: bool = False
+    in_flight: bool = False
+
+
+@dataclass(slots=True)
+class Slots:
+    """All slots of a pool and the rule for the next one."""
+
+    slots: list[Slot]
+    protected: int | None = None
+    """Index of the slot that must not be written."""
+    dead: tuple[int, int] = (0, 0)
+    """Payload generations strictly between these two were left behind by an adoption."""
+
+    def choose(self) -> Slot | None:
+        """The slot for the next version: one with dead or unknown content first, then the oldest. None: all taken."""
+        free = [s for s in self.slots if s.index != self.protected and not s.is_bad and not s.in_flight]
+        return min(free, key=self._rank, default=None)
+
+    def _rank(self, slot: Slot) -> tuple[bool, int]:
+        low, high = self.dead
+        is_live = slot.generation is not None and not low < slot.generation < high
+        return is_live, slot.generation or 0
+
+    def contents(self) -> dict[int, int | None]:
+        return {s.index: s.generation for s in self.slots}
+
+
+def crc_starts(nbytes: npt.NDArray[np.uint64], block: int) -> tuple[npt.NDArray[np.uint32], int]:
+    """First checksum of each record, in record order, and how many there are."""
+    blocks = -(-nbytes.astype(np.int64) // block)
+    ends = np.cumsum(blocks)
+    return (ends - blocks).astype(np.uint32), int(ends[-1]) if len(ends) else 0

@@ -1,0 +1,330 @@
+"""A pool that is open for writing: it is made, adopted, and takes versions.
+
+``PoolWriter`` joins a container, its mapping, its slots and its ring. A version enters by ``begin`` (which returns a
+``Job`` of the engine) and is taken note of by ``committed``, ``dropped`` or ``failed`` when the job has ended; the
+commit itself, the line written last, is native/src/commit.c.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck._native import ffi, lib
+from lightck.errors import BackgroundError
+from lightck.pool import layout
+from lightck.pool.backend import Backend, Container
+from lightck.pool.checksum import uuid_words
+from lightck.pool.durability import Durability
+from lightck.pool.engine import Engine, Job, Medium
+from lightck.pool.format import (
+    BLOCK_MAX,
+    KIB,
+    KIND_ADOPTION,
+    KIND_VERSION,
+    MANIFEST_HEADER_NBYTES,
+    PAGE,
+    RECORD_NBYTES,
+    SLOT_ALIGN,
+    TABLE_OFFSET,
+    CommitLine,
+    ManifestHeader,
+    Superblock,
+    align_up,
+    layout_hash,
+)
+from lightck.pool.layout import Entry, blocks_of
+from lightck.pool.reader import PoolReader
+from lightck.pool.ring import Ring, next_position
+from lightck.pool.slots import Slot, SlotImage, Slots, crc_starts
+
+COPY_DTYPE = np.dtype(
+    [("src", "u8"), ("dst", "u8"), ("nbytes", "u8"), ("tensor", "u8"), ("crc_index", "u4"), ("flags", "u4")]
+)
+RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
+STATE_MIN, STATE_FACTOR = 256 * KIB, 4
+
+
+class FullError(Exception):
+    """What has to be stored does not fit this pool's layout: a new pool file is needed. Internal."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPlan:
+    """One version as the pipeline hands it down. Arrays are parallel; record numbers are the writer's."""
+
+    step: int
+    iteration: int
+    records: npt.NDArray[np.int64]
+    """Record numbers of the tensors to copy."""
+    sources: npt.NDArray[np.uint64]
+    """Their addresses."""
+    now: npt.NDArray[np.bool_]
+    """Whether to copy before ``begin`` returns."""
+    kept: npt.NDArray[np.int64]
+    """Record numbers of the tensors whose bytes in the slot still hold."""
+    present: npt.NDArray[np.int64]
+    """Record numbers that have no bytes to copy: tied or empty tensors."""
+    state: bytes
+
+
+def create(
+    backend: Backend, path: str, entries: Sequence[Entry], *, slots: int, state_nbytes: int, grown: bool = False
+) -> tuple[Container, Superblock]:
+    """Allocate a pool for these entries and write its static part. It becomes visible by ``container.publish()``.
+
+    ``state_nbytes`` is the expected length of the small state; ``grown`` doubles the reserve.
+    """
+    sb, table = _geometry(entries, slots, state_nbytes, grown)
+    container = backend.create(path, sb.nbytes)
+    try:
+        medium = Medium(container.fd, container.nbytes, backend.probe(path).tier)
+        try:
+            for offset in sb.table_offsets:
+                medium.store(offset, table)
+            for copy in (0, 1):
+                medium.store(copy * PAGE, sb.pack())
+            medium.sync()
+        finally:
+            medium.close()
+    except BaseException:
+        container.close()
+        raise
+    return container, sb
+
+
+def _geometry(entries: Sequence[Entry], slots: int, state_nbytes: int, grown: bool) -> tuple[Superblock, bytes]:
+    blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
+    payload = sum(e.nbytes for e in entries)
+    reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) * (2 if grown else 1)
+    fixed = MANIFEST_HEADER_NBYTES + len(entries) * RECORD_NBYTES + 4 * blocks
+    extras = 64 * KIB + fixed // 4
+    manifest = align_up(fixed + extras + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
+    payload_offset = PAGE + 2 * manifest
+    placed, reserve_offset = layout.place(entries, payload_offset)
+    slot_nbytes = align_up(reserve_offset + reserve, SLOT_ALIGN)
+    table = layout.encode(placed)
+    table_space = align_up(len(table), PAGE)
+    first = align_up(TABLE_OFFSET + 2 * table_space, SLOT_ALIGN)
+    sb = Superblock(
+        uuid=os.urandom(16),
+        nbytes=first + slots * slot_nbytes,
+        table_offsets=(TABLE_OFFSET, TABLE_OFFSET + table_space),
+        table_nbytes=len(table),
+        table_hash=layout_hash(table),
+        block=BLOCK_MAX,
+        manifest_offset=PAGE,
+        manifest_nbytes=manifest,
+        payload_offset=payload_offset,
+        reserve_offset=reserve_offset,
+        slots=tuple((first + i * slot_nbytes, slot_nbytes) for i in range(slots)),
+    )
+    return sb, table
+
+
+class PoolWriter:
+    """An existing pool with its mapping, ready for versions. One per pool: the caller holds the pool's lock."""
+
+    def __init__(
+        self, reader: PoolReader, engine: Engine, durability: Durability, after: PoolWriter | None = None
+    ) -> None:
+        """``after``: the pool that this one replaces, whose numbering goes on."""
+        self.reader = reader
+        self.durability = durability
+        self.superblock = sb = reader.superblock
+        self.ring = reader.ring()
+        self.entries: list[Entry] = list(reader.entries)
+        self.numbers = {e.name: i for i, e in enumerate(self.entries)}
+        self._n_table = len(self.entries)
+        self._reserve_at = sb.reserve_offset
+        self.known: dict[str, tuple[object, int]] = {}
+        """name -> the tensor last seen there and its address: its extent need not be compared again."""
+        self._generation: int = self.ring.generation if after is None else after._generation
+        self.incarnation: int = self.ring.incarnation + 1 if after is None else after.incarnation
+        self._last_position = max(self.ring.lines, key=lambda p: self.ring.lines[p].generation, default=-1)
+        self._engine = engine
+        self.medium = Medium(reader.container.fd, reader.container.nbytes, durability.tier)
+        self._index_entries()
+        self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
+        engine.populate(self.medium)
+
+    def _slot(self, index: int) -> Slot:
+        image = SlotImage(len(self.entries), self._n_crcs, self.superblock.manifest_nbytes)
+        lines = [ln for ln in self.ring.lines.values() if ln.slot == index]
+        newest = max(lines, key=lambda ln: ln.generation, default=None)
+        generation = self.reader.slot_generation(index)
+        if generation is None and newest is not None:
+            generation = newest.payload_generation
+        return Slot(index, self.superblock.slots[index][0], generation, image,
+                    0 if newest is None else 1 - newest.manifest_index)  # fmt: skip
+
+    def _index_entries(self) -> None:
+        """The columns of the copy array that do not change from version to version."""
+        nbytes = np.array([e.nbytes for e in self.entries], np.uint64)
+        starts, self._n_crcs = crc_starts(nbytes, self.superblock.block)
+        self._template = np.zeros(len(self.entries), COPY_DTYPE)
+        self._template["dst"] = [e.offset for e in self.entries]
+        self._template["nbytes"] = nbytes
+        self._template["tensor"] = np.arange(len(self.entries))
+        self._template["crc_index"] = starts
+        self._blocks = np.append(starts, self._n_crcs).astype(np.int64)
+
+    # -- layout ------------------------------------------------------------------------------------------
+
+    def add(self, entry: Entry) -> int:
+        """A place in the reserve for a tensor that appeared or changed its kind. Raises ``FullError``."""
+        (placed,), end = layout.place([entry], self._reserve_at)
+        if end > self.superblock.slot_nbytes:
+            raise FullError(f"the reserve has no room for {entry.name!r}")
+        self._reserve_at = end
+        self.entries.append(placed)
+        self.numbers[entry.name] = number = len(self.entries) - 1
+        self._index_entries()
+        for slot in self.slots.slots:
+            slot.image = slot.image.grown(len(self.entries), self._n_crcs)
+        return number
+
+    def raw_crcs(self, slot: Slot, number: int) -> npt.NDArray[np.uint32]:
+        """Unseeded checksums of the bytes of one record that lie in a slot."""
+        return slot.image.raw[self._blocks[number] : self._blocks[number + 1]]
+
+    # -- identity ----------------------------------------------------------------------------------------
+
+    def adopt(self, line: CommitLine) -> None:
+        """Go on from this version: a durable adoption line, then its slot is protected."""
+        self._generation += 1
+        adoption = CommitLine(self._generation, self.incarnation, line.step, line.payload_generation,
+                              line.manifest_hash, line.manifest_nbytes, KIND_ADOPTION, line.slot,
+                              line.manifest_index)  # fmt: skip
+        position = self._next_position()
+        self.medium.line(self.superblock.line_offset(position), adoption.pack(self.superblock.uuid))
+        self._note_line(position, adoption)
+        self.slots.protected = line.slot
+        self.slots.dead = (line.payload_generation, adoption.generation)
+
+    def _next_position(self) -> int:
+        lines = self.superblock.ring_lines
+        self._last_position = next_position(self.ring, self.slots.contents(), lines, self._last_position)
+        return self._last_position
+
+    def _note_line(self, position: int, line: CommitLine) -> None:
+        self.ring = Ring({**self.ring.lines, position: line}, self.ring.damaged)
+
+    # -- versions ----------------------------------------------------------------------------------------
+
+    def begin(self, plan: VersionPlan, slot: Slot, keep: Any) -> Pending:
+        """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``FullError`` before that."""
+        generation = self._generation + 1
+        image_nbytes = self._fill_image(slot, plan, generation)
+        self._generation = generation
+        slot.generation, slot.in_flight = generation, True
+        position = self._next_position()
+        commit = self._commit(slot, plan, generation, position, image_nbytes)
+        copies = self._copies(slot, plan.records, plan.sources, plan.now)
+        ticket = ffi.new("uint64_t *")
+        array = ffi.cast("lck_copy *", copies.ctypes.data)
+        status = lib.lck_job_submit(self._engine.handle, self.medium.handle, array, len(copies), commit, ticket)
+        if status != lib.LCK_OK:
+            slot.in_flight, slot.is_bad = False, True
+            raise _submit_error(status)
+        slot.manifest_index = 1 - slot.manifest_index
+        job = Job(self._engine, int(ticket[0]), (keep, copies))
+        line = CommitLine(generation, self.incarnation, plan.step, generation, 0, image_nbytes, KIND_VERSION,
+                          slot.index, int(commit.manifest_index))  # fmt: skip
+        return Pending(job, slot, line, position, plan)
+
+    def recopy(self, pending: Pending, records: npt.NDArray[np.int64], sources: npt.NDArray[np.uint64],
+               keep: Any) -> None:  # fmt: skip
+        """Copy these tensors of a version again, on this thread, before it is released."""
+        copies = self._copies(pending.slot, records, sources, np.ones(len(records), np.bool_))
+        pending.job.recopy(ffi.cast("lck_copy *", copies.ctypes.data), len(copies), (keep, copies))
+
+    def _fill_image(self, slot: Slot, plan: VersionPlan, generation: int) -> int:
+        image = slot.image
+        extras = layout.encode_extras(self.entries[self._n_table :])
+        if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes:
+            raise FullError("the small state outgrew the place for it")
+        written = np.concatenate([plan.records, plan.present])
+        listed = np.zeros(len(self.entries), np.bool_)
+        listed[written] = listed[plan.kept] = True
+        image.records["generation"][written] = generation
+        image.records["step"][written] = plan.step
+        image.records["offset"][written] = self._template["dst"][written]
+        image.records["crc"][written] = self._template["crc_index"][written]
+        image.records["generation"][~listed] = 0
+        image.in_slot[written] = True
+        image.in_slot[~listed] = False
+        header = ManifestHeader(
+            generation, self.incarnation, plan.step, plan.iteration, self.superblock.table_hash, self.superblock.uuid,
+            len(self.entries), self._n_table, image.crcs_offset, self._n_crcs, image.tail_offset, len(extras),
+            image.tail_offset + len(extras), len(plan.state), slot.index,
+        )  # fmt: skip
+        return image.write_tail(header.pack(), extras, plan.state)
+
+    def _copies(self, slot: Slot, records: npt.NDArray[np.int64], sources: npt.NDArray[np.uint64],
+                now: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:  # fmt: skip
+        copies = self._template[records]
+        copies["dst"] += np.uint64(slot.offset)
+        copies["src"] = sources
+        copies["flags"] = np.where(now, lib.LCK_NOW, 0)
+        return copies
+
+    def _commit(self, slot: Slot, plan: VersionPlan, generation: int, position: int, image_nbytes: int) -> Any:
+        sb = self.superblock
+        lo, hi = uuid_words(sb.uuid)
+        return ffi.new("lck_commit *", {
+            "header_off": slot.offset,
+            "manifest_off": slot.offset + sb.manifest_offset + slot.manifest_index * sb.manifest_nbytes,
+            "line_off": sb.line_offset(position),
+            "image": slot.image.buffer.ctypes.data, "image_nbytes": image_nbytes,
+            "crcs_off": slot.image.crcs_offset, "crcs_count": self._n_crcs,
+            "raw_crcs": slot.image.raw.ctypes.data, "block": sb.block,
+            "uuid_lo": lo, "uuid_hi": hi, "origin_lo": lo, "origin_hi": hi,
+            "generation": generation, "incarnation": self.incarnation, "step": plan.step,
+            "slot": slot.index, "manifest_index": slot.manifest_index,
+        })  # fmt: skip
+
+    def committed(self, pending: Pending) -> None:
+        """The version's line is durable: its slot is the protected one now."""
+        pending.slot.in_flight = False
+        self.slots.protected = pending.slot.index
+        self._note_line(pending.position, pending.line)
+
+    def given_up(self, pending: Pending, *, bad: bool) -> None:
+        """The version was dropped, or failed (``bad``): what lies in its slot is unknown from here on."""
+        pending.slot.in_flight = False
+        pending.slot.is_bad |= bad
+        pending.slot.image.in_slot[:] = False
+
+    def close(self) -> None:
+        """Unmap. No job may be running; the engine may be closed already."""
+        self._engine.quiesce(self.medium)
+        self.medium.close()
+        self.reader.close()
+
+
+@dataclass(slots=True)
+class Pending:
+    """A version between ``begin`` and its end."""
+
+    job: Job
+    slot: Slot
+    line: CommitLine
+    position: int
+    plan: VersionPlan
+
+
+def _submit_error(status: int) -> Exception:
+    code = int(lib.lck_last_errno()) if status == lib.LCK_ESYS else 0
+    error = BackgroundError(
+        f"A checkpoint could not be begun: {os.strerror(code) if code else f'status {status}'}. The versions "
+        "committed before are intact. Look at the pool's medium, then start again with resume=True."
+    )
+    error.errno = code or None
+    return error
+

@@ -1,0 +1,162 @@
+"""Recovery: find the newest version of a pool that verifies, and load or restore it. It writes nothing.
+
+Versions are tried from the newest on. A block that does not match its checksum sends us to the next older one, over the
+same tensors; where no version is left, nothing is returned and no floating-point parameter keeps a usable value: a mix
+of two versions never leaves this module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lightck import restore as _restore
+from lightck.checkpoint import Checkpoint, plan_restore
+from lightck.contents import Contents, MemorySource, load_tensor
+from lightck.errors import CorruptPoolError, NoCheckpointError
+from lightck.pool.backends import pool_path as _pool_path
+from lightck.pool.format import DamagedError
+from lightck.pool.reader import PoolReader, Rejected, Version, open_pool
+from lightck.resume import mark_poisoned
+
+T = TypeVar("T")
+_ATTEMPTS = 20
+"""How often the ring is read again on a pool whose slots are being reused while we read."""
+
+
+def recover(
+    pool_path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    state: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    device: torch.device | str = "cpu",
+    strict: bool = True,
+) -> Checkpoint:
+    """The newest version of a pool that verifies.
+
+    Args:
+        pool_path: the pool; it may be in use (it is only read).
+        model: restore into this module in place; without it everything is loaded into new tensors.
+        optimizer: an optimizer, or a list of them, restored by parameter name.
+        state: name -> object with ``load_state_dict``, restored from what was saved under that name.
+        step: this step instead of the newest.
+        device: where new tensors are made, without ``model``.
+        strict: raise where checkpoint and model differ; else take what fits and list the rest in ``.drift``.
+
+    Raises:
+        PoolError: there is no pool, or not one that can be read (see :mod:`lightck.errors`).
+        NoCheckpointError: nothing was committed yet, or not this step.
+        CorruptPoolError: versions exist and none of them verifies.
+        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``; nothing was changed.
+        SessionError: the model's session is open.
+    """
+    path = _pool_path(pool_path)
+    reader = open_pool(path)
+    try:
+        if model is None:
+            return newest(reader, step, lambda v, c, r: _load(reader, v, c, r, device))
+        return restore_newest(reader, step, model, optimizer, state, strict=strict)
+    finally:
+        reader.close()
+
+
+def newest(
+    reader: PoolReader, step: int | None, take: Callable[[Version, Contents, list[Rejected]], T]
+) -> T:
+    """``take`` of the newest version that it does not reject by ``DamagedError``."""
+    for _ in range(_ATTEMPTS):
+        rejected: list[Rejected] = []
+        reused = False
+        for version in reader.versions(step):
+            if isinstance(version, Rejected):
+                rejected.append(version)
+                continue
+            try:
+                contents = parse(version)
+                taken = take(version, contents, rejected)
+            except DamagedError as err:
+                reused |= not version.is_intact()
+                rejected.append(Rejected(version.step, version.line.generation, str(err)))
+                continue
+            if version.is_intact():
+                return taken
+            reused = True
+            rejected.append(Rejected(version.step, version.line.generation, "its slot was reused while it was read"))
+        if not reused:
+            break
+    raise _nothing_left(reader, step, rejected)
+
+
+def parse(version: Version) -> Contents:
+    """Raises ``DamagedError`` where the small state does not make sense."""
+    try:
+        return Contents.parse(version.state, version.step, version.iteration, version.entries)
+    except CorruptPoolError as err:
+        raise DamagedError(str(err)) from err
+
+
+def _nothing_left(reader: PoolReader, step: int | None, rejected: list[Rejected]) -> Exception:
+    ring = reader.ring()
+    reasons = tuple(map(str, rejected)) + tuple(f"commit line {p} is damaged" for p in ring.damaged)
+    if ring.is_empty:
+        return NoCheckpointError(
+            f"The pool {reader.path!r} holds no checkpoint yet: no step was committed before the training ended. "
+            "Start it afresh; attach(..., resume=True) does that by itself."
+        )
+    if step is not None and not rejected:
+        held = sorted({line.step for line in ring.lines.values()})
+        return NoCheckpointError(
+            f"The pool {reader.path!r} does not hold step {step}. Its commit lines name steps {held}, and a pool keeps "
+            "the newest few. Ask for one of them, or leave step out."
+        )
+    return CorruptPoolError(
+        f"No version in the pool {reader.path!r} verifies: {'; '.join(reasons)}. Nothing was restored. Use another "
+        "copy of the pool; attach(..., overwrite=True) discards this one and starts afresh.",
+        reasons,
+    )
+
+
+def _load(reader: PoolReader, version: Version, contents: Contents, rejected: list[Rejected],
+          device: torch.device | str) -> Checkpoint:  # fmt: skip
+    tensors = {n: load_tensor(version, n, device) for n, e in version.entries.items() if e.alias is None}
+    source = MemorySource(version.entries, tensors)
+    return Checkpoint(contents, source, version.line, reader.path, reader.superblock.uuid, rejected)
+
+
+def restore_newest(
+    reader: PoolReader,
+    step: int | None,
+    model: nn.Module,
+    optimizer: Any,
+    state: Mapping[str, Any] | None,
+    *,
+    strict: bool,
+    complete: bool = False,
+) -> Checkpoint:
+    """Restore the newest version that verifies into live objects; the next older one where a block fails."""
+    touched: list[torch.Tensor] = []
+
+    def take(version: Version, contents: Contents, rejected: list[Rejected]) -> Checkpoint:
+        plan = plan_restore(contents, model, optimizer, state, strict=strict, complete=complete)
+        try:
+            _restore.apply(plan, version)
+        finally:
+            touched.extend(plan.held.values())
+        source = MemorySource(version.entries, plan.held)
+        checkpoint = Checkpoint(contents, source, version.line, reader.path, reader.superblock.uuid, rejected)
+        checkpoint.note_restored(model, plan)
+        return checkpoint
+
+    try:
+        return newest(reader, step, take)
+    except BaseException:
+        if touched:
+            _restore.poison(touched, model)
+            mark_poisoned(model)
+        raise

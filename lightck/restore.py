@@ -1,0 +1,296 @@
+"""Putting a version back into a live training, in place, bit for bit.
+
+First everything that can be checked is checked (``check``: classes, groups, names, shapes, dtypes); only then the first
+byte changes (``apply``). Values are written with their own dtype, device and layout, never through
+``load_state_dict`` of an optimizer, which casts. Order: payload, then objects in ``state``, then optimizer options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from lightck.capture import values
+from lightck.capture.inventory import Live, ModelView, OptimizerView, is_plain
+from lightck.contents import Contents, OptimizerContents, Source, empty_for, load_tensor, tensor_reader
+from lightck.errors import DriftError, LightckError
+from lightck.pool.layout import Entry
+
+_Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How a checkpoint and what it is restored into differ. Names of tensors, and sentences about the rest."""
+
+    missing: tuple[str, ...] = ()
+    """The model has it, the checkpoint does not."""
+    extra: tuple[str, ...] = ()
+    """The checkpoint has it, the model does not."""
+    reshaped: tuple[str, ...] = ()
+    retyped: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+    """Optimizers, groups and objects in ``state`` that do not match."""
+
+    def __bool__(self) -> bool:
+        return any((self.missing, self.extra, self.reshaped, self.retyped, self.other))
+
+    def __str__(self) -> str:
+        parts = []
+        for label in ("missing", "extra", "reshaped", "retyped", "other"):
+            items = getattr(self, label)
+            if items:
+                more = f" and {len(items) - 5} more" if len(items) > 5 else ""
+                parts.append(f"{label}: {'; '.join(items[:5])}{more}")
+        return " | ".join(parts)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What ``apply`` will do: checked, and nothing changed yet."""
+
+    contents: Contents
+    drift: Drift
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """Entry name -> live tensor to fill."""
+    optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    extra: list[tuple[str, nn.Module]] = field(default_factory=list)
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Entry name -> the tensor that holds its bytes now, as far as ``apply`` got."""
+    unfit: set[str] = field(default_factory=set)
+    """Parameters that do not fit: their optimizer state is not taken either."""
+
+
+def check(
+    contents: Contents,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    objects: Mapping[str, Any],
+    *,
+    strict: bool,
+    complete: bool,
+) -> Plan:
+    """Compare a version with a live training. Raises ``DriftError`` where they differ and ``strict`` is set.
+
+    ``complete``: what the version holds and nobody takes (an optimizer, a name in ``state``) is drift too.
+    """
+    view = ModelView(model)
+    names = view.names_by_id()
+    opt_views = [OptimizerView(i, o, names) for i, o in enumerate(optimizers)]
+    plan = Plan(contents, Drift())
+    notes: list[str] = []
+    tensors = list(view.tensors(frozenset())) + [live for o in opt_views for live in o.outside()]
+    missing, extra, reshaped, retyped = _match_tensors(contents, tensors, plan)
+    _match_optimizers(contents, opt_views, plan, notes, complete)
+    _match_objects(contents, objects, plan, notes, complete)
+    _match_extra(contents, view, plan, notes)
+    plan.drift = Drift(missing, extra, reshaped, retyped, tuple(notes))
+    if plan.drift and strict:
+        raise DriftError(
+            f"The checkpoint of step {contents.step} does not fit: {plan.drift}. It was saved from another model, "
+            "optimizer or state. Build them as they were, or take what fits with "
+            "lightck.recover(path, model, strict=False).",
+            plan.drift,
+        )
+    return plan
+
+
+def _match_tensors(contents: Contents, lives: list[Live], plan: Plan) -> tuple[_Names, _Names, _Names, _Names]:
+    held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
+    missing, reshaped, retyped = [], [], []
+    for live in lives:
+        entry = held.pop(live.name, None)
+        if entry is None:
+            missing.append(live.name)
+            continue
+        dtype = values.dtype_from_name(entry.dtype)
+        if tuple(live.tensor.shape) != entry.shape or live.tensor.dtype != dtype:
+            plan.unfit.add(live.name.removeprefix("model/"))
+        if tuple(live.tensor.shape) != entry.shape:
+            reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
+        elif live.tensor.dtype != dtype:
+            retyped.append(f"{live.name}: {dtype} saved, {live.tensor.dtype} live")
+        elif live.alias is None:
+            plan.tensors.append((entry.alias or live.name, live.tensor))
+    return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
+
+
+def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan, notes: list[str],
+                      complete: bool) -> None:  # fmt: skip
+    left = list(views)
+    for saved in contents.optimizers:
+        wanted = set(saved.all_names)
+        live = max(left, key=lambda v: len(wanted & {n for n, _ in v.params}), default=None)
+        if live is None:
+            if complete:
+                notes.append(f"the checkpoint holds a {saved.class_name}, and no optimizer takes it")
+            continue
+        left.remove(live)
+        problem = _optimizer_problem(saved, live)
+        if problem:
+            notes.append(problem)
+        else:
+            plan.optimizers.append((saved, live))
+    notes.extend(f"the checkpoint holds nothing for the live {live.class_name}" for live in left)
+
+
+def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | None:
+    if saved.class_name != live.class_name:
+        return f"the checkpoint holds a {saved.class_name}, the live optimizer is a {live.class_name}"
+    if len(saved.names) != len(live.names):
+        return f"{live.class_name} has {len(live.names)} parameter groups, the checkpoint {len(saved.names)}"
+    for g, (was, now) in enumerate(zip(saved.names, live.names, strict=True)):
+        if set(was) != set(now):
+            differ = sorted(set(was) ^ set(now))
+            return f"group {g} of {live.class_name} holds other parameters ({', '.join(differ[:3])})"
+    return None
+
+
+def _match_objects(contents: Contents, objects: Mapping[str, Any], plan: Plan, notes: list[str],
+                   complete: bool) -> None:  # fmt: skip
+    for name in contents.state:
+        if name in objects:
+            plan.objects[name] = objects[name]
+        elif complete:
+            notes.append(
+                f"the checkpoint holds state {name!r}, and nothing live takes it (a scheduler is built before attach; "
+                f'others are passed in state={{"{name}": ...}}; None there declines it)'
+            )
+    notes.extend(f"the checkpoint holds nothing for state {name!r}" for name in objects if name not in contents.state)
+
+
+def _match_extra(contents: Contents, view: ModelView, plan: Plan, notes: list[str]) -> None:
+    live = dict(view.extra)
+    for name in contents.extra.keys() ^ live.keys():
+        notes.append(f"extra state {name!r} is on one side only")
+    plan.extra = [(name, module) for name, module in view.extra if name in contents.extra]
+
+
+def apply(plan: Plan, source: Source) -> None:
+    """Do it. Raises ``DamagedError`` at a block that does not verify: live tensors may have changed by then, and
+    ``plan.held`` names them."""
+    with torch.no_grad():
+        for name, tensor in plan.tensors:
+            plan.held[name] = tensor
+            fill(source, name, tensor)
+        states = [_optimizer_state(saved, live, plan, source) for saved, live in plan.optimizers]
+    read = tensor_reader(source, plan.held)
+    objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
+    extra = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra}
+    for name, module in plan.extra:
+        module.set_extra_state(extra[name])
+    for name, obj in plan.objects.items():
+        _load(name, obj, objects[name])
+    for (saved, live), state in zip(plan.optimizers, states, strict=True):
+        _set_optimizer(saved, live, state)
+
+
+def _load(name: str, obj: Any, value: Any) -> None:
+    try:
+        obj.load_state_dict(value)
+    except LightckError:
+        raise
+    except Exception as err:
+        raise DriftError(
+            f"state[{name!r}] did not take its saved state: {type(err).__name__}: {err}. The object is not built as it "
+            "was when it was saved. Build it the same way, then restore again."
+        ) from err
+
+
+def fill(source: Source, name: str, tensor: torch.Tensor) -> None:
+    """Verified bytes of one entry into a live tensor: straight into its memory where that has the saved layout."""
+    entry = source.entries[name]
+    if not tensor.numel():
+        return
+    if is_plain(tensor) and _same_layout(entry, tensor):
+        source.read_into(name, tensor.data_ptr())
+    else:
+        tensor.copy_(load_tensor(source, name))
+
+
+def _same_layout(entry: Entry, tensor: torch.Tensor) -> bool:
+    return tuple(tensor.stride()) == entry.stride or (tensor.is_contiguous() and _is_contiguous(entry))
+
+
+def _is_contiguous(entry: Entry) -> bool:
+    expected = 1
+    for size, step in zip(reversed(entry.shape), reversed(entry.stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
+def _optimizer_state(saved: OptimizerContents, live: OptimizerView, plan: Plan,
+                     source: Source) -> dict[str, dict[Any, Any]]:  # fmt: skip
+    """The state of each parameter, by name: live tensors filled in place where they fit, new ones elsewhere."""
+    keys = keys_by_param(plan.contents)
+    rest = values.unpack(saved.values, tensor=tensor_reader(source, plan.held))
+    params = dict(live.params)
+    state: dict[str, dict[Any, Any]] = {}
+    for name in saved.all_names:
+        if name in plan.unfit:
+            continue
+        p = params[name]
+        present = live.optimizer.state.get(p, {}) if p in live.optimizer.state else {}
+        new: dict[Any, Any] = {}
+        for key, entry in keys.get(name, {}).items():
+            new[key] = _state_tensor(present.get(key), entry, p.device, plan, source)
+        if name in rest:
+            new |= rest[name]
+        if new or name in rest:
+            state[name] = new
+    return state
+
+
+def _state_tensor(present: Any, entry: Entry, device: torch.device, plan: Plan, source: Source) -> torch.Tensor:
+    dtype = values.dtype_from_name(entry.dtype)
+    fits = isinstance(present, torch.Tensor) and present.dtype == dtype and tuple(present.shape) == entry.shape
+    target = present if fits else empty_for(entry, "cpu" if entry.device == "cpu" else device)
+    plan.held[entry.name] = target
+    fill(source, entry.name, target)
+    return target
+
+
+def keys_by_param(contents: Contents) -> dict[str, dict[str, Entry]]:
+    """Parameter name -> key -> entry, for state tensors that lie directly in ``optimizer.state[p]``."""
+    names = {n for o in contents.optimizers for n in o.all_names}
+    found: dict[str, dict[str, Entry]] = {}
+    for full, entry in contents.entries.items():
+        if not full.startswith("optimizer/"):
+            continue
+        param, _, key = full.removeprefix("optimizer/").rpartition("/")
+        if param in names:
+            found.setdefault(param, {})[key] = entry
+    return found
+
+
+def _set_optimizer(saved: OptimizerContents, live: OptimizerView, state: dict[str, dict[Any, Any]]) -> None:
+    optimizer, params = live.optimizer, dict(live.params)
+    for name, p in params.items():
+        if name in state:
+            optimizer.state[p] = state[name]
+        else:
+            optimizer.state.pop(p, None)
+    for group, options in zip(optimizer.param_groups, saved.groups, strict=True):
+        for key, value in options.items():
+            now = group.get(key)
+            if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+                with torch.no_grad():
+                    now.copy_(value)
+            else:
+                group[key] = value
+
+
+def poison(touched: Iterable[torch.Tensor], model: nn.Module) -> None:
+    """No version could be restored whole: make sure that nobody trains on a mix."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *touched]:
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.fill_(float("nan"))

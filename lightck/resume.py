@@ -1,0 +1,108 @@
+"""Where a restored training goes on: counters, RNG at the right moments, loader positions. And who was restored.
+
+A model that was restored from a pool is remembered (weakly), so that ``attach`` on the same pool goes on from there;
+a model whose restore failed half-way is remembered too, so that ``attach`` refuses it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightck.capture.boundary import Event
+from lightck.capture.rng import RngState
+from lightck.capture.snapshot import fingerprint
+from lightck.contents import Contents
+from lightck.pool.format import CommitLine
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(slots=True)
+class Resumed:
+    """What a session needs of the version that it goes on from."""
+
+    step: int
+    iteration: int
+    explicit: bool
+    loaders: dict[str, dict[str, Any]]
+    _rng: RngState
+    _rng_once: RngState | None
+    _rng_forward: RngState | None
+
+    @classmethod
+    def from_contents(cls, contents: Contents) -> Resumed:
+        closed_by_forward = contents.event == Event.FORWARD.value
+        once = None if closed_by_forward else contents.rng
+        return cls(contents.step, contents.iteration, contents.explicit, contents.loaders, contents.rng, once,
+                   contents.rng_forward)  # fmt: skip
+
+    def set_rng(self) -> None:
+        """At attach: the loop's own draws come next."""
+        self._rng.restore()
+
+    def take_rng(self) -> RngState | None:
+        """Once, at the first ``next()`` of a session loader: what was drawn since attach does not count."""
+        taken, self._rng_once = self._rng_once, None
+        return taken
+
+    def set_forward_rng(self) -> None:
+        """Once, before the first training forward, where a forward closed the version."""
+        if self._rng_forward is not None:
+            self._rng_forward.restore()
+            self._rng_forward = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredFrom:
+    """A model holds this version."""
+
+    path: str
+    uuid: bytes
+    line: CommitLine
+    contents: Contents
+    missing: tuple[str, ...]
+    """What the version holds and nobody took."""
+
+
+_restored: weakref.WeakKeyDictionary[nn.Module, RestoredFrom] = weakref.WeakKeyDictionary()
+_poisoned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def remember(model: nn.Module, restored: RestoredFrom) -> None:
+    _poisoned.discard(model)
+    _restored[model] = restored
+
+
+def restored_from(model: nn.Module, path: str, uuid: bytes) -> RestoredFrom | None:
+    known = _restored.get(model)
+    return known if known is not None and (known.path, known.uuid) == (path, uuid) else None
+
+
+def forget(model: nn.Module) -> None:
+    _restored.pop(model, None)
+
+
+def mark_poisoned(model: nn.Module) -> None:
+    _restored.pop(model, None)
+    _poisoned.add(model)
+
+
+def is_poisoned(model: nn.Module) -> bool:
+    return model in _poisoned
+
+
+def tell_differences(contents: Contents) -> None:
+    """One line where the machine or torch is not the one that saved: continuation may differ in bits."""
+    now = fingerprint()
+    differ = [f"{k} {contents.fingerprint.get(k)} -> {now[k]}" for k in now if contents.fingerprint.get(k) != now[k]]
+    if differ:
+        log.warning("lightck: going on under other conditions than were saved (%s): results may differ in their last "
+                    "bits", ", ".join(differ))  # fmt: skip
+    if contents.event == Event.FORWARD.value:
+        log.info("lightck: the version was closed by the model's forward: batches drawn by hand go on bit-identically; "
+                 "a DataLoader outside session.loader() does not resume in mid-epoch")  # fmt: skip

@@ -1,0 +1,431 @@
+"""A session: one training, one pool, and the events that carry a version from the loop to its commit.
+
+The hooks report events; ``Boundary`` says which of them closes a version; ``Capture`` reads the state; ``Pipeline``
+writes it. Invariant: whatever goes wrong in the background reaches the training loop at its next step and again at
+``close``; nothing here loses a committed version, and nothing runs in a forked child.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from lightck.capture.boundary import Boundary, Event
+from lightck.capture.discover import Found, drives
+from lightck.capture.hooks import Hooks
+from lightck.capture.loader import SessionLoader
+from lightck.capture.rng import RngState
+from lightck.capture.snapshot import Capture
+from lightck.errors import BackgroundError, FlushTimeoutError, LateError, SessionError
+from lightck.first_step import FirstStep
+from lightck.pipeline import Pipeline
+from lightck.pool.durability import Durability
+from lightck.pool.lock import PoolLock
+from lightck.resume import Resumed
+from lightck.stats import Meter, Stats
+
+log = logging.getLogger("lightck")
+
+
+class Session:
+    """Made by :func:`lightck.attach`; a context manager. Leaving it normally commits the current step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Found,
+        capture: Capture,
+        pipeline: Pipeline,
+        lock: PoolLock,
+        meter: Meter,
+        *,
+        interval: int,
+        resumed: Resumed | None,
+        first_step: FirstStep,
+    ) -> None:
+        self.found: Mapping[str, str] = dict(found.found)
+        """What attach found by itself: name -> class."""
+        self._model = weakref.ref(model)
+        self._capture = capture
+        self._pipeline = pipeline
+        self._lock = lock
+        self._meter = meter
+        self._interval = interval
+        self._resumed = resumed
+        self._first_step: FirstStep | None = first_step
+        self._boundary = (
+            Boundary(len(found.optimizers), resumed.step, resumed.iteration, resumed.explicit)
+            if resumed is not None
+            else Boundary(len(found.optimizers))
+        )
+        self._saved_step = self._boundary.step
+        self._failure: BaseException | None = None
+        self._is_open = True
+        self._paused = 0
+        self._pid = os.getpid()
+        self._forward_fires = False
+        self._told_no_forward = False
+        self._scaler_seen: Any = None
+        self._scaler_stepped = False
+        self._scaler_skipped()
+        self._hooks = Hooks(_Proxy(self), model, found.optimizers)
+        self._finalizer = weakref.finalize(self, _finalize, pipeline, lock, self._hooks)
+        self._finalizer.atexit = False
+        atexit.register(_at_exit, weakref.ref(self))
+
+    # -- what a user reads -------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Updates made, skipped ones not counted. With several optimizers: rounds in which each stepped."""
+        self._position_used()
+        return self._boundary.step
+
+    @property
+    def iteration(self) -> int:
+        """Boundaries passed: iterations of the loop, skipped updates included."""
+        self._position_used()
+        return self._boundary.iteration
+
+    @property
+    def committed(self) -> int | None:
+        """Newest step that is durable in the pool, or None. What background work failed at is not raised here."""
+        if self._is_open and self._failure is None and not self._is_forked:
+            try:
+                return self._pipeline.newest_committed()
+            except BackgroundError as err:
+                self._failure = err
+        return self._pipeline.committed
+
+    @property
+    def durability(self) -> Durability:
+        """What the committed versions survive, with the evidence."""
+        return self._pipeline.durability
+
+    def stats(self) -> Stats:
+        """The session's counters as of now."""
+        return self._meter.snapshot(
+            engine_cpu_seconds=self._pipeline.engine.cpu_seconds, committed=self.committed
+        )
+
+    def loader(self, loader: Any, *, name: str | None = None) -> SessionLoader:
+        """Wrap a training loader so that each ``next()`` is a boundary and a resume continues at its position.
+
+        Call it in the same order in every run, or give each loader a ``name``.
+        """
+        self._check_usable()
+        key = name if name is not None else f"loader.{len(self._capture.loaders)}"
+        if any(known.name == key for known in self._capture.loaders):
+            raise SessionError(f"A loader named {key!r} is already followed. Names tell them apart. Use another.")
+        self._position_used()
+        resumed = self._resumed
+        restored = resumed.loaders.get(key) if resumed is not None else None
+        any_live = resumed is not None and any(bool(p.get("live")) for p in resumed.loaders.values())
+        wrapped = SessionLoader(loader, _Proxy(self), key, restored, rng_at_iter=not any_live)
+        self._capture.loaders.append(wrapped)
+        return wrapped
+
+    # -- what a user calls -------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Close the version here: the last statement of the loop. From the first call on, only this, ``flush`` and
+        ``close`` are boundaries."""
+        self._check_usable()
+        with self._meter.stall():
+            self._raise_failure()
+            self._event(Event.END_STEP)
+
+    def flush(self, timeout: float | None = None) -> int | None:
+        """Commit the current step too, and return it. Raises ``FlushTimeoutError`` after ``timeout`` seconds."""
+        self._check_usable()
+        with self._meter.stall():
+            self._raise_failure()
+            self._event(Event.FLUSH)
+            if self._boundary.step == 0 and self._pipeline.committed is None and not self._boundary.has_updates:
+                self._close_version(Event.FLUSH, 0)
+            self._guard(lambda: self._finish(timeout))
+        return self._pipeline.committed
+
+    def close(self) -> None:
+        """Commit the current step, end the threads, release the pool. A second call does nothing.
+
+        Raises the error of background work that failed, after everything was released.
+        """
+        if not self._is_open:
+            return
+        try:
+            if not self._is_forked and self._failure is None:
+                with self._meter.stall():
+                    self._event(Event.FLUSH)
+                    self._guard(lambda: self._finish(None))
+        finally:
+            self._release()
+        self._raise_failure()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For weights that are swapped and swapped back (EMA for evaluation): no boundary and no copy meanwhile."""
+        self._check_usable()
+        with self._meter.stall():
+            self._guard(self._pipeline.copies_done)
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def __enter__(self) -> Session:
+        self._check_usable()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        if error is None:
+            self.close()
+        else:
+            self._abandon()
+
+    # -- events (from the hooks and loaders) -------------------------------------------------------------
+
+    def before_step(self, index: int) -> None:
+        """Pre-step hook, before the gate."""
+        with self._meter.stall():
+            self._raise_failure()
+            if self._first_step is not None:
+                first, self._first_step = self._first_step, None
+                first.check(self._capture)
+            if self._boundary.is_due(Event.PRE_STEP):
+                self._event(Event.PRE_STEP)
+                self._tell_no_forward()
+            self._capture.before_update(index)
+
+    def gate(self) -> None:
+        """Nothing may be updated before this returns."""
+        with self._meter.stall():
+            self._raise_failure()
+            self._guard(self._pipeline.gate)
+
+    def after_step(self, index: int) -> None:
+        """Post-step hook of a step that changed something."""
+        with self._meter.stall():
+            self._boundary.updated(index)
+            self._scaler_stepped = True
+            self._capture.after_update()
+            model = self._model()
+            if model is not None and not model.training:
+                self._trains_in_eval = True
+
+    _trains_in_eval = False
+
+    def skipped_step(self, index: int) -> None:
+        """A fused optimizer under GradScaler found inf: nothing changed, no version."""
+        self._meter.skipped += 1
+
+    def forward_begins(self) -> None:
+        """Training forward of the root."""
+        if self._paused:
+            return
+        self._forward_fires = True
+        with self._meter.stall():
+            if self._failure is None:
+                self._guard(self._pipeline.forward_begins)
+                self._event(Event.FORWARD)
+            if self._resumed is not None:
+                self._resumed.set_forward_rng()
+
+    def forward_ended(self) -> None:
+        """End of a training forward: copies that are done need not wait for the gate."""
+        with self._meter.stall():
+            if self._failure is None:
+                self._guard(self._pipeline.poll)
+
+    def unknown_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer steps that was not there at attach."""
+        model = self._model()
+        if model is None or not drives(optimizer, {id(p): i for i, p in enumerate(model.parameters())}):
+            return
+        known = {id(p) for view in self._capture.optimizers for _, p in view.params}
+        if any(id(p) in known for g in optimizer.param_groups for p in g["params"]):
+            raise LateError(
+                f"A {type(optimizer).__name__} steps parameters that another optimizer had at attach. lightck saves "
+                "the state of that other one. Build the optimizer before attach, or close the session and attach again."
+            )
+        log.info("lightck: %s was made after attach and is followed from its first step", type(optimizer).__name__)
+        self._capture.add_optimizer(optimizer)
+        self._boundary.optimizers = len(self._capture.optimizers)
+        self._hooks.add(optimizer)
+
+    def loader_next(self, loader: SessionLoader) -> None:
+        """``next()`` on a session loader, before anything is fetched."""
+        if not self._is_open or self._is_forked or self._paused:
+            return
+        model = self._model()
+        if model is not None and not model.training and not self._trains_in_eval:
+            return  # an evaluation: the version stays open until the training goes on
+        with self._meter.stall():
+            self._raise_failure()
+            self._event(Event.NEXT)
+
+    def loader_pass_ended(self, loader: SessionLoader) -> None:
+        """A pass ended: an evaluation with swapped weights may follow, so the copies end first."""
+        if self._is_open and not self._is_forked and self._failure is None:
+            with self._meter.stall():
+                self._guard(self._pipeline.copies_done)
+
+    def take_restored_rng(self) -> RngState | None:
+        return self._resumed.take_rng() if self._resumed is not None else None
+
+    @property
+    def updates(self) -> int:
+        return self._boundary.step
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _event(self, event: Event) -> None:
+        if self._paused and event not in (Event.FLUSH,):
+            return
+        if not self._boundary.is_due(event):
+            self._boundary.passed_without_update(event, self._scaler_skipped())
+            return
+        step = self._boundary.close(event)
+        self._scaler_skipped()
+        due = step // self._interval > self._saved_step // self._interval
+        if due or event is Event.FLUSH:
+            self._close_version(event, step)
+
+    def _close_version(self, event: Event, step: int) -> None:
+        def run() -> None:
+            never = self._pipeline.resting.never
+            closing = self._capture.close(
+                event, step, self._boundary.iteration, explicit=self._boundary.explicit, never_rest=never
+            )
+            self._pipeline.close_version(closing)
+
+        self._saved_step = step
+        self._guard(run)
+
+    def _finish(self, timeout: float | None) -> None:
+        if not self._pipeline.finish(timeout):
+            raise FlushTimeoutError(
+                f"Step {self._boundary.step} was not durable within {timeout} seconds. Its copies go on in the "
+                "background. Wait longer, or look at the speed of the pool's medium."
+            )
+
+    def _guard(self, work: Any) -> None:
+        """Run; remember a failure of the background for every later step and for close."""
+        try:
+            work()
+        except BackgroundError as err:
+            self._failure = err
+            raise
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _scaler_skipped(self) -> bool:
+        """Whether an enabled GradScaler was updated since the last look without a step in between."""
+        seen = tuple(
+            (float(obj.get_scale()), int(obj._get_growth_tracker()))
+            for obj in self._capture.objects.values()
+            if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()
+        )
+        stepped, self._scaler_stepped = self._scaler_stepped, False
+        moved, self._scaler_seen = seen != self._scaler_seen, seen
+        return moved and not stepped and bool(seen)
+
+    def _position_used(self) -> None:
+        if self._first_step is not None:
+            self._first_step.position_used = True
+
+    def _tell_no_forward(self) -> None:
+        if not self._forward_fires and not self._told_no_forward and not self._boundary.explicit:
+            self._told_no_forward = True
+            log.info("lightck: the model's forward hook does not fire (compiled before attach, or never called "
+                     "itself): versions close at the optimizer's step, and their copies are waited for there. "
+                     "session.loader() or session.end_step() closes them earlier")  # fmt: skip
+
+    def _check_usable(self) -> None:
+        if not self._is_open:
+            raise SessionError("This session is closed. Its pool is released. Attach again to go on.")
+        if self._is_forked:
+            raise SessionError("This session belongs to the parent process. A forked child cannot use it.")
+
+    def _abandon(self) -> None:
+        """Finish the closed versions, drop the open one: after an exception, or at exit."""
+        if not self._is_open:
+            return
+        try:
+            if not self._is_forked and self._failure is None:
+                self._pipeline.finish()
+        except Exception as err:
+            log.error("lightck: %s", err)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._is_open = False
+        self._finalizer()
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+
+class _Proxy:
+    """What hooks and loaders hold: the session if it is alive, open and in its own process, else nothing happens.
+
+    A hook must not keep a session (and through it a pool) alive, and a forked child must not touch either.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+
+    def _live(self) -> Session | None:
+        session = self._session()
+        return session if session is not None and session.is_open and not session._is_forked else None
+
+    def __getattr__(self, name: str) -> Any:
+        session = self._live()
+        return getattr(session, name) if session is not None else _nothing
+
+    @property
+    def updates(self) -> int:
+        session = self._session()
+        return session.updates if session is not None else 0
+
+    def take_restored_rng(self) -> RngState | None:
+        session = self._live()
+        return session.take_restored_rng() if session is not None else None
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _finalize(pipeline: Pipeline, lock: PoolLock, hooks: Hooks) -> None:
+    hooks.remove()
+    try:
+        pipeline.close()
+    finally:
+        lock.release()
+
+
+def _at_exit(ref: weakref.ref[Session]) -> None:
+    session = ref()
+    if session is not None:
+        session._abandon()

@@ -1,0 +1,69 @@
+"""What a session cost and did: plain counters while it runs, a frozen record for the user."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot of a session's counters. Times in seconds, sizes in bytes."""
+
+    stall_seconds: float = 0.0
+    """All wall time that lightck spent on the training thread."""
+    wait_seconds: float = 0.0
+    """The part of it that waited for (and helped with) copies and commits."""
+    cpu_seconds: float = 0.0
+    """CPU time of all lightck threads and hooks."""
+    bytes_written: int = 0
+    """Payload and manifests handed to the medium."""
+    bytes_helped: int = 0
+    """The part of it that the waiting training thread copied itself."""
+    versions: int = 0
+    """Versions committed."""
+    committed: int | None = None
+    """Step of the newest durable version."""
+    skipped: int = 0
+    """Versions given up (written to by a forward) and optimizer steps that changed nothing (GradScaler)."""
+    recopied: int = 0
+    """Tensors copied again because they moved between boundary and forward."""
+    left_out: int = 0
+    """Tensors that the newest version did not have to write again."""
+
+
+class Meter:
+    """The running counters behind ``Stats``."""
+
+    def __init__(self) -> None:
+        self.stall_seconds = self.wait_seconds = self.hook_cpu_seconds = 0.0
+        self.bytes_written = self.bytes_helped = self.versions = self.skipped = self.recopied = self.left_out = 0
+        self._depth = 0
+
+    @contextmanager
+    def stall(self) -> Iterator[None]:
+        """Time on the training thread. Nested uses count once."""
+        if self._depth:
+            yield
+            return
+        self._depth, wall, cpu = 1, time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            self._depth = 0
+            self.stall_seconds += time.perf_counter() - wall
+            self.hook_cpu_seconds += time.thread_time() - cpu
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+
+    def snapshot(self, *, engine_cpu_seconds: float, committed: int | None) -> Stats:
+        own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
+        return Stats(**own, cpu_seconds=self.hook_cpu_seconds + engine_cpu_seconds, committed=committed)

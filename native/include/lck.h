@@ -1,0 +1,258 @@
+/* lck.h: the whole native interface of lightck.
+ *
+ * The native library moves bytes: it copies and checksums tensors, orders stores with fences, commits, and
+ * verifies what it reads. It knows nothing of torch, Python or CUDA; names, dtypes and layers are Python's.
+ *
+ * This header is the one source for the C compiler and for cffi (everything between the CFFI markers), so it
+ * holds only fixed-width integers, plain structs and opaque handles: no callbacks, no varargs, no macros that
+ * cffi cannot parse. Every function returns LCK_OK (0) or a negative LCK_E... status unless it says otherwise.
+ * Functions may be called from any thread without the GIL. In a forked child each function that takes a handle
+ * returns LCK_EFORK and touches nothing: the mapping does not exist there (MADV_DONTFORK).
+ */
+#ifndef LCK_H
+#define LCK_H
+
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#pragma GCC visibility push(default) /* the library is built with -fvisibility=hidden */
+#endif
+
+/* CFFI_BEGIN */
+
+/* ---- status ------------------------------------------------------------------------------------------ */
+
+enum {
+    LCK_OK = 0,
+    LCK_EINVAL = -1,     /* an argument is out of range; nothing was done */
+    LCK_ENOMEM = -2,
+    LCK_ESYS = -3,       /* a system call failed; lck_last_errno() of this thread has its errno */
+    LCK_EFORK = -4,      /* called in a forked child */
+    LCK_ETIMEDOUT = -5,
+    LCK_EBUSY = -6,      /* no free job entry */
+    LCK_ECHECKSUM = -7,  /* a block does not match its checksum */
+    LCK_ESHORT = -8,     /* the file ended early */
+    LCK_EDROPPED = -9,   /* the job was dropped before it committed */
+    LCK_ESTATE = -10     /* the job is not in a state that allows this call, or the ticket is unknown */
+};
+
+/* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
+enum { LCK_ABI_VERSION = 1 };
+
+uint32_t lck_abi_version(void);
+/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event), 0 for another id. */
+uint32_t lck_sizeof(uint32_t id);
+/* errno of the last LCK_ESYS that this thread saw. */
+int32_t lck_last_errno(void);
+
+/* ---- processor dispatch ------------------------------------------------------------------------------ */
+
+/* The kernel set in use: "portable", "sse2", "avx2" or "avx512". */
+const char *lck_isa_name(void);
+/* Choose a kernel set by name, or "auto" for the best one. LCK_EINVAL if unknown or not supported here. The variants
+ * for processors with less, "avx2-narrow" (no VPCLMULQDQ) and "sse2-table" (no SSE4.2), can be chosen for tests;
+ * lck_isa_name then still says "avx2" or "sse2". */
+int32_t lck_isa_set(const char *name);
+/* 1 if clwb is used to write lines back, 0 if clflushopt / clflush / nothing is. */
+int32_t lck_has_clwb(void);
+
+/* ---- checksums --------------------------------------------------------------------------------------- */
+
+/* CRC-32C (Castagnoli, reflected, init and final xor ~0: "123456789" -> 0xE3069283). */
+uint32_t lck_crc32c(const void *data, uint64_t nbytes);
+/* CRC-64/XZ (ECMA-182 reflected, init and final xor ~0: "123456789" -> 0x995DC9BBDF1939FA); `crc` is the value
+ * returned for the bytes before these, 0 at the start. For metadata. */
+uint64_t lck_crc64(uint64_t crc, const void *data, uint64_t nbytes);
+/* lck_crc32c of every block of `block` bytes (the last may be shorter) into out[ceil(nbytes / block)]. */
+int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uint32_t *out);
+/* What is xored onto the CRC-32C of block `index` before it is stored: bound to pool, tensor, block and the
+ * generation in which the bytes were written (docs/format.md, "Block checksums"). */
+uint32_t lck_block_seed(uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t index);
+
+/* ---- medium: the choke point ------------------------------------------------------------------------- */
+
+/* Every byte that lightck writes into a pool goes through the functions of this section. They can record what
+ * they do (lck_trace_...) and fail or kill on request (lck_fault, lck_kill). */
+
+typedef struct lck_medium lck_medium;
+
+enum {
+    LCK_TIER_CACHE = 0,  /* tmpfs and the like: stores survive the process; flush is a no-op, sync is sfence */
+    LCK_TIER_DISK = 1,   /* page cache over a disk: sync is sfence + fdatasync */
+    LCK_TIER_PM = 2      /* persistent memory: flush is clwb, sync is sfence */
+};
+
+/* Map nbytes of fd (shared, read and write, MADV_DONTFORK, MADV_DONTDUMP; on LCK_TIER_PM with MAP_SYNC where the file
+ * system knows it). LCK_ESHORT if the file is shorter; LCK_ESYS with ENOTSUP for LCK_TIER_PM on a processor that
+ * cannot write lines back. The fd is duplicated (O_CLOEXEC) for
+ * fdatasync on LCK_TIER_DISK and is not needed afterwards. */
+int32_t lck_medium_open(int32_t fd, uint64_t nbytes, uint32_t tier, lck_medium **out);
+/* Unmap and free; frees its trace. No job may be running on it. In a forked child: frees nothing. */
+int32_t lck_medium_close(lck_medium *medium);
+uint64_t lck_medium_size(const lck_medium *medium);
+
+/* Ordinary store of nbytes at offset off. */
+int32_t lck_m_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes);
+/* One atomic 8-byte store (off is 8-aligned; compiled as a single store). */
+int32_t lck_m_store8(lck_medium *medium, uint64_t off, uint64_t value);
+/* Non-temporal copy of nbytes; *crc (may be NULL) becomes lck_crc32c of exactly the bytes that were stored,
+ * computed on the registers that are being streamed: the source is read once. Lines that are not covered whole
+ * are stored and flushed. Needs this thread's fence before it is ordered. */
+int32_t lck_m_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
+/* Write the lines of [off, off + nbytes) back. Executed on LCK_TIER_PM only; recorded always. */
+int32_t lck_m_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
+/* Order this thread's stores and flushes (sfence). Says nothing about other threads. */
+int32_t lck_m_fence(lck_medium *medium);
+/* Make everything that this thread flushed, and on LCK_TIER_DISK everything that any thread stored, durable. */
+int32_t lck_m_sync(lck_medium *medium);
+/* A mark in the trace. */
+enum { LCK_MARK_BEGIN = 1, LCK_MARK_ACK = 2, LCK_MARK_USER = 3 };
+int32_t lck_m_mark(lck_medium *medium, uint32_t mark, uint64_t value);
+
+/* Write one 64-byte commit line at off: body (bytes 8..63), flush, fence, then its first 8 bytes as one atomic
+ * store, flush, sync. For lines that no job commits (adoption). Passes the kill sites "body", "word", "ack". */
+int32_t lck_m_line(lck_medium *medium, uint64_t off, const void *line);
+
+/* -- trace -- */
+
+enum { LCK_EV_STORE = 1, LCK_EV_COPY = 2, LCK_EV_FLUSH = 3, LCK_EV_FENCE = 4, LCK_EV_SYNC = 5, LCK_EV_MARK = 6 };
+
+typedef struct lck_event {
+    uint64_t seq;      /* position in the trace, from 0 */
+    uint32_t kind;     /* LCK_EV_... */
+    uint32_t thread;   /* small number of the thread that did it */
+    uint64_t off;      /* STORE, COPY, FLUSH: offset in the medium; MARK: the mark */
+    uint64_t nbytes;   /* STORE, COPY, FLUSH: length; MARK: its value */
+    uint64_t data;     /* STORE, COPY: offset of the stored bytes in the trace's data; else 0 */
+} lck_event;
+
+/* Start recording (drops an older trace), stop, and read. Recording keeps a copy of all stored bytes: for tests. A
+ * COPY is followed by a FLUSH of each part of it that went through the caches. LCK_ENOMEM from the stop: events are
+ * missing. */
+int32_t lck_trace_start(lck_medium *medium);
+int32_t lck_trace_stop(lck_medium *medium);
+uint64_t lck_trace_count(const lck_medium *medium);
+int32_t lck_trace_event(const lck_medium *medium, uint64_t index, lck_event *out);
+/* The stored bytes of all events, one after the other. To be called after the stop; valid until the next start or
+ * close. */
+const void *lck_trace_data(const lck_medium *medium, uint64_t *nbytes);
+
+/* -- faults, process-wide, for tests and campaigns -- */
+
+enum { LCK_OP_COPY = 1, LCK_OP_SYNC = 2 };
+/* Let the nth (from 1) call of this operation from now on fail with LCK_ESYS and this errno, once; nth 0: none. */
+int32_t lck_fault(uint32_t op, uint64_t nth, int32_t error);
+/* Raise SIGKILL at the nth (from 1) passing of a site; nth 0: none. Sites, in the order of a checkpoint:
+ * "header" (slot invalidated), "block" (a payload block copied), "manifest" (manifest stored, not synced),
+ * "sealed" (payload and manifest synced), "body" (line body stored), "word" (line complete, not synced),
+ * "ack" (line synced). LCK_EINVAL for another name. */
+int32_t lck_kill(const char *site, uint64_t nth);
+
+/* ---- engine: background copies and the commit -------------------------------------------------------- */
+
+typedef struct lck_engine lck_engine;
+
+/* threads (1 to 64) workers at idle priority (SCHED_IDLE, else nice 19), named lightck-copy-0, -1, ..., all signals
+ * blocked. */
+int32_t lck_engine_open(uint32_t threads, lck_engine **out);
+/* Finish jobs that are released, drop the others, join the workers, free. */
+int32_t lck_engine_close(lck_engine *engine);
+/* Let idle workers touch every page of the mapping (MADV_POPULATE_WRITE in steps), so that the first checkpoints do
+ * not pay for page faults. LCK_EBUSY beyond 4 mappings at once. lck_engine_quiesce before the medium is closed. */
+int32_t lck_engine_populate(lck_engine *engine, lck_medium *medium);
+/* Stop populating and wait until no worker touches `medium`; LCK_ESTATE if a job on it has not ended. */
+int32_t lck_engine_quiesce(lck_engine *engine, lck_medium *medium);
+/* CPU nanoseconds of all workers so far (CLOCK_THREAD_CPUTIME_ID). */
+uint64_t lck_engine_cpu_ns(const lck_engine *engine);
+
+enum {
+    LCK_NOW = 1  /* copied by the calling thread inside lck_job_submit / lck_job_recopy, before it returns */
+};
+
+/* One tensor (or any run of bytes) to copy into the pool. */
+typedef struct lck_copy {
+    uint64_t src;        /* address; must stay valid and unchanged until the copies of the job ended */
+    uint64_t dst;        /* offset in the medium */
+    uint64_t nbytes;     /* 0 is allowed: no block */
+    uint64_t tensor;     /* record number, for the checksum seed */
+    uint32_t crc_index;  /* its first checksum in the arrays of lck_commit; ceil(nbytes / block) follow */
+    uint32_t flags;      /* LCK_NOW or 0 */
+} lck_copy;
+
+/* What a version commits with. All of it is copied at submit, but for the memory behind image and raw_crcs, which
+ * must stay valid until the job has ended. */
+typedef struct lck_commit {
+    uint64_t header_off;        /* slot header in the medium: 64 bytes, invalidated first (see lck_job_submit) */
+    uint64_t manifest_off;      /* where the manifest goes in the medium */
+    uint64_t line_off;          /* where the commit line goes */
+    uint64_t image;             /* address of the manifest's bytes; the engine fills its checksums in */
+    uint64_t image_nbytes;
+    uint64_t crcs_off;          /* offset in the image of the u32 array of seeded block checksums, 4-aligned */
+    uint64_t crcs_count;        /* its length */
+    uint64_t raw_crcs;          /* address of a u32 array of the same length that gets the unseeded CRC-32Cs; or 0 */
+    uint64_t block;             /* bytes per checksum block, a multiple of 256, at most 1 MiB */
+    uint64_t uuid_lo, uuid_hi;  /* pool uuid as two little-endian words: checks and seeds */
+    uint64_t origin_lo, origin_hi; /* uuid that seeds the block checksums */
+    uint64_t generation;
+    uint64_t incarnation;
+    uint64_t step;
+    uint32_t slot;
+    uint32_t manifest_index;    /* 0 or 1 */
+} lck_commit;
+
+enum {
+    LCK_JOB_COPYING = 1,
+    LCK_JOB_COPIED = 2,     /* all bytes copied, each copying thread fenced its own; not yet released or sealed */
+    LCK_JOB_COMMITTED = 3,  /* the commit line is durable */
+    LCK_JOB_FAILED = 4,
+    LCK_JOB_DROPPED = 5
+};
+
+typedef struct lck_job_info {
+    uint32_t state;          /* LCK_JOB_... */
+    int32_t status;          /* LCK_OK or why it failed */
+    int32_t error;           /* errno of an LCK_ESYS, else 0 */
+    uint32_t released;
+    uint64_t nbytes;         /* payload and manifest bytes stored */
+    uint64_t nbytes_helped;  /* of these, copied by threads inside lck_job_wait */
+    uint64_t blocks;
+} lck_job_info;
+
+/* Begin a version: mark BEGIN(generation); write the slot header {generation, ...} (docs/format.md), flush, fence;
+ * copy the LCK_NOW ones on this thread and fence; queue the rest for the workers; *ticket names the job. Jobs on
+ * an engine commit in the order in which they were submitted. The job does not commit before lck_job_release.
+ * On failure nothing is queued. */
+int32_t lck_job_submit(lck_engine *engine, lck_medium *medium, const lck_copy *copies, uint64_t count,
+                       const lck_commit *commit, uint64_t *ticket);
+/* Allow the commit. The sealing itself is done by a worker, or by a thread that waits. For a job that has failed:
+ * its failure. Once per job: LCK_ESTATE after that. */
+int32_t lck_job_release(lck_engine *engine, uint64_t ticket);
+/* Finish the job's copies (helping), then copy these again on this thread. Before the release only. */
+int32_t lck_job_recopy(lck_engine *engine, uint64_t ticket, const lck_copy *copies, uint64_t count);
+/* Give the version up, before the release only: unstarted copies are skipped, running ones are waited for. LCK_OK
+ * also for a job that has failed by itself (it stays failed). */
+int32_t lck_job_drop(lck_engine *engine, uint64_t ticket);
+/* Wait, and help, until the job's state is at least LCK_JOB_COPIED (until = 2) or has ended (until = 3, needs the
+ * release: LCK_ESTATE before it). LCK_OK; LCK_ETIMEDOUT after timeout_ms; the failure of a job that failed;
+ * LCK_EDROPPED. */
+int32_t lck_job_wait(lck_engine *engine, uint64_t ticket, uint32_t until, uint32_t timeout_ms);
+int32_t lck_job_info_get(lck_engine *engine, uint64_t ticket, lck_job_info *out);
+/* Free the entry of a job that has ended. At most 16 entries exist. */
+int32_t lck_job_forget(lck_engine *engine, uint64_t ticket);
+
+/* ---- verified reads ---------------------------------------------------------------------------------- */
+
+/* Read nbytes at file offset off into dst, block by block (at most 1 MiB each): pread into a private buffer,
+ * verify against crcs[i] (seeded as in lck_block_seed), only then store. LCK_ECHECKSUM, LCK_ESHORT or LCK_ESYS at the
+ * first bad block: *bad (may be NULL) is its number, blocks before it are in dst, nothing of it or after it is. dst
+ * NULL verifies only. Does not need a medium: recovery maps nothing, so a truncated file is an error, not SIGBUS. */
+int32_t lck_read_verified(int32_t fd, uint64_t off, void *dst, uint64_t nbytes, uint64_t block, const uint32_t *crcs,
+                          uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t *bad);
+
+/* CFFI_END */
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
+
+#endif

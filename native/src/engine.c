@@ -1,0 +1,159 @@
+/* engine.c: the workers, from their start to their end. */
+#include <errno.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <time.h>
+
+#include "internal.h"
+
+/* A sleeper counts itself before it compares `pulse` (in the kernel), a pulse changes it before it looks for
+ * sleepers: either the sleeper sees the change or it is woken. */
+void engine_pulse(lck_engine *engine)
+{
+    atomic_fetch_add(&engine->pulse, 1);
+    if (atomic_load(&engine->sleepers) != 0)
+        unpark_all(&engine->pulse);
+}
+
+void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns)
+{
+    atomic_fetch_add(&engine->sleepers, 1);
+    park(&engine->pulse, seen, timeout_ns);
+    atomic_fetch_sub(&engine->sleepers, 1);
+}
+
+/* Training keeps the processors; what is left over copies. */
+static void become_idle(void)
+{
+#if defined(__linux__)
+    const struct sched_param none = {0};
+    if (sched_setscheduler(0, SCHED_IDLE, &none) != 0)
+        (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 19);
+#endif
+}
+
+static void *work(void *arg)
+{
+    lck_engine *engine = arg;
+    become_idle();
+    for (;;) {
+        uint32_t seen = atomic_load(&engine->pulse);
+        if (work_once(engine, UINT64_MAX, ROLE_WORKER))
+            continue;
+        if (atomic_load(&engine->stop))
+            return NULL;
+        if (!populate_step(engine))
+            engine_park(engine, seen, PARK_FOREVER);
+    }
+}
+
+static void name_worker(pthread_t thread, uint32_t number)
+{
+#if defined(__linux__)
+    char name[16];
+    snprintf(name, sizeof name, "lightck-copy-%u", number % 100);
+    (void)pthread_setname_np(thread, name);
+#else
+    (void)thread;
+    (void)number;
+#endif
+}
+
+/* A handler of the program must not run on a thread that may not get a processor for seconds. */
+static int32_t start_workers(lck_engine *engine, uint32_t threads)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = 0;
+    while (error == 0 && engine->threads < threads) {
+        error = pthread_create(&engine->workers[engine->threads], NULL, work, engine);
+        if (error == 0) {
+            name_worker(engine->workers[engine->threads], engine->threads);
+            engine->threads++;
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error == 0 ? LCK_OK : status_sys(error);
+}
+
+static void stop_workers(lck_engine *engine)
+{
+    atomic_store(&engine->stop, true);
+    engine_pulse(engine);
+    for (uint32_t i = 0; i < engine->threads; i++)
+        pthread_join(engine->workers[i], NULL);
+}
+
+static void release(lck_engine *engine)
+{
+    for (int i = 0; i < ENGINE_JOBS; i++) {
+        free(engine->jobs[i].copies);
+        free(engine->jobs[i].ends);
+    }
+    pthread_mutex_destroy(&engine->submit_lock);
+    free(engine);
+}
+
+int32_t lck_engine_open(uint32_t threads, lck_engine **out)
+{
+    if (threads == 0 || threads > ENGINE_THREADS || out == NULL)
+        return LCK_EINVAL;
+    lck_engine *engine = calloc(1, sizeof *engine);
+    if (engine == NULL)
+        return LCK_ENOMEM;
+    engine->pid = getpid();
+    pthread_mutex_init(&engine->submit_lock, NULL);
+    int32_t status = start_workers(engine, threads);
+    if (status != LCK_OK) {
+        stop_workers(engine);
+        release(engine);
+        return status;
+    }
+    *out = engine;
+    return LCK_OK;
+}
+
+/* All that are not released first: one of them would keep later, released ones from committing. */
+static void end_jobs(lck_engine *engine)
+{
+    for (int i = 0; i < ENGINE_JOBS; i++) {
+        uint64_t ticket = word_ticket(atomic_load(&engine->jobs[i].word));
+        if (ticket != 0)
+            (void)lck_job_drop(engine, ticket);
+    }
+    for (int i = 0; i < ENGINE_JOBS; i++) {
+        uint64_t ticket = word_ticket(atomic_load(&engine->jobs[i].word));
+        while (ticket != 0 && lck_job_wait(engine, ticket, LCK_JOB_COMMITTED, UINT32_MAX) == LCK_ETIMEDOUT)
+            continue;
+    }
+}
+
+int32_t lck_engine_close(lck_engine *engine)
+{
+    int32_t status = engine_check(engine);
+    if (status != LCK_OK)
+        return status;
+    end_jobs(engine);
+    stop_workers(engine);
+    release(engine);
+    return LCK_OK;
+}
+
+uint64_t lck_engine_cpu_ns(const lck_engine *engine)
+{
+    uint64_t sum = 0;
+    if (engine_check(engine) != LCK_OK)
+        return 0;
+    for (uint32_t i = 0; i < engine->threads; i++) {
+        clockid_t clock;
+        struct timespec used;
+        if (pthread_getcpuclockid(engine->workers[i], &clock) == 0 && clock_gettime(clock, &used) == 0)
+            sum += (uint64_t)used.tv_sec * 1000000000u + (uint64_t)used.tv_nsec;
+    }
+    return sum;
+}

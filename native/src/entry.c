@@ -1,0 +1,58 @@
+/* entry.c: job entries: finding them, holding them, moving them from phase to phase. */
+#include "internal.h"
+
+uint64_t blocks_of(uint64_t nbytes, uint64_t block) { return nbytes / block + (nbytes % block != 0); }
+
+/* See struct job: count first, look afterwards. */
+bool job_enter(struct job *job, uint64_t ticket)
+{
+    atomic_fetch_add(&job->users, 1);
+    uint64_t word = atomic_load(&job->word);
+    if (word_ticket(word) == ticket && word_phase(word) != PHASE_BUILDING)
+        return true;
+    job_leave(job);
+    return false;
+}
+
+void job_leave(struct job *job) { atomic_fetch_sub(&job->users, 1); }
+
+struct job *job_find(lck_engine *engine, uint64_t ticket)
+{
+    if (ticket == 0)
+        return NULL;
+    for (int i = 0; i < ENGINE_JOBS; i++) {
+        struct job *job = &engine->jobs[i];
+        if (word_ticket(atomic_load(&job->word)) == ticket && job_enter(job, ticket))
+            return job;
+    }
+    return NULL;
+}
+
+enum phase job_phase(struct job *job) { return word_phase(atomic_load(&job->word)); }
+
+bool job_move(lck_engine *engine, struct job *job, uint64_t ticket, enum phase from, enum phase to)
+{
+    uint64_t expected = word_of(ticket, from);
+    uint64_t word = to == PHASE_FREE ? 0 : word_of(ticket, to);
+    if (!atomic_compare_exchange_strong(&job->word, &expected, word))
+        return false;
+    engine_pulse(engine);
+    return true;
+}
+
+/* The first failure is the one that is told. */
+void job_fail(struct job *job, int32_t status)
+{
+    uint64_t error = status == LCK_ESYS ? (uint64_t)(uint32_t)lck_last_errno() : 0;
+    uint64_t none = 0;
+    atomic_compare_exchange_strong(&job->failure, &none, error << 32 | (uint32_t)status);
+}
+
+int32_t job_failure(struct job *job)
+{
+    uint64_t failure = atomic_load(&job->failure);
+    int32_t status = (int32_t)(uint32_t)failure;
+    if (status == LCK_ESYS)
+        return status_sys((int)(failure >> 32));
+    return status;
+}

@@ -1,0 +1,252 @@
+/* internal.h: what the files of the native library share. Nothing here is exported (-fvisibility=hidden). */
+#ifndef LCK_INTERNAL_H
+#define LCK_INTERNAL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include "lck.h"
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the pool format is little-endian and this library stores native integers"
+#endif
+
+#define LCK_LIKELY(x) __builtin_expect(!!(x), 1)
+#define LCK_UNLIKELY(x) __builtin_expect(!!(x), 0)
+
+enum { LCK_LINE = 64 };                 /* bytes of a cache line, of a slot header and of a commit line */
+#define LCK_MAX_BLOCK ((uint64_t)1 << 20)
+
+/* ---- status.c ---------------------------------------------------------------------------------------- */
+
+int32_t status_sys(int error); /* remembers errno for lck_last_errno; always LCK_ESYS */
+
+/* ---- crc.c ------------------------------------------------------------------------------------------- */
+
+void crc_init(void);
+/* CRC-32C on the bare register: neither the initial nor the final inversion. */
+uint32_t crc32c_update(uint32_t state, const void *data, size_t nbytes);
+/* x^n modulo the CRC-32C polynomial, reflected (x^0 is bit 31). */
+uint32_t crc32c_xpow(uint32_t n);
+
+/* ---- kernels: copy.c, copy_portable.c, copy_x86.c, cpu.c ---------------------------------------------- */
+
+/* A kernel set works on whole lines: dst is 64-aligned (src is not), nbytes a multiple of 64. Each source byte is
+ * loaded once, and what is stored is what went into the checksum: the source may change while it is read. */
+struct kernel {
+    const char *name;
+    uint32_t (*copy)(uint32_t state, void *dst, const void *src, size_t nbytes);
+    uint32_t (*crc)(uint32_t state, const void *src, size_t nbytes);
+    bool streams; /* copy bypasses the caches: its lines need a fence, but no write-back */
+};
+
+extern const struct kernel kernel_portable;
+
+const struct kernel *kernel_current(void);
+uint32_t kernel_copy(const struct kernel *kernel, void *dst, const void *src, size_t nbytes);
+
+#if defined(__x86_64__)
+extern const struct kernel kernel_sse2;   /* baseline: table checksum */
+extern const struct kernel kernel_sse42;  /* presented as "sse2" too: crc32 instruction */
+extern const struct kernel kernel_avx2;
+extern const struct kernel kernel_avx2v; /* presented as "avx2" too: VPCLMULQDQ, as on Zen 3 */
+extern const struct kernel kernel_avx512;
+void kernel_x86_init(void);
+#endif
+
+/* ---- cpu.c: ordering and write-back ------------------------------------------------------------------- */
+
+bool cpu_can_write_back(void);
+void cpu_write_back(const void *start, size_t nbytes);
+void cpu_fence(void);
+
+/* ---- fault.c ----------------------------------------------------------------------------------------- */
+
+enum kill_site { KILL_HEADER, KILL_BLOCK, KILL_MANIFEST, KILL_SEALED, KILL_BODY, KILL_WORD, KILL_ACK, KILL_SITES };
+
+int32_t fault_take(uint32_t op); /* the errno to fail with now, or 0 */
+void kill_point(enum kill_site site);
+
+/* ---- trace.c ----------------------------------------------------------------------------------------- */
+
+struct trace {
+    _Atomic bool on;
+    pthread_mutex_t lock; /* all below */
+    bool lost;            /* an event did not fit into memory: the trace is not to be trusted */
+    lck_event *events;
+    uint64_t count, capacity;
+    unsigned char *data;
+    uint64_t data_used, data_capacity;
+};
+
+void trace_init(struct trace *trace);
+void trace_free(struct trace *trace);
+void trace_record(struct trace *trace, uint32_t kind, uint64_t off, uint64_t nbytes, const void *stored);
+
+static inline bool trace_on(struct trace *trace)
+{
+    return LCK_UNLIKELY(atomic_load_explicit(&trace->on, memory_order_relaxed));
+}
+
+/* ---- medium.c ---------------------------------------------------------------------------------------- */
+
+struct lck_medium {
+    unsigned char *base;
+    uint64_t nbytes;
+    uint32_t tier;
+    int fd;    /* for fdatasync; -1 where the tier needs none */
+    pid_t pid; /* the process in which the mapping exists */
+    struct trace trace;
+};
+
+/* The same as lck_m_..., for callers that have checked handle and range. */
+void medium_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes);
+void medium_store8(lck_medium *medium, uint64_t off, uint64_t value);
+int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
+void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
+void medium_fence(lck_medium *medium);
+int32_t medium_sync(lck_medium *medium);
+void medium_mark(lck_medium *medium, uint32_t mark, uint64_t value);
+int32_t medium_line(lck_medium *medium, uint64_t off, const void *line);
+
+static inline int32_t medium_check(const lck_medium *medium)
+{
+    if (medium == NULL)
+        return LCK_EINVAL;
+    return medium->pid == getpid() ? LCK_OK : LCK_EFORK;
+}
+
+static inline bool medium_holds(const lck_medium *medium, uint64_t off, uint64_t nbytes)
+{
+    return off <= medium->nbytes && nbytes <= medium->nbytes - off;
+}
+
+/* ---- park.c ------------------------------------------------------------------------------------------ */
+
+#define PARK_FOREVER UINT64_MAX
+/* Sleep while *word == seen, at most timeout_ns; may return early. */
+void park(_Atomic uint32_t *word, uint32_t seen, uint64_t timeout_ns);
+void unpark_all(_Atomic uint32_t *word);
+uint64_t clock_ns(void); /* monotonic */
+
+/* ---- engine ------------------------------------------------------------------------------------------ */
+
+enum { ENGINE_JOBS = 16, ENGINE_THREADS = 64, ENGINE_POPULATES = 4 };
+
+/* Phases of an entry: those of the interface, and inner ones. */
+enum phase {
+    PHASE_FREE = 0,
+    PHASE_COPYING = LCK_JOB_COPYING,
+    PHASE_COPIED = LCK_JOB_COPIED,
+    PHASE_COMMITTED = LCK_JOB_COMMITTED,
+    PHASE_FAILED = LCK_JOB_FAILED,
+    PHASE_DROPPED = LCK_JOB_DROPPED,
+    PHASE_BUILDING = 6,  /* its submitter is at work: nobody else touches it, later jobs wait for it */
+    PHASE_RECOPYING = 7, /* copied before, one thread copies some of it again */
+    PHASE_SEALING = 8    /* one thread writes manifest and line */
+};
+
+enum verdict { VERDICT_OPEN, VERDICT_RELEASED, VERDICT_DROPPED };
+
+/* An entry is static in its engine. `word` holds ticket and phase together, so whoever reads it sees a phase and
+ * the job that it belongs to at one moment. Who reads or writes anything else in an entry counts itself in `users`
+ * first and looks at `word` again (job_enter); a submitter re-initialises an entry only if, after it set
+ * PHASE_BUILDING, `users` is 0. All of these are sequentially consistent: one of the two sees the other. */
+struct job {
+    _Atomic uint64_t word; /* ticket << 4 | phase; 0: free */
+    _Atomic uint32_t users;
+    _Atomic uint32_t waiters;  /* threads that will seal this job and all before it */
+    _Atomic uint32_t verdict;
+    _Atomic uint64_t failure;  /* errno << 32 | (uint32) status of what failed first; 0: nothing did */
+    _Atomic uint64_t next;     /* first block that is not claimed */
+    _Atomic uint64_t done;     /* blocks copied and fenced, or given up */
+    _Atomic uint64_t nbytes, nbytes_helped, blocks;
+    /* Written under PHASE_BUILDING only. The arrays are kept from job to job: steady state allocates nothing. */
+    lck_medium *medium;
+    lck_commit commit;
+    lck_copy *copies;          /* the queued ones */
+    uint64_t *ends;            /* ends[i]: blocks of copies 0..i */
+    uint64_t count, capacity;
+    uint64_t total;            /* queued blocks */
+};
+
+/* A mapping whose pages are being touched. Same protocol as struct job: users first, then look at medium. */
+struct populate {
+    _Atomic(lck_medium *) medium;
+    _Atomic uint32_t users;
+    _Atomic uint64_t next;
+};
+
+struct lck_engine {
+    pid_t pid;
+    uint32_t threads;
+    /* `pulse` changes after everything that a parked thread may wait for; `sleepers` saves the system call. */
+    _Atomic uint32_t pulse;
+    _Atomic uint32_t sleepers;
+    _Atomic bool stop;
+    pthread_mutex_t submit_lock; /* order of tickets; taken by callers only, never by a worker */
+    uint64_t tickets;
+    struct job jobs[ENGINE_JOBS];
+    struct populate populates[ENGINE_POPULATES];
+    pthread_t workers[ENGINE_THREADS];
+};
+
+static inline int32_t engine_check(const lck_engine *engine)
+{
+    if (engine == NULL)
+        return LCK_EINVAL;
+    return engine->pid == getpid() ? LCK_OK : LCK_EFORK;
+}
+
+void engine_pulse(lck_engine *engine);
+void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns);
+
+/* -- work.c: what workers and waiting threads do -- */
+
+enum role {
+    ROLE_WORKER, /* copies; seals what no waiting thread will seal */
+    ROLE_HELPER, /* copies */
+    ROLE_SEALER  /* copies and seals */
+};
+
+/* Do one piece of work for the jobs with tickets up to `upto`, oldest first; false if there was none. */
+bool work_once(lck_engine *engine, uint64_t upto, enum role role);
+/* Copy all blocks of these on the calling thread, fenced. */
+int32_t work_copy_now(struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags);
+void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket);
+/* Let a drop that came in the meantime take effect on a copied job. */
+void work_settle(lck_engine *engine, struct job *job, uint64_t ticket);
+
+/* -- entry.c: entries, phases, references -- */
+
+static inline enum phase word_phase(uint64_t word) { return (enum phase)(word & 15); }
+static inline uint64_t word_ticket(uint64_t word) { return word >> 4; }
+static inline uint64_t word_of(uint64_t ticket, enum phase phase) { return ticket << 4 | (uint64_t)phase; }
+
+static inline bool phase_ended(enum phase phase)
+{
+    return phase == PHASE_COMMITTED || phase == PHASE_FAILED || phase == PHASE_DROPPED;
+}
+
+struct job *job_find(lck_engine *engine, uint64_t ticket); /* entered; NULL if unknown */
+bool job_enter(struct job *job, uint64_t ticket);
+void job_leave(struct job *job);
+enum phase job_phase(struct job *job);
+bool job_move(lck_engine *engine, struct job *job, uint64_t ticket, enum phase from, enum phase to);
+void job_fail(struct job *job, int32_t status);
+int32_t job_failure(struct job *job); /* its status; lck_last_errno follows */
+uint64_t blocks_of(uint64_t nbytes, uint64_t block);
+
+/* -- submit.c, seal.c, populate.c -- */
+
+bool copies_fit(const lck_medium *medium, const lck_commit *commit, const lck_copy *copies, uint64_t count);
+
+void seal_header(lck_medium *medium, const lck_commit *commit);
+int32_t seal_job(struct job *job, bool helped);
+bool populate_step(lck_engine *engine);
+
+#endif

@@ -1,0 +1,231 @@
+/* job.c: a version from its submission to its end, as the caller sees it. */
+#include <string.h>
+
+#include "internal.h"
+
+/* Waiting threads look again at least this often. */
+#define LOOK_NS ((uint64_t)5 * 1000 * 1000)
+#define NO_DEADLINE UINT64_MAX
+
+/* The interface does not know the inner phases: a job that is being recopied or sealed is a copied one. */
+static uint32_t outer_state(enum phase phase)
+{
+    return phase == PHASE_RECOPYING || phase == PHASE_SEALING ? LCK_JOB_COPIED : (uint32_t)phase;
+}
+
+static int32_t find(lck_engine *engine, uint64_t ticket, struct job **job)
+{
+    int32_t status = engine_check(engine);
+    if (status != LCK_OK)
+        return status;
+    *job = job_find(engine, ticket);
+    return *job != NULL ? LCK_OK : LCK_ESTATE;
+}
+
+/* ---- waiting ----------------------------------------------------------------------------------------- */
+
+/* True when there is nothing more to wait for; *status then says how it went. */
+static bool reached(struct job *job, uint32_t until, int32_t *status)
+{
+    switch (job_phase(job)) {
+    case PHASE_COMMITTED: *status = LCK_OK; return true;
+    case PHASE_FAILED: *status = job_failure(job); return true;
+    case PHASE_DROPPED: *status = LCK_EDROPPED; return true;
+    case PHASE_COPIED:
+    case PHASE_SEALING: *status = LCK_OK; return until == LCK_JOB_COPIED;
+    default: return false;
+    }
+}
+
+static int32_t wait_for(lck_engine *engine, struct job *job, uint64_t ticket, uint32_t until, uint64_t deadline)
+{
+    enum role role = until == LCK_JOB_COPIED ? ROLE_HELPER : ROLE_SEALER;
+    for (;;) {
+        uint32_t seen = atomic_load(&engine->pulse);
+        int32_t status;
+        if (reached(job, until, &status))
+            return status;
+        uint64_t now = deadline == NO_DEADLINE ? 0 : clock_ns();
+        if (now >= deadline)
+            return LCK_ETIMEDOUT;
+        if (work_once(engine, ticket, role))
+            continue;
+        uint64_t left = deadline - now;
+        engine_park(engine, seen, left < LOOK_NS ? left : LOOK_NS);
+    }
+}
+
+/* Workers leave the sealing to this thread for as long as it counts in `waiters`; the pulse at the end hands it
+ * back to them. */
+static int32_t wait_for_commit(lck_engine *engine, struct job *job, uint64_t ticket, uint64_t deadline)
+{
+    if (atomic_load(&job->verdict) == VERDICT_OPEN && !phase_ended(job_phase(job)))
+        return LCK_ESTATE;
+    atomic_fetch_add(&job->waiters, 1);
+    int32_t status = wait_for(engine, job, ticket, LCK_JOB_COMMITTED, deadline);
+    atomic_fetch_sub(&job->waiters, 1);
+    engine_pulse(engine);
+    return status;
+}
+
+int32_t lck_job_wait(lck_engine *engine, uint64_t ticket, uint32_t until, uint32_t timeout_ms)
+{
+    if (until != LCK_JOB_COPIED && until != LCK_JOB_COMMITTED)
+        return LCK_EINVAL;
+    struct job *job;
+    int32_t status = find(engine, ticket, &job);
+    if (status != LCK_OK)
+        return status;
+    uint64_t deadline = clock_ns() + (uint64_t)timeout_ms * 1000000u;
+    if (until == LCK_JOB_COMMITTED)
+        status = wait_for_commit(engine, job, ticket, deadline);
+    else
+        status = wait_for(engine, job, ticket, until, deadline);
+    job_leave(job);
+    return status;
+}
+
+/* ---- verdicts ---------------------------------------------------------------------------------------- */
+
+/* One of release and drop, whichever is first; the other finds the verdict given. */
+static bool give_verdict(struct job *job, uint32_t verdict)
+{
+    uint32_t open = VERDICT_OPEN;
+    return atomic_compare_exchange_strong(&job->verdict, &open, verdict);
+}
+
+static int32_t release(lck_engine *engine, struct job *job)
+{
+    int32_t status = LCK_OK;
+    if (job_phase(job) == PHASE_FAILED)
+        return job_failure(job);
+    if (!give_verdict(job, VERDICT_RELEASED))
+        status = atomic_load(&job->verdict) == VERDICT_DROPPED ? LCK_EDROPPED : LCK_ESTATE;
+    engine_pulse(engine);
+    return status;
+}
+
+int32_t lck_job_release(lck_engine *engine, uint64_t ticket)
+{
+    struct job *job;
+    int32_t status = find(engine, ticket, &job);
+    if (status != LCK_OK)
+        return status;
+    status = release(engine, job);
+    job_leave(job);
+    return status;
+}
+
+/* Only the blocks under way are waited for; helping with other jobs would make that longer. */
+static void wait_for_end(lck_engine *engine, struct job *job)
+{
+    for (;;) {
+        uint32_t seen = atomic_load(&engine->pulse);
+        if (phase_ended(job_phase(job)))
+            return;
+        engine_park(engine, seen, LOOK_NS);
+    }
+}
+
+static int32_t drop(lck_engine *engine, struct job *job, uint64_t ticket)
+{
+    if (!give_verdict(job, VERDICT_DROPPED))
+        return LCK_ESTATE;
+    work_skip_rest(engine, job, ticket);
+    work_settle(engine, job, ticket);
+    wait_for_end(engine, job);
+    return LCK_OK;
+}
+
+int32_t lck_job_drop(lck_engine *engine, uint64_t ticket)
+{
+    struct job *job;
+    int32_t status = find(engine, ticket, &job);
+    if (status != LCK_OK)
+        return status;
+    status = drop(engine, job, ticket);
+    job_leave(job);
+    return status;
+}
+
+/* ---- recopy ------------------------------------------------------------------------------------------ */
+
+/* Makes this thread the only one that touches the job, until it moves it on. */
+static int32_t begin_recopy(lck_engine *engine, struct job *job, uint64_t ticket)
+{
+    int32_t status = wait_for(engine, job, ticket, LCK_JOB_COPIED, NO_DEADLINE);
+    if (status != LCK_OK)
+        return status;
+    if (!job_move(engine, job, ticket, PHASE_COPIED, PHASE_RECOPYING))
+        return LCK_ESTATE;
+    if (atomic_load(&job->verdict) == VERDICT_OPEN)
+        return LCK_OK;
+    job_move(engine, job, ticket, PHASE_RECOPYING, PHASE_COPIED);
+    work_settle(engine, job, ticket);
+    return LCK_ESTATE;
+}
+
+static int32_t recopy(lck_engine *engine, struct job *job, uint64_t ticket, const lck_copy *copies, uint64_t count)
+{
+    int32_t status = begin_recopy(engine, job, ticket);
+    if (status != LCK_OK)
+        return status;
+    status = work_copy_now(job, copies, count, 0);
+    if (status != LCK_OK)
+        job_fail(job, status);
+    job_move(engine, job, ticket, PHASE_RECOPYING, status == LCK_OK ? PHASE_COPIED : PHASE_FAILED);
+    work_settle(engine, job, ticket);
+    return status;
+}
+
+int32_t lck_job_recopy(lck_engine *engine, uint64_t ticket, const lck_copy *copies, uint64_t count)
+{
+    struct job *job;
+    int32_t status = find(engine, ticket, &job);
+    if (status != LCK_OK)
+        return status;
+    if (atomic_load(&job->verdict) != VERDICT_OPEN)
+        status = LCK_ESTATE;
+    else if (!copies_fit(job->medium, &job->commit, copies, count))
+        status = LCK_EINVAL;
+    else
+        status = recopy(engine, job, ticket, copies, count);
+    job_leave(job);
+    return status;
+}
+
+/* ---- information ------------------------------------------------------------------------------------- */
+
+int32_t lck_job_info_get(lck_engine *engine, uint64_t ticket, lck_job_info *out)
+{
+    if (out == NULL)
+        return LCK_EINVAL;
+    struct job *job;
+    int32_t status = find(engine, ticket, &job);
+    if (status != LCK_OK)
+        return status;
+    uint64_t failure = atomic_load(&job->failure);
+    *out = (lck_job_info){
+        .state = outer_state(job_phase(job)),
+        .status = (int32_t)(uint32_t)failure,
+        .error = (int32_t)(failure >> 32),
+        .released = atomic_load(&job->verdict) == VERDICT_RELEASED,
+        .nbytes = atomic_load(&job->nbytes),
+        .nbytes_helped = atomic_load(&job->nbytes_helped),
+        .blocks = atomic_load(&job->blocks),
+    };
+    job_leave(job);
+    return LCK_OK;
+}
+
+int32_t lck_job_forget(lck_engine *engine, uint64_t ticket)
+{
+    struct job *job;
+    int32_t status = find(engine, ticket, &job);
+    if (status != LCK_OK)
+        return status;
+    enum phase phase = job_phase(job);
+    bool freed = phase_ended(phase) && job_move(engine, job, ticket, phase, PHASE_FREE);
+    job_leave(job);
+    return freed ? LCK_OK : LCK_ESTATE;
+}

@@ -1,0 +1,295 @@
+/* medium.c: the choke point. Every byte that enters a pool passes through one of the medium_... functions. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include "internal.h"
+
+#if !defined(MAP_SHARED_VALIDATE)
+#define MAP_SHARED_VALIDATE 0x03
+#endif
+#if !defined(MAP_SYNC)
+#define MAP_SYNC 0x080000
+#endif
+
+/* ---- open and close ---------------------------------------------------------------------------------- */
+
+static bool file_too_short(int fd, uint64_t nbytes)
+{
+    struct stat st;
+    return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && (uint64_t)st.st_size < nbytes;
+}
+
+/* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to; where the
+ * file system does not know it (tests on tmpfs), whoever chose the tier answers for it. */
+static void *map(int fd, uint64_t nbytes, uint32_t tier)
+{
+    const int access = PROT_READ | PROT_WRITE;
+    void *base = MAP_FAILED;
+    if (tier == LCK_TIER_PM)
+        base = mmap(NULL, nbytes, access, MAP_SHARED_VALIDATE | MAP_SYNC, fd, 0);
+    if (base == MAP_FAILED)
+        base = mmap(NULL, nbytes, access, MAP_SHARED, fd, 0);
+    return base;
+}
+
+/* A child that inherited the mapping could write into the pool of a parent that goes on. */
+static int32_t map_privately(lck_medium *medium, int fd)
+{
+    void *base = map(fd, medium->nbytes, medium->tier);
+    if (base == MAP_FAILED)
+        return status_sys(errno);
+    if (madvise(base, medium->nbytes, MADV_DONTFORK) != 0) {
+        int error = errno;
+        munmap(base, medium->nbytes);
+        return status_sys(error);
+    }
+    (void)madvise(base, medium->nbytes, MADV_DONTDUMP);
+    medium->base = base;
+    return LCK_OK;
+}
+
+static int32_t duplicate_fd(lck_medium *medium, int fd)
+{
+    if (medium->tier != LCK_TIER_DISK)
+        return LCK_OK;
+    medium->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    return medium->fd >= 0 ? LCK_OK : status_sys(errno);
+}
+
+static void release(lck_medium *medium)
+{
+    if (medium->base != NULL)
+        munmap(medium->base, medium->nbytes);
+    if (medium->fd >= 0)
+        close(medium->fd);
+    trace_free(&medium->trace);
+    free(medium);
+}
+
+int32_t lck_medium_open(int32_t fd, uint64_t nbytes, uint32_t tier, lck_medium **out)
+{
+    if (fd < 0 || nbytes == 0 || nbytes > INT64_MAX || tier > LCK_TIER_PM || out == NULL)
+        return LCK_EINVAL;
+    if (tier == LCK_TIER_PM && !cpu_can_write_back())
+        return status_sys(ENOTSUP);
+    if (file_too_short(fd, nbytes))
+        return LCK_ESHORT;
+    lck_medium *medium = calloc(1, sizeof *medium);
+    if (medium == NULL)
+        return LCK_ENOMEM;
+    medium->nbytes = nbytes;
+    medium->tier = tier;
+    medium->fd = -1;
+    medium->pid = getpid();
+    trace_init(&medium->trace);
+    int32_t status = duplicate_fd(medium, fd);
+    if (status == LCK_OK)
+        status = map_privately(medium, fd);
+    if (status != LCK_OK) {
+        release(medium);
+        return status;
+    }
+    *out = medium;
+    return LCK_OK;
+}
+
+int32_t lck_medium_close(lck_medium *medium)
+{
+    int32_t status = medium_check(medium);
+    if (status == LCK_OK)
+        release(medium);
+    return status;
+}
+
+uint64_t lck_medium_size(const lck_medium *medium) { return medium_check(medium) == LCK_OK ? medium->nbytes : 0; }
+
+/* ---- operations -------------------------------------------------------------------------------------- */
+
+void medium_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes)
+{
+    if (nbytes == 0)
+        return;
+    memcpy(medium->base + off, src, nbytes);
+    if (trace_on(&medium->trace))
+        trace_record(&medium->trace, LCK_EV_STORE, off, nbytes, medium->base + off);
+}
+
+void medium_store8(lck_medium *medium, uint64_t off, uint64_t value)
+{
+    __atomic_store_n((uint64_t *)(void *)(medium->base + off), value, __ATOMIC_RELEASE);
+    if (trace_on(&medium->trace))
+        trace_record(&medium->trace, LCK_EV_STORE, off, 8, &value);
+}
+
+void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes)
+{
+    if (nbytes == 0)
+        return;
+    if (medium->tier == LCK_TIER_PM)
+        cpu_write_back(medium->base + off, nbytes);
+    if (trace_on(&medium->trace))
+        trace_record(&medium->trace, LCK_EV_FLUSH, off, nbytes, NULL);
+}
+
+/* A streamed line is on its way already; what went through the caches is not: all of it if the kernel does not
+ * stream, else the parts of lines at both ends. */
+static void flush_copied(lck_medium *medium, const struct kernel *kernel, uint64_t off, uint64_t nbytes)
+{
+    uint64_t end = off + nbytes;
+    uint64_t first_whole = (off + LCK_LINE - 1) & ~(uint64_t)(LCK_LINE - 1);
+    uint64_t last_whole = end & ~(uint64_t)(LCK_LINE - 1);
+    if (!kernel->streams || first_whole > last_whole) {
+        medium_flush(medium, off, nbytes);
+        return;
+    }
+    medium_flush(medium, off, first_whole - off);
+    medium_flush(medium, last_whole, end - last_whole);
+}
+
+int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
+{
+    int32_t error = fault_take(LCK_OP_COPY);
+    if (LCK_UNLIKELY(error != 0))
+        return status_sys(error);
+    const struct kernel *kernel = kernel_current();
+    uint32_t sum = kernel_copy(kernel, medium->base + off, src, nbytes);
+    if (crc != NULL)
+        *crc = sum;
+    if (nbytes == 0)
+        return LCK_OK;
+    if (trace_on(&medium->trace))
+        trace_record(&medium->trace, LCK_EV_COPY, off, nbytes, medium->base + off);
+    flush_copied(medium, kernel, off, nbytes);
+    return LCK_OK;
+}
+
+void medium_fence(lck_medium *medium)
+{
+    cpu_fence();
+    if (trace_on(&medium->trace))
+        trace_record(&medium->trace, LCK_EV_FENCE, 0, 0, NULL);
+}
+
+/* Not repeated, not even after EINTR: a second fdatasync may succeed although the first lost pages. */
+int32_t medium_sync(lck_medium *medium)
+{
+    cpu_fence();
+    int32_t error = fault_take(LCK_OP_SYNC);
+    if (LCK_UNLIKELY(error != 0))
+        return status_sys(error);
+    if (medium->tier == LCK_TIER_DISK && fdatasync(medium->fd) != 0)
+        return status_sys(errno);
+    if (trace_on(&medium->trace))
+        trace_record(&medium->trace, LCK_EV_SYNC, 0, 0, NULL);
+    return LCK_OK;
+}
+
+void medium_mark(lck_medium *medium, uint32_t mark, uint64_t value)
+{
+    if (trace_on(&medium->trace))
+        trace_record(&medium->trace, LCK_EV_MARK, mark, value, NULL);
+}
+
+/* The first word makes the line valid, so it must not be able to arrive before the body. */
+int32_t medium_line(lck_medium *medium, uint64_t off, const void *line)
+{
+    uint64_t word;
+    memcpy(&word, line, sizeof word);
+    medium_store(medium, off + 8, (const unsigned char *)line + 8, LCK_LINE - 8);
+    medium_flush(medium, off + 8, LCK_LINE - 8);
+    medium_fence(medium);
+    kill_point(KILL_BODY);
+    medium_store8(medium, off, word);
+    medium_flush(medium, off, 8);
+    kill_point(KILL_WORD);
+    int32_t status = medium_sync(medium);
+    if (status == LCK_OK)
+        kill_point(KILL_ACK);
+    return status;
+}
+
+/* ---- the same, checked ------------------------------------------------------------------------------- */
+
+static int32_t check_range(const lck_medium *medium, uint64_t off, uint64_t nbytes)
+{
+    int32_t status = medium_check(medium);
+    if (status != LCK_OK)
+        return status;
+    return medium_holds(medium, off, nbytes) ? LCK_OK : LCK_EINVAL;
+}
+
+int32_t lck_m_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes)
+{
+    int32_t status = check_range(medium, off, nbytes);
+    if (status != LCK_OK)
+        return status;
+    if (src == NULL && nbytes > 0)
+        return LCK_EINVAL;
+    medium_store(medium, off, src, nbytes);
+    return LCK_OK;
+}
+
+int32_t lck_m_store8(lck_medium *medium, uint64_t off, uint64_t value)
+{
+    int32_t status = check_range(medium, off, 8);
+    if (status != LCK_OK)
+        return status;
+    if (off % 8 != 0)
+        return LCK_EINVAL;
+    medium_store8(medium, off, value);
+    return LCK_OK;
+}
+
+int32_t lck_m_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
+{
+    int32_t status = check_range(medium, off, nbytes);
+    if (status != LCK_OK)
+        return status;
+    if (src == NULL && nbytes > 0)
+        return LCK_EINVAL;
+    return medium_copy(medium, off, src, nbytes, crc);
+}
+
+int32_t lck_m_flush(lck_medium *medium, uint64_t off, uint64_t nbytes)
+{
+    int32_t status = check_range(medium, off, nbytes);
+    if (status == LCK_OK)
+        medium_flush(medium, off, nbytes);
+    return status;
+}
+
+int32_t lck_m_fence(lck_medium *medium)
+{
+    int32_t status = medium_check(medium);
+    if (status == LCK_OK)
+        medium_fence(medium);
+    return status;
+}
+
+int32_t lck_m_sync(lck_medium *medium)
+{
+    int32_t status = medium_check(medium);
+    return status == LCK_OK ? medium_sync(medium) : status;
+}
+
+int32_t lck_m_mark(lck_medium *medium, uint32_t mark, uint64_t value)
+{
+    int32_t status = medium_check(medium);
+    if (status == LCK_OK)
+        medium_mark(medium, mark, value);
+    return status;
+}
+
+int32_t lck_m_line(lck_medium *medium, uint64_t off, const void *line)
+{
+    int32_t status = check_range(medium, off, LCK_LINE);
+    if (status != LCK_OK)
+        return status;
+    if (line == NULL || off % LCK_LINE != 0)
+        return LCK_EINVAL;
+    return medium_line(medium, off, line);
+}

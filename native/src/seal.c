@@ -1,0 +1,94 @@
+/* seal.c: the words that begin and end a version: slot header, manifest, commit line (docs/format.md). */
+#include <string.h>
+
+#include "internal.h"
+
+enum { KIND_VERSION = 1 };
+
+struct header {
+    uint64_t generation;
+    unsigned char magic[8];
+    uint32_t slot, zero;
+    uint64_t zeros[4];
+    uint64_t check;
+};
+
+struct line {
+    uint64_t generation, incarnation, step, payload_generation, manifest_hash;
+    uint32_t manifest_nbytes;
+    uint8_t kind, slot, manifest_index, zero;
+    uint64_t zeros;
+    uint64_t check;
+};
+
+_Static_assert(sizeof(struct header) == LCK_LINE, "slot header");
+_Static_assert(sizeof(struct line) == LCK_LINE, "commit line");
+_Static_assert(offsetof(struct header, check) == 56 && offsetof(struct line, check) == 56, "check");
+_Static_assert(offsetof(struct line, kind) == 44, "kind");
+
+/* All checks of metadata begin with the pool's uuid: a line or header of another pool is not valid here. */
+static uint64_t check_of(const lck_commit *commit, const void *data, uint64_t nbytes)
+{
+    const uint64_t uuid[2] = {commit->uuid_lo, commit->uuid_hi};
+    return lck_crc64(lck_crc64(0, uuid, sizeof uuid), data, nbytes);
+}
+
+/* From here on no older line can call this slot's bytes its own. */
+void seal_header(lck_medium *medium, const lck_commit *commit)
+{
+    struct header header = {.generation = commit->generation, .slot = commit->slot};
+    memcpy(header.magic, "LCKSLOT1", sizeof header.magic);
+    header.check = check_of(commit, &header, offsetof(struct header, check));
+    medium_store(medium, commit->header_off, &header, sizeof header);
+    medium_flush(medium, commit->header_off, sizeof header);
+    medium_fence(medium);
+    kill_point(KILL_HEADER);
+}
+
+/* Every copying thread fenced its own stores; the sync makes payload and manifest durable before the line. */
+static int32_t write_manifest(struct job *job)
+{
+    const lck_commit *commit = &job->commit;
+    const void *image = (const void *)(uintptr_t)commit->image;
+    int32_t status = medium_copy(job->medium, commit->manifest_off, image, commit->image_nbytes, NULL);
+    if (status != LCK_OK)
+        return status;
+    medium_flush(job->medium, commit->manifest_off, commit->image_nbytes);
+    kill_point(KILL_MANIFEST);
+    status = medium_sync(job->medium);
+    if (status == LCK_OK)
+        kill_point(KILL_SEALED);
+    return status;
+}
+
+static int32_t write_line(struct job *job)
+{
+    const lck_commit *commit = &job->commit;
+    struct line line = {
+        .generation = commit->generation,
+        .incarnation = commit->incarnation,
+        .step = commit->step,
+        .payload_generation = commit->generation,
+        .manifest_hash = check_of(commit, (const void *)(uintptr_t)commit->image, commit->image_nbytes),
+        .manifest_nbytes = (uint32_t)commit->image_nbytes,
+        .kind = KIND_VERSION,
+        .slot = (uint8_t)commit->slot,
+        .manifest_index = (uint8_t)commit->manifest_index,
+    };
+    line.check = check_of(commit, &line, offsetof(struct line, check));
+    return medium_line(job->medium, commit->line_off, &line);
+}
+
+int32_t seal_job(struct job *job, bool helped)
+{
+    int32_t status = write_manifest(job);
+    if (status != LCK_OK)
+        return status;
+    atomic_fetch_add(&job->nbytes, job->commit.image_nbytes);
+    if (helped)
+        atomic_fetch_add(&job->nbytes_helped, job->commit.image_nbytes);
+    status = write_line(job);
+    if (status == LCK_OK)
+        medium_mark(job->medium, LCK_MARK_ACK, job->commit.generation);
+    return status;
+}

@@ -1,0 +1,31 @@
+/* status.c: statuses, and what lets Python refuse a library that it was not written for. */
+#include "internal.h"
+
+static _Thread_local int32_t last_errno;
+
+int32_t status_sys(int error)
+{
+    last_errno = error;
+    return LCK_ESYS;
+}
+
+int32_t lck_last_errno(void) { return last_errno; }
+
+uint32_t lck_abi_version(void) { return LCK_ABI_VERSION; }
+
+uint32_t lck_sizeof(uint32_t id)
+{
+    switch (id) {
+    case 0: return (uint32_t)sizeof(lck_copy);
+    case 1: return (uint32_t)sizeof(lck_commit);
+    case 2: return (uint32_t)sizeof(lck_job_info);
+    case 3: return (uint32_t)sizeof(lck_event);
+    default: return 0;
+    }
+}
+
+/* cffi lays these out by itself from the same text: no padding, so no rule to disagree on. */
+_Static_assert(sizeof(lck_copy) == 40, "lck_copy");
+_Static_assert(sizeof(lck_commit) == 136, "lck_commit");
+_Static_assert(sizeof(lck_job_info) == 40, "lck_job_info");
+_Static_assert(sizeof(lck_event) == 40, "lck_event");

@@ -1,0 +1,183 @@
+/* work.c: what workers and waiting threads do: claim and copy blocks, finish a job's copies, seal it. */
+#include <string.h>
+
+#include "internal.h"
+
+/* ---- one block --------------------------------------------------------------------------------------- */
+
+static void put_checksum(struct job *job, const lck_copy *copy, uint64_t index, uint32_t crc)
+{
+    const lck_commit *commit = &job->commit;
+    uint64_t at = copy->crc_index + index;
+    uint32_t seeded = crc ^ lck_block_seed(commit->origin_lo, commit->origin_hi, copy->tensor, commit->generation,
+                                           index);
+    memcpy((unsigned char *)(uintptr_t)commit->image + commit->crcs_off + 4 * at, &seeded, 4);
+    if (commit->raw_crcs != 0)
+        memcpy((unsigned char *)(uintptr_t)commit->raw_crcs + 4 * at, &crc, 4);
+}
+
+/* A fence orders the stores of its own processor only, so it stands here, not where the version is committed. */
+static int32_t copy_block(struct job *job, const lck_copy *copy, uint64_t index, bool helped)
+{
+    uint64_t start = index * job->commit.block;
+    uint64_t left = copy->nbytes - start;
+    uint64_t nbytes = left < job->commit.block ? left : job->commit.block;
+    uint32_t crc;
+    int32_t status = medium_copy(job->medium, copy->dst + start, (const void *)(uintptr_t)(copy->src + start), nbytes,
+                                 &crc);
+    if (status != LCK_OK)
+        return status;
+    put_checksum(job, copy, index, crc);
+    medium_fence(job->medium);
+    atomic_fetch_add_explicit(&job->nbytes, nbytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&job->blocks, 1, memory_order_relaxed);
+    if (helped)
+        atomic_fetch_add_explicit(&job->nbytes_helped, nbytes, memory_order_relaxed);
+    kill_point(KILL_BLOCK);
+    return LCK_OK;
+}
+
+int32_t work_copy_now(struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        if ((copies[i].flags & flags) != flags)
+            continue;
+        uint64_t blocks = blocks_of(copies[i].nbytes, job->commit.block);
+        for (uint64_t index = 0; index < blocks; index++) {
+            int32_t status = copy_block(job, &copies[i], index, false);
+            if (status != LCK_OK)
+                return status;
+        }
+    }
+    return LCK_OK;
+}
+
+/* ---- the queue of a job ------------------------------------------------------------------------------ */
+
+void work_settle(lck_engine *engine, struct job *job, uint64_t ticket)
+{
+    if (atomic_load(&job->verdict) == VERDICT_DROPPED)
+        job_move(engine, job, ticket, PHASE_COPIED, PHASE_DROPPED);
+}
+
+/* The thread that brings `done` to the total ends the copying; every store before is then fenced. */
+static void report_done(lck_engine *engine, struct job *job, uint64_t ticket, uint64_t blocks)
+{
+    if (blocks == 0 || atomic_fetch_add(&job->done, blocks) + blocks != job->total)
+        return;
+    bool failed = atomic_load(&job->failure) != 0;
+    job_move(engine, job, ticket, PHASE_COPYING, failed ? PHASE_FAILED : PHASE_COPIED);
+    work_settle(engine, job, ticket);
+}
+
+/* Takes all blocks that nobody claimed, and reports them as done without copying them. */
+void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket)
+{
+    uint64_t claimed = atomic_exchange(&job->next, job->total);
+    if (claimed < job->total)
+        report_done(engine, job, ticket, job->total - claimed);
+}
+
+/* The first copy whose blocks reach beyond `block`. */
+static uint64_t copy_with(const struct job *job, uint64_t block)
+{
+    uint64_t low = 0, high = job->count - 1;
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2;
+        if (job->ends[middle] > block)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum role role)
+{
+    if (atomic_load(&job->next) >= job->total) /* keeps the counter from growing for ever */
+        return false;
+    uint64_t block = atomic_fetch_add(&job->next, 1);
+    if (block >= job->total)
+        return false;
+    uint64_t which = copy_with(job, block);
+    uint64_t first = which == 0 ? 0 : job->ends[which - 1];
+    int32_t status = copy_block(job, &job->copies[which], block - first, role != ROLE_WORKER);
+    if (status != LCK_OK) {
+        job_fail(job, status);
+        work_skip_rest(engine, job, ticket);
+    }
+    report_done(engine, job, ticket, 1);
+    return true;
+}
+
+/* ---- sealing ----------------------------------------------------------------------------------------- */
+
+static bool earlier_unended(lck_engine *engine, uint64_t ticket)
+{
+    for (int i = 0; i < ENGINE_JOBS; i++) {
+        uint64_t word = atomic_load(&engine->jobs[i].word);
+        if (word != 0 && word_ticket(word) < ticket && !phase_ended(word_phase(word)))
+            return true;
+    }
+    return false;
+}
+
+/* A thread that waits for this job or a later one runs at normal priority and seals sooner. Whoever stops waiting
+ * pulses afterwards, so what is left to it is never forgotten. */
+static bool left_to_waiter(lck_engine *engine, uint64_t ticket)
+{
+    for (int i = 0; i < ENGINE_JOBS; i++) {
+        struct job *job = &engine->jobs[i];
+        if (word_ticket(atomic_load(&job->word)) >= ticket && atomic_load(&job->waiters) > 0)
+            return true;
+    }
+    return false;
+}
+
+static bool try_seal(lck_engine *engine, struct job *job, uint64_t ticket, enum role role)
+{
+    if (role == ROLE_HELPER || job_phase(job) != PHASE_COPIED || atomic_load(&job->verdict) != VERDICT_RELEASED)
+        return false;
+    if (earlier_unended(engine, ticket) || (role == ROLE_WORKER && left_to_waiter(engine, ticket)))
+        return false;
+    if (!job_move(engine, job, ticket, PHASE_COPIED, PHASE_SEALING))
+        return false;
+    int32_t status = seal_job(job, role != ROLE_WORKER);
+    if (status != LCK_OK)
+        job_fail(job, status);
+    job_move(engine, job, ticket, PHASE_SEALING, status == LCK_OK ? PHASE_COMMITTED : PHASE_FAILED);
+    return true;
+}
+
+/* ---- choice ------------------------------------------------------------------------------------------ */
+
+/* The oldest job with after < ticket <= upto on which there may be work; entered. */
+static struct job *oldest(lck_engine *engine, uint64_t after, uint64_t upto, uint64_t *ticket)
+{
+    struct job *found = NULL;
+    *ticket = UINT64_MAX;
+    for (int i = 0; i < ENGINE_JOBS; i++) {
+        uint64_t word = atomic_load(&engine->jobs[i].word), at = word_ticket(word);
+        bool active = word_phase(word) == PHASE_COPYING || word_phase(word) == PHASE_COPIED;
+        if (active && at > after && at <= upto && at < *ticket) {
+            found = &engine->jobs[i];
+            *ticket = at;
+        }
+    }
+    return found;
+}
+
+bool work_once(lck_engine *engine, uint64_t upto, enum role role)
+{
+    uint64_t ticket = 0;
+    for (struct job *job; (job = oldest(engine, ticket, upto, &ticket)) != NULL;) {
+        if (!job_enter(job, ticket))
+            continue;
+        bool worked = job_phase(job) == PHASE_COPYING ? copy_next(engine, job, ticket, role)
+                                                      : try_seal(engine, job, ticket, role);
+        job_leave(job);
+        if (worked)
+            return true;
+    }
+    return false;
+}

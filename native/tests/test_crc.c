@@ -1,0 +1,80 @@
+/* Checksums against their published check values and against bit-by-bit references. */
+#include "check.h"
+
+static uint32_t slow_crc32c(const unsigned char *p, size_t nbytes)
+{
+    uint32_t crc = UINT32_MAX;
+    for (size_t i = 0; i < nbytes; i++) {
+        crc ^= p[i];
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc >> 1 ^ (crc & 1 ? 0x82F63B78u : 0);
+    }
+    return ~crc;
+}
+
+static uint64_t slow_crc64(const unsigned char *p, size_t nbytes)
+{
+    uint64_t crc = UINT64_MAX;
+    for (size_t i = 0; i < nbytes; i++) {
+        crc ^= p[i];
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc >> 1 ^ (crc & 1 ? 0xC96C5795D7870F42u : 0);
+    }
+    return ~crc;
+}
+
+static void check_values(void)
+{
+    unsigned char zeros[32] = {0}, ones[32];
+    memset(ones, 0xFF, sizeof ones);
+    CHECK(lck_crc32c("123456789", 9) == 0xE3069283u);
+    CHECK(lck_crc32c(zeros, 32) == 0x8A9136AAu); /* RFC 3720, B.4 */
+    CHECK(lck_crc32c(ones, 32) == 0x62A8AB43u);
+    CHECK(lck_crc32c("", 0) == 0);
+    CHECK(lck_crc64(0, "123456789", 9) == 0x995DC9BBDF1939FAu);
+    CHECK(lck_crc64(0, "", 0) == 0);
+}
+
+static void check_references(void)
+{
+    static unsigned char data[3000];
+    fill_random(data, sizeof data, 1);
+    for (size_t nbytes = 0; nbytes < 1200; nbytes++) {
+        const unsigned char *p = data + nbytes % 67;
+        CHECK(lck_crc32c(p, nbytes) == slow_crc32c(p, nbytes));
+        CHECK(lck_crc64(0, p, nbytes) == slow_crc64(p, nbytes));
+        CHECK(lck_crc64(lck_crc64(0, p, nbytes / 3), p + nbytes / 3, nbytes - nbytes / 3) == slow_crc64(p, nbytes));
+    }
+}
+
+static void check_blocks(void)
+{
+    static unsigned char data[1000];
+    uint32_t crcs[5] = {0};
+    fill_random(data, sizeof data, 2);
+    CHECK_EQ(lck_crc32c_blocks(data, 1000, 256, crcs), LCK_OK);
+    for (size_t i = 0; i < 4; i++)
+        CHECK(crcs[i] == slow_crc32c(data + 256 * i, i < 3 ? 256 : 232));
+    CHECK_EQ(crcs[4], 0);
+    CHECK_EQ(lck_crc32c_blocks(data, 0, 256, crcs), LCK_OK);
+    CHECK_EQ(lck_crc32c_blocks(data, 1000, 0, crcs), LCK_EINVAL);
+}
+
+int main(void)
+{
+    static const char *const names[] = {"portable", "sse2-table", "sse2", "avx2-narrow", "avx2", "avx512", "auto"};
+    CHECK_EQ(lck_abi_version(), LCK_ABI_VERSION);
+    CHECK_EQ(lck_sizeof(1), sizeof(lck_commit));
+    CHECK_EQ(lck_sizeof(9), 0);
+    CHECK_EQ(lck_isa_set("mmx"), LCK_EINVAL);
+    CHECK_EQ(lck_isa_set(NULL), LCK_EINVAL);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (lck_isa_set(names[i]) != LCK_OK)
+            continue;
+        CHECK(strcmp(names[i], "auto") == 0 || strncmp(names[i], lck_isa_name(), strlen(lck_isa_name())) == 0);
+        check_values();
+        check_references();
+        check_blocks();
+    }
+    return 0;
+}

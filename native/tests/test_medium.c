@@ -1,0 +1,235 @@
+/* The choke point: ranges, tiers, traces, faults, kills, and what a forked child may do (nothing). */
+#include <errno.h>
+#include <signal.h>
+#include <sys/wait.h>
+
+#include "check.h"
+
+enum { SIZE = 1 << 20 };
+
+static void check_ranges(void)
+{
+    int fd = open_memory(SIZE);
+    lck_medium *none = NULL;
+    CHECK_EQ(lck_medium_open(fd, SIZE + 1, LCK_TIER_CACHE, &none), LCK_ESHORT);
+    CHECK_EQ(lck_medium_open(fd, 0, LCK_TIER_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, SIZE, 3, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(-1, SIZE, LCK_TIER_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(9999, SIZE, LCK_TIER_CACHE, &none), LCK_ESYS);
+    CHECK_EQ(lck_last_errno(), EBADF);
+    CHECK(none == NULL);
+    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
+    CHECK_EQ(lck_medium_size(medium), SIZE);
+    CHECK_EQ(lck_m_store(medium, SIZE - 3, "abcd", 4), LCK_EINVAL);
+    CHECK_EQ(lck_m_store(medium, UINT64_MAX, "abcd", 4), LCK_EINVAL);
+    CHECK_EQ(lck_m_store(medium, SIZE, "", 0), LCK_OK);
+    CHECK_EQ(lck_m_store(medium, 0, NULL, 1), LCK_EINVAL);
+    CHECK_EQ(lck_m_copy(medium, 4, "abcd", UINT64_MAX, NULL), LCK_EINVAL);
+    CHECK_EQ(lck_m_store8(medium, 4, 1), LCK_EINVAL);
+    CHECK_EQ(lck_m_store8(medium, SIZE - 8, 1), LCK_OK);
+    CHECK_EQ(lck_m_flush(medium, 1, SIZE), LCK_EINVAL);
+    CHECK_EQ(lck_m_line(medium, 32, "x"), LCK_EINVAL);
+    CHECK_EQ(lck_m_store(NULL, 0, "", 0), LCK_EINVAL);
+    CHECK_EQ(lck_medium_close(medium), LCK_OK);
+    CHECK_EQ(lck_medium_close(NULL), LCK_EINVAL);
+    close(fd);
+}
+
+static void check_disk(void)
+{
+    FILE *file = tmpfile();
+    CHECK(file != NULL);
+    CHECK_EQ(ftruncate(fileno(file), SIZE), 0);
+    lck_medium *medium = open_medium(fileno(file), SIZE, LCK_TIER_DISK);
+    CHECK_EQ(lck_m_copy(medium, 4096, "0123456789", 10, NULL), LCK_OK);
+    CHECK_EQ(lck_m_sync(medium), LCK_OK);
+    char got[10];
+    read_back(fileno(file), got, 10, 4096);
+    CHECK(memcmp(got, "0123456789", 10) == 0);
+    CHECK_EQ(lck_medium_close(medium), LCK_OK);
+    fclose(file);
+}
+
+static lck_event event(const lck_medium *medium, uint64_t index)
+{
+    lck_event out;
+    CHECK_EQ(lck_trace_event(medium, index, &out), LCK_OK);
+    CHECK_EQ(out.seq, index);
+    return out;
+}
+
+static void expect(const lck_medium *medium, uint64_t index, uint32_t kind, uint64_t off, uint64_t nbytes)
+{
+    lck_event found = event(medium, index);
+    CHECK_EQ(found.kind, kind);
+    CHECK_EQ(found.off, off);
+    CHECK_EQ(found.nbytes, nbytes);
+}
+
+static void expect_data(const lck_medium *medium, uint64_t index, const void *data)
+{
+    lck_event found = event(medium, index);
+    uint64_t nbytes = 0;
+    const unsigned char *all = lck_trace_data(medium, &nbytes);
+    CHECK(found.data + found.nbytes <= nbytes);
+    CHECK(memcmp(all + found.data, data, found.nbytes) == 0);
+}
+
+static void check_trace(void)
+{
+    static unsigned char source[1000], line[64];
+    fill_random(source, sizeof source, 5);
+    fill_random(line, sizeof line, 6);
+    int fd = open_memory(SIZE);
+    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_PM);
+    CHECK_EQ(lck_isa_set("sse2") == LCK_OK || lck_isa_set("portable") == LCK_OK, 1);
+    int streams = strcmp(lck_isa_name(), "portable") != 0;
+    CHECK_EQ(lck_m_store(medium, 0, "before", 6), LCK_OK); /* not recorded */
+    CHECK_EQ(lck_trace_count(medium), 0);
+    CHECK_EQ(lck_trace_start(medium), LCK_OK);
+    CHECK_EQ(lck_m_mark(medium, LCK_MARK_USER, 42), LCK_OK);
+    CHECK_EQ(lck_m_store(medium, 10, "abc", 3), LCK_OK);
+    CHECK_EQ(lck_m_line(medium, 8192, line), LCK_OK);
+    expect(medium, 0, LCK_EV_MARK, LCK_MARK_USER, 42);
+    expect(medium, 1, LCK_EV_STORE, 10, 3);
+    expect_data(medium, 1, "abc");
+    expect(medium, 2, LCK_EV_STORE, 8200, 56);
+    expect_data(medium, 2, line + 8);
+    expect(medium, 3, LCK_EV_FLUSH, 8200, 56);
+    expect(medium, 4, LCK_EV_FENCE, 0, 0);
+    expect(medium, 5, LCK_EV_STORE, 8192, 8);
+    expect_data(medium, 5, line);
+    expect(medium, 6, LCK_EV_FLUSH, 8192, 8);
+    expect(medium, 7, LCK_EV_SYNC, 0, 0);
+    CHECK_EQ(lck_m_copy(medium, 4096 + 60, source, 1000, NULL), LCK_OK);
+    expect(medium, 8, LCK_EV_COPY, 4156, 1000);
+    expect_data(medium, 8, source);
+    if (streams) { /* the parts of lines at both ends: 4156..4160 and 5120..5156 */
+        expect(medium, 9, LCK_EV_FLUSH, 4156, 4);
+        expect(medium, 10, LCK_EV_FLUSH, 5120, 36);
+    } else {
+        expect(medium, 9, LCK_EV_FLUSH, 4156, 1000);
+    }
+    CHECK_EQ(lck_trace_count(medium), streams ? 11 : 10);
+    CHECK_EQ(lck_trace_stop(medium), LCK_OK);
+    CHECK_EQ(lck_m_fence(medium), LCK_OK);
+    CHECK_EQ(lck_trace_count(medium), streams ? 11 : 10);
+    lck_event out;
+    CHECK_EQ(lck_trace_event(medium, 11, &out), LCK_EINVAL);
+    CHECK_EQ(lck_trace_start(medium), LCK_OK);
+    CHECK_EQ(lck_trace_count(medium), 0);
+    CHECK_EQ(lck_m_copy(medium, 4096 + 10, source, 20, NULL), LCK_OK); /* inside one line */
+    expect(medium, 1, LCK_EV_FLUSH, 4106, 20);
+    CHECK_EQ(lck_trace_count(medium), 2);
+    CHECK_EQ(lck_medium_close(medium), LCK_OK);
+    CHECK_EQ(lck_isa_set("auto"), LCK_OK);
+    close(fd);
+}
+
+static void check_faults(void)
+{
+    int fd = open_memory(SIZE);
+    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
+    CHECK_EQ(lck_fault(LCK_OP_COPY, 2, EIO), LCK_OK);
+    CHECK_EQ(lck_m_copy(medium, 0, "a", 1, NULL), LCK_OK);
+    CHECK_EQ(lck_m_copy(medium, 0, "b", 1, NULL), LCK_ESYS);
+    CHECK_EQ(lck_last_errno(), EIO);
+    CHECK_EQ(lck_m_copy(medium, 1, "c", 1, NULL), LCK_OK);
+    char got[2];
+    read_back(fd, got, 2, 0);
+    CHECK(memcmp(got, "ac", 2) == 0);
+    CHECK_EQ(lck_fault(LCK_OP_SYNC, 1, ENOSPC), LCK_OK);
+    CHECK_EQ(lck_m_sync(medium), LCK_ESYS);
+    CHECK_EQ(lck_last_errno(), ENOSPC);
+    CHECK_EQ(lck_m_sync(medium), LCK_OK);
+    CHECK_EQ(lck_fault(LCK_OP_SYNC, 1, EIO), LCK_OK);
+    CHECK_EQ(lck_fault(LCK_OP_SYNC, 0, 0), LCK_OK);
+    CHECK_EQ(lck_m_sync(medium), LCK_OK);
+    CHECK_EQ(lck_fault(3, 1, EIO), LCK_EINVAL);
+    CHECK_EQ(lck_fault(LCK_OP_COPY, 1, 0), LCK_EINVAL);
+    CHECK_EQ(lck_kill("nowhere", 1), LCK_EINVAL);
+    CHECK_EQ(lck_kill(NULL, 1), LCK_EINVAL);
+    CHECK_EQ(lck_medium_close(medium), LCK_OK);
+    close(fd);
+}
+
+/* The line as far as it got when the process was killed at `site`. */
+static void line_killed_at(const char *site, unsigned char *got)
+{
+    unsigned char line[64];
+    memset(line, 0x11, sizeof line);
+    int fd = open_memory(SIZE);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
+        CHECK_EQ(lck_kill(site, 2), LCK_OK);
+        CHECK_EQ(lck_m_line(medium, 0, line), LCK_OK);
+        lck_m_line(medium, 4096, line);
+        _exit(0);
+    }
+    int status;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    read_back(fd, got, 64, 0);
+    CHECK(memcmp(got, line, 64) == 0);
+    read_back(fd, got, 64, 4096);
+    close(fd);
+}
+
+static void check_kills(void)
+{
+    unsigned char got[64];
+    line_killed_at("body", got);
+    CHECK(got[0] == 0 && got[7] == 0 && got[8] == 0x11 && got[63] == 0x11);
+    line_killed_at("word", got);
+    CHECK(got[0] == 0x11 && got[7] == 0x11 && got[63] == 0x11);
+    line_killed_at("ack", got);
+    CHECK(got[0] == 0x11);
+}
+
+static void check_fork(void)
+{
+    int fd = open_memory(SIZE);
+    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        CHECK_EQ(lck_m_store(medium, 0, "x", 1), LCK_EFORK);
+        CHECK_EQ(lck_m_store8(medium, 0, 1), LCK_EFORK);
+        CHECK_EQ(lck_m_copy(medium, 0, "x", 1, NULL), LCK_EFORK);
+        CHECK_EQ(lck_m_flush(medium, 0, 1), LCK_EFORK);
+        CHECK_EQ(lck_m_fence(medium), LCK_EFORK);
+        CHECK_EQ(lck_m_sync(medium), LCK_EFORK);
+        CHECK_EQ(lck_m_mark(medium, 3, 1), LCK_EFORK);
+        CHECK_EQ(lck_m_line(medium, 0, "x"), LCK_EFORK);
+        CHECK_EQ(lck_trace_start(medium), LCK_EFORK);
+        CHECK_EQ(lck_trace_stop(medium), LCK_EFORK);
+        CHECK_EQ(lck_trace_count(medium), 0);
+        CHECK_EQ(lck_medium_size(medium), 0);
+        CHECK_EQ(lck_medium_close(medium), LCK_EFORK);
+        lck_medium *own = open_medium(fd, SIZE, LCK_TIER_CACHE);
+        CHECK_EQ(lck_m_store(own, 5, "y", 1), LCK_OK);
+        CHECK_EQ(lck_medium_close(own), LCK_OK);
+        _exit(0);
+    }
+    int status;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    char got;
+    read_back(fd, &got, 1, 5);
+    CHECK_EQ(got, 'y');
+    CHECK_EQ(lck_medium_close(medium), LCK_OK);
+    close(fd);
+}
+
+int main(void)
+{
+    check_ranges();
+    check_disk();
+    check_trace();
+    check_faults();
+    check_kills();
+    check_fork();
+    return 0;
+}

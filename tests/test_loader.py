@@ -1,0 +1,629 @@
+"""Session loaders: a run that is killed at a boundary and resumed equals one that was not, to the bit.
+
+A run is a program over a fake session. It writes down what it sees: every batch, what each global generator gives after
+it, and what runs behind the loop. The fake session keeps a version at each boundary after an update; a kill is an
+exception raised there. The resumed run builds everything anew with other seeds, and must write down the rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from lightck.capture import rng, values
+from lightck.capture.loader import SessionLoader
+from lightck.errors import CorruptPoolError, DriftError, SessionError
+
+EPOCHS, ITEMS, BATCH = 3, 11, 2
+PASS = 6  # batches in a pass
+
+
+class Killed(Exception):
+    """A simulated kill -9."""
+
+
+@dataclass
+class Host:
+    """A session that keeps its versions in a list. ``kill``: the version whose boundary ends the run."""
+
+    kill: int | None = None
+    resumed: bytes | None = None
+    updates: int = 0
+    saved: int = 0
+    log: list[Any] = field(default_factory=list)
+    versions: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    loaders: dict[str, SessionLoader] = field(default_factory=dict)
+    ended: int = 0
+
+    def __post_init__(self) -> None:
+        self.version = None if self.resumed is None else values.unpack(self.resumed)
+        self.once = None
+        if self.version is not None:
+            self.once = rng.RngState.from_value(self.version["rng"])
+            self.updates = self.saved = self.version["updates"]
+
+    def loader(self, dl: Any, name: str = "train") -> SessionLoader:
+        positions = self.version["loaders"] if self.version else {}
+        at_iter = self.once is not None and not any(position["live"] for position in positions.values())
+        self.loaders[name] = SessionLoader(dl, self, name, positions.get(name), at_iter)
+        return self.loaders[name]
+
+    def loader_next(self, loader: SessionLoader) -> None:
+        if self.updates > self.saved:
+            self.save()
+
+    def loader_pass_ended(self, loader: SessionLoader) -> None:
+        self.ended += 1
+
+    def take_restored_rng(self) -> rng.RngState | None:
+        state, self.once = self.once, None
+        return state
+
+    def save(self) -> None:
+        self.saved = self.updates
+        version = {
+            "updates": self.updates,
+            "rng": rng.capture().to_value(),
+            "loaders": {name: loader.position() for name, loader in self.loaders.items()},
+        }
+        self.versions[self.updates] = len(self.log), values.pack(version, path="v")
+        if self.updates == self.kill:
+            raise Killed
+
+    def see(self, *what: Any) -> None:
+        draws = random.random(), np.random.rand(), torch.rand(1).item()
+        self.log.append((*map(plain, what), draws))
+
+    def step(self, *what: Any) -> None:
+        self.see(*what)
+        self.updates += 1
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.tolist()
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class Noisy(Dataset):
+    """Augments with every global generator, in whichever process it runs."""
+
+    def __init__(self, items: int = ITEMS, noise: bool = True) -> None:
+        self.items, self.noise = items, noise
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not self.noise:
+            return torch.tensor([float(index)], dtype=torch.float64)
+        noise = [torch.rand(1).item(), random.random(), np.random.rand()]
+        return torch.tensor([index, *noise], dtype=torch.float64)
+
+
+class Stream(IterableDataset):
+    """Draws nothing in the main process, noise in workers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = torch.utils.data.get_worker_info()
+        for index in range(info.id if info else 0, ITEMS, info.num_workers if info else 1):
+            yield torch.tensor([index, torch.rand(1).item() if info else 0.0], dtype=torch.float64)
+
+
+def collate(items: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(items) + torch.rand(1, dtype=torch.float64)
+
+
+Program = Callable[[Host], None]
+
+
+def train(
+    build: Callable[[], Any], leave_at: int | None = None, behind: Callable[[Host], None] | None = None
+) -> Program:
+    """The usual loop. ``leave_at``: batches after which a pass is left by break."""
+
+    def program(host: Host) -> None:
+        loader = host.loader(build())
+        scramble()
+        for epoch in range(loader.epoch, EPOCHS):
+            for i, batch in enumerate(loader, loader.start):
+                host.step(epoch, i, batch)
+                if leave_at is not None and i + 1 >= leave_at:
+                    break
+            host.see("behind", epoch)
+            if behind is not None:
+                behind(host)
+
+    return program
+
+
+def scramble() -> None:
+    """What a resumed program draws between attach and the loop must not matter; nor does it in the first run."""
+    for _ in range(3):
+        random.random(), np.random.rand(), torch.rand(2)
+
+
+def run(program: Program, seed: int, kill: int | None = None, resumed: bytes | None = None) -> Host:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    host = Host(kill, resumed)
+    if host.once is not None:
+        host.once.restore()
+    try:
+        program(host)
+        assert kill is None, "the program ended before the kill"
+    except Killed:
+        pass
+    finally:
+        gc.collect()
+    return host
+
+
+def check(program: Program, kills: list[list[int]] | None = None) -> Host:
+    """Each list in ``kills`` is one chain of kills; by default one chain for each version, and one through all."""
+    reference = run(program, seed=1)
+    if kills is None:
+        kills = [[step] for step in reference.versions] + [list(reference.versions)[::4]]
+    for chain in kills:
+        resumed = None
+        for number, step in enumerate([*chain, None]):
+            host = run(program, seed=1 if number == 0 else 50 + number, kill=step, resumed=resumed)
+            if step is not None:
+                resumed = host.versions[step][1]
+        assert host.log == reference.log[reference.versions[chain[-1]][0] :], f"resumed at {chain}"
+        assert host.updates == reference.updates
+        assert host.loaders["train"].epoch == reference.loaders["train"].epoch
+    return reference
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace():
+    with rng.shielded():
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ no workers
+
+
+def shared_generator() -> DataLoader:
+    return DataLoader(Noisy(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(random.randrange(99)))
+
+
+def replacement() -> DataLoader:
+    dataset = Noisy()
+    sampler = RandomSampler(dataset, replacement=True, num_samples=70, generator=torch.Generator().manual_seed(7))
+    return DataLoader(dataset, 12, sampler=sampler)
+
+
+def epoch_numbers() -> list[Any]:
+    return [(i, "text", {"a": np.arange(i), "b": [0.5, True]}) for i in range(5)]
+
+
+class Shuffled:
+    """An iterable of another kind, which draws when it is iterated."""
+
+    def __iter__(self) -> Iterator[int]:
+        items = list(range(7))
+        random.shuffle(items)
+        return iter(items)
+
+
+IN_PROCESS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: DataLoader(Noisy(), BATCH),
+    "shuffled": lambda: DataLoader(Noisy(), BATCH, shuffle=True, collate_fn=collate),
+    "generator": shared_generator,
+    "replacement": replacement,
+    "weighted": lambda: DataLoader(Noisy(), BATCH, sampler=WeightedRandomSampler([1.0, 2.0] * 5 + [1.0], ITEMS)),
+    "no batches": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), BATCH),
+    "list": epoch_numbers,
+    "another kind": Shuffled,
+}
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_every_position(name):
+    check(train(IN_PROCESS[name]))
+
+
+@pytest.mark.parametrize("name", ["shuffled", "generator"])
+def test_passes_left_by_break(name):
+    reference = check(train(IN_PROCESS[name], leave_at=4))
+    assert reference.updates == EPOCHS * 4
+
+
+def test_epoch_start_and_length():
+    reference = run(train(IN_PROCESS["shuffled"]), seed=1)
+    assert reference.ended == EPOCHS
+    loader = reference.loaders["train"]
+    assert (loader.epoch, loader.start, len(loader)) == (EPOCHS, 0, PASS)
+    assert isinstance(loader.loader, DataLoader)
+    host = Host(resumed=reference.versions[PASS + 4][1])
+    loader = host.loader(IN_PROCESS["shuffled"]())
+    assert (loader.epoch, loader.start) == (1, 4)
+    assert len(list(loader)) == PASS - 4
+    assert (loader.epoch, loader.start) == (2, 0)
+    with pytest.raises(TypeError):
+        len(host.loader(DataLoader(Stream()), "stream"))
+
+
+def test_the_end_of_a_pass_is_not_counted_in_its_last_version():
+    reference = run(train(IN_PROCESS["shuffled"]), seed=1)
+    host = Host(resumed=reference.versions[PASS][1])
+    loader = host.loader(IN_PROCESS["shuffled"]())
+    assert (loader.epoch, loader.start) == (0, PASS)
+    assert list(loader) == []
+    assert (loader.epoch, loader.start) == (1, 0)
+    assert len(list(loader)) == PASS
+
+
+@pytest.mark.parametrize("name", ["shuffled", "generator", "list"])
+def test_versions_before_between_and_behind_passes(name):
+    def program(host: Host) -> None:
+        loader = host.loader(IN_PROCESS[name]())
+        if host.version is None:
+            host.updates += 1
+            host.save()
+        for epoch in range(loader.epoch, EPOCHS):
+            for i, batch in enumerate(loader, loader.start):
+                host.step(epoch, i, batch)
+            host.see("behind")
+            host.save()  # flush() by the user
+
+    check(
+        program, [[1], [6], [7], [12], [7, 12], [1, 2, 7]] if name == "list" else [[1], [7], [8], [13], [7, 13], [1, 7]]
+    )
+
+
+def test_a_pass_is_counted_where_it_trained():
+    host = Host()
+    loader = host.loader(IN_PROCESS["in order"]())
+    next(iter(loader))
+    assert loader.epoch == 0
+    next(iter(loader))
+    host.updates += 1
+    assert loader.epoch == 0
+    next(iter(loader))
+    assert loader.epoch == 1
+
+
+def test_a_second_iter_after_a_restore_begins_a_new_pass():
+    reference = run(train(IN_PROCESS["in order"]), seed=1)
+    loader = Host(resumed=reference.versions[3][1]).loader(IN_PROCESS["in order"]())
+    assert next(iter(loader))[0, 0] == 6
+    assert next(iter(loader))[0, 0] == 0
+    assert loader.epoch == 1
+
+
+def test_one_pass_at_a_time():
+    loader = Host().loader(IN_PROCESS["in order"]())
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    with pytest.raises(SessionError, match="iterated again"):
+        next(first)
+    assert len(list(second)) == PASS
+    assert list(second) == []
+
+
+# --------------------------------------------------------------------------------------------- several loaders
+
+
+def zipped(host: Host) -> None:
+    shared = torch.Generator().manual_seed(3)
+    one = host.loader(DataLoader(Noisy(), BATCH, shuffle=True, generator=shared))
+    two = host.loader(DataLoader(Noisy(7), BATCH, shuffle=True, generator=shared), "two")
+    scramble()
+    for epoch in range(two.epoch, EPOCHS):
+        for left, right in zip(one, two, strict=False):
+            host.step(epoch, left, right)
+
+
+def test_two_session_loaders():
+    check(zipped)
+
+
+def evaluate_plainly(host: Host) -> None:
+    for batch in DataLoader(Noisy(5), BATCH, shuffle=True):
+        host.see("evaluation", batch)
+
+
+def evaluate_in_session(host: Host, batches: int | None = None) -> None:
+    loader = host.loaders.get("val") or host.loader(DataLoader(Noisy(5), BATCH, shuffle=True), "val")
+    for batch in itertools.islice(loader, batches):
+        host.see("evaluation", batch)
+
+
+@pytest.mark.parametrize("batches", [None, 2])
+def test_evaluation_behind_the_pass(batches):
+    check(train(IN_PROCESS["shuffled"], behind=evaluate_plainly))
+    check(train(IN_PROCESS["shuffled"], behind=lambda host: evaluate_in_session(host, batches)))
+
+
+@pytest.mark.parametrize("where", ["plain", "session", "session, left"])
+def test_evaluation_inside_the_pass(where):
+    """A session loader closes the version before the evaluation, which a resume then does not run again: see there."""
+
+    def program(host: Host) -> None:
+        loader = host.loader(IN_PROCESS["generator"]())
+        quiet = DataLoader(Noisy(5, noise=False), BATCH)
+        val = quiet if where == "plain" else host.loader(quiet, "val")
+        for epoch in range(loader.epoch, EPOCHS):
+            for i, batch in enumerate(loader, loader.start):
+                host.step(epoch, i, batch)
+                if i % 2:
+                    for _ in itertools.islice(val, 2 if "left" in where else None):
+                        pass
+
+    check(program)
+
+
+# -------------------------------------------------------------------------------------------------- workers
+
+
+def workers(**more: Any) -> Callable[[], DataLoader]:
+    return lambda: DataLoader(Noisy(), BATCH, num_workers=2, **more)
+
+
+def test_workers_shuffled_with_noise():
+    check(train(workers(shuffle=True)), [[3], [6], [8, 9]])
+
+
+def test_workers_with_generator_left_by_break():
+    def build() -> DataLoader:
+        return workers(shuffle=True, generator=torch.Generator().manual_seed(5), prefetch_factor=3)()
+
+    check(train(build, leave_at=4), [[2], [5, 8]])
+
+
+def test_workers_and_a_stream():
+    check(train(lambda: DataLoader(Stream(), BATCH, num_workers=2)), [[5]])
+
+
+def test_persistent_workers(caplog):
+    caplog.set_level(logging.WARNING, "lightck")
+    noisy = train(workers(shuffle=True, persistent_workers=True))
+    check(noisy, [[4]])  # in the first pass noise is exact too
+    assert not caplog.records
+
+    def quiet() -> DataLoader:
+        return DataLoader(Noisy(noise=False), BATCH, shuffle=True, num_workers=2, persistent_workers=True)
+
+    check(train(quiet), [[9], [12, 14]])
+    assert "random augmentation inside the workers" in caplog.text
+
+
+def test_persistent_workers_between_passes():
+    def program(host: Host) -> None:
+        dataset = Noisy(noise=False)
+        loader = host.loader(DataLoader(dataset, BATCH, shuffle=True, num_workers=2, persistent_workers=True))
+        for epoch in range(loader.epoch, EPOCHS):
+            for i, batch in enumerate(loader, loader.start):
+                host.step(epoch, i, batch)
+            host.save()
+
+    check(program, [[6], [8]])
+
+
+# ------------------------------------------------------------------------------------------------- stateful
+
+stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "in order", "torch sampler"])
+def test_stateful(kind):
+    def build() -> Any:
+        if kind == "generator":
+            return stateful(Noisy(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(random.randrange(99)))
+        if kind == "torch sampler":
+            return stateful(Noisy(), BATCH, sampler=RandomSampler(Noisy()))
+        return stateful(Noisy(), BATCH, shuffle=kind == "shuffled")
+
+    check(train(build))
+
+
+def test_stateful_between_passes_and_workers():
+    def program(host: Host) -> None:
+        loader = host.loader(stateful(Noisy(noise=False), BATCH, shuffle=True, num_workers=2))
+        for epoch in range(loader.epoch, EPOCHS):
+            for i, batch in enumerate(loader, loader.start):
+                host.step(epoch, i, batch)
+            host.save()
+
+    check(program, [[4], [6]])
+
+
+class Queue:
+    """A loader of somebody's own, with a state and no class in common with torch's."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 100:
+            self.at += 1
+            yield self.at
+            if self.at % 5 == 0:
+                return
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_state_of_somebodys_own():
+    reference = run(train(Queue), seed=1)
+    host = run(train(Queue), seed=2, resumed=reference.versions[7][1])
+    assert host.log == reference.log[reference.versions[7][0] :]
+
+
+def test_a_state_that_the_loader_refuses():
+    reference = run(train(Queue), seed=1)
+    version = values.unpack(reference.versions[7][1])
+    version["loaders"]["train"]["inner"] = {"other": 1}
+    loader = Host(resumed=values.pack(version, path="v")).loader(Queue())
+    with pytest.raises(DriftError, match="refuses"):
+        iter(loader)
+
+
+# ----------------------------------------------------------------------------------------- drift and damage
+
+
+@pytest.fixture(scope="module")
+def version() -> bytes:
+    with rng.shielded():
+        return run(train(IN_PROCESS["generator"]), seed=1).versions[8][1]
+
+
+def drifted(version: bytes, dl: Any) -> str:
+    with pytest.raises(DriftError) as caught:
+        Host(resumed=version).loader(dl)
+    assert "with another name=" in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_loader_that_was_built_otherwise(version):
+    generator = torch.Generator()
+    assert "batch_size was 2 and is 3" in drifted(version, DataLoader(Noisy(), 3, shuffle=True, generator=generator))
+    assert "length was 6 and is 7" in drifted(version, DataLoader(Noisy(13), BATCH, shuffle=True, generator=generator))
+    text = drifted(version, DataLoader(Noisy(), BATCH, num_workers=2, persistent_workers=True, generator=generator))
+    for name in ("workers was 0 and is 2", "SequentialSampler", "persistent_workers was", "prefetch_factor was None"):
+        assert name in text
+    assert "generators was 1 and is 0" in drifted(version, DataLoader(Noisy(), BATCH, shuffle=True))
+    assert "class was" in drifted(version, [1, 2])
+    assert "kind was 'plain'" in drifted(version, stateful(Noisy(), BATCH))
+
+
+def test_between_passes_a_loader_may_change(caplog):
+    def save(dl: Any) -> bytes:
+        host = Host()
+        list(host.loader(dl))
+        host.save()
+        return host.versions[0][1]
+
+    saved = save(IN_PROCESS["generator"]())
+    loader = Host(resumed=saved).loader(DataLoader(Noisy(), 3, shuffle=True))
+    assert len(list(loader)) == 4
+    assert "built otherwise" in caplog.text
+    assert len(list(Host(resumed=saved).loader(stateful(Noisy(), 3)))) == 4
+
+
+def test_a_dataset_that_changed():
+    class Shifted(Noisy):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return super().__getitem__(index) + (index == 7)
+
+    saved = run(train(lambda: DataLoader(Noisy(), BATCH)), seed=1).versions
+    changed = Host(resumed=saved[4][1]).loader(DataLoader(Shifted(), BATCH))
+    before = rng.capture().to_value()
+    with pytest.raises(DriftError, match="dataset changed"):
+        iter(changed)
+    assert values.pack(rng.capture().to_value(), path="x") == values.pack(before, path="x")
+    assert changed.start == 4
+    iter(Host(resumed=saved[3][1]).loader(DataLoader(Shifted(), BATCH)))  # only the last batch is compared
+
+    saved = run(train(lambda: iter(range(9)) and Short(9)), seed=1).versions
+    with pytest.raises(DriftError, match="ended after 3 of the 5"):
+        iter(Host(resumed=saved[5][1]).loader(Short(3)))
+
+
+class Short:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+def test_batches_that_are_not_compared():
+    class Text(str):
+        pass
+
+    saved = run(train(lambda: [Text("a"), Text("b"), Text("c")]), seed=1).versions
+    assert values.unpack(saved[2][1])["loaders"]["train"]["checksum"] is None
+    assert values.unpack(saved[2][1])["loaders"]["train"]["r_last"] is None
+    assert list(Host(resumed=saved[2][1]).loader([Text("x"), Text("y"), Text("z")])) == ["z"]
+
+
+@pytest.mark.parametrize("name", ["sparse", "cyclic", "wide", "long", "empty", "scalar"])
+def test_odd_batches_do_no_harm(name):
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    batch = {
+        "sparse": torch.eye(3).to_sparse(),
+        "cyclic": cyclic,
+        "wide": torch.rand(70, 4000).t(),
+        "long": list(range(100_000)),
+        "empty": torch.empty(0, 3),
+        "scalar": (torch.tensor(1.5), torch.tensor(2, dtype=torch.bfloat16), np.float32(1), None),
+    }[name]
+    assert list(Host().loader([batch])) == [batch] or name == "cyclic"
+
+
+def test_warnings_say_what_is_not_exact(caplog):
+    Host().loader(DataLoader(Stream(), BATCH))
+    Host().loader(DataLoader(Noisy(), BATCH, num_workers=2, in_order=False))
+    Host().loader(DataLoader(Noisy(), BATCH))
+    assert [record.name for record in caplog.records] == ["lightck", "lightck"]
+    assert "iterable dataset" in caplog.text
+    assert "in_order=True" in caplog.text
+
+
+DAMAGE = [
+    ("kind", "other"),
+    ("kind", None),
+    ("epoch", -1),
+    ("epoch", True),
+    ("epoch", 2**70),
+    ("given", None),
+    ("live", 1),
+    ("live", False),
+    ("trained", "yes"),
+    ("identity", []),
+    ("identity", {"length": [1]}),
+    ("generators", None),
+    ("generators", []),
+    ("generators", [b""]),
+    ("generators", [b"x"]),
+    ("generators", [b"x"] * 17),
+    ("r_iter", None),
+    ("r_iter", {}),
+    ("r_first", None),
+    ("r_first", {"rng": {}, "generators": []}),
+    ("r_base", 3),
+    ("r_last", []),
+    ("checksum", "x"),
+    ("checksum", -1),
+    ("surplus", 1),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), DAMAGE)
+def test_damage(version, key, value):
+    position = values.unpack(version)["loaders"]["train"]
+    position[key] = value
+    with pytest.raises(CorruptPoolError, match="recover an older version"):
+        SessionLoader(IN_PROCESS["generator"](), Host(), "train", position)
+
+
+def test_damage_deep_inside(version):
+    position = values.unpack(version)["loaders"]["train"]
+    position["r_iter"]["generators"] = [b"\xff" * 5056]
+    with pytest.raises(CorruptPoolError, match="refuses its state"):
+        SessionLoader(IN_PROCESS["generator"](), Host(), "train", position)
+    position["r_iter"]["generators"] *= 2
+    with pytest.raises(CorruptPoolError, match="number of generators"):
+        SessionLoader(IN_PROCESS["generator"](), Host(), "train", position)
