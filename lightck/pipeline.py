@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from lightck.capture.inventory import Live, entry_of, staged
+from lightck.capture.inventory import Live, entry_of
 from lightck.capture.watch import Resting, Watched, changed_error
 from lightck.errors import LightckError
 from lightck.pool.backend import Backend
@@ -24,25 +23,11 @@ from lightck.pool.engine import COPIED, ENDED, Engine
 from lightck.pool.layout import Entry
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
-from lightck.pool.writer import FullError, Pending, PoolWriter, VersionPlan, create
+from lightck.pool.writer import FullError, Pending, PoolWriter, create
+from lightck.split import Closing, Split, record_of
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
-
-NOW_NBYTES = 4096
-"""Tensors up to this size are copied at the boundary itself: starting a background copy costs more."""
-
-
-@dataclass(slots=True)
-class Closing:
-    """A version as capture hands it over. ``provisional``: source to use instead of the live tensor, by name."""
-
-    step: int
-    iteration: int
-    lives: list[Live]
-    state: bytes
-    provisional: dict[str, torch.Tensor] = field(default_factory=dict)
-
 
 @dataclass(slots=True)
 class _Flight:
@@ -130,9 +115,9 @@ class Pipeline:
         self._flights.append(flight)
 
     def _begin(self, writer: PoolWriter, closing: Closing) -> _Flight:
-        numbers = [self._number(writer, live) for live in closing.lives]
+        records = [record_of(writer, live) for live in closing.lives]
         slot = self._free_slot(writer)
-        split = _Split(self, writer, slot, closing, numbers)
+        split = Split(self.resting, writer, slot, closing, records)
         pending = writer.begin(split.plan(closing), slot, split.keep)
         for live, number in split.stills:
             self.resting.written(live, writer.raw_crcs(slot, number))
@@ -143,19 +128,6 @@ class Pipeline:
             self._flights.append(flight)
             raise changed_error(hidden, "though it was at rest: versions before this one hold its old bytes")
         return flight
-
-    def _number(self, writer: PoolWriter, live: Live) -> int:
-        """The record of a tensor, with an extent that fits it as it is now."""
-        number = writer.numbers.get(live.name)
-        known = writer.known.get(live.name)
-        tensor = live.tensor
-        if number is not None and known is not None and known[0] is tensor and known[1] == tensor.data_ptr():
-            return number
-        entry = entry_of(live)
-        if number is None or not writer.entries[number].same_bytes_as(entry):
-            number = writer.add(entry)
-        writer.known[live.name] = (tensor, tensor.data_ptr())
-        return number
 
     def _free_slot(self, writer: PoolWriter) -> Slot:
         while True:
@@ -335,71 +307,6 @@ class Pipeline:
         if self.writer is not None:
             self.writer.close()
             self.writer = None
-
-
-class _Split:
-    """How each tensor of a version gets into its slot: at once, in the background, or not at all."""
-
-    def __init__(self, pipeline: Pipeline, writer: PoolWriter, slot: Slot, closing: Closing,
-                 numbers: list[int]) -> None:  # fmt: skip
-        self.keep: list[torch.Tensor] = []
-        self.stills: list[tuple[Live, int]] = []
-        self.left_out: list[Live] = []
-        self.background: list[Live] = []
-        self.background_numbers: list[int] = []
-        self._records: list[int] = []
-        self._sources: list[int] = []
-        self._now: list[bool] = []
-        self._kept: list[int] = []
-        self._present: list[int] = []
-        self._never = pipeline.resting.never
-        for live, number in zip(closing.lives, numbers, strict=True):
-            entry = writer.entries[number]
-            if not entry.nbytes:
-                self._present.append(number)
-            elif live.still and self._rests(pipeline.resting, writer, slot, live, number):
-                self._kept.append(number)
-                self.left_out.append(live)
-            else:
-                self._copy(live, number, entry, closing.provisional.get(live.name))
-
-    @staticmethod
-    def _rests(resting: Resting, writer: PoolWriter, slot: Slot, live: Live, number: int) -> bool:
-        crcs = resting.crcs_at_rest(live)
-        in_slot = bool(slot.image.in_slot[number])
-        return crcs is not None and in_slot and np.array_equal(crcs, writer.raw_crcs(slot, number))
-
-    def _copy(self, live: Live, number: int, entry: Entry, provisional: torch.Tensor | None) -> None:
-        source = staged(live.tensor) if provisional is None else provisional
-        is_view_of_live = source.data_ptr() == live.tensor.data_ptr()
-        now = (
-            entry.nbytes <= NOW_NBYTES
-            or entry.role == "buffer"
-            or live.still
-            or live.name in self._never
-            or not is_view_of_live
-        )
-        self._records.append(number)
-        self._sources.append(source.data_ptr())
-        self._now.append(now)
-        self.keep.append(source)
-        if live.still:
-            self.stills.append((live, number))
-        if not now:
-            self.background.append(live)
-            self.background_numbers.append(number)
-
-    def plan(self, closing: Closing) -> VersionPlan:
-        return VersionPlan(
-            closing.step,
-            closing.iteration,
-            np.array(self._records, np.int64),
-            np.array(self._sources, np.uint64),
-            np.array(self._now, np.bool_),
-            np.array(self._kept, np.int64),
-            np.array(self._present, np.int64),
-            closing.state,
-        )
 
 
 def in_order_of_need(entries: Any) -> list[Entry]:

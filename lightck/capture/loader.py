@@ -10,10 +10,9 @@ its host when a ``next()`` begins.
 from __future__ import annotations
 
 import logging
-import weakref
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -317,27 +316,13 @@ def _same(left: _Mark | None, right: _Mark | None) -> bool:
 # ------------------------------------------------------------------------------------------------- one pass
 
 
-class _Batches:
-    """The iterator of one pass. It alone holds the inner iterator, so that workers end when a loop lets go of it."""
-
-    __slots__ = ("__weakref__", "inner", "owner")
-
-    def __init__(self, owner: SessionLoader, inner: Iterator[Any]) -> None:
-        self.owner = owner
-        self.inner: Iterator[Any] | None = inner
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Any:
-        return self.owner._next(self)
-
-
 @dataclass(slots=True)
 class _Pass:
-    """The pass that is live. ``restored``: it was begun by a run before this one."""
+    """The pass that is live. ``restored``: it was begun by a run before this one.
 
-    batches: weakref.ref[_Batches]
+    ``left_at``: the updates that were finished when the loop let go of its iterator; None while it holds it.
+    """
+
     at_iter: _Mark
     updates: int
     at_first: _Mark | None = None
@@ -346,9 +331,31 @@ class _Pass:
     given: int = 0
     trained: bool = False
     restored: bool = False
+    left_at: int | None = None
 
     def has_trained(self, updates: int) -> bool:
-        return self.trained or updates > self.updates
+        return self.trained or (updates if self.left_at is None else self.left_at) > self.updates
+
+
+class _Batches:
+    """The iterator of one pass. It alone holds the inner iterator, so that workers end when a loop lets go of it."""
+
+    __slots__ = ("inner", "of", "owner")
+
+    def __init__(self, owner: SessionLoader, of: _Pass, inner: Iterator[Any]) -> None:
+        self.owner = owner
+        self.of = of
+        self.inner: Iterator[Any] | None = inner
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        return self.owner._next(self)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # a session that is gone counts nothing
+            self.of.left_at = self.owner._host.updates
 
 
 class SessionLoader:
@@ -451,7 +458,7 @@ class SessionLoader:
         generators = tuple(generator.get_state() for generator in self._generators)
         pass_, updates = self._pass, self._host.updates
         epoch = self._epoch
-        if pass_ is not None and pass_.batches() is None and not pass_.has_trained(updates):
+        if pass_ is not None and pass_.left_at is not None and not pass_.has_trained(updates):
             # Left, and nothing was trained in it (an evaluation, a peek): the next iter() begins a new one.
             epoch += int(pass_.restored)
             pass_ = None
@@ -600,10 +607,9 @@ class SessionLoader:
             ) from error
 
     def _enter(self, inner: Iterator[Any], before: _Mark) -> _Batches:
-        batches = _Batches(self, inner)
         self._iterated = True
-        self._pass = _Pass(weakref.ref(batches), before, self._host.updates)
-        return batches
+        self._pass = _Pass(before, self._host.updates)
+        return _Batches(self, self._pass, inner)
 
     def _resume(self, position: _Position) -> _Batches:
         assert position.at_iter is not None  # checked when it was read
@@ -618,10 +624,9 @@ class SessionLoader:
         self._set_generators(position.generators)
         self._pending = None
         batches = self._enter(inner, position.at_iter)
-        assert self._pass is not None
-        self._pass.at_first, self._pass.last = position.at_first, position.last
-        self._pass.checksum, self._pass.given = position.checksum, position.given
-        self._pass.trained, self._pass.restored = position.trained, True
+        pass_ = batches.of
+        pass_.at_first, pass_.last, pass_.checksum = position.at_first, position.last, position.checksum
+        pass_.given, pass_.trained, pass_.restored = position.given, position.trained, True
         return batches
 
     def _start_workers(self, position: _Position) -> bool:
@@ -669,7 +674,7 @@ class SessionLoader:
         if batches.inner is None:
             raise StopIteration
         pass_ = self._pass
-        if pass_ is None or pass_.batches() is not batches:
+        if pass_ is None or pass_ is not batches.of:
             raise SessionError(
                 f"loader {self._name!r} was iterated again, which ended this pass: a session loader has one position. "
                 "Wrap a second DataLoader, or take batches for other purposes from .loader."

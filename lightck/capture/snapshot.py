@@ -20,7 +20,7 @@ from lightck.capture import rng, values
 from lightck.capture.boundary import Event
 from lightck.capture.inventory import Live, ModelView, OptimizerView, staged
 from lightck.errors import StateValueError
-from lightck.pipeline import Closing
+from lightck.split import Closing
 
 if TYPE_CHECKING:
     from lightck.capture.loader import SessionLoader

@@ -142,8 +142,8 @@ class PoolWriter:
         self.numbers = {e.name: i for i, e in enumerate(self.entries)}
         self._n_table = len(self.entries)
         self._reserve_at = sb.reserve_offset
-        self.known: dict[str, tuple[object, int]] = {}
-        """name -> the tensor last seen there and its address: its extent need not be compared again."""
+        self.known: dict[str, object] = {}
+        """name -> what the caller remembers of a tensor whose extent it compared before."""
         self._generation: int = self.ring.generation if after is None else after._generation
         self.incarnation: int = self.ring.incarnation + 1 if after is None else after.incarnation
         self._last_position = max(self.ring.lines, key=lambda p: self.ring.lines[p].generation, default=-1)

@@ -1,0 +1,124 @@
+"""How each tensor of a version gets into its slot: at once, in the background, or not at all.
+
+Small tensors, buffers and what moved unannounced before are copied at the boundary itself; a still parameter that rests
+stays as it lies in the slot; all others are left to the copy threads. Reads no bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lightck.capture.inventory import Live, entry_of, is_plain, staged
+from lightck.capture.watch import Resting
+from lightck.pool.slots import Slot
+from lightck.pool.writer import PoolWriter, VersionPlan
+
+NOW_NBYTES = 4096
+"""Tensors up to this size are copied at the boundary itself: starting a background copy costs more."""
+
+
+@dataclass(slots=True)
+class Closing:
+    """A version as capture hands it over. ``provisional``: source to use instead of the live tensor, by name."""
+
+    step: int
+    iteration: int
+    lives: list[Live]
+    state: bytes
+    provisional: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where a tensor lies in the pool, and what of it need not be asked again while it stays where it is."""
+
+    number: int
+    tensor: torch.Tensor
+    address: int
+    nbytes: int
+    plain: bool
+    """Its own memory can be copied as it is."""
+    at_once: bool
+
+
+def record_of(writer: PoolWriter, live: Live) -> Record:
+    """The record of a tensor, with an extent that fits it as it is now. Raises ``FullError``."""
+    known = writer.known.get(live.name)
+    tensor = live.tensor
+    address = tensor.data_ptr()
+    if isinstance(known, Record) and known.tensor is tensor and known.address == address:
+        return known
+    entry = entry_of(live)
+    number = writer.numbers.get(live.name)
+    if number is None or not writer.entries[number].same_bytes_as(entry):
+        number = writer.add(entry)
+    plain = is_plain(tensor)
+    at_once = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not plain
+    record = Record(number, tensor, address, entry.nbytes, plain, at_once)
+    writer.known[live.name] = record
+    return record
+
+
+class Split:
+    """The tensors of one version, sorted by how they are written."""
+
+    def __init__(self, resting: Resting, writer: PoolWriter, slot: Slot, closing: Closing,
+                 records: list[Record]) -> None:  # fmt: skip
+        self.keep: list[torch.Tensor] = []
+        self.stills: list[tuple[Live, int]] = []
+        self.left_out: list[Live] = []
+        self.background: list[Live] = []
+        self.background_numbers: list[int] = []
+        self._numbers: list[int] = []
+        self._sources: list[int] = []
+        self._now: list[bool] = []
+        self._kept: list[int] = []
+        self._present: list[int] = []
+        for live, record in zip(closing.lives, records, strict=True):
+            if not record.nbytes:
+                self._present.append(record.number)
+            elif live.still and _rests(resting, writer, slot, live, record.number):
+                self._kept.append(record.number)
+                self.left_out.append(live)
+            else:
+                now = record.at_once or live.still or live.name in resting.never
+                self._copy(live, record, now, closing.provisional.get(live.name))
+
+    def _copy(self, live: Live, record: Record, now: bool, provisional: torch.Tensor | None) -> None:
+        source, address = live.tensor, record.address
+        if provisional is not None:
+            source, address = provisional, provisional.data_ptr()
+        elif not record.plain:
+            source = staged(live.tensor)
+            address = source.data_ptr()
+        self._numbers.append(record.number)
+        self._sources.append(address)
+        self._now.append(now)
+        self.keep.append(source)
+        if live.still:
+            self.stills.append((live, record.number))
+        if not now:
+            self.background.append(live)
+            self.background_numbers.append(record.number)
+
+    def plan(self, closing: Closing) -> VersionPlan:
+        return VersionPlan(
+            closing.step,
+            closing.iteration,
+            np.array(self._numbers, np.int64),
+            np.array(self._sources, np.uint64),
+            np.array(self._now, np.bool_),
+            np.array(self._kept, np.int64),
+            np.array(self._present, np.int64),
+            closing.state,
+        )
+
+
+def _rests(resting: Resting, writer: PoolWriter, slot: Slot, live: Live, number: int) -> bool:
+    """Whether the slot holds this still tensor's bytes already."""
+    crcs = resting.crcs_at_rest(live)
+    in_slot = bool(slot.image.in_slot[number])
+    return crcs is not None and in_slot and np.array_equal(crcs, writer.raw_crcs(slot, number))

@@ -1,0 +1,727 @@
+"""Bad input: each has its own error, the error says fact, reason and cure, and nothing was harmed.
+
+``refused`` is the one check for all of them: class and natural builtin, a message in at least three parts that names
+what it is about, every file in the folder as it was, the model as it was, and a pool whose lock is free again.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import gc
+import os
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import adam, child_that_holds, damage, everything, flip, forward, in_child, net, pool_with, same, train
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+import lightck
+from lightck import errors
+from lightck.pool.checksum import crc64
+from lightck.pool.format import SUPERBLOCK_NBYTES
+from lightck.pool.lock import PoolLock
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file but lock files, which stay by design."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.suffix != ".lock"}
+
+
+def check_message(error: BaseException, *about: str) -> None:
+    text = str(error)
+    parts = [part for part in re.split(r"[.;:](?:\s+|$)", text) if part]
+    assert len(parts) >= 3, f"no fact, reason and cure: {text}"
+    for word in about:
+        assert str(word) in text, f"{word!r} is not named: {text}"
+
+
+def check_kind(error: BaseException, kind: type, builtin: type) -> None:
+    assert type(error) is kind
+    assert isinstance(error, lightck.LightckError)
+    assert isinstance(error, builtin)
+
+
+@contextmanager
+def refused(kind: type, builtin: type, *about: Any, folder: Path | None = None, path: Path | None = None,
+            model: nn.Module | None = None, optimizer: Any = None) -> Iterator[None]:  # fmt: skip
+    """The block raises exactly this error, and nothing is harmed."""
+    files = files_of(folder) if folder is not None else {}
+    seen = everything(model, *([optimizer] if optimizer is not None else [])) if model is not None else None
+    with pytest.raises(kind) as caught:
+        yield
+    error = caught.value
+    caught = None
+    check_kind(error, kind, builtin)
+    check_message(error, *about)
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    if folder is not None:
+        assert files_of(folder) == files
+    if model is not None:
+        assert same(everything(model, *([optimizer] if optimizer is not None else [])), seen)
+    if path is not None and path.parent.is_dir():
+        PoolLock(str(path)).release()
+
+
+def anything() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net()
+    return model, adam(model)
+
+
+# -- the path --------------------------------------------------------------------------------------------------------
+
+
+def test_folder_that_is_missing(folder):
+    path = folder / "nowhere" / "run.pool"
+    model, optimizer = anything()
+    with refused(errors.PoolNotFoundError, FileNotFoundError, path, "folder", folder=folder, model=model):
+        lightck.attach(model, path, optimizer=optimizer)
+    with refused(errors.PoolNotFoundError, FileNotFoundError, path, folder=folder):
+        lightck.recover(path)
+
+
+def test_folder_that_is_a_file(folder):
+    (folder / "file").write_bytes(b"x")
+    path = folder / "file" / "run.pool"
+    model, optimizer = anything()
+    with refused(errors.PoolNotFoundError, FileNotFoundError, path, folder=folder):
+        lightck.attach(model, path, optimizer=optimizer)
+
+
+def test_recovery_of_a_pool_that_is_missing(folder, pool):
+    with refused(errors.PoolNotFoundError, FileNotFoundError, pool, folder=folder, path=pool):
+        lightck.recover(pool)
+
+
+def test_path_that_is_a_directory(folder):
+    path = folder / "checkpoints"
+    path.mkdir()
+    model, optimizer = anything()
+    for overwrite in (False, True):
+        with refused(errors.PoolPathError, IsADirectoryError, path, folder=folder, path=path, model=model):
+            lightck.attach(model, path, optimizer=optimizer, overwrite=overwrite)
+    with refused(errors.PoolPathError, IsADirectoryError, path, folder=folder):
+        lightck.recover(path)
+
+
+def test_path_that_is_a_special_file(folder, pool):
+    os.mkfifo(pool)
+    model, optimizer = anything()
+    with refused(errors.PoolPathError, IsADirectoryError, pool, folder=folder, path=pool, model=model):
+        lightck.attach(model, pool, optimizer=optimizer)
+    with refused(errors.PoolPathError, IsADirectoryError, pool):
+        lightck.recover(pool)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("content", [b"", b"print('hello')\n", b"\x80\x02PK" * 20000], ids=["empty", "short", "long"])
+def test_foreign_file_is_neither_read_nor_overwritten(folder, pool, content, overwrite):
+    pool.write_bytes(content)
+    model, optimizer = anything()
+    with refused(errors.NotAPoolError, ValueError, pool, folder=folder, path=pool, model=model):
+        lightck.attach(model, pool, optimizer=optimizer, overwrite=overwrite)
+    with refused(errors.NotAPoolError, ValueError, pool, folder=folder):
+        lightck.recover(pool)
+
+
+@pytest.mark.parametrize("keep", [4 << 20, 100_000, 10_000, 600], ids=str)
+def test_truncated_pool(folder, pool, keep):
+    model, optimizer = pool_with(pool)
+    os.truncate(pool, keep)
+    with refused(errors.PoolTruncatedError, EOFError, pool, folder=folder, path=pool, model=model):
+        lightck.attach(model, pool, optimizer=optimizer, resume=True)
+    with refused(errors.PoolTruncatedError, EOFError, pool, folder=folder):
+        lightck.recover(pool)
+    lightck.attach(model, pool, optimizer=optimizer, overwrite=True).close()
+
+
+def rewrite_superblocks(pool: Path, change: dict[int, bytes]) -> None:
+    """Put bytes into both superblocks, with a check that fits."""
+    with open(pool, "r+b") as f:
+        for copy_at in (0, SUPERBLOCK_NBYTES):
+            f.seek(copy_at)
+            body = bytearray(f.read(SUPERBLOCK_NBYTES - 8))
+            for at, new in change.items():
+                body[at : at + len(new)] = new
+            f.seek(copy_at)
+            f.write(bytes(body) + struct.pack("<Q", crc64(bytes(body))))
+
+
+@pytest.mark.parametrize("change", [{12: b"\x02\0"}, {32: b"\x01"}], ids=["major", "feature"])
+def test_newer_format(folder, pool, change):
+    model, optimizer = pool_with(pool)
+    rewrite_superblocks(pool, change)
+    for call in (lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True), lambda: lightck.recover(pool)):
+        with refused(errors.FormatError, ValueError, pool, "version", folder=folder, path=pool, model=model):
+            call()
+
+
+def test_both_superblocks_damaged(folder, pool):
+    model, optimizer = pool_with(pool)
+    flip(pool, 600)
+    flip(pool, SUPERBLOCK_NBYTES + 600)
+    with refused(errors.CorruptPoolError, ValueError, pool, folder=folder, path=pool, model=model):
+        lightck.attach(model, pool, optimizer=optimizer, resume=True)
+
+
+# -- permissions -----------------------------------------------------------------------------------------------------
+
+
+def as_nobody(work: Any) -> Any:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+
+    def drop() -> Any:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            work()
+        except lightck.LightckError as error:
+            return type(error).__name__, isinstance(error, PermissionError), str(error)
+        return "nothing was raised"
+
+    return in_child(drop)
+
+
+def check_denied(answer: Any, *about: str) -> None:
+    name, is_builtin, text = answer
+    assert (name, is_builtin) == ("PoolPermissionError", True)
+    check_message(Exception(text), *about)
+
+
+def test_folder_that_is_not_writable(folder, pool):
+    folder.chmod(0o755)
+    model, optimizer = anything()
+    check_denied(as_nobody(lambda: lightck.attach(model, pool, optimizer=optimizer)), str(folder))
+    assert list(folder.iterdir()) == []
+
+
+def test_pool_that_is_not_writable_or_not_readable(folder, pool):
+    model, optimizer = pool_with(pool)
+    folder.chmod(0o1777)
+    Path(f"{pool}.lock").unlink()
+    before = files_of(folder)
+    for options in ({"resume": True}, {"overwrite": True}):
+        check_denied(as_nobody(lambda o=options: lightck.attach(model, pool, optimizer=optimizer, **o)), str(folder))
+        Path(f"{pool}.lock").unlink(missing_ok=True)
+    check_denied(as_nobody(lambda: lightck.recover(pool)), str(pool))
+    pool.chmod(0o644)
+    check_denied(as_nobody(lambda: lightck.recover(pool)), str(pool), "trusted")
+    check_denied(as_nobody(lambda: lightck.attach(model, pool, optimizer=optimizer, overwrite=True)), str(pool))
+    assert files_of(folder) == before
+
+
+def test_folder_in_which_others_can_swap_the_pool(folder, pool):
+    folder.chmod(0o777)
+    model, optimizer = anything()
+    check_denied(as_nobody(lambda: lightck.attach(model, pool, optimizer=optimizer)), str(folder), "sticky")
+
+
+def test_lock_file_of_another_user(folder, pool):
+    folder.chmod(0o1777)
+    model, optimizer = anything()
+    lock = Path(f"{pool}.lock")
+    lock.write_bytes(b"")
+    lock.chmod(0o666)
+    check_denied(as_nobody(lambda: lightck.attach(model, pool, optimizer=optimizer)), str(lock))
+
+
+def test_symbolic_link_is_refused(folder, pool):
+    model, optimizer = pool_with(pool)
+    link = folder / "link.pool"
+    link.symlink_to(pool)
+    for overwrite in (False, True):
+        with refused(errors.PoolPathError, IsADirectoryError, link, "link", folder=folder, path=link, model=model):
+            lightck.attach(model, link, optimizer=optimizer, overwrite=overwrite)
+    with refused(errors.PoolPathError, IsADirectoryError, link):
+        lightck.recover(link)
+    assert link.is_symlink()
+
+
+def test_hard_link_is_refused(folder, pool):
+    model, optimizer = pool_with(pool)
+    os.link(pool, folder / "second.pool")
+    for call in (lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True), lambda: lightck.recover(pool)):
+        with refused(errors.PoolPermissionError, PermissionError, pool, "link", folder=folder, path=pool, model=model):
+            call()
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_pool_that_others_can_write_is_refused(folder, pool, mode):
+    model, optimizer = pool_with(pool)
+    pool.chmod(mode)
+    for call in (lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True), lambda: lightck.recover(pool)):
+        with refused(errors.PoolPermissionError, PermissionError, pool, "chmod", folder=folder, path=pool, model=model):
+            call()
+
+
+# -- space and medium ------------------------------------------------------------------------------------------------
+
+
+def on_small_tmpfs(nbytes: int, work: Any) -> Any:
+    """``work(folder)`` in a child that has a tmpfs of its own, invisible to everybody else."""
+
+    def run() -> Any:
+        libc = ctypes.CDLL(None, use_errno=True)
+        clone_newns, ms_rec, ms_private = 0x00020000, 0x4000, 1 << 18
+        if libc.unshare(clone_newns) != 0 or libc.mount(b"none", b"/", None, ms_rec | ms_private, None) != 0:
+            return "not permitted"
+        where = Path("/mnt")
+        if libc.mount(b"tmpfs", b"/mnt", b"tmpfs", 0, f"size={nbytes},mode=700".encode()) != 0:
+            return "not permitted"
+        return work(where)
+
+    answer = in_child(run)
+    if answer == "not permitted":
+        pytest.skip("mounting a tmpfs in a namespace is not permitted here")
+    return answer
+
+
+def test_no_space_for_the_pool_is_a_clean_error():
+    def work(where: Path) -> Any:
+        model, optimizer = anything()
+        with refused(errors.NoSpaceError, OSError, "/mnt/run.pool", "MB", folder=where, path=where / "run.pool",
+                     model=model):  # fmt: skip
+            lightck.attach(model, where / "run.pool", optimizer=optimizer)
+        return True
+
+    assert on_small_tmpfs(2 << 20, work) is True
+
+
+def test_no_space_when_the_pool_has_to_grow_leaves_the_old_one_intact():
+    def work(where: Path) -> Any:
+        model, optimizer = anything()
+        replay = Growing()
+        session = lightck.attach(model, where / "run.pool", optimizer=optimizer, state={"replay": replay})
+        train(model, optimizer, 2)
+        session.flush()
+        replay.value = torch.ones(3 << 20, dtype=torch.uint8)
+        train(model, optimizer, 1, start=2)
+        try:
+            session.flush()
+        except errors.NoSpaceError as error:
+            check_message(error, str(where / "run.pool"), "MB")
+            text = "NoSpaceError"
+        del session
+        gc.collect()
+        held = lightck.recover(where / "run.pool")
+        return text, held.step, sorted(files_of(where))
+
+    assert on_small_tmpfs(9 << 20, work) == ("NoSpaceError", 2, ["run.pool"])
+
+
+class Growing:
+    """An object for ``state`` that holds one value."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("level", ["os", "power"])
+def test_medium_that_falls_short_of_require(folder, pool, level):
+    model, optimizer = anything()
+    if str(folder).startswith("/dev/shm"):
+        with refused(errors.MediumError, OSError, level, "tmpfs", folder=folder, path=pool, model=model):
+            lightck.attach(model, pool, optimizer=optimizer, require=level)
+    else:
+        pytest.skip("/dev/shm is not writable")
+    assert list(folder.iterdir()) == [Path(f"{pool}.lock")]  # ours, from looking whether it is free
+
+
+def test_medium_that_suffices_is_accepted(pool):
+    model, optimizer = anything()
+    lightck.attach(model, pool, optimizer=optimizer, require="process").close()
+
+
+# -- in use ----------------------------------------------------------------------------------------------------------
+
+
+def test_pool_open_in_this_process(folder, pool):
+    model, optimizer = anything()
+    with lightck.attach(model, pool, optimizer=optimizer):
+        other = net(seed=1)
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with refused(errors.PoolLockedError, BlockingIOError, pool, "close", folder=folder, model=other):
+                lightck.attach(other, pool, optimizer=adam(other), **options)
+        train(model, optimizer, 2)
+    assert lightck.recover(pool).step == 2
+
+
+def test_pool_open_in_another_process(folder, pool):
+    model, optimizer = anything()
+    with child_that_holds(lambda: lightck.attach(model, pool, optimizer=optimizer)) as pid:
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with refused(errors.PoolLockedError, BlockingIOError, pool, f"pid {pid}", folder=folder, model=model):
+                lightck.attach(model, pool, optimizer=optimizer, **options)
+    lightck.attach(model, pool, optimizer=optimizer).close()
+
+
+def test_second_session_of_one_model(folder, pool):
+    model, optimizer = anything()
+    with (
+        lightck.attach(model, pool, optimizer=optimizer),
+        refused(errors.SessionError, RuntimeError, "close", model=model),
+    ):
+        lightck.attach(model, folder / "second.pool", optimizer=optimizer)
+    assert not (folder / "second.pool").exists()
+
+
+# -- what the pool holds ---------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_is_never_loaded_or_overwritten_unasked(folder, pool):
+    pool_with(pool, steps=3)
+    model, optimizer = anything()
+    with refused(errors.CheckpointExistsError, FileExistsError, pool, "step 3", "resume=True", "overwrite=True",
+                 folder=folder, path=pool, model=model, optimizer=optimizer):  # fmt: skip
+        lightck.attach(model, pool, optimizer=optimizer)
+
+
+def test_no_checkpoint_yet(folder, pool):
+    model, optimizer = anything()
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        with refused(errors.NoCheckpointError, LookupError, pool, folder=folder):
+            lightck.recover(pool)
+        assert session.committed is None
+
+
+def test_step_that_is_not_held(folder, pool):
+    model, optimizer = pool_with(pool, steps=4)
+    with refused(errors.NoCheckpointError, LookupError, pool, "step 17", "3, 4", folder=folder, model=model):
+        lightck.recover(pool, model, optimizer, step=17)
+
+
+def test_all_versions_damaged(folder, pool):
+    pool_with(pool)
+    damage(pool, "model/0.weight")
+    model, optimizer = anything()
+    with refused(errors.CorruptPoolError, ValueError, pool, "model/0.weight", "overwrite=True", folder=folder, path=pool):
+        lightck.recover(pool)
+    with refused(errors.CorruptPoolError, ValueError, pool, "step 3", "step 2", folder=folder, path=pool):
+        lightck.attach(model, pool, optimizer=optimizer, resume=True)
+    fresh = net(seed=1)
+    with lightck.attach(fresh, pool, optimizer=adam(fresh), overwrite=True) as session:
+        assert session.step == 0
+
+
+class Other(nn.Module):
+    """Like ``net`` but with one tensor each missing, extra, reshaped and retyped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("0", nn.Linear(4, 8))
+        self.add_module("2", nn.Linear(8, 2))
+        self.get_submodule("0").weight = nn.Parameter(torch.zeros(8, 5))
+        self.get_submodule("0").bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+        self.get_submodule("2").bias = None
+        self.more = nn.Parameter(torch.zeros(3))
+
+
+def test_model_that_differs_names_every_tensor(folder, pool):
+    pool_with(pool)
+    model = Other()
+    optimizer = adam(model)
+    for call in (
+        lambda: lightck.recover(pool, model, optimizer),
+        lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True),
+    ):
+        with refused(errors.DriftError, ValueError, "model/more", "model/2.bias", "model/0.weight", "model/0.bias",
+                     "[8, 4]", "[8, 5]", "float64", folder=folder, path=pool, model=model):  # fmt: skip
+            call()
+    with pytest.raises(errors.DriftError) as caught:
+        lightck.recover(pool, model)
+    drift = caught.value.drift
+    assert drift.missing == ("model/more",)
+    assert drift.extra == ("model/2.bias",)
+    assert [d.split(":")[0] for d in drift.reshaped] == ["model/0.weight"]
+    assert [d.split(":")[0] for d in drift.retyped] == ["model/0.bias"]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
+
+
+def fewer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(model.parameters())[:-1])
+
+
+@pytest.mark.parametrize(("build", "named"), [(sgd, "SGD"), (two_groups, "groups"), (fewer, "2.bias")])
+def test_optimizer_that_differs(folder, pool, build, named):
+    pool_with(pool)
+    model = net(seed=1)
+    optimizer = build(model)
+    for call in (
+        lambda: lightck.recover(pool, model, optimizer),
+        lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True),
+    ):
+        with refused(errors.DriftError, ValueError, "AdamW", named, folder=folder, path=pool, model=model,
+                     optimizer=optimizer):  # fmt: skip
+            call()
+
+
+def test_state_that_the_checkpoint_holds_and_nobody_takes(folder, pool):
+    pool_with(pool, state={"ema": Growing(1)})
+    model, optimizer = anything()
+    with refused(errors.DriftError, ValueError, "'ema'", folder=folder, path=pool, model=model, optimizer=optimizer):
+        lightck.attach(model, pool, optimizer=optimizer, resume=True)
+
+
+def test_state_object_that_refuses_what_was_saved(pool):
+    class Picky(Growing):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("momentum")
+
+    pool_with(pool, state={"ema": Growing(1)})
+    model, optimizer = anything()
+    with refused(errors.DriftError, ValueError, "'ema'", "KeyError", "momentum", path=pool):
+        lightck.attach(model, pool, optimizer=optimizer, state={"ema": Picky()}, resume=True)
+
+
+# -- values that cannot be stored ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"deep": [1, {2: object()}]}, "state/replay/value/deep/1/2"),
+        ([lambda: 0], "state/replay/value/0"),
+        (torch.zeros(2).to_sparse(), "state/replay/value"),
+        (type("Vector", (list,), {})(), "state/replay/value"),
+    ],
+    ids=["object", "function", "sparse", "subclass"],
+)
+def test_value_in_state_that_cannot_be_stored_is_named_by_its_path(folder, pool, value, path):
+    model, optimizer = anything()
+    with refused(errors.StateValueError, TypeError, path, folder=folder, path=pool, model=model):
+        lightck.attach(model, pool, optimizer=optimizer, state={"replay": Growing(value)})
+    assert files_of(folder) == {}
+
+
+def test_object_in_state_without_state_dict(folder, pool):
+    model, optimizer = anything()
+    with refused(errors.StateValueError, TypeError, "'counter'", "int", folder=folder, path=pool, model=model):
+        lightck.attach(model, pool, optimizer=optimizer, state={"counter": 5})
+    with refused(errors.StateValueError, TypeError, "'a/b'", folder=folder, path=pool, model=model):
+        lightck.attach(model, pool, optimizer=optimizer, state={"a/b": Growing()})
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3).to_sparse(), torch.zeros(3, device="meta")], ids=["sparse", "meta"])
+def test_model_tensor_that_cannot_be_stored_is_named(folder, pool, tensor):
+    model, optimizer = anything()
+    model.register_buffer("odd", tensor)
+    with refused(errors.StateValueError, TypeError, "model/odd", "persistent=False", folder=folder, path=pool):
+        lightck.attach(model, pool, optimizer=optimizer)
+    assert files_of(folder) == {}
+
+
+# -- too late, or two of them ----------------------------------------------------------------------------------------
+
+
+def test_scheduler_that_came_after_attach_is_an_error_at_the_first_step(pool):
+    model, optimizer = anything()
+    with lightck.attach(model, pool, optimizer=optimizer):
+        scheduler = StepLR(optimizer, 1)
+        forward(model).backward()
+        before = everything(model, optimizer)
+        with refused(errors.LateError, RuntimeError, "StepLR", "before attach", 'state={"scheduler": scheduler}'):
+            optimizer.step()
+        assert same(everything(model, optimizer), before)
+    del scheduler
+
+
+def test_scheduler_that_came_after_a_resume_is_an_error_at_the_first_step(pool):
+    model, optimizer = anything()
+    scheduler = ExponentialLR(optimizer, 0.5)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        train(model, optimizer, 2)
+        scheduler.step()
+    model, optimizer = anything()
+    scheduler = None
+    gc.collect()
+    with refused(errors.DriftError, ValueError, "'scheduler'", "before attach", path=pool, model=model):
+        lightck.attach(model, pool, optimizer=optimizer, resume=True)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, state={"scheduler": None}):
+        pass
+
+
+def test_scheduler_built_after_a_resume_reset_the_learning_rate(pool):
+    model, optimizer = anything()
+    scheduler = ExponentialLR(optimizer, 0.5)
+    with lightck.attach(model, pool, optimizer=optimizer, state={"scheduler": None}):
+        for number in range(2):
+            train(model, optimizer, 1, start=number)
+            scheduler.step()
+    model, optimizer = anything()
+    scheduler = None
+    gc.collect()
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, state={"scheduler": None}):
+        assert optimizer.param_groups[0]["lr"] == 0.0125
+        scheduler = ExponentialLR(optimizer, 0.5)
+        forward(model).backward()
+        with refused(errors.LateError, RuntimeError, "0.0125", "before attach"):
+            optimizer.step()
+    del scheduler
+
+
+def test_learning_rate_set_by_hand_after_a_resume_passes(pool):
+    pool_with(pool)
+    model, optimizer = anything()
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+        optimizer.param_groups[0]["lr"] = 0.001
+        train(model, optimizer, 1, start=session.step)
+
+
+def test_optimizer_and_scheduler_that_both_came_after_attach(pool):
+    model = net()
+    with lightck.attach(model, pool):
+        optimizer = adam(model)
+        scheduler = StepLR(optimizer, 1)
+        forward(model).backward()
+        with refused(errors.LateError, RuntimeError, "StepLR", "before attach"):
+            optimizer.step()
+    del scheduler
+
+
+def test_optimizer_that_comes_after_a_resume_is_too_late(folder, pool):
+    pool_with(pool)
+    gc.collect()
+    model = net(seed=1)
+    with refused(errors.LateError, RuntimeError, pool, "AdamW", "optimizer=", folder=folder, path=pool, model=model):
+        lightck.attach(model, pool, resume=True)
+
+
+def test_second_optimizer_for_the_same_parameters_after_attach(pool):
+    model, optimizer = anything()
+    with lightck.attach(model, pool, optimizer=optimizer):
+        second = sgd(model)
+        forward(model).backward()
+        with refused(errors.LateError, RuntimeError, "SGD", "before attach"):
+            second.step()
+
+
+def test_two_optimizers_for_one_model(folder, pool):
+    model, one = anything()
+    two = sgd(model)
+    with refused(errors.AmbiguousError, ValueError, "AdamW", "SGD", "optimizer=", folder=folder, path=pool, model=model):
+        lightck.attach(model, pool)
+    lightck.attach(model, pool, optimizer=one).close()
+    del two
+
+
+def test_two_schedulers_for_one_optimizer(folder, pool):
+    model, optimizer = anything()
+    one, two = StepLR(optimizer, 1), ExponentialLR(optimizer, 0.9)
+    with refused(errors.AmbiguousError, ValueError, "StepLR", "ExponentialLR", "state=", folder=folder, path=pool):
+        lightck.attach(model, pool, optimizer=optimizer)
+    lightck.attach(model, pool, optimizer=optimizer, state={"warmup": one, "decay": two}).close()
+
+
+def test_two_gradient_scalers(folder, pool):
+    model, optimizer = anything()
+    one, two = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    with refused(errors.AmbiguousError, ValueError, "GradScaler", "state=", folder=folder, path=pool):
+        lightck.attach(model, pool, optimizer=optimizer)
+    lightck.attach(model, pool, optimizer=optimizer, state={"scaler": one}).close()
+    del two
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "named"),
+    [
+        ({"interval": 0}, ValueError, "interval=0"),
+        ({"interval": True}, ValueError, "interval=True"),
+        ({"interval": 1.5}, ValueError, "interval=1.5"),
+        ({"slots": 1}, ValueError, "slots=1"),
+        ({"slots": 9}, ValueError, "slots=9"),
+        ({"slots": "3"}, ValueError, "slots='3'"),
+        ({"resume": True, "overwrite": True}, ValueError, "overwrite=True"),
+        ({"strategy": "full"}, TypeError, "strategy"),
+        ({"backend": "tape"}, ValueError, "backend='tape'"),
+        ({"require": "flood"}, ValueError, "require='flood'"),
+        ({"optimizer": "adam"}, TypeError, "optimizer="),
+        ({"state": {1: Growing()}}, TypeError, "1"),
+        ({"state": [Growing()]}, TypeError, "state="),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_wrong_argument(folder, pool, options, kind, named):
+    model, optimizer = anything()
+    with pytest.raises(kind) as caught:
+        lightck.attach(model, pool, **{"optimizer": optimizer, **options})
+    assert named in str(caught.value)
+    assert files_of(folder) == {}
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [7, b"/tmp/run.pool", None], ids=repr)
+def test_path_of_a_wrong_type(path):
+    model, optimizer = anything()
+    with pytest.raises(TypeError):
+        lightck.attach(model, path, optimizer=optimizer)
+    with pytest.raises(TypeError):
+        lightck.recover(path)
+
+
+def test_model_of_a_wrong_type(pool):
+    with pytest.raises(TypeError, match="not a torch.nn.Module"):
+        lightck.attach({"weight": torch.zeros(2)}, pool)
+    pool_with(pool)
+    with pytest.raises(TypeError, match="not a torch.nn.Module"):
+        lightck.recover(pool, {"weight": torch.zeros(2)})
+
+
+# -- the tree --------------------------------------------------------------------------------------------------------
+
+
+def test_every_error_is_also_the_builtin_that_the_tree_names():
+    for line in errors.__doc__.splitlines():
+        found = re.match(r".*── (\w+)\s+\((\w+)", line)
+        if found:
+            kind, builtin = getattr(errors, found[1]), getattr(builtins, found[2])
+            assert issubclass(kind, errors.LightckError)
+            assert issubclass(kind, builtin)
+    named = set(re.findall(r"── (\w+)", errors.__doc__)) | {"LightckError"}
+    assert named == {n for n, k in vars(errors).items() if isinstance(k, type) and issubclass(k, Exception)}
+
+
+def test_stale_temporary_is_removed_by_who_holds_the_lock(folder, pool):
+    model, optimizer = pool_with(pool)
+    stale = Path(f"{pool}.new")
+    stale.write_bytes(b"left behind by a kill while a pool was being made")
+    lightck.attach(model, pool, optimizer=optimizer, resume=True).close()
+    assert not stale.exists()
+
+
+def test_failed_attach_leaves_no_thread_and_no_descriptor(folder, pool):
+    pool_with(pool)
+    model, optimizer = anything()
+
+    def attempt() -> None:
+        with pytest.raises(errors.CheckpointExistsError):
+            lightck.attach(model, pool, optimizer=optimizer)
+
+    attempt()
+    before = (os.listdir("/proc/self/fd"), os.listdir("/proc/self/task"))
+    attempt()
+    assert (os.listdir("/proc/self/fd"), os.listdir("/proc/self/task")) == before

@@ -1,0 +1,206 @@
+"""Small trainings, crashes and damage: what the tests of the public API are built from.
+
+A *crash* is either a copy of the pool's file, taken in mid-training (what a kill leaves behind on tmpfs is exactly the
+file), or a forked child that dies. Neither needs a new interpreter.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import shutil
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lightck
+from lightck._native import lib
+from lightck.pool.reader import Version, open_pool
+
+BIG = 3000
+"""Rows that make a tensor too large to be copied at the boundary itself."""
+
+
+def net(width: int = 8, seed: int = 0, bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width, bias=bias), nn.Tanh(), nn.Linear(width, 2, bias=bias))
+
+
+def adam(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def batch(number: int, rows: int = 3) -> torch.Tensor:
+    """The batch of one iteration: the same in every run, and nothing is drawn from the global generators."""
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(1000 + number))
+
+
+def forward(model: nn.Module, number: int = 0) -> torch.Tensor:
+    return model(batch(number)).square().sum()
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0) -> None:
+    """``steps`` plain iterations. The last update is made and not closed."""
+    for number in range(start, start + steps):
+        optimizer.zero_grad()
+        forward(model, number).backward()
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+    """A deep copy of model and optimizers, for ``same``."""
+    return copy.deepcopy({"model": weights(model), "optimizers": [o.state_dict() for o in optimizers]})
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type, dtype and bits."""
+    if isinstance(one, torch.Tensor):
+        if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return one.numel() == 0 or bool((_bits(one) == _bits(other)).all())
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def is_step(checkpoint: lightck.Checkpoint, seen: dict[str, Any]) -> bool:
+    """Whether a loaded checkpoint holds what ``everything`` saw, model and one optimizer."""
+    optimizers = [checkpoint.optimizer] if isinstance(checkpoint.optimizer, dict) else checkpoint.optimizer or []
+    return same(dict(checkpoint.model), seen["model"]) and same(optimizers, seen["optimizers"])
+
+
+def pool_with(path: Path, steps: int = 3, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A closed pool that holds ``steps`` and ``steps - 1`` of a small training."""
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, path, optimizer=optimizer, **options):
+        train(model, optimizer, steps)
+    return model, optimizer
+
+
+# -- crashes ---------------------------------------------------------------------------------------------------------
+
+
+def crashed(pool: Path, name: str = "crashed.pool") -> Path:
+    """What a kill at this moment would leave behind, beside the pool."""
+    image = pool.with_name(name)
+    shutil.copyfile(pool, image)
+    image.chmod(0o600)
+    return image
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """The result of ``work`` in a forked child; its exception, if it has one, is raised here."""
+    result, status = _fork(work)
+    assert status == 0, f"the child ended with status {status}"
+    kind, value = result
+    if kind == "error":
+        raise AssertionError(f"in the child:\n{value}")
+    return value
+
+
+def killed_child(work: Callable[[], Any]) -> None:
+    """Run ``work`` in a forked child that has to die of SIGKILL."""
+    result, status = _fork(work)
+    assert os.WIFSIGNALED(status), f"the child was to be killed; it gave {result}"
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def kill_at(site: str, nth: int = 1) -> None:
+    """Die at the nth passing of this site from now on. To be called in a child."""
+    assert lib.lck_kill(site.encode(), nth) == lib.LCK_OK
+
+
+def _fork(work: Callable[[], Any]) -> tuple[Any, int]:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        try:
+            result = ("value", work())
+        except BaseException:
+            result = ("error", traceback.format_exc())
+        with os.fdopen(write, "wb") as out:
+            out.write(pickle.dumps(result))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as source:
+        data = source.read()
+    _, status = os.waitpid(pid, 0)
+    return (pickle.loads(data) if data else None), status
+
+
+@contextmanager
+def child_that_holds(work: Callable[[], Any]) -> Iterator[Any]:
+    """A forked child that runs ``work``, keeps its result alive and waits until the block is left."""
+    ready_read, ready_write = os.pipe()
+    end_read, end_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(end_write)
+        try:
+            kept = work()
+            os.write(ready_write, b"1")
+            os.read(end_read, 1)
+            del kept
+        except BaseException:
+            os.write(ready_write, traceback.format_exc()[-900:].encode())
+        os._exit(0)
+    os.close(ready_write)
+    os.close(end_read)
+    try:
+        answer = os.read(ready_read, 1000)
+        assert answer == b"1", answer.decode()
+        yield pid
+    finally:
+        os.close(end_write)
+        os.close(ready_read)
+        os.waitpid(pid, 0)
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+def versions(pool: Path) -> list[Version]:
+    """All versions whose manifest checks, newest first."""
+    reader = open_pool(str(pool))
+    try:
+        return [v for v in reader.versions() if isinstance(v, Version)]
+    finally:
+        reader.close()
+
+
+def flip(pool: Path, offset: int, mask: int = 0x40) -> None:
+    """Flip bits of one byte of the file."""
+    with open(pool, "r+b") as f:
+        f.seek(offset)
+        byte = f.read(1)[0]
+        f.seek(offset)
+        f.write(bytes([byte ^ mask]))
+
+
+def damage(pool: Path, name: str, steps: Sequence[int] | None = None, at: int = 0) -> None:
+    """Flip a bit of one tensor's payload, in the versions of these steps (all of them by default)."""
+    for version in versions(pool):
+        if steps is None or version.step in steps:
+            slot_offset, _ = version.reader.superblock.slots[version.line.slot]
+            flip(pool, slot_offset + version.entries[name].offset + at)
