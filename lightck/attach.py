@@ -21,8 +21,15 @@ from lightck.capture.discover import Found, discover, unwrap
 from lightck.capture.inventory import entry_of
 from lightck.capture.predict import predict
 from lightck.capture.snapshot import Capture, check_objects
-from lightck.checkpoint import Checkpoint
-from lightck.errors import CheckpointExistsError, LateError, NotAPoolError, PoolError, SessionError
+from lightck.checkpoint import Checkpoint, refuse_other_than_module
+from lightck.errors import (
+    CheckpointExistsError,
+    LateError,
+    NotAPoolError,
+    PoolError,
+    PoolNotFoundError,
+    SessionError,
+)
 from lightck.first_step import FirstStep
 from lightck.pipeline import Pipeline, in_order_of_need
 from lightck.pool import durability
@@ -30,6 +37,7 @@ from lightck.pool.backend import Backend
 from lightck.pool.backends import backend_for
 from lightck.pool.backends import pool_path as _pool_path
 from lightck.pool.format import SLOTS_MAX, CommitLine, DamagedError
+from lightck.pool.layout import Entry
 from lightck.pool.lock import PoolLock
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.ring import candidates
@@ -79,7 +87,7 @@ def attach(
         DriftError, CorruptPoolError: ``resume=True`` and the checkpoint does not fit, or none verifies.
         AmbiguousError, StateValueError, LateError, SessionError, MediumError: see each.
     """
-    _check_arguments(model, interval, resume, overwrite, strategy, slots)
+    _check_arguments(model, state, interval, resume, overwrite, strategy, slots)
     path = _pool_path(pool_path)
     kind = backend_for(path, backend)
     durable = kind.probe(path)
@@ -88,12 +96,13 @@ def attach(
     found = discover(positions, optimizer, state)
     check_objects(found.state)
     capture = Capture(model, found.optimizers, found.state)
-    attachment = _Attachment(model, path, kind, found, capture, resume=resume, overwrite=overwrite)
+    attachment = _Attachment(model, path, kind, found, _declined(state), capture, resume=resume, overwrite=overwrite)
     lock = PoolLock(path)
     meter = Meter()
     pipeline = Pipeline(path, kind, durable, slots or 2, meter, check=os.environ.get(CHECK_VARIABLE, "") == "1")
     try:
-        first = _first_step(found, optimizer, state)
+        kind.remove_stale(path)
+        first = _first_step(found, state)
         resumed = attachment.open(pipeline, slots)
         if resumed is not None:
             first.restored_now()
@@ -110,9 +119,11 @@ def attach(
     return session
 
 
-def _check_arguments(model: Any, interval: Any, resume: bool, overwrite: bool, strategy: Any, slots: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the module that you train.")
+def _check_arguments(model: Any, state: Any, interval: Any, resume: bool, overwrite: bool, strategy: Any,
+                     slots: Any) -> None:  # fmt: skip
+    refuse_other_than_module(model)
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
     if type(interval) is not int or interval < 1:
         raise ValueError(f"interval={interval!r}: it is the number of updates between versions, an int of at least 1.")
     if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
@@ -130,12 +141,15 @@ def _check_arguments(model: Any, interval: Any, resume: bool, overwrite: bool, s
         )
 
 
-def _first_step(found: Found, optimizer: Any, state: Mapping[str, Any] | None) -> FirstStep:
-    given = dict(state or {})
-    declined = "scheduler" in given and given["scheduler"] is None
-    chosen = {id(unwrap(o.optimizer)) for o in given.values() if isinstance(o, LRScheduler)}
-    watch = () if declined else tuple(o for o in found.optimizers if id(o) not in chosen)
-    return FirstStep(found.optimizers, found.state, watch)
+def _first_step(found: Found, state: Mapping[str, Any] | None) -> FirstStep:
+    given = state or {}
+    chosen = frozenset(id(unwrap(o.optimizer)) for o in given.values() if isinstance(o, LRScheduler))
+    return FirstStep(found.optimizers, found.state, "scheduler" in _declined(state), chosen)
+
+
+def _declined(state: Mapping[str, Any] | None) -> frozenset[str]:
+    """Names that the user said no to."""
+    return frozenset(name for name, obj in (state or {}).items() if obj is None)
 
 
 @dataclass(slots=True)
@@ -146,6 +160,7 @@ class _Attachment:
     path: str
     backend: Backend
     found: Found
+    declined: frozenset[str]
     capture: Capture
     resume: bool
     overwrite: bool
@@ -174,10 +189,10 @@ class _Attachment:
 
     def _existing(self) -> PoolReader | None:
         """The pool that lies there, if it may matter: None where there is none or it is to be discarded."""
-        if not os.path.lexists(self.path):
-            return None
         try:
             reader = open_pool(self.path, self.backend.name, write=True)
+        except PoolNotFoundError:
+            return None
         except NotAPoolError:
             raise
         except PoolError:
@@ -199,16 +214,18 @@ class _Attachment:
         if not self.resume:
             raise self._exists(reader)
         self._check_optimizer_in_time(reader)
-        checkpoint = restore_newest(reader, None, self.model, list(self.found.optimizers), self.found.state,
-                                    strict=True, complete=True)  # fmt: skip
+        state = {**self.found.state, **dict.fromkeys(self.declined)}
+        checkpoint = restore_newest(reader, None, self.model, list(self.found.optimizers), state, strict=True,
+                                    complete=True)  # fmt: skip
         _tell_rejected(checkpoint)
         return checkpoint.contents, checkpoint.line
 
     def _go_on_from(self, reader: PoolReader, known: Any) -> tuple[Any, CommitLine]:
-        if known.missing:
+        missing = [what for what in known.missing if what not in {f"state {name!r}" for name in self.declined}]
+        if missing:
             raise SessionError(
                 f"This model was restored from step {known.contents.step} of {self.path!r}, but "
-                f"{', '.join(known.missing)} of that version was restored nowhere. Going on would lose it. Pass "
+                f"{', '.join(missing)} of that version was restored nowhere. Going on would lose it. Pass "
                 "it to recover() or restore() too, or use attach(..., resume=True)."
             )
         try:
@@ -252,18 +269,25 @@ class _Attachment:
 
     def _create(self, pipeline: Pipeline) -> None:
         """Lay the pool out now, so that a full medium is an error here; later where the state cannot be foreseen."""
+        entries = self._foreseen()
+        if entries is not None:
+            pipeline.create(in_order_of_need(entries.values()), self.capture.expected_state_nbytes)
+        elif self.overwrite:
+            self.backend.discard(self.path)  # or a crash before the first version would bring it back
+
+    def _foreseen(self) -> dict[str, Entry] | None:
         lives = list(self.capture.expected_tensors())
         entries = {live.name: entry_of(live) for live in lives}
         if not self.capture.optimizers:
             log.info("lightck: no optimizer is alive yet: the pool is laid out at the first boundary")
-            return
+            return None
         for view in self.capture.optimizers:
             foreseen = predict(view)
             if foreseen is None:
-                return
+                return None
             for entry in foreseen:
                 entries.setdefault(entry.name, entry)
-        pipeline.create(in_order_of_need(entries.values()), self.capture.expected_state_nbytes)
+        return entries
 
 
 def _tell_rejected(checkpoint: Checkpoint) -> None:

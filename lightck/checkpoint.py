@@ -118,21 +118,27 @@ class Checkpoint:
         return {"state": state, "param_groups": groups}
 
 
+def refuse_other_than_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the module that you train.")
+
+
 def plan_restore(contents: Contents, model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, *,
                  strict: bool, complete: bool = False) -> _restore.Plan:  # fmt: skip
-    """Check a restore into these objects; nothing changes yet."""
+    """Check a restore into these objects; nothing changes yet. A name in ``state`` whose object is None is declined."""
+    refuse_other_than_module(model)
     if has_open_session(model):
         raise SessionError(
             "This model's session is open: restoring into it would change what it is saving. Close the session first "
             "(session.close()), then restore and attach again."
         )
     many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
-    objects = {n: o for n, o in (state or {}).items() if o is not None}
-    return _restore.check(contents, model, [unwrap(o) for o in many], objects, strict=strict, complete=complete)
+    return _restore.check(contents, model, [unwrap(o) for o in many], state or {}, strict=strict, complete=complete)
 
 
 def not_taken(plan: _restore.Plan) -> tuple[str, ...]:
     """What a version holds and this restore did not take: attach asks for it."""
     taken = {id(saved) for saved, _ in plan.optimizers}
     missing = [f"the {saved.class_name}" for saved in plan.contents.optimizers if id(saved) not in taken]
-    return (*missing, *(f"state {name!r}" for name in plan.contents.state if name not in plan.objects))
+    taken_state = plan.objects.keys() | plan.declined
+    return (*missing, *(f"state {name!r}" for name in plan.contents.state if name not in taken_state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,10 @@ class FirstStep:
 
     optimizers: tuple[Optimizer, ...]
     objects: Mapping[str, Any]
-    watch_schedulers: tuple[Optimizer, ...]
-    """Optimizers whose schedulers were looked for (none was passed, and none was declined)."""
+    declined: bool = False
+    """Whether schedulers need not be saved: state={"scheduler": None}."""
+    chosen: frozenset[int] = frozenset()
+    """ids of the optimizers whose scheduler was passed: others of them are the user's business."""
     restored: bool = False
     position_used: bool = False
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
@@ -39,7 +41,7 @@ class FirstStep:
     def check(self, capture: Capture) -> None:
         """Raises ``LateError`` for a scheduler that was made after attach."""
         self._check_lr()
-        self._check_schedulers()
+        self._check_schedulers([view.optimizer for view in capture.optimizers])
         if self.restored and not self.position_used and not any(is_loader(o) for o in self.objects.values()):
             log.warning(
                 "lightck: the training was resumed, but nothing asked where: the loop starts at its beginning. Start "
@@ -57,21 +59,20 @@ class FirstStep:
             if "initial_lr" in group and float(group["lr"]) != restored:
                 raise LateError(
                     f"The learning rate was restored as {restored:g} and is {float(group['lr']):g} now, though no "
-                    "known scheduler moved: an LR scheduler was built after attach and reset it. Build the scheduler before "
-                    'attach, or pass it: attach(..., state={"scheduler": scheduler}).'
+                    "known scheduler moved: an LR scheduler was built after attach and reset it. Build the scheduler "
+                    'before attach, or pass it: attach(..., state={"scheduler": scheduler}).'
                 )
 
-    def _check_schedulers(self) -> None:
+    def _check_schedulers(self, optimizers: list[Optimizer]) -> None:
         known = {id(o) for o in self.objects.values()}
-        late = [s for s in _schedulers(self.watch_schedulers) if id(s) not in known]
-        if late:
-            raise LateError(
-                f"A {type(late[0]).__name__} was built after attach and is not saved. After a crash it would start "
-                'over. Build it before attach, or pass it: attach(..., state={"scheduler": scheduler}); '
-                'state={"scheduler": None} says that it need not be saved.'
-            )
-
-
-def _schedulers(optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
-    wanted = tuple(optimizers)
-    return schedulers_of(wanted) if wanted else []
+        watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
+        for collect in (False, True):  # one that is only waiting for collection is no reason to stop a training
+            found = schedulers_of(watched, collect=collect) if watched else []
+            late = [s for s in found if id(s) not in known]
+            if not late:
+                return
+        raise LateError(
+            f"An LR scheduler ({type(late[0]).__name__}) was built after attach and is not saved. After a crash it "
+            'would start over. Build it before attach, or pass it: attach(..., state={"scheduler": scheduler}); '
+            'state={"scheduler": None} says that it need not be saved.'
+        )

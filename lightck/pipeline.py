@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightck.capture.inventory import Live, entry_of
+from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting, Watched, changed_error
 from lightck.errors import LightckError
 from lightck.pool.backend import Backend
@@ -24,7 +25,7 @@ from lightck.pool.layout import Entry
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
 from lightck.pool.writer import FullError, Pending, PoolWriter, create
-from lightck.split import Closing, Split, record_of
+from lightck.split import Split, record_of
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
@@ -69,7 +70,11 @@ class Pipeline:
     def create(self, entries: Sequence[Entry], state_nbytes: int) -> None:
         """Make the pool now, empty, and visible at its path."""
         writer = self._new_writer(entries, state_nbytes)
-        writer.reader.container.publish()
+        try:
+            writer.reader.container.publish()
+        except BaseException:
+            writer.close()
+            raise
         self.writer = writer
 
     def open(self, reader: PoolReader) -> PoolWriter:
@@ -115,15 +120,19 @@ class Pipeline:
         self._flights.append(flight)
 
     def _begin(self, writer: PoolWriter, closing: Closing) -> _Flight:
-        records = [record_of(writer, live) for live in closing.lives]
+        records = [record_of(writer, live, self.finish) for live in closing.lives]
         slot = self._free_slot(writer)
         split = Split(self.resting, writer, slot, closing, records)
+        hidden = self.resting.audit(split.left_out, writer.superblock.block)
+        if hidden is not None:  # it does not rest: this version has to write it
+            split = Split(self.resting, writer, slot, closing, records)
         pending = writer.begin(split.plan(closing), slot, split.keep)
         for live, number in split.stills:
             self.resting.written(live, writer.raw_crcs(slot, number))
-        hidden = self.resting.audit(split.left_out, writer.superblock.block)
         self._meter.left_out = len(split.left_out)
         flight = _Flight(pending, Watched(split.background, split.background_numbers), closing.step)
+        if self._check:
+            flight.watched.prove(writer.superblock.block)
         if hidden is not None:
             self._flights.append(flight)
             raise changed_error(hidden, "though it was at rest: versions before this one hold its old bytes")
@@ -180,7 +189,7 @@ class Pipeline:
             return
         for flight in self._open_flights():
             if flight.pending.job.info().state == COPIED and not flight.watched.moved():
-                flight.pending.job.release()
+                self._settle(flight)
 
     def copies_done(self) -> None:
         """Help until no copy is under way: arbitrary code (an evaluation with swapped weights) may follow."""
@@ -212,6 +221,13 @@ class Pipeline:
                     return False
                 self._reap()
         return True
+
+    def finish_quietly(self) -> None:
+        """As ``finish``, where nobody is left to raise to: an error is logged, and its version stays uncommitted."""
+        try:
+            self.finish()
+        except Exception as err:
+            log.error("lightck: %s", err)
 
     def _open_flights(self) -> list[_Flight]:
         return [f for f in self._flights if not f.pending.job.is_released]
@@ -304,6 +320,8 @@ class Pipeline:
     def close(self) -> None:
         """Stop the threads and unmap. Versions that are not released are dropped; others were finished before."""
         self.engine.close()
+        self._flights.clear()
+        self.resting = Resting()
         if self.writer is not None:
             self.writer.close()
             self.writer = None

@@ -17,10 +17,11 @@ from torch import nn
 from lightck import restore as _restore
 from lightck.checkpoint import Checkpoint, plan_restore
 from lightck.contents import Contents, MemorySource, load_tensor
-from lightck.errors import CorruptPoolError, NoCheckpointError
+from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.backends import pool_path as _pool_path
 from lightck.pool.format import DamagedError
 from lightck.pool.reader import PoolReader, Rejected, Version, open_pool
+from lightck.pool.ring import Ring
 from lightck.resume import mark_poisoned
 
 T = TypeVar("T")
@@ -69,10 +70,12 @@ def recover(
 def newest(
     reader: PoolReader, step: int | None, take: Callable[[Version, Contents, list[Rejected]], T]
 ) -> T:
-    """``take`` of the newest version that it does not reject by ``DamagedError``."""
+    """``take`` of the newest version that it does not reject by ``DamagedError``.
+
+    On a pool in use a slot may be re-used while we look at it: as long as new lines appear, we look again.
+    """
     for _ in range(_ATTEMPTS):
-        rejected: list[Rejected] = []
-        reused = False
+        ring, rejected = reader.ring(), []
         for version in reader.versions(step):
             if isinstance(version, Rejected):
                 rejected.append(version)
@@ -81,16 +84,18 @@ def newest(
                 contents = parse(version)
                 taken = take(version, contents, rejected)
             except DamagedError as err:
-                reused |= not version.is_intact()
                 rejected.append(Rejected(version.step, version.line.generation, str(err)))
                 continue
             if version.is_intact():
                 return taken
-            reused = True
             rejected.append(Rejected(version.step, version.line.generation, "its slot was reused while it was read"))
-        if not reused:
-            break
-    raise _nothing_left(reader, step, rejected)
+        if reader.ring() == ring:
+            raise _nothing_left(reader, ring, step, rejected)
+    raise PoolLockedError(
+        f"The pool {reader.path!r} is in use, and its versions were overwritten faster than they could be read, "
+        f"{_ATTEMPTS} times. Nothing is wrong with it. Try again, end the training first, or give it more slots: "
+        "attach(..., slots=3)."
+    )
 
 
 def parse(version: Version) -> Contents:
@@ -101,19 +106,18 @@ def parse(version: Version) -> Contents:
         raise DamagedError(str(err)) from err
 
 
-def _nothing_left(reader: PoolReader, step: int | None, rejected: list[Rejected]) -> Exception:
-    ring = reader.ring()
+def _nothing_left(reader: PoolReader, ring: Ring, step: int | None, rejected: list[Rejected]) -> Exception:
     reasons = tuple(map(str, rejected)) + tuple(f"commit line {p} is damaged" for p in ring.damaged)
     if ring.is_empty:
         return NoCheckpointError(
-            f"The pool {reader.path!r} holds no checkpoint yet: no step was committed before the training ended. "
-            "Start it afresh; attach(..., resume=True) does that by itself."
+            f"The pool {reader.path!r} holds no checkpoint yet. The training that made it committed no step so far. "
+            "If it has ended, start it afresh; attach(..., resume=True) does that by itself."
         )
-    if step is not None and not rejected:
-        held = sorted({line.step for line in ring.lines.values()})
+    held = {ln.step for ln in ring.lines.values() if reader.slot_generation(ln.slot) in (None, ln.payload_generation)}
+    if step is not None and step not in held:
         return NoCheckpointError(
-            f"The pool {reader.path!r} does not hold step {step}. Its commit lines name steps {held}, and a pool keeps "
-            "the newest few. Ask for one of them, or leave step out."
+            f"The pool {reader.path!r} does not hold step {step}. It holds {', '.join(map(str, sorted(held)))}: older "
+            "steps were overwritten, since a pool keeps the newest few. Ask for one of these, or leave step out."
         )
     return CorruptPoolError(
         f"No version in the pool {reader.path!r} verifies: {'; '.join(reasons)}. Nothing was restored. Use another "

@@ -60,6 +60,8 @@ class Plan:
     """Entry name -> live tensor to fill."""
     optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
+    declined: frozenset[str] = frozenset()
+    """Names in ``state`` that the user said no to."""
     extra: list[tuple[str, nn.Module]] = field(default_factory=list)
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     """Entry name -> the tensor that holds its bytes now, as far as ``apply`` got."""
@@ -78,12 +80,14 @@ def check(
 ) -> Plan:
     """Compare a version with a live training. Raises ``DriftError`` where they differ and ``strict`` is set.
 
+    ``objects``: name -> object, or None for a name that is declined.
+
     ``complete``: what the version holds and nobody takes (an optimizer, a name in ``state``) is drift too.
     """
     view = ModelView(model)
     names = view.names_by_id()
     opt_views = [OptimizerView(i, o, names) for i, o in enumerate(optimizers)]
-    plan = Plan(contents, Drift())
+    plan = Plan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
     notes: list[str] = []
     tensors = list(view.tensors(frozenset())) + [live for o in opt_views for live in o.outside()]
     missing, extra, reshaped, retyped = _match_tensors(contents, tensors, plan)
@@ -129,7 +133,7 @@ def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan
         live = max(left, key=lambda v: len(wanted & {n for n, _ in v.params}), default=None)
         if live is None:
             if complete:
-                notes.append(f"the checkpoint holds a {saved.class_name}, and no optimizer takes it")
+                notes.append(f"the checkpoint holds the state of {saved.class_name}, and no optimizer takes it")
             continue
         left.remove(live)
         problem = _optimizer_problem(saved, live)
@@ -142,7 +146,7 @@ def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan
 
 def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | None:
     if saved.class_name != live.class_name:
-        return f"the checkpoint holds a {saved.class_name}, the live optimizer is a {live.class_name}"
+        return f"the checkpoint holds the state of {saved.class_name}, and the live optimizer is {live.class_name}"
     if len(saved.names) != len(live.names):
         return f"{live.class_name} has {len(live.names)} parameter groups, the checkpoint {len(saved.names)}"
     for g, (was, now) in enumerate(zip(saved.names, live.names, strict=True)):
@@ -155,14 +159,15 @@ def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | N
 def _match_objects(contents: Contents, objects: Mapping[str, Any], plan: Plan, notes: list[str],
                    complete: bool) -> None:  # fmt: skip
     for name in contents.state:
-        if name in objects:
+        if objects.get(name) is not None:
             plan.objects[name] = objects[name]
-        elif complete:
+        elif complete and name not in plan.declined:
             notes.append(
                 f"the checkpoint holds state {name!r}, and nothing live takes it (a scheduler is built before attach; "
                 f'others are passed in state={{"{name}": ...}}; None there declines it)'
             )
-    notes.extend(f"the checkpoint holds nothing for state {name!r}" for name in objects if name not in contents.state)
+    asked = objects.keys() - plan.declined - contents.state.keys()
+    notes.extend(f"the checkpoint holds nothing for state {name!r}" for name in sorted(asked))
 
 
 def _match_extra(contents: Contents, view: ModelView, plan: Plan, notes: list[str]) -> None:

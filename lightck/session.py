@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.capture.boundary import Boundary, Event
 from lightck.capture.discover import Found, drives
-from lightck.capture.hooks import Hooks
+from lightck.capture.hooks import Hooks, remove
 from lightck.capture.loader import SessionLoader
 from lightck.capture.rng import RngState
 from lightck.capture.snapshot import Capture
@@ -79,9 +79,9 @@ class Session:
         self._scaler_stepped = False
         self._scaler_skipped()
         self._hooks = Hooks(_Proxy(self), model, found.optimizers)
-        self._finalizer = weakref.finalize(self, _finalize, pipeline, lock, self._hooks)
+        self._finalizer = weakref.finalize(self, _finalize, os.getpid(), pipeline, lock, self._hooks.handles)
         self._finalizer.atexit = False
-        atexit.register(_at_exit, weakref.ref(self))
+        _living.add(self)
 
     # -- what a user reads -------------------------------------------------------------------------------
 
@@ -148,6 +148,8 @@ class Session:
     def flush(self, timeout: float | None = None) -> int | None:
         """Commit the current step too, and return it. Raises ``FlushTimeoutError`` after ``timeout`` seconds."""
         self._check_usable()
+        if self._paused:
+            raise SessionError("flush() inside paused(): the weights are not the training's now. Leave paused() first.")
         with self._meter.stall():
             self._raise_failure()
             self._event(Event.FLUSH)
@@ -202,8 +204,8 @@ class Session:
         with self._meter.stall():
             self._raise_failure()
             if self._first_step is not None:
-                first, self._first_step = self._first_step, None
-                first.check(self._capture)
+                self._first_step.check(self._capture)
+                self._first_step = None
             if self._boundary.is_due(Event.PRE_STEP):
                 self._event(Event.PRE_STEP)
                 self._tell_no_forward()
@@ -257,8 +259,9 @@ class Session:
         known = {id(p) for view in self._capture.optimizers for _, p in view.params}
         if any(id(p) in known for g in optimizer.param_groups for p in g["params"]):
             raise LateError(
-                f"A {type(optimizer).__name__} steps parameters that another optimizer had at attach. lightck saves "
-                "the state of that other one. Build the optimizer before attach, or close the session and attach again."
+                f"An optimizer ({type(optimizer).__name__}) steps parameters that another one had at attach. lightck "
+                "saves the state of that other one. Build the optimizer before attach, or close the session and "
+                "attach again."
             )
         log.info("lightck: %s was made after attach and is followed from its first step", type(optimizer).__name__)
         self._capture.add_optimizer(optimizer)
@@ -275,6 +278,7 @@ class Session:
         with self._meter.stall():
             self._raise_failure()
             self._event(Event.NEXT)
+            self._guard(self._pipeline.poll)
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """A pass ended: an evaluation with swapped weights may follow, so the copies end first."""
@@ -296,7 +300,7 @@ class Session:
         return os.getpid() != self._pid
 
     def _event(self, event: Event) -> None:
-        if self._paused and event not in (Event.FLUSH,):
+        if self._paused:
             return
         if not self._boundary.is_due(event):
             self._boundary.passed_without_update(event, self._scaler_skipped())
@@ -369,17 +373,14 @@ class Session:
         """Finish the closed versions, drop the open one: after an exception, or at exit."""
         if not self._is_open:
             return
-        try:
-            if not self._is_forked and self._failure is None:
-                self._pipeline.finish()
-        except Exception as err:
-            log.error("lightck: %s", err)
-        finally:
-            self._release()
+        self._release()
 
     def _release(self) -> None:
         self._is_open = False
         self._finalizer()
+        self._capture.forget()
+        self._hooks.forget()
+        self._first_step = None
 
     @property
     def is_open(self) -> bool:
@@ -387,17 +388,17 @@ class Session:
 
 
 class _Proxy:
-    """What hooks and loaders hold: the session if it is alive, open and in its own process, else nothing happens.
+    """What hooks and loaders hold: the session while it is open and in its own process, else nothing happens.
 
-    A hook must not keep a session (and through it a pool) alive, and a forked child must not touch either.
+    So a session lives as long as the model that carries its hooks, also where nobody keeps what ``attach`` returned;
+    and a forked child never touches the mapping that it does not have.
     """
 
     def __init__(self, session: Session) -> None:
-        self._session = weakref.ref(session)
+        self._session = session
 
     def _live(self) -> Session | None:
-        session = self._session()
-        return session if session is not None and session.is_open and not session._is_forked else None
+        return self._session if self._session.is_open and not self._session._is_forked else None
 
     def __getattr__(self, name: str) -> Any:
         session = self._live()
@@ -405,8 +406,7 @@ class _Proxy:
 
     @property
     def updates(self) -> int:
-        session = self._session()
-        return session.updates if session is not None else 0
+        return self._session.updates
 
     def take_restored_rng(self) -> RngState | None:
         session = self._live()
@@ -417,15 +417,21 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _finalize(pipeline: Pipeline, lock: PoolLock, hooks: Hooks) -> None:
-    hooks.remove()
+def _finalize(pid: int, pipeline: Pipeline, lock: PoolLock, handles: list[Any]) -> None:
+    """What is left to do when a session ends, also by garbage collection: closed versions commit, threads end."""
+    remove(handles)
     try:
+        if os.getpid() == pid:
+            pipeline.finish_quietly()
         pipeline.close()
     finally:
         lock.release()
 
 
-def _at_exit(ref: weakref.ref[Session]) -> None:
-    session = ref()
-    if session is not None:
+_living: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for session in list(_living):
         session._abandon()

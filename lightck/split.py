@@ -6,29 +6,20 @@ stays as it lies in the slot; all others are left to the copy threads. Reads no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from lightck.capture.inventory import Live, entry_of, is_plain, staged
+from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter, VersionPlan
 
 NOW_NBYTES = 4096
 """Tensors up to this size are copied at the boundary itself: starting a background copy costs more."""
-
-
-@dataclass(slots=True)
-class Closing:
-    """A version as capture hands it over. ``provisional``: source to use instead of the live tensor, by name."""
-
-    step: int
-    iteration: int
-    lives: list[Live]
-    state: bytes
-    provisional: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +29,40 @@ class Record:
     number: int
     tensor: torch.Tensor
     address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
     nbytes: int
     plain: bool
     """Its own memory can be copied as it is."""
     at_once: bool
 
+    def describes(self, tensor: torch.Tensor) -> bool:
+        """Shape and stride are asked for too: ``resize_``, ``t_`` and ``.data = ...`` can keep object and address."""
+        return (
+            self.tensor is tensor
+            and self.address == tensor.data_ptr()
+            and self.shape == tensor.shape
+            and self.stride == tensor.stride()
+        )
 
-def record_of(writer: PoolWriter, live: Live) -> Record:
-    """The record of a tensor, with an extent that fits it as it is now. Raises ``FullError``."""
+
+def record_of(writer: PoolWriter, live: Live, settle: Callable[[], object]) -> Record:
+    """The record of a tensor, with an extent that fits it as it is now. Raises ``FullError``.
+
+    ``settle`` ends all versions in flight: it is called before a new extent moves the manifests in memory.
+    """
     known = writer.known.get(live.name)
     tensor = live.tensor
-    address = tensor.data_ptr()
-    if isinstance(known, Record) and known.tensor is tensor and known.address == address:
+    if isinstance(known, Record) and known.describes(tensor):
         return known
     entry = entry_of(live)
     number = writer.numbers.get(live.name)
     if number is None or not writer.entries[number].same_bytes_as(entry):
+        settle()
         number = writer.add(entry)
     plain = is_plain(tensor)
     at_once = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not plain
-    record = Record(number, tensor, address, entry.nbytes, plain, at_once)
+    record = Record(number, tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), entry.nbytes, plain, at_once)
     writer.known[live.name] = record
     return record
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from toys import adam, child_that_holds, damage, everything, flip, forward, in_child, net, pool_with, same, train
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR, StepLR
+from toys import adam, child_that_holds, damage, everything, flip, forward, in_child, net, pool_with, same, train
 
 import lightck
 from lightck import errors
@@ -401,15 +401,18 @@ def test_no_checkpoint_yet(folder, pool):
 
 def test_step_that_is_not_held(folder, pool):
     model, optimizer = pool_with(pool, steps=4)
-    with refused(errors.NoCheckpointError, LookupError, pool, "step 17", "3, 4", folder=folder, model=model):
-        lightck.recover(pool, model, optimizer, step=17)
+    for step in (17, 2):
+        with refused(errors.NoCheckpointError, LookupError, pool, f"step {step}", "3, 4", folder=folder, model=model):
+            lightck.recover(pool, model, optimizer, step=step)
 
 
 def test_all_versions_damaged(folder, pool):
     pool_with(pool)
     damage(pool, "model/0.weight")
     model, optimizer = anything()
-    with refused(errors.CorruptPoolError, ValueError, pool, "model/0.weight", "overwrite=True", folder=folder, path=pool):
+    with refused(
+        errors.CorruptPoolError, ValueError, pool, "model/0.weight", "overwrite=True", folder=folder, path=pool
+    ):
         lightck.recover(pool)
     with refused(errors.CorruptPoolError, ValueError, pool, "step 3", "step 2", folder=folder, path=pool):
         lightck.attach(model, pool, optimizer=optimizer, resume=True)
@@ -574,7 +577,7 @@ def test_scheduler_built_after_a_resume_reset_the_learning_rate(pool):
     gc.collect()
     with lightck.attach(model, pool, optimizer=optimizer, resume=True, state={"scheduler": None}):
         assert optimizer.param_groups[0]["lr"] == 0.0125
-        scheduler = ExponentialLR(optimizer, 0.5)
+        scheduler = LinearLR(optimizer)
         forward(model).backward()
         with refused(errors.LateError, RuntimeError, "0.0125", "before attach"):
             optimizer.step()
@@ -620,7 +623,9 @@ def test_second_optimizer_for_the_same_parameters_after_attach(pool):
 def test_two_optimizers_for_one_model(folder, pool):
     model, one = anything()
     two = sgd(model)
-    with refused(errors.AmbiguousError, ValueError, "AdamW", "SGD", "optimizer=", folder=folder, path=pool, model=model):
+    with refused(
+        errors.AmbiguousError, ValueError, "AdamW", "SGD", "optimizer=", folder=folder, path=pool, model=model
+    ):
         lightck.attach(model, pool)
     lightck.attach(model, pool, optimizer=one).close()
     del two
@@ -684,10 +689,10 @@ def test_path_of_a_wrong_type(path):
 
 
 def test_model_of_a_wrong_type(pool):
-    with pytest.raises(TypeError, match="not a torch.nn.Module"):
+    with pytest.raises(TypeError, match="not a torch"):
         lightck.attach({"weight": torch.zeros(2)}, pool)
     pool_with(pool)
-    with pytest.raises(TypeError, match="not a torch.nn.Module"):
+    with pytest.raises(TypeError, match="not a torch"):
         lightck.recover(pool, {"weight": torch.zeros(2)})
 
 

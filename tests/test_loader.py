@@ -7,10 +7,10 @@ exception raised there. The resumed run builds everything anew with other seeds,
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,16 +34,18 @@ class Killed(Exception):
 
 @dataclass
 class Host:
-    """A session that keeps its versions in a list. ``kill``: the version whose boundary ends the run."""
+    """A session that keeps its versions by number. ``kill``: the one that ends the run."""
 
     kill: int | None = None
     resumed: bytes | None = None
+    number: int = 0
     updates: int = 0
     saved: int = 0
     log: list[Any] = field(default_factory=list)
     versions: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     loaders: dict[str, SessionLoader] = field(default_factory=dict)
     ended: int = 0
+    proxy: Any = None
 
     def __post_init__(self) -> None:
         self.version = None if self.resumed is None else values.unpack(self.resumed)
@@ -51,11 +53,12 @@ class Host:
         if self.version is not None:
             self.once = rng.RngState.from_value(self.version["rng"])
             self.updates = self.saved = self.version["updates"]
+            self.number = self.version["number"]
 
     def loader(self, dl: Any, name: str = "train") -> SessionLoader:
         positions = self.version["loaders"] if self.version else {}
         at_iter = self.once is not None and not any(position["live"] for position in positions.values())
-        self.loaders[name] = SessionLoader(dl, self, name, positions.get(name), at_iter)
+        self.loaders[name] = SessionLoader(dl, self.proxy or self, name, positions.get(name), at_iter)
         return self.loaders[name]
 
     def loader_next(self, loader: SessionLoader) -> None:
@@ -71,13 +74,15 @@ class Host:
 
     def save(self) -> None:
         self.saved = self.updates
+        self.number += 1
         version = {
+            "number": self.number,
             "updates": self.updates,
             "rng": rng.capture().to_value(),
             "loaders": {name: loader.position() for name, loader in self.loaders.items()},
         }
-        self.versions[self.updates] = len(self.log), values.pack(version, path="v")
-        if self.updates == self.kill:
+        self.versions[self.number] = len(self.log), values.pack(version, path="v")
+        if self.number == self.kill:
             raise Killed
 
     def see(self, *what: Any) -> None:
@@ -92,6 +97,8 @@ class Host:
 def plain(value: Any) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.tolist()
+    if isinstance(value, dict):
+        return plain(list(value.items()))
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -158,6 +165,7 @@ def run(program: Program, seed: int, kill: int | None = None, resumed: bytes | N
     np.random.seed(seed)
     torch.manual_seed(seed)
     host = Host(kill, resumed)
+    host.proxy = weakref.proxy(host)  # no cycle: workers that only the garbage collector ends take five seconds
     if host.once is not None:
         host.once.restore()
     try:
@@ -165,8 +173,6 @@ def run(program: Program, seed: int, kill: int | None = None, resumed: bytes | N
         assert kill is None, "the program ended before the kill"
     except Killed:
         pass
-    finally:
-        gc.collect()
     return host
 
 
@@ -281,9 +287,7 @@ def test_versions_before_between_and_behind_passes(name):
             host.see("behind")
             host.save()  # flush() by the user
 
-    check(
-        program, [[1], [6], [7], [12], [7, 12], [1, 2, 7]] if name == "list" else [[1], [7], [8], [13], [7, 13], [1, 7]]
-    )
+    check(program)
 
 
 def test_a_pass_is_counted_where_it_trained():
@@ -291,10 +295,16 @@ def test_a_pass_is_counted_where_it_trained():
     loader = host.loader(IN_PROCESS["in order"]())
     next(iter(loader))
     assert loader.epoch == 0
-    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
     host.updates += 1
     assert loader.epoch == 0
-    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
+    assert loader.epoch == 1
+    del batches
+    host.updates += 1  # an update after the pass was left is none of its own
+    iter(loader)
     assert loader.epoch == 1
 
 
@@ -413,7 +423,7 @@ def test_persistent_workers_between_passes():
                 host.step(epoch, i, batch)
             host.save()
 
-    check(program, [[6], [8]])
+    check(program, [[7], [9]])
 
 
 # ------------------------------------------------------------------------------------------------- stateful
@@ -441,7 +451,7 @@ def test_stateful_between_passes_and_workers():
                 host.step(epoch, i, batch)
             host.save()
 
-    check(program, [[4], [6]])
+    check(program, [[4], [7]])
 
 
 class Queue:
@@ -512,7 +522,7 @@ def test_between_passes_a_loader_may_change(caplog):
         host = Host()
         list(host.loader(dl))
         host.save()
-        return host.versions[0][1]
+        return host.versions[1][1]
 
     saved = save(IN_PROCESS["generator"]())
     loader = Host(resumed=saved).loader(DataLoader(Noisy(), 3, shuffle=True))

@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,6 +119,30 @@ def in_child(work: Callable[[], Any]) -> Any:
     return value
 
 
+@contextmanager
+def running_child(work: Callable[[], Any]) -> Iterator[int]:
+    """A forked child that runs ``work`` beside the block; its exception, if it has one, is raised at the end."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os.write(write, traceback.format_exc()[-4000:].encode())
+        os._exit(0)
+    os.close(write)
+    try:
+        yield pid
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        with os.fdopen(read, "rb") as source:
+            error = source.read().decode()
+        _, status = os.waitpid(pid, 0)
+    assert (error, status) == ("", 0), f"in the child:\n{error}"
+
+
 def killed_child(work: Callable[[], Any]) -> None:
     """Run ``work`` in a forked child that has to die of SIGKILL."""
     result, status = _fork(work)
@@ -175,6 +200,14 @@ def child_that_holds(work: Callable[[], Any]) -> Iterator[Any]:
         os.close(end_write)
         os.close(ready_read)
         os.waitpid(pid, 0)
+
+
+def settled(session: lightck.Session, step: int, seconds: float = 20.0) -> None:
+    """Wait until the background has committed this step."""
+    deadline = time.monotonic() + seconds
+    while session.committed != step:
+        assert time.monotonic() < deadline, f"step {step} was not committed, {session.committed} was"
+        time.sleep(0.0005)
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def unwrap(optimizer: Any) -> Optimizer:
         optimizer, seen = optimizer.optimizer, seen + 1
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(
-            f"optimizer= is a {type(optimizer).__name__}, which has no step hooks. lightck follows "
+            f"optimizer= is of type {type(optimizer).__name__}, which has no step hooks. lightck follows "
             "torch.optim.Optimizer and its subclasses. Pass that object, or the one that it wraps."
         )
     return optimizer
@@ -62,20 +62,26 @@ def discover(params: Mapping[int, int], optimizer: Any, state: Mapping[str, Any]
     return Found(optimizers, kept, found)
 
 
+_KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler)
+
+
 class _LiveObjects:
-    """One look at the heap; a second one, after a collection, only where the first is ambiguous."""
+    """One look at the heap, after a collection: a scaler of a training that is over must not become part of this one."""
+
+    def __init__(self, *, collect: bool = True) -> None:
+        if collect:
+            gc.collect()
+        # type() and not isinstance(): objects with a lying __class__ (lazy proxies) must not be woken up. One pass and a
+        # look-up in a set: a heap has some hundred thousand objects.
+        kinds: set[type] = set().union(*map(_with_subclasses, _KINDS))
+        self._candidates = [o for o in gc.get_objects() if type(o) in kinds]
 
     def of(self, kind: type, accept: Callable[[Any], bool]) -> list[Any]:
-        found = self._scan(kind, accept)
-        if len(found) > 1:
-            gc.collect()
-            found = self._scan(kind, accept)
-        return found
+        return [o for o in self._candidates if issubclass(type(o), kind) and accept(o)]
 
-    @staticmethod
-    def _scan(kind: type, accept: Callable[[Any], bool]) -> list[Any]:
-        # type() and not isinstance(): objects with a lying __class__ (lazy proxies) must not be woken up.
-        return [o for o in gc.get_objects() if issubclass(type(o), kind) and accept(o)]
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def drives(optimizer: Any, params: Mapping[int, int]) -> bool:
@@ -108,10 +114,17 @@ def _describe(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__} ({n} parameters, lr {optimizer.param_groups[0].get('lr')})"
 
 
-def schedulers_of(optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
-    """Live LR schedulers that drive these optimizers and are not part of another one (SequentialLR, ...)."""
+def schedulers_of(optimizers: Iterable[Optimizer], *, collect: bool) -> list[LRScheduler]:
+    """Live LR schedulers that drive these optimizers and are not part of another one (SequentialLR, ...).
+
+    ``collect``: collect garbage before they count.
+    """
+    return _schedulers_among(_LiveObjects(collect=collect), optimizers)
+
+
+def _schedulers_among(live: _LiveObjects, optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
     wanted = {id(o) for o in optimizers}
-    found = _LiveObjects().of(LRScheduler, lambda s: id(_scheduled(s)) in wanted)
+    found = live.of(LRScheduler, lambda s: id(_scheduled(s)) in wanted)
     parts = {id(part) for s in found for part in getattr(s, "_schedulers", ())}
     return [s for s in found if id(s) not in parts]
 
@@ -131,7 +144,7 @@ def _find_schedulers(
     if not optimizers or given.get("scheduler", 0) is None:
         return {}
     by_optimizer: dict[int, list[LRScheduler]] = {}
-    for scheduler in schedulers_of(optimizers):
+    for scheduler in _schedulers_among(live, optimizers):
         by_optimizer.setdefault(id(_scheduled(scheduler)), []).append(scheduler)
     found = {}
     for i, opt in enumerate(optimizers):

@@ -8,7 +8,9 @@ notices that they do not fire.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -44,10 +46,12 @@ class Hooks:
         self._listener = listener
         self._optimizers: list[Optimizer] = []
         self._in_closure = 0
+        self._stepping: dict[int, FrameType] = {}
+        """Optimizer -> the frame of torch's hook wrapper around its running ``step``."""
         self._handles: list[Any] = [
-            model.register_forward_pre_hook(self._forward_pre),
-            model.register_forward_hook(self._forward_post),
-            register_optimizer_step_pre_hook(self._any_step_pre),
+            model.register_forward_pre_hook(_ModuleHook(self._forward_pre)),
+            model.register_forward_hook(_ModuleHook(self._forward_post)),
+            register_optimizer_step_pre_hook(_weakly(self._any_step_pre)),
         ]
         for optimizer in optimizers:
             self.add(optimizer)
@@ -57,26 +61,26 @@ class Hooks:
         self._handles.append(optimizer.register_step_pre_hook(self._step_pre))
         self._handles.append(optimizer.register_step_post_hook(self._step_post))
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    @property
+    def handles(self) -> list[Any]:
+        """torch's handles of all hooks, now and later: ``remove`` takes them out without needing this object."""
+        return self._handles
+
+    def forget(self) -> None:
+        """Let go of the optimizers, after ``remove``."""
         self._optimizers.clear()
+        self._stepping.clear()
 
     def _index(self, optimizer: Optimizer) -> int:
         return next(i for i, o in enumerate(self._optimizers) if o is optimizer)
 
     # -- forward -----------------------------------------------------------------------------------------
 
-    def _forward_pre(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _forward_pre(self, module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure:
             self._listener.forward_begins()
 
-    def _forward_post(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _forward_post(self, module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled():
             self._listener.forward_ended()
 
@@ -90,7 +94,11 @@ class Hooks:
         if _is_dummy(kwargs):
             self._listener.gate()
             return None
-        self._listener.before_step(self._index(optimizer))
+        index, wrapper = self._index(optimizer), sys._getframe(1)
+        if self._is_inside(index, wrapper):
+            return None
+        self._stepping[index] = wrapper
+        self._listener.before_step(index)
         closure, put_back = _closure_of(args, kwargs)
         if closure is None:
             self._listener.gate()
@@ -99,6 +107,16 @@ class Hooks:
         if not waits:
             self._listener.gate()
         return put_back(self._wrapped(closure, gate_after_first=waits))
+
+    def _is_inside(self, index: int, frame: FrameType | None) -> bool:
+        """Whether this ``step`` is called by the optimizer's own ``step``: a subclass whose ``step`` ends in
+        ``super().step()`` has hooks around both. A frame that is left over from a step that raised is no caller."""
+        outer = self._stepping.get(index)
+        while outer is not None and frame is not None:
+            if frame is outer:
+                return True
+            frame = frame.f_back
+        return False
 
     def _wrapped(self, closure: Callable[..., Any], gate_after_first: bool) -> Callable[..., Any]:
         """The user's closure; torch.optim updates nothing before its first call has returned."""
@@ -121,11 +139,51 @@ class Hooks:
     def _step_post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_dummy(kwargs):
             return
-        index = self._index(optimizer)
+        index, wrapper = self._index(optimizer), sys._getframe(1)
+        if self._stepping.get(index, wrapper) is not wrapper:
+            return
+        self._stepping.pop(index, None)
         if _changed_nothing(optimizer):
             self._listener.skipped_step(index)
         else:
             self._listener.after_step(index)
+
+
+class _ModuleHook:
+    """A hook of the model itself. A copy of the model (for an EMA, say) is not the model that is saved: in a deep or
+    pickled copy the hook does nothing."""
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if self._method is not None and not torch.compiler.is_compiling():
+            self._method(module)
+
+    def __deepcopy__(self, memo: Any) -> _ModuleHook:
+        return _ModuleHook()
+
+    def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
+        return _ModuleHook, ()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """For a global hook: torch's registry must not keep a session alive that its model no longer does."""
+    ref = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            alive(*args)
+
+    return hook
+
+
+def remove(handles: list[Any]) -> None:
+    """Take hooks out. Handles hold nothing alive, so this also works when the session is being collected."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def _closure_of(args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightck.capture.values import dtype_name
 from lightck.errors import StateValueError
-from lightck.pool.layout import ITEM_NBYTES, Entry, is_dense
+from lightck.pool.layout import ITEM_NBYTES, NAME_NBYTES_MAX, Entry, is_dense, is_name
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
@@ -189,6 +189,11 @@ def entry_of(live: Live) -> Entry:
 
 def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
     kind = None
+    if not is_name(name):
+        raise StateValueError(
+            f"The tensor {name[:60]!r}... cannot be stored: its name has more than {NAME_NBYTES_MAX} bytes, or a NUL "
+            "in it. A name joins the keys on the way to a tensor. Use shorter keys."
+        )
     if tensor.layout != torch.strided:
         kind = f"layout {tensor.layout}"
     elif tensor.is_meta:

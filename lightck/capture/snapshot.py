@@ -20,7 +20,6 @@ from lightck.capture import rng, values
 from lightck.capture.boundary import Event
 from lightck.capture.inventory import Live, ModelView, OptimizerView, staged
 from lightck.errors import StateValueError
-from lightck.split import Closing
 
 if TYPE_CHECKING:
     from lightck.capture.loader import SessionLoader
@@ -36,6 +35,19 @@ class Provisional:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     loaders: dict[str, bytes] = field(default_factory=dict)
     large: list[Live] = field(default_factory=list)
+    extra: dict[str, bytes] = field(default_factory=dict)
+    extra_large: list[Live] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Closing:
+    """A version as capture hands it over. ``provisional``: source to use instead of the live tensor, by name."""
+
+    step: int
+    iteration: int
+    lives: list[Live]
+    state: bytes
+    provisional: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Capture:
@@ -57,6 +69,13 @@ class Capture:
         view = OptimizerView(len(self.optimizers), optimizer, self.model.names_by_id())
         self._without_grad[view.index] = _torch_params(view)
         self.optimizers.append(view)
+
+    def forget(self) -> None:
+        """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
+        self.model = ModelView(nn.Module())
+        self.provisional = None
+        for held in (self.objects, self.loaders, self.optimizers, self._without_grad):
+            held.clear()
 
     def refresh(self) -> None:
         """Follow modules and parameter groups that changed."""
@@ -93,6 +112,9 @@ class Capture:
         for name, obj in self.objects.items():
             if is_loader(obj):
                 provisional.loaders[name] = self._object_bytes(name, obj, provisional.large)
+        provisional.extra = self._extra_value(provisional.extra_large)
+        for live in provisional.extra_large:
+            live.tensor = _clone(live.tensor, None)
 
     # -- at the boundary ---------------------------------------------------------------------------------
 
@@ -137,7 +159,7 @@ class Capture:
             "rng_forward": now.to_value() if event is Event.FORWARD else None,
             "optimizers": [self._optimizer_value(view, lives) for view in self.optimizers],
             "state": self._objects_value(before, lives),
-            "extra": self._extra_value(lives),
+            "extra": self._extra_at(event, before, lives),
             "loaders": {loader.name: loader.position() for loader in self.loaders},
             "at_once": sorted(never_rest),
             "fingerprint": fingerprint(),
@@ -167,6 +189,13 @@ class Capture:
     @staticmethod
     def _object_bytes(name: str, obj: Any, lives: list[Live]) -> bytes:
         return values.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
+
+    def _extra_at(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
+        """A forward may move extra state, as it moves buffers: before the next update the forward has run."""
+        if event is not Event.PRE_STEP or before is None:
+            return self._extra_value(lives)
+        lives.extend(before.extra_large)
+        return before.extra
 
     def _extra_value(self, lives: list[Live]) -> dict[str, bytes]:
         return {
@@ -211,8 +240,8 @@ def check_objects(objects: Mapping[str, Any]) -> None:
             )
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise StateValueError(
-                f"state[{name!r}] is a {type(obj).__name__}, which has no state_dict() and load_state_dict(). lightck "
-                "saves and restores objects through these two. Pass an object that has them."
+                f"state[{name!r}] is of type {type(obj).__name__}, which has no state_dict() and load_state_dict(). "
+                "lightck saves and restores objects through these two. Pass an object that has them."
             )
 
 

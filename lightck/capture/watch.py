@@ -44,7 +44,8 @@ class Watched:
     numbers: list[int]
     looks: list[Look] = field(default_factory=list)
     forward_seen: bool = False
-    _audited: int = 0
+    _proofs: list[npt.NDArray[np.uint32]] = field(default_factory=list)
+    _block: int = 0
 
     def __post_init__(self) -> None:
         self.looks = [look(live.tensor) for live in self.lives]
@@ -57,13 +58,21 @@ class Watched:
             if look(live.tensor) != seen or not live.is_home()
         ]
 
+    def prove(self, block: int) -> None:
+        """Read all sources now, at the boundary: ``audit`` then also finds what was written before it was copied."""
+        self._block = block
+        self._proofs = [checksums(live.tensor, block) for live in self.lives]
+
     def accept(self, positions: Iterable[int]) -> None:
-        """These were copied again: how they look now is what counts from here on."""
+        """These are copied again: how they look now is what counts from here on."""
         for i in positions:
             live = self.lives[i]
-            if live.home is not None:
-                live.tensor = live.home[live.key]
+            now = live.home.get(live.key) if live.home is not None else None
+            if isinstance(now, torch.Tensor):
+                live.tensor = now
             self.looks[i] = look(live.tensor)
+            if self._proofs:
+                self._proofs[i] = checksums(live.tensor, self._block)
 
     def audit(self, raw: Sequence[npt.NDArray[np.uint32]], block: int, turn: int, whole: bool) -> str | None:
         """Re-read sources and compare with what was copied: one block (by ``turn``), or all of them.
@@ -75,6 +84,8 @@ class Watched:
         positions = range(len(self.lives)) if whole else [turn % len(self.lives)]
         for i in positions:
             tensor, copied = self.lives[i].tensor, raw[i]
+            if self._proofs and not np.array_equal(self._proofs[i], copied):
+                return self.lives[i].name
             if whole:
                 if not np.array_equal(checksums(tensor, block), copied):
                     return self.lives[i].name

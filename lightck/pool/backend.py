@@ -47,6 +47,12 @@ class Backend(Protocol):
     def probe(self, path: str) -> Durability:
         """What a pool at this path would survive."""
 
+    def remove_stale(self, path: str) -> None:
+        """Remove what a kill left behind while a pool was being made at this path. The caller holds its lock."""
+
+    def discard(self, path: str) -> None:
+        """Remove the pool at this path, if there is one, durably. The caller holds its lock."""
+
     def create(self, path: str, nbytes: int) -> Container:
         """Allocate all of ``nbytes`` now. Raises ``NoSpaceError`` and leaves nothing behind where they are not
         to be had, ``PoolNotFoundError`` without a folder, ``PoolPermissionError`` where it cannot be written."""

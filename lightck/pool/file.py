@@ -12,11 +12,22 @@ import errno
 import os
 import stat
 
-from lightck.errors import NoSpaceError, NotAPoolError, PoolNotFoundError, PoolPathError, PoolPermissionError
+from lightck.errors import (
+    NoSpaceError,
+    NotAPoolError,
+    PoolNotFoundError,
+    PoolPathError,
+    PoolPermissionError,
+    PoolTruncatedError,
+)
 from lightck.pool import durability
 from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 
 TEMPORARY_SUFFIX = ".new"
+_NO_FILE = (
+    "{path!r} is a directory or a special file. A pool is one regular file. Name a file, for example one in that "
+    "directory: add '/run.pool'."
+)
 
 
 class FileContainer:
@@ -34,7 +45,10 @@ class FileContainer:
     def publish(self) -> None:
         assert self._temporary is not None, "published once"
         os.fsync(self.fd)
-        os.rename(self._temporary, self.path)
+        try:
+            os.rename(self._temporary, self.path)
+        except OSError as err:
+            raise _cannot_write(self.path, err) from err
         self._temporary = None
         _fsync_folder(os.path.dirname(self.path))
 
@@ -76,11 +90,17 @@ class FileBackend:
     def probe(self, path: str) -> durability.Durability:
         return durability.probe(checked_folder(path))
 
+    def remove_stale(self, path: str) -> None:
+        _unlink(path + TEMPORARY_SUFFIX)
+
+    def discard(self, path: str) -> None:
+        if _unlink(path):
+            _fsync_folder(os.path.dirname(path))
+
     def create(self, path: str, nbytes: int) -> FileContainer:
         checked_folder(path)
         temporary = path + TEMPORARY_SUFFIX
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        self.remove_stale(path)
         try:
             fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as err:
@@ -123,8 +143,8 @@ def checked_folder(path: str) -> str:
     others_write = st.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if others_write and not st.st_mode & stat.S_ISVTX and st.st_uid != os.geteuid():
         raise PoolPermissionError(
-            f"The folder {folder!r} can be changed by others and has no sticky bit, so the pool could be swapped "
-            "for another file. Use a folder of your own (or chmod +t this one)."
+            f"The folder {folder!r} can be changed by others and has no sticky bit. Anybody could swap the pool for "
+            "another file. Use a folder of your own, or chmod +t this one."
         )
     return folder
 
@@ -137,10 +157,7 @@ def _open(path: str, flags: int) -> int:
 def _checked_size(path: str, fd: int) -> int:
     st = os.fstat(fd)
     if not stat.S_ISREG(st.st_mode):
-        raise PoolPathError(
-            f"{path!r} is a directory or a special file. A file pool is a regular file. Name a file in that folder, "
-            "for example by adding '/run.pool'."
-        )
+        raise PoolPathError(_NO_FILE.format(path=path))
     if st.st_uid != os.geteuid():
         raise PoolPermissionError(
             f"The pool {path!r} belongs to user {st.st_uid}, not to you. What others can write is not trusted. "
@@ -156,6 +173,11 @@ def _checked_size(path: str, fd: int) -> int:
             f"The pool {path!r} has {st.st_nlink} hard links. Another name could change it. Remove the other links."
         )
     if st.st_size < POOL_NBYTES_MIN:
+        if os.pread(fd, len(MAGIC), 0) == MAGIC:
+            raise PoolTruncatedError(
+                f"The pool {path!r} has only {st.st_size} bytes left of what it was made with. It was truncated or "
+                "copied in part. Use a complete copy."
+            )
         what = "empty" if st.st_size == 0 else f"only {st.st_size} bytes long"
         raise NotAPoolError(
             f"The file {path!r} is {what}: it is not a lightck pool. Nothing was changed. Choose another path, or "
@@ -187,9 +209,12 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
             "lightck.attach() makes a pool."
         )
     if err.errno == errno.ELOOP:
-        return PoolPathError(f"{path!r} is a symbolic link. Links are not followed. Name the file itself.")
+        return PoolPathError(
+            f"{path!r} is a symbolic link. Links are not followed, because whoever can change one could send the pool "
+            "elsewhere. Name the file that it points to."
+        )
     if err.errno in (errno.EISDIR, errno.ENXIO):
-        return PoolPathError(f"{path!r} is a directory or a special file, not a pool. Name a file.")
+        return PoolPathError(_NO_FILE.format(path=path))
     what = "written" if write else "read"
     return PoolPermissionError(
         f"The pool {path!r} cannot be {what}: {err.strerror}. Check its owner and mode, and that the file system is "
@@ -202,6 +227,19 @@ def _cannot_write(path: str, err: OSError) -> Exception:
         f"The pool {path!r} cannot be made: {err.strerror}. lightck writes a file beside it first and renames it. "
         "Choose a folder that you can write to."
     )
+
+
+def _unlink(path: str) -> bool:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError as err:
+        raise PoolPermissionError(
+            f"{path!r} cannot be removed: {err.strerror}. It is in the way of a new pool. Remove it yourself, or choose "
+            "another path."
+        ) from err
+    return True
 
 
 def _fsync_folder(folder: str) -> None:

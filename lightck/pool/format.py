@@ -108,11 +108,11 @@ class Superblock:
          table_a, table_b, table_nbytes, table_hash, block, manifest_offset, manifest_nbytes, payload_offset,
          reserve_offset, n_regions, _zero) = _SUPER.unpack_from(body)  # fmt: skip
         if endian != ENDIAN_TAG:
-            raise FormatError("The pool was written with another byte order. Read it on such a machine.")
+            raise FormatError("the pool was written with another byte order. Read it on such a machine.")
         if major != MAJOR or incompat & ~INCOMPAT_KNOWN:
             raise FormatError(
-                f"The pool has format {major}.{minor} (features {incompat:#x}); this lightck reads format {MAJOR}. "
-                "It was written by another version of lightck: install that version to read it."
+                f"the pool has format {major}.{minor} (features {incompat:#x}), and this lightck reads format {MAJOR} "
+                f"(features {INCOMPAT_KNOWN:#x}). It was written by a newer lightck. Install that version to read it."
             )
         if n_regions > (len(body) - _SUPER.size) // _REGION.size:
             raise DamagedError("superblock regions")

@@ -7,7 +7,7 @@ table into bytes and back. ``decode`` takes untrusted bytes: everything is check
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -94,11 +94,25 @@ def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
     raw = _unpack(table)
     if not isinstance(raw, dict) or set(raw) != {"entries"}:
         raise DamagedError("layout table: not a map of entries")
-    return _checked(raw["entries"], low, high)
+    entries = _checked(raw["entries"], low, high)
+    names = {e.name: e for e in entries}
+    if len(names) != len(entries):
+        raise DamagedError("layout table: a name occurs twice")
+    check_aliases(names)
+    return entries
 
 
 def decode_extras(data: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
+    """Entries that appeared later. A name may come again, where a tensor changed its kind more than once, and an alias
+    may name an entry of the table: ``check_aliases`` is for those that are present in a version."""
     return _checked(_unpack(data), low, high) if data else ()
+
+
+def check_aliases(present: Mapping[str, Entry]) -> None:
+    """Raises ``DamagedError`` where an entry is tied to something that has no bytes of its own."""
+    for entry in present.values():
+        if entry.alias is not None and (entry.alias not in present or present[entry.alias].alias is not None):
+            raise DamagedError(f"layout table: {entry.name!r} is tied to nothing")
 
 
 def _unpack(data: bytes) -> Any:
@@ -112,17 +126,11 @@ def _checked(raw: Any, low: int, high: int) -> tuple[Entry, ...]:
     if not isinstance(raw, list) or len(raw) > ENTRIES_MAX:
         raise DamagedError("layout table: bad list of entries")
     entries = tuple(_entry(item) for item in raw)
-    names = {e.name: e for e in entries}
-    if len(names) != len(entries):
-        raise DamagedError("layout table: a name occurs twice")
     at = low
     for entry in sorted((e for e in entries if e.nbytes), key=lambda e: e.offset):
         if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:
             raise DamagedError(f"layout table: extent of {entry.name!r} is out of place")
         at = entry.offset + entry.nbytes
-    for entry in entries:
-        if entry.alias is not None and (entry.alias not in names or names[entry.alias].alias is not None):
-            raise DamagedError(f"layout table: {entry.name!r} is tied to nothing")
     return entries
 
 
@@ -161,8 +169,13 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def is_name(text: str) -> bool:
+    """Whether an entry may have this name."""
+    return "\0" not in text and len(text.encode("utf-8", "replace")) <= NAME_NBYTES_MAX
+
+
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or "\0" in value or len(value.encode("utf-8", "replace")) > NAME_NBYTES_MAX:
+    if not isinstance(value, str) or not is_name(value):
         raise DamagedError("layout table: bad text")
     return value
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import struct
 import threading
@@ -16,7 +17,8 @@ import threading
 from lightck.errors import PoolLockedError, PoolPermissionError
 
 _held: dict[tuple[int, int], str] = {}
-_guard = threading.Lock()
+# Re-entrant: a collection while it is held may end a forgotten session, which releases its lock.
+_guard = threading.RLock()
 _FLOCK = struct.Struct("hhqqi4x")
 
 
@@ -39,15 +41,20 @@ class PoolLock:
             _held[self._key] = pool_path
 
     def _refuse_second_session(self) -> None:
-        try:
-            st = os.stat(self.path, follow_symlinks=False)
-        except OSError:
-            return
-        if (st.st_dev, st.st_ino) in _held:
+        if self._is_held_here():
+            gc.collect()  # the session of a model that nobody has any more ends when the model is collected
+        if self._is_held_here():
             raise PoolLockedError(
                 f"The pool {self._pool_path!r} is open in another session of this process. A pool has one writer. "
                 "Close that session first (session.close(), or leave its `with`)."
             )
+
+    def _is_held_here(self) -> bool:
+        try:
+            st = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return False
+        return (st.st_dev, st.st_ino) in _held
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -104,7 +111,7 @@ class PoolLock:
 def _forget_in_child() -> None:
     """A forked child owns none of its parent's locks, and may open pools of its own."""
     global _guard
-    _guard = threading.Lock()
+    _guard = threading.RLock()
     _held.clear()
 
 

@@ -80,8 +80,8 @@ class PoolReader:
     def _check_size(self, superblock: Superblock) -> None:
         if superblock.nbytes != self.container.nbytes:
             raise PoolTruncatedError(
-                f"The pool {self.path!r} was made with {superblock.nbytes} bytes and has {self.container.nbytes}. It "
-                "was truncated, extended or copied in part. Use a complete copy."
+                f"The pool {self.path!r} was made with {superblock.nbytes} bytes and has {self.container.nbytes} now. "
+                "It was truncated, extended or copied in part. Use a complete copy."
             )
 
     def _read_table(self) -> tuple[bytes, tuple[Entry, ...]]:
@@ -174,6 +174,8 @@ class Version:
         self.extras = extras
         self._all = reader.entries + extras
         self._index = self._present()
+        self.entries: dict[str, Entry] = {name: self._all[number] for name, number in self._index.items()}
+        """The tensors of this version by name."""
 
     def _present(self) -> dict[str, int]:
         """name -> record number of every tensor in this version, each checked against layout and bounds."""
@@ -185,7 +187,10 @@ class Version:
             blocks = blocks_of(entry.nbytes, sb.block)
             if int(record["offset"]) != entry.offset or int(record["crc"]) + blocks > len(self.crcs):
                 raise DamagedError(f"its record of {entry.name!r} is out of place")
+            if entry.name in present:
+                raise DamagedError(f"it holds {entry.name!r} twice")
             present[entry.name] = number
+        layout.check_aliases({name: self._all[number] for name, number in present.items()})
         return present
 
     @property
@@ -195,11 +200,6 @@ class Version:
     @property
     def iteration(self) -> int:
         return self.header.iteration
-
-    @property
-    def entries(self) -> dict[str, Entry]:
-        """The tensors of this version by name."""
-        return {name: self._all[number] for name, number in self._index.items()}
 
     def read_into(self, name: str, address: int) -> None:
         """Verified bytes of one tensor to ``address`` (0: verify only). Raises ``DamagedError`` at a bad block."""
@@ -239,7 +239,14 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
 
     container = backend_for(path, backend).open(path, write=write)
     try:
-        return PoolReader(container, path)
+        reader = PoolReader(container, path)
+        if write and not reader.is_writable:
+            raise FormatError(
+                f"{path!r}: the pool uses features ({reader.superblock.ro_compat:#x}) that this lightck can "
+                "read but not write. It was written by a newer lightck. Install that version to go on in it; "
+                "lightck.recover() reads it."
+            )
+        return reader
     except PoolError:
         container.close()
         raise

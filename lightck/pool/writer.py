@@ -20,7 +20,7 @@ from lightck.errors import BackgroundError
 from lightck.pool import layout
 from lightck.pool.backend import Backend, Container
 from lightck.pool.checksum import uuid_words
-from lightck.pool.durability import Durability
+from lightck.pool.durability import TIER_CACHE, Durability
 from lightck.pool.engine import Engine, Job, Medium
 from lightck.pool.format import (
     BLOCK_MAX,
@@ -151,7 +151,8 @@ class PoolWriter:
         self.medium = Medium(reader.container.fd, reader.container.nbytes, durability.tier)
         self._index_entries()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
-        engine.populate(self.medium)
+        if durability.tier == TIER_CACHE:  # on a disk it would read the whole pool and mark it dirty
+            engine.populate(self.medium)
 
     def _slot(self, index: int) -> Slot:
         image = SlotImage(len(self.entries), self._n_crcs, self.superblock.manifest_nbytes)
@@ -177,7 +178,11 @@ class PoolWriter:
     # -- layout ------------------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> int:
-        """A place in the reserve for a tensor that appeared or changed its kind. Raises ``FullError``."""
+        """A place in the reserve for a tensor that appeared or changed its kind. Raises ``FullError``.
+
+        No version may be in flight: the engine writes into the images, which are replaced here.
+        """
+        assert not any(slot.in_flight for slot in self.slots.slots), "images in use"
         (placed,), end = layout.place([entry], self._reserve_at)
         if end > self.superblock.slot_nbytes:
             raise FullError(f"the reserve has no room for {entry.name!r}")

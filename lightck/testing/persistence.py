@@ -2,10 +2,10 @@
 
 A model follows a trace and knows, for every unit of the medium (a cache line, a sector), the contents that a crash
 at this moment may leave there: its last durable content, its newest one, and what lies between. ``PersistentMemory``
-is x86 with ADR: ordinary stores to a line persist as a prefix in program order, streamed ones as any subset of
-their words (here: none, the first half, all), and a store is durable only after the same thread flushed it and then fenced. ``BlockDevice`` is a page
-cache over a disk: sectors are written at any time, and only a sync makes them durable, those of all threads.
-Evictions are in both: what is not durable may still have arrived.
+is x86 with ADR: stores to a line persist as a prefix in program order (of one store: nothing, its first half, all),
+and they are durable only after the same thread flushed the line (streaming counts as that) and then fenced.
+``BlockDevice`` is a page cache over a disk: sectors are written at any time, and only a sync makes them durable, those
+of all threads. Evictions are in both: what is not durable may still have arrived.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ Read = Callable[[int, int], bytes]
 
 @dataclass(slots=True)
 class Write:
-    """One store as one unit saw it. ``torn``: the unit with only the first half of the store in it; None for one word."""
+    """One store as one unit saw it. ``torn``: with only its first half; None for a single word, which is atomic."""
 
     thread: int
+    event: int
     content: bytes
     torn: bytes | None
     flushed: bool
@@ -53,8 +54,10 @@ class Tracker(Protocol):
     """A model at one moment of a trace."""
 
     unit: int
-    pending: Mapping[int, Unit]
-    """Number of the unit -> what may be lost there."""
+
+    @property
+    def pending(self) -> Mapping[int, Unit]:
+        """Number of the unit -> what may be lost there."""
 
     def feed(self, event: Event) -> None: ...
 
@@ -63,6 +66,8 @@ class Model(Protocol):
     """A kind of medium."""
 
     name: str
+    fences_order: bool
+    """Whether a fence makes one store durable before the next is made; else only a sync does."""
 
     def tracker(self, read: Read) -> Tracker: ...
 
@@ -76,9 +81,14 @@ class _Base:
     unit: int
 
     def __init__(self, read: Read) -> None:
-        self.pending: dict[int, Unit] = {}
+        self._pending: dict[int, Unit] = {}
         self._latest: dict[int, bytes] = {}
         self._read = read
+        self._event = 0
+
+    @property
+    def pending(self) -> Mapping[int, Unit]:
+        return self._pending
 
     def feed(self, event: Event) -> None:
         if isinstance(event, Store):
@@ -88,6 +98,7 @@ class _Base:
             self._flush(event)
         elif isinstance(event, (Fence, Sync)):
             self._fence(event)
+        self._event += 1
 
     def _parts(self, store: Store) -> Iterator[tuple[int, int, bytes]]:
         """(unit, offset in it, bytes) of a store."""
@@ -104,12 +115,12 @@ class _Base:
             old = self._read(number * self.unit, self.unit)
         new = old[:at] + part + old[at + len(part) :]
         self._latest[number] = new
-        unit = self.pending.get(number)
+        unit = self._pending.get(number)
         if unit is None:
-            unit = self.pending[number] = Unit(old)
+            unit = self._pending[number] = Unit(old)
         half = len(part) // 16 * 8
         torn = old[:at] + part[:half] + old[at + half :] if half else None
-        unit.writes.append(Write(store.thread, new, torn, self._is_flushed(store, number, part)))
+        unit.writes.append(Write(store.thread, self._event, new, torn, self._is_flushed(store, number, part)))
 
     def _is_flushed(self, store: Store, number: int, part: bytes) -> bool:
         return False
@@ -119,6 +130,15 @@ class _Base:
 
     def _fence(self, event: Fence | Sync) -> None:
         raise NotImplementedError
+
+    def _arrive(self, number: int, writes: list[int]) -> None:
+        """These writes of a unit are durable, and with the last of them all before it."""
+        unit = self._pending[number]
+        if writes:
+            unit.durable = unit.writes[writes[-1]].content
+            del unit.writes[: writes[-1] + 1]
+        if not unit.writes:
+            del self._pending[number]
 
 
 class _Lines(_Base):
@@ -138,30 +158,39 @@ class _Lines(_Base):
     def _flush(self, event: Flush) -> None:
         first, last = event.offset // self.unit, (event.offset + event.nbytes - 1) // self.unit
         for number in range(first, last + 1):
-            for write in self.pending[number].writes if number in self.pending else ():
+            for write in self._pending[number].writes if number in self._pending else ():
                 if write.thread == event.thread:
                     write.flushed = True
                     self._flushed.setdefault(event.thread, set()).add(number)
 
     def _fence(self, event: Fence | Sync) -> None:
         for number in self._flushed.pop(event.thread, ()):
-            unit = self.pending.get(number)
+            unit = self._pending.get(number)
             if unit is None:
                 continue
             arrived = [i for i, w in enumerate(unit.writes) if w.thread == event.thread and w.flushed]
-            if arrived:
-                unit.durable = unit.writes[arrived[-1]].content
-                del unit.writes[: arrived[-1] + 1]
-            if not unit.writes:
-                del self.pending[number]
+            self._arrive(number, arrived)
 
 
 class _Sectors(_Base):
     unit = 512
 
+    def __init__(self, read: Read) -> None:
+        super().__init__(read)
+        self._last: dict[int, int] = {}
+
+    def feed(self, event: Event) -> None:
+        super().feed(event)
+        self._last[event.thread] = self._event
+
     def _fence(self, event: Fence | Sync) -> None:
-        if isinstance(event, Sync):
-            self.pending.clear()
+        """A sync is recorded when it is over. What other threads stored since this one's previous event may have come
+        after its beginning, so that is not counted."""
+        if not isinstance(event, Sync):
+            return
+        begun = self._last.get(event.thread, 0)
+        for number, unit in list(self._pending.items()):
+            self._arrive(number, [i for i, w in enumerate(unit.writes) if w.event < begun])
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +198,7 @@ class PersistentMemory:
     """Persistent memory under ADR: units of 64 bytes."""
 
     name: str = "persistent memory"
+    fences_order: bool = True
 
     def tracker(self, read: Read) -> Tracker:
         return _Lines(read)
@@ -182,6 +212,7 @@ class BlockDevice:
     """A page cache over a disk: units of 512 bytes."""
 
     name: str = "block device"
+    fences_order: bool = False
 
     def tracker(self, read: Read) -> Tracker:
         return _Sectors(read)

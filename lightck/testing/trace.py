@@ -16,6 +16,8 @@ from lightck.pool.engine import Medium
 
 PUBLISHED = _native.MARK_USER
 """Mark that a recorder sets when the file has become visible at its path."""
+LOST = 1000
+"""Mark that a recorder sets where the medium loses what was acknowledged; ``value`` is the generation that is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A note in the trace: ``mark`` is one of ``MARK_BEGIN``, ``MARK_ACK``, ``PUBLISHED``."""
+    """A note in the trace: ``mark`` is one of ``MARK_BEGIN``, ``MARK_ACK``, ``PUBLISHED``, ``LOST``."""
 
     thread: int
     mark: int

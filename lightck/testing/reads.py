@@ -1,0 +1,76 @@
+"""What a recovery reads, and what it makes of it: so that no two images are recovered that it cannot tell apart.
+
+Recovery is deterministic: what it reads next follows from what it has read. ``Memory`` keeps the reads of all
+recoveries as a tree. An image whose bytes lead to a leaf of that tree has the outcome of the leaf, whatever lies in
+the places that were never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+from unittest.mock import patch
+
+from lightck.pool.reader import PoolReader, Version
+
+T = TypeVar("T")
+Place = tuple[int, int]
+"""Offset and length in bytes."""
+
+
+@contextmanager
+def watched() -> Iterator[list[Place]]:
+    """Inside, every read from any pool is appended to the list, in order."""
+    places: list[Place] = []
+    read, read_into = PoolReader.read, Version.read_into
+
+    def watched_read(reader: PoolReader, offset: int, nbytes: int) -> bytes:
+        places.append((offset, nbytes))
+        return read(reader, offset, nbytes)
+
+    def watched_read_into(version: Version, name: str, address: int) -> None:
+        entry = version.entries[name]
+        places.append((version.reader.superblock.slots[version.line.slot][0] + entry.offset, entry.nbytes))
+        read_into(version, name, address)
+
+    with patch.object(PoolReader, "read", watched_read), patch.object(Version, "read_into", watched_read_into):
+        yield places
+
+
+@dataclass(slots=True)
+class _Node(Generic[T]):
+    place: Place
+    nexts: dict[bytes, _Node[T] | _Leaf[T]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf(Generic[T]):
+    outcome: T
+
+
+class Memory(Generic[T]):
+    """Outcomes by what was read on the way to them."""
+
+    def __init__(self) -> None:
+        self._root: _Node[T] | _Leaf[T] | None = None
+
+    def recall(self, read: Callable[[int, int], bytes]) -> T | None:
+        """The outcome for an image whose bytes ``read`` gives; None where nothing like it was seen."""
+        node = self._root
+        while isinstance(node, _Node):
+            node = node.nexts.get(read(*node.place))
+        return None if node is None else node.outcome
+
+    def learn(self, places: list[Place], read: Callable[[int, int], bytes], outcome: T) -> None:
+        """This image was read at these places, in this order, and gave this outcome."""
+        assert places, "a recovery reads"
+        if self._root is None:
+            self._root = _Node(places[0])
+        node = self._root
+        for place, following in zip(places, [*places[1:], None], strict=True):
+            assert isinstance(node, _Node), "a recovery read on where the same bytes ended another"
+            assert node.place == place, "a recovery read elsewhere after the same bytes"
+            fresh: _Node[T] | _Leaf[T] = _Leaf(outcome) if following is None else _Node(following)
+            node = node.nexts.setdefault(read(*place), fresh)

@@ -1,0 +1,39 @@
+"""One fork server for all tests, and a folder on memory for the pools."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .forkserver import ForkServer
+
+_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def compiling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Its children find torch.compile warm, and share inductor's cache."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with ForkServer(compiles=True, environment=cache) as started:
+        yield started
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """For pools and logs: on tmpfs where there is one, so that the tests do not wait for a disk."""
+    if not _MEMORY.is_dir():
+        yield tmp_path
+        return
+    made = Path(tempfile.mkdtemp(prefix="lightck-resume-", dir=_MEMORY))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)

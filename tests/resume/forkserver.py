@@ -1,0 +1,185 @@
+"""A process that has imported torch and lightck, runs no thread, and forks a child for each training.
+
+So a child costs milliseconds instead of the seconds of an import, and a SIGKILL to it is a real one. Only the server
+reaps its children, and only when it is asked to: until then a pid cannot belong to anybody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HANG_SECONDS = 120  # nobody waits longer for a message of a child: a hang is a failure, not a timing
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+# ---- in the server ---------------------------------------------------------------------------------------------
+
+
+def main(sock_fd: int, compiles: bool) -> None:
+    sock = socket.socket(fileno=sock_fd)
+    package = __name__.rpartition(".")[0]
+    scenarios = importlib.import_module(f"{package}.scenarios")
+    _warm(compiles)
+    gc.collect()
+    gc.freeze()  # what the imports left is no candidate when attach looks for optimizers, and is not copied on write
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise RuntimeError("a server that forks must not have threads")
+    sock.send(b"{}")
+    while True:
+        data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 2)
+        if not data:
+            return
+        request = json.loads(data)
+        if request["do"] == "wait":
+            status = os.waitpid(request["pid"], 0)[1]
+            sock.send(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode())
+            continue
+        pid = os.fork()
+        if not pid:
+            sock.close()
+            _child(scenarios, request, *fds)
+        for fd in fds:
+            os.close(fd)
+        sock.send(json.dumps({"pid": pid}).encode())
+
+
+def _warm(compiles: bool) -> None:
+    """What torch imports at its first update, and the compiler at its first run, a child finds there."""
+    import torch
+
+    if compiles:
+        importlib.import_module("torch._inductor.compile_fx")
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.1))
+    called = torch.compile(net, backend="aot_eager") if compiles else net
+    optimizer = torch.optim.AdamW(net.parameters())
+    called(torch.zeros(2, 4)).sum().backward()
+    optimizer.step()
+    if compiles:
+        torch._dynamo.reset()
+
+
+def _child(scenarios: Any, request: dict[str, Any], pipe: int, log: int) -> None:
+    status = 1
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        _die_with_parent()
+        os.register_at_fork(after_in_child=lambda: os.close(pipe))  # a worker that lives on keeps no pipe open
+        scenarios.run_child(request, pipe)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    pr_set_pdeathsig = 1  # <linux/prctl.h>
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
+# ---- in the test's process ---------------------------------------------------------------------------------------
+
+
+class ForkServer:
+    """The server as its client sees it. A context manager; the server ends with it."""
+
+    def __init__(self, *, compiles: bool = False, environment: dict[str, str] | None = None) -> None:
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        package, _, name = __name__.rpartition(".")
+        folder = Path(__file__).resolve().parents[len(package.split("."))]
+        code = (
+            f"import sys; sys.path.insert(0, {str(folder)!r})\n"
+            f"import torch; torch.set_num_threads(1)\n"
+            f"from {package}.{name} import main; main({theirs.fileno()}, {compiles})"
+        )
+        root = str(Path(__file__).resolve().parents[2])
+        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **_ONE_THREAD, "PYTHONPATH": paths, **(environment or {})},
+        )
+        theirs.close()
+        self._receive()  # it is ready
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._sock.close()
+        self._process.wait()
+
+    def start(self, request: dict[str, Any], log: Path) -> Child:
+        read, write = os.pipe()
+        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            message = json.dumps({"do": "run", **request}).encode()
+            socket.send_fds(self._sock, [message], [write, log_fd])
+            pid = self._receive()["pid"]
+        finally:
+            os.close(write)
+            os.close(log_fd)
+        return Child(self, pid, read)
+
+    def reap(self, pid: int) -> int:
+        """Exit status of a child; minus the signal where one killed it. Waits for its end."""
+        self._sock.send(json.dumps({"do": "wait", "pid": pid}).encode())
+        return int(self._receive()["status"])
+
+    def _receive(self) -> dict[str, Any]:
+        data = self._sock.recv(1 << 16)
+        if not data:
+            raise RuntimeError(f"the fork server ended with status {self._process.wait()}")
+        return dict(json.loads(data))
+
+
+class Child:
+    """One training in its process, not reaped before ``reap``."""
+
+    def __init__(self, server: ForkServer, pid: int, pipe: int) -> None:
+        self._server = server
+        self._pipe = pipe
+        self.pid = pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What the child reports, until it is dead. A line that the kill cut short was not reported."""
+        partial = b""
+        while True:
+            deadline = time.monotonic() + HANG_SECONDS
+            if not select.select([self._pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                self.kill()
+                raise TimeoutError(f"the child said nothing for {HANG_SECONDS} s")
+            chunk = os.read(self._pipe, 1 << 16)
+            if not chunk:
+                return
+            *lines, partial = (partial + chunk).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
+
+    def reap(self) -> int:
+        os.close(self._pipe)
+        return self._server.reap(self.pid)

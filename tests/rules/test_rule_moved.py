@@ -1,0 +1,387 @@
+"""Rules 5 and 6: writes that nobody announces, and tensors that rest and are left out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+from toys import BIG, adam, crashed, everything, forward, is_step, net, same, train, weights
+from torch import nn
+
+import lightck
+from lightck.errors import StateChangedError
+from lightck.pool.engine import COPIED
+
+ROWS = 4096  # rows of 4 floats: 64 kB, copied in the background
+
+
+def update(model: nn.Module, optimizer: Any, number: int = 0) -> None:
+    optimizer.zero_grad()
+    forward(model, number).backward()
+    optimizer.step()
+
+
+# -- 5. between boundary and forward ---------------------------------------------------------------------------------
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+
+
+def replaced(model: nn.Module) -> None:
+    model[0].weight.data = model[0].weight.data * 0.5
+
+
+def state_in_place(model: nn.Module) -> None:
+    model.optimizer.state[model[0].weight]["exp_avg"].mul_(0.5)
+
+
+def state_replaced(model: nn.Module) -> None:
+    state = model.optimizer.state[model[0].weight]
+    state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+@pytest.mark.parametrize("write", [in_place, replaced, state_in_place, state_replaced])
+def test_what_moved_before_the_forward_is_copied_again(pool, write):
+    model = net(BIG)
+    optimizer = adam(model)
+    object.__setattr__(model, "optimizer", optimizer)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(3):
+            update(model, optimizer, number)
+            session.end_step()
+            write(model)
+            seen = everything(model, optimizer)
+        assert session.stats().recopied == 2
+        forward(model)
+        assert session.flush() == 3
+        assert session.stats().recopied == 3
+        assert session.stats().skipped == 0
+        assert is_step(lightck.recover(pool), seen)
+
+
+def test_weights_swapped_for_an_evaluation_do_not_reach_the_version(pool):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(3):
+            update(model, optimizer, number)
+            session.end_step()
+            seen = everything(model, optimizer)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(-1.0)
+                model.eval()
+                forward(model)
+                model.train()
+                for p in model.parameters():
+                    p.mul_(-1.0)
+            forward(model)
+            assert session.flush() == number + 1
+            assert is_step(lightck.recover(pool), seen)
+
+
+# -- 5. by a forward -------------------------------------------------------------------------------------------------
+
+
+class Writer(nn.Module):
+    """Its forward writes to a parameter, as weight normalisation by hand does."""
+
+    def __init__(self, way: str = "in place") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.other = nn.Linear(4, BIG)
+        self.scaled = nn.Parameter(torch.rand(ROWS, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.way == "in place":
+                self.scaled.mul_(0.999)
+            elif self.way == "data":
+                self.scaled.data.mul_(0.999)
+        return self.other(x).sum() + (self.scaled @ x[0]).sum()
+
+
+def test_version_that_a_forward_wrote_to_is_dropped_and_the_tensor_counts_as_a_buffer(pool, caplog):
+    model = Writer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.ones(2, 4)
+    held = {}
+
+    def iteration() -> None:
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+        held[session.step] = everything(model, optimizer)
+
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for _ in range(6):
+            iteration()
+        stats = session.stats()
+        assert (stats.skipped, stats.versions) == (1, 4)  # version 1 is given up, 2 to 5 are there
+    said = [r.message for r in caplog.records if "given up" in r.message]
+    assert len(said) == 1
+    assert "step 1" in said[0]
+    assert "model/scaled" in said[0]
+    for step in (5, 6):
+        assert is_step(lightck.recover(pool, step=step), held[step])
+
+    model = Writer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+        for _ in range(3):
+            iteration()
+        assert session.stats().skipped == 0, "after a restart it has to be known"
+    for step in (8, 9):
+        assert is_step(lightck.recover(pool, step=step), held[step])
+
+
+def test_check_variable_catches_a_data_write(pool, monkeypatch):
+    monkeypatch.setenv("LIGHTCK_CHECK", "1")
+    model = Writer("none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.ones(2, 4)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+        session.flush()
+        optimizer.step()
+        model(x).backward()
+        model.scaled.data[ROWS // 2, 2] += 1.0
+        with pytest.raises(StateChangedError, match=r"model/scaled.*paused"):
+            optimizer.step()
+        assert session.committed == 3, "the version of step 4 has bytes from two moments"
+        for _ in range(2):  # from here on it is copied at once
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+            model.scaled.data[ROWS // 2, 2] += 1.0
+        seen = weights(model)
+    assert same(dict(lightck.recover(pool).model), seen)
+
+
+def test_data_write_is_found_by_the_rolling_audit_of_copies(pool):
+    """Without the variable one block of one source is read again for each version: in time it meets the culprit."""
+    model = Writer("none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.ones(2, 4)
+    caught = []
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(6):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+            session.end_step()
+            copied(session)
+            model.scaled.data[5, 2] += 1.0
+            try:
+                model(x)
+            except StateChangedError as error:
+                caught.append((number, str(error)))
+                break
+    assert len(caught) == 1
+    assert caught[0][0] < 3, "there are three sources of one block each"
+    assert "model/scaled" in caught[0][1]
+
+
+def copied(session: lightck.Session) -> None:
+    """Wait until the copies of the open version are done, without helping."""
+    (flight,) = session._pipeline._flights
+    while flight.pending.job.info().state < COPIED:
+        time.sleep(0.001)
+
+
+def test_paused_keeps_boundaries_and_copies_away(pool):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(2):
+            update(model, optimizer, number)
+            seen = everything(model, optimizer)
+            kept = weights(model)
+            with session.paused():
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.zero_()
+                forward(model)  # a training forward, and no boundary
+                assert session.iteration == number
+                model.load_state_dict(kept)
+            forward(model)
+            assert session.iteration == number + 1
+            session.flush()
+            assert is_step(lightck.recover(pool), seen)
+        assert session.stats().skipped == 0
+
+
+def test_paused_after_the_boundary_waits_for_the_copies(pool):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        update(model, optimizer)
+        session.end_step()
+        seen = everything(model, optimizer)
+        model.train()
+        forward(model)
+        with session.paused():
+            kept = [p.data for p in model.parameters()]
+            for p in model.parameters():
+                p.data = torch.zeros_like(p)  # pointers are swapped, nothing is copied back
+            for p, data in zip(model.parameters(), kept, strict=True):
+                p.data = data
+        session.flush()
+        assert is_step(lightck.recover(pool), seen)
+        assert session.stats().skipped == 0
+
+
+# -- 6. left out -----------------------------------------------------------------------------------------------------
+
+
+class Frozen(nn.Module):
+    """Large frozen parameters below a small head."""
+
+    def __init__(self, parts: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.ParameterList(nn.Parameter(torch.rand(ROWS, 4), requires_grad=False) for _ in range(parts))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.base:
+            x = x + part[: len(x)]
+        return self.head(x)
+
+
+def frozen_run(pool: Any, **options: Any) -> tuple[Any, ...]:
+    model = Frozen()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.01)
+    return model, optimizer, lightck.attach(model, pool, optimizer=optimizer, **options)
+
+
+def written(model: nn.Module, optimizer: Any, session: Any) -> tuple[int, int]:
+    """One iteration: bytes of its version, and how many tensors it left out."""
+    before = session.stats().bytes_written
+    update(model, optimizer)
+    session.flush()
+    return session.stats().bytes_written - before, session.stats().left_out
+
+
+def test_frozen_parameters_are_left_out_after_two_whole_versions(pool):
+    model, optimizer, session = frozen_run(pool)
+    with session:
+        versions = [written(model, optimizer, session) for _ in range(5)]
+        seen = everything(model, optimizer)
+    base = 3 * ROWS * 16
+    assert [left_out for _, left_out in versions] == [0, 0, 3, 3, 3]
+    assert all(nbytes > base for nbytes, _ in versions[:2])
+    assert all(nbytes < base / 2 for nbytes, _ in versions[2:])
+    assert is_step(lightck.recover(pool), seen)
+
+
+def test_left_out_parameter_that_moved_comes_back(pool):
+    model, optimizer, session = frozen_run(pool)
+    with session:
+        for _ in range(4):
+            written(model, optimizer, session)
+        with torch.no_grad():
+            model.base[1].mul_(2.0)
+        assert written(model, optimizer, session)[1] == 2
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+        left_out = [written(model, optimizer, session)[1] for _ in range(3)]
+        assert left_out == [2, 3, 3]
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+        model.base[0].data = model.base[0].data.clone()
+        assert written(model, optimizer, session)[1] == 2
+        model.base[2].requires_grad_(True)
+        optimizer.add_param_group({"params": [model.base[2]]})
+        assert written(model, optimizer, session)[1] == 2
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_first_versions_after_attach_are_whole(pool):
+    model, optimizer, session = frozen_run(pool)
+    with session:
+        for _ in range(4):
+            written(model, optimizer, session)
+    model, optimizer, session = frozen_run(pool, resume=True)
+    with session:
+        assert [written(model, optimizer, session)[1] for _ in range(4)] == [0, 0, 3, 3]
+    for step in (7, 8):
+        lightck.recover(pool, step=step)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_hidden_write_to_a_left_out_tensor_is_found_within_as_many_steps_as_there_are_of_them(pool, culprit):
+    model, optimizer, session = frozen_run(pool)
+    with session:
+        for _ in range(4):
+            written(model, optimizer, session)
+        model.base[culprit].data[7, 1] += 1.0  # moves no version counter
+        raised = []
+        for number in range(4):
+            update(model, optimizer)
+            try:
+                session.end_step()
+            except StateChangedError as error:
+                raised.append(number)
+                assert f"model/base.{culprit}" in str(error)
+                seen = everything(model, optimizer)
+                session.flush()
+                assert is_step(lightck.recover(pool), seen), "the version after the discovery has to be right"
+        assert len(raised) == 1
+        assert raised[0] < 3
+        model.base[culprit].data[7, 1] += 1.0
+        assert written(model, optimizer, session)[1] == 2
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+    model, optimizer, session = frozen_run(pool, resume=True)
+    with session:
+        assert [written(model, optimizer, session)[1] for _ in range(3)] == [0, 0, 2], "still known after a restart"
+
+
+def test_parameter_whose_gradient_was_always_none_is_left_out_until_it_wakes(pool):
+    model = Frozen()
+    for p in model.base:
+        p.requires_grad_(True)
+    asleep = model.base[1]
+    optimizer = adam(model)
+
+    def iteration(wake: bool) -> int:
+        optimizer.zero_grad()
+        forward(model).backward()
+        if not wake:
+            asleep.grad = None
+        optimizer.step()
+        session.flush()
+        return session.stats().left_out
+
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        assert [iteration(wake=False) for _ in range(4)] == [0, 0, 1, 1]
+        assert iteration(wake=True) == 0
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+        assert iteration(wake=False) == 0
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_left_out_bytes_survive_a_crash_in_each_later_version(pool):
+    model, optimizer, session = frozen_run(pool)
+    with session:
+        for number in range(6):
+            update(model, optimizer)
+            session.flush()
+            image = crashed(pool, f"{number}.pool")
+            assert is_step(lightck.recover(image), everything(model, optimizer))
+            image.unlink()
+
+
+def test_audit_does_not_accuse_an_honest_training(pool, caplog):
+    caplog.set_level(logging.INFO)
+    model, optimizer, session = frozen_run(pool)
+    with session:
+        train(model, optimizer, 20)
+    assert session.stats().skipped == session.stats().recopied == 0

@@ -1,0 +1,270 @@
+"""Small trainings to record: each shows one thing that a pool does. They run through the public API only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lightck
+from lightck.pool.reader import Version, open_pool
+from lightck.testing.oracle import truth
+from lightck.testing.recording import Recorder, Recording
+
+
+def build(width: int = 3, frozen: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of few tensors, so that a recovery is quick, with momentum as optimizer state."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 1, bias=False))
+    for p in model[0].parameters():
+        p.requires_grad_(not frozen)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    model(torch.tensor([[1.0, number], [0.5, -1.0]])).square().sum().backward()
+    optimizer.step()
+
+
+def train(
+    recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0, **state: Any
+) -> None:
+    for number in range(start, start + steps):
+        one_step(model, optimizer, number)
+        recorder.note(model, optimizer, **state)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``run`` trains under a recorder; ``build`` makes what a restart would make."""
+
+    run: Callable[[Recorder], None]
+    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]] = build
+    state: Callable[[], dict[str, Any]] = dict
+
+    def goes_on(self, recorder: Recorder) -> None:
+        """Resume from an image and make two more steps; what then is in the pool must be the last one."""
+        (model, optimizer), state = self.build(), self.state()
+        with recorder.attach(model, optimizer, state=state, resume=True) as session:
+            start = session.step
+            train(recorder, model, optimizer, 2, start, **state)
+        (again, optimizer_again), state_again = self.build(), self.state()
+        assert lightck.recover(recorder.path, again, optimizer_again, state_again).step == start + 2
+        assert truth(again, optimizer_again, **state_again) == truth(model, optimizer, **state), "other values"
+
+
+def plain(slots: int, steps: int) -> Workload:
+    def run(recorder: Recorder) -> None:
+        model, optimizer = build()
+        with recorder.attach(model, optimizer, slots=slots):
+            train(recorder, model, optimizer, steps)
+
+    return Workload(run)
+
+
+def frozen() -> Workload:
+    """A parameter that never changes is left out from the third version on."""
+
+    def run(recorder: Recorder) -> None:
+        model, optimizer = build(frozen=True)
+        with recorder.attach(model, optimizer) as session:
+            train(recorder, model, optimizer, 5)
+            left_out = session.stats().left_out
+        assert left_out > 0, "the workload does not show what it is for"
+
+    return Workload(run, lambda: build(frozen=True))
+
+
+def adoption() -> Workload:
+    """A pool that is reopened, trained on, reopened."""
+
+    def run(recorder: Recorder) -> None:
+        for _ in range(3):
+            model, optimizer = build()
+            with recorder.attach(model, optimizer, resume=True) as session:
+                train(recorder, model, optimizer, 2, session.step)
+
+    return Workload(run)
+
+
+def failed_restarts() -> Workload:
+    """Restarts that die before their first step write adoption lines only."""
+
+    def run(recorder: Recorder) -> None:
+        for restart in range(6):
+            model, optimizer = build()
+            with recorder.attach(model, optimizer, resume=True) as session:
+                if restart in (0, 5):
+                    train(recorder, model, optimizer, 2, session.step)
+
+    return Workload(run)
+
+
+def going_back(slots: int) -> Workload:
+    """The user goes on from an older step: the newer ones are dead from then on."""
+
+    def run(recorder: Recorder) -> None:
+        model, optimizer = build()
+        with recorder.attach(model, optimizer, slots=slots):
+            train(recorder, model, optimizer, 3)
+        model, optimizer = build()
+        lightck.recover(recorder.path, model, optimizer, step=2)
+        with recorder.attach(model, optimizer):
+            train(recorder, model, optimizer, 2, 10)
+
+    return Workload(run)
+
+
+def media_error() -> Workload:
+    """The newest version goes bad; the training goes on from the one before, and its slot is the last to be reused."""
+
+    def run(recorder: Recorder) -> None:
+        model, optimizer = build()
+        with recorder.attach(model, optimizer, slots=3):
+            train(recorder, model, optimizer, 4)
+        newest = lightck.recover(recorder.path)
+        with closing(open_pool(recorder.path)) as pool:
+            at = pool.superblock.slots[newest.line.slot][0] + newest.contents.entries["model/0.weight"].offset
+            recorder.damage(at, bytes([pool.read(at, 1)[0] ^ 1]), left=newest.line.generation - 1)
+        model, optimizer = build()
+        with recorder.attach(model, optimizer, resume=True) as session:
+            assert session.step == 3
+            train(recorder, model, optimizer, 1, session.step)
+        pool = open_pool(recorder.path)
+        assert sorted(v.step for v in pool.versions() if isinstance(v, Version)) == [2, 3, 4]
+        pool.close()
+
+    return Workload(run)
+
+
+def relayout() -> Workload:
+    """More slots are asked for: a new file replaces the pool at the first boundary."""
+
+    def run(recorder: Recorder) -> None:
+        model, optimizer = build()
+        with recorder.attach(model, optimizer):
+            train(recorder, model, optimizer, 2)
+        model, optimizer = build()
+        with recorder.attach(model, optimizer, resume=True, slots=3) as session:
+            train(recorder, model, optimizer, 2, session.step)
+
+    return Workload(run)
+
+
+def background() -> Workload:
+    """Tensors too large for the boundary are copied by other threads while the loop goes on."""
+
+    def run(recorder: Recorder) -> None:
+        model, optimizer = build(700)
+        with recorder.attach(model, optimizer, slots=3):
+            train(recorder, model, optimizer, 4)
+
+    return Workload(run, lambda: build(700))
+
+
+def dropped() -> Workload:
+    """The loop dies with an open version; the next attachment writes over what that one left."""
+
+    def run(recorder: Recorder) -> None:
+        class Died(Exception):
+            pass
+
+        model, optimizer = build(700)
+        try:
+            with recorder.attach(model, optimizer):
+                train(recorder, model, optimizer, 3)
+                model(torch.ones(1, 2))
+                raise Died
+        except Died:
+            pass
+        model, optimizer = build(700)
+        with recorder.attach(model, optimizer, resume=True) as session:
+            train(recorder, model, optimizer, 2, session.step)
+
+    return Workload(run, lambda: build(700))
+
+
+class Average:
+    """An object in ``state`` with one large tensor, which may grow."""
+
+    def __init__(self, numel: int) -> None:
+        self.values = torch.arange(float(numel))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+def growth(slots: int) -> Workload:
+    """State that outgrows its pool: first into the reserve, then a new file replaces the pool."""
+
+    def run(recorder: Recorder) -> None:
+        model, optimizer = build()
+        average = Average(2000)
+        with recorder.attach(model, optimizer, state={"average": average}, slots=slots):
+            for number, numel in enumerate((2000, 3000, 4000, 4000, 400_000)):
+                one_step(model, optimizer, number)
+                average.values = torch.full((numel,), float(number))
+                recorder.note(model, optimizer, average=average)
+
+    return Workload(run, state=lambda: {"average": Average(10)})
+
+
+def late() -> Workload:
+    """Nothing is known of the optimizer at attach: the pool becomes visible with its first version in it."""
+
+    def run(recorder: Recorder) -> None:
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1, bias=False))
+        with recorder.attach(model, None):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            train(recorder, model, optimizer, 2)
+
+    return Workload(run)
+
+
+def overwrite() -> Workload:
+    """The user discards what the pool holds."""
+
+    def run(recorder: Recorder) -> None:
+        for steps in (3, 2):
+            model, optimizer = build()
+            with recorder.attach(model, optimizer, overwrite=True):
+                train(recorder, model, optimizer, steps)
+
+    return Workload(run)
+
+
+WORKLOADS: dict[str, Workload] = {
+    "two slots": plain(2, 3),
+    "three slots": plain(3, 4),
+    "frozen": frozen(),
+    "adoption": adoption(),
+    "failed restarts": failed_restarts(),
+    "going back": going_back(2),
+    "going back, three slots": going_back(3),
+    "media error": media_error(),
+    "relayout": relayout(),
+    "growth": growth(2),
+    "growth, three slots": growth(3),
+    "late": late(),
+    "overwrite": overwrite(),
+    "background": background(),
+    "dropped": dropped(),
+}
+
+
+def record(workload: Workload, path: Path) -> Recording:
+    recorder = Recorder(str(path))
+    with recorder:
+        workload.run(recorder)
+    return recorder.finish()

@@ -1,0 +1,385 @@
+"""What every backend must do. A new backend gets a subclass of ``BackendContract``; see lightck/pool/backend.py."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import toys
+from torch import nn
+
+import lightck
+from lightck.errors import (
+    LightckError,
+    NoSpaceError,
+    NotAPoolError,
+    PoolNotFoundError,
+    PoolPathError,
+    PoolPermissionError,
+)
+from lightck.pool import backends
+from lightck.pool.backend import Backend, Container
+from lightck.pool.durability import TIER_CACHE, TIER_DISK
+from lightck.pool.engine import Medium
+from lightck.pool.file import FileBackend
+from lightck.pool.format import MAGIC, MIB, POOL_NBYTES_MIN
+from lightck.testing.memory import MemoryBackend
+
+NBYTES = 2 * MIB + 4096
+
+
+class BackendContract:
+    """The facts. Subclasses give the fixtures ``backend`` and ``path`` (of a pool that is not there)."""
+
+    def made(self, backend: Backend, path: str, first: bytes = MAGIC, nbytes: int = NBYTES) -> Container:
+        container = backend.create(path, nbytes)
+        os.pwrite(container.fd, first, container.base)
+        return container
+
+    def published(self, backend: Backend, path: str, first: bytes = MAGIC) -> None:
+        container = self.made(backend, path, first)
+        container.publish()
+        container.close()
+
+    def content(self, backend: Backend, path: str, n: int = len(MAGIC)) -> bytes:
+        container = backend.open(path, write=False)
+        try:
+            return os.pread(container.fd, n, container.base)
+        finally:
+            container.close()
+
+    def test_a_new_container_is_zeroed_and_has_the_size_that_was_asked_for(self, backend: Backend, path: str) -> None:
+        for nbytes in (POOL_NBYTES_MIN, NBYTES, NBYTES + 4096):
+            container = backend.create(path, nbytes)
+            assert container.nbytes == nbytes
+            assert os.pread(container.fd, nbytes + 1, container.base)[:nbytes] == bytes(nbytes)
+            container.publish()
+            container.close()
+            again = backend.open(path, write=False)
+            assert again.nbytes == nbytes
+            again.close()
+
+    def test_a_container_is_invisible_until_it_is_published(self, backend: Backend, path: str) -> None:
+        container = self.made(backend, path)
+        assert not backend.recognises(path)
+        assert not container.is_current()
+        with pytest.raises(PoolNotFoundError):
+            backend.open(path, write=False)
+        container.publish()
+        assert backend.recognises(path)
+        assert container.is_current()
+        assert self.content(backend, path) == MAGIC
+        container.close()
+
+    def test_publishing_replaces_at_once_and_open_readers_keep_what_they_have(
+        self, backend: Backend, path: str
+    ) -> None:
+        self.published(backend, path, b"old pool")
+        old = backend.open(path, write=True)
+        new = self.made(backend, path, b"new pool")
+        assert self.content(backend, path) == b"old pool"
+        assert old.is_current()
+        new.publish()
+        assert self.content(backend, path) == b"new pool"
+        assert new.is_current()
+        assert not old.is_current()
+        assert os.pread(old.fd, 8, old.base) == b"old pool"
+        old.close()
+        new.close()
+
+    def test_closing_what_was_not_published_leaves_nothing(self, backend: Backend, path: str) -> None:
+        self.made(backend, path).close()
+        assert not backend.recognises(path)
+        self.assert_nothing_is_left(path)
+        self.published(backend, path, b"old pool")
+        self.made(backend, path, b"new pool").close()
+        assert self.content(backend, path) == b"old pool"
+
+    def assert_nothing_is_left(self, path: str) -> None:
+        pass
+
+    def test_closing_twice_is_allowed_and_frees_the_descriptor(self, backend: Backend, path: str) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            container = self.made(backend, path)
+            container.close()
+            container.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    def test_what_is_written_after_publishing_is_seen_by_others(self, backend: Backend, path: str) -> None:
+        container = self.made(backend, path)
+        container.publish()
+        medium = Medium(container.fd, container.nbytes, backend.probe(path).tier)
+        medium.store(container.base + 4096, b"through the mapping")
+        medium.sync()
+        reader = backend.open(path, write=False)
+        assert os.pread(reader.fd, 19, reader.base + 4096) == b"through the mapping"
+        reader.close()
+        medium.close()
+        container.close()
+
+    def test_a_container_opened_for_reading_cannot_be_written(self, backend: Backend, path: str) -> None:
+        self.published(backend, path)
+        container = backend.open(path, write=False)
+        with pytest.raises(OSError):
+            os.pwrite(container.fd, b"x", 0)
+        container.close()
+
+    def test_discarding_removes_the_pool_and_does_not_mind_its_absence(self, backend: Backend, path: str) -> None:
+        self.published(backend, path)
+        backend.discard(path)
+        with pytest.raises(PoolNotFoundError):
+            backend.open(path, write=False)
+        backend.discard(path)
+        backend.remove_stale(path)
+        self.assert_nothing_is_left(path)
+
+    def test_only_what_has_the_signature_is_recognised(self, backend: Backend, path: str) -> None:
+        assert not backend.recognises(path)
+        self.published(backend, path, b"something")
+        assert not backend.recognises(path)
+        container = backend.create(path, NBYTES)
+        os.pwrite(container.fd, MAGIC, container.base + 4096)  # the second superblock is enough
+        container.publish()
+        container.close()
+        assert backend.recognises(path)
+
+    def test_what_is_promised_comes_with_evidence(self, backend: Backend, path: str) -> None:
+        durability = backend.probe(path)
+        assert durability.evidence
+        assert not durability.power or durability.os
+        assert not durability.os or (durability.process and durability.tier != TIER_CACHE)
+
+    def test_a_pool_lives_on_it(self, backend: Backend, path: str) -> None:
+        """The whole library over this backend: train, resume, grow into another file, recover."""
+        with patch.dict(backends.BACKENDS, {"file": backend}):
+            model, optimizer = toys.pool_with(Path(path), 3, slots=3)
+            seen = toys.everything(model, optimizer)
+            assert toys.is_step(lightck.recover(path), seen)
+            model = toys.net(seed=5)
+            optimizer = toys.adam(model)
+            with lightck.attach(model, path, optimizer=optimizer, resume=True, slots=2) as session:
+                assert toys.same(toys.everything(model, optimizer), seen)
+                toys.train(model, optimizer, 2, session.step)
+            assert toys.is_step(lightck.recover(path), toys.everything(model, optimizer))
+
+
+class FileContract(BackendContract):
+    """What is true of files besides. Subclasses give ``place``, a folder."""
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return FileBackend()
+
+    @pytest.fixture
+    def path(self, place: Path) -> str:
+        return str(place / "run.pool")
+
+    def assert_nothing_is_left(self, path: str) -> None:
+        assert os.listdir(os.path.dirname(path)) == []
+
+    @pytest.mark.parametrize("mask", [0, 0o777])
+    def test_the_mode_is_0600_whatever_the_umask(self, backend: Backend, path: str, mask: int) -> None:
+        old = os.umask(mask)
+        try:
+            container = self.made(backend, path)
+            assert stat.S_IMODE(os.fstat(container.fd).st_mode) == 0o600
+            container.publish()
+            container.close()
+        finally:
+            os.umask(old)
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+    def test_all_of_it_is_allocated(self, backend: Backend, path: str) -> None:
+        container = self.made(backend, path)
+        assert os.fstat(container.fd).st_blocks * 512 >= NBYTES
+        container.close()
+
+    def test_what_a_kill_left_behind_is_removed(self, backend: Backend, path: str) -> None:
+        Path(path + ".new").write_bytes(b"half a pool")
+        backend.remove_stale(path)
+        self.assert_nothing_is_left(path)
+        Path(path + ".new").write_bytes(b"half a pool")
+        self.published(backend, path)
+        assert os.listdir(os.path.dirname(path)) == ["run.pool"]
+
+    def test_a_symbolic_link_is_never_followed(self, backend: Backend, path: str, place: Path) -> None:
+        victim = place / "victim"
+        victim.write_bytes(MAGIC + bytes(NBYTES))
+        os.symlink(victim, path)
+        for write in (False, True):
+            with pytest.raises(PoolPathError, match="link"):
+                backend.open(path, write=write)
+        assert not backend.recognises(path)
+        os.symlink(victim, path + ".new")
+        self.published(backend, path)  # replaces the links, not what they point to
+        assert victim.read_bytes() == MAGIC + bytes(NBYTES)
+        assert not os.path.islink(path)
+
+    def test_a_fifo_does_not_hang(self, backend: Backend, path: str) -> None:
+        os.mkfifo(path, 0o600)
+        assert not backend.recognises(path)
+        for write in (False, True):
+            with pytest.raises(PoolPathError):
+                backend.open(path, write=write)
+
+    def test_what_is_no_regular_file_is_refused(self, backend: Backend, path: str, place: Path) -> None:
+        os.mkdir(path)
+        for write in (False, True):
+            with pytest.raises(PoolPathError):
+                backend.open(path, write=write)
+        assert not backend.recognises(path)
+        container = backend.create(path, NBYTES)
+        with pytest.raises(LightckError):
+            container.publish()
+        container.close()
+        assert os.listdir(place) == ["run.pool"]
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(place / "socket"))
+            with pytest.raises(PoolPathError):
+                backend.open(str(place / "socket"), write=False)
+        with pytest.raises(PoolPathError):
+            backend.open("/dev/null", write=False)
+
+    @pytest.mark.parametrize("nbytes", [0, 1, POOL_NBYTES_MIN - 1])
+    def test_a_file_that_is_too_small_is_no_pool(self, backend: Backend, path: str, nbytes: int) -> None:
+        Path(path).write_bytes(bytes(nbytes))
+        os.chmod(path, 0o600)
+        with pytest.raises(NotAPoolError):
+            backend.open(path, write=True)
+        assert Path(path).read_bytes() == bytes(nbytes)
+
+    @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+    def test_what_others_can_write_is_refused(self, backend: Backend, path: str, mode: int) -> None:
+        self.published(backend, path)
+        os.chmod(path, mode)
+        with pytest.raises(PoolPermissionError, match="written by others"):
+            backend.open(path, write=False)
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+    def test_what_belongs_to_another_user_is_refused(self, backend: Backend, path: str) -> None:
+        self.published(backend, path)
+        os.chown(path, 12345, -1)
+        with pytest.raises(PoolPermissionError, match="user 12345"):
+            backend.open(path, write=False)
+
+    def test_a_second_name_is_refused(self, backend: Backend, path: str) -> None:
+        self.published(backend, path)
+        os.link(path, path + ".other")
+        with pytest.raises(PoolPermissionError, match="links"):
+            backend.open(path, write=False)
+
+    def test_a_missing_folder_is_not_made(self, backend: Backend, place: Path) -> None:
+        missing = str(place / "missing" / "run.pool")
+        for call in (lambda: backend.create(missing, NBYTES), lambda: backend.open(missing, write=False),
+                     lambda: backend.probe(missing)):  # fmt: skip
+            with pytest.raises(PoolNotFoundError):
+                call()
+        (place / "file").touch()
+        with pytest.raises(PoolNotFoundError):
+            backend.create(str(place / "file" / "run.pool"), NBYTES)
+        assert os.listdir(place) == ["file"]
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+    def test_a_folder_where_others_could_swap_the_pool_is_refused(self, backend: Backend, place: Path) -> None:
+        shared = place / "shared"
+        shared.mkdir()
+        os.chown(shared, 12345, -1)
+        shared.chmod(0o777)
+        with pytest.raises(PoolPermissionError, match="sticky"):
+            backend.create(str(shared / "run.pool"), NBYTES)
+        shared.chmod(0o1777)
+        self.published(backend, str(shared / "run.pool"))
+
+    def test_a_forked_child_that_closes_removes_nothing(self, backend: Backend, path: str) -> None:
+        container = self.made(backend, path)
+        toys.in_child(container.close)
+        container.publish()
+        container.close()
+        assert os.path.exists(path)
+
+
+class TestFileOnTmpfs(FileContract):
+    @pytest.fixture
+    def place(self, folder: Path) -> Path:
+        return folder
+
+    def test_it_survives_the_process_only(self, backend: Backend, path: str) -> None:
+        durability = backend.probe(path)
+        if durability.medium != "tmpfs":
+            pytest.skip(f"no tmpfs here: {durability.medium}")
+        assert durability.process
+        assert not durability.os
+        assert durability.tier == TIER_CACHE
+
+    def test_a_full_file_system_is_an_error_that_leaves_nothing(self) -> None:
+        outcome = toys.in_child(lambda: _fill_a_small_tmpfs(20 * MIB))
+        if isinstance(outcome, str):
+            pytest.skip(outcome)
+        assert outcome == (f"NoSpaceError {errno.ENOSPC}", [], [])
+
+
+class TestFileOnDisk(FileContract):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Path:
+        return tmp_path
+
+    def test_it_says_what_it_relies_on(self, backend: Backend, path: str) -> None:
+        durability = backend.probe(path)
+        if durability.tier != TIER_DISK:
+            pytest.skip(f"the temporary folder is no disk: {durability.medium}")
+        assert durability.process
+        assert any("fdatasync" in e or "unknown" in e or "volatile" in e for e in durability.evidence)
+
+
+class TestMemory(BackendContract):
+    @pytest.fixture
+    def backend(self) -> Iterator[Backend]:
+        backend = MemoryBackend()
+        yield backend
+        backend.close()
+
+    @pytest.fixture
+    def path(self, folder: Path) -> str:
+        return str(folder / "run.pool")
+
+    def test_a_medium_that_is_full_is_an_error_that_leaves_nothing(self, folder: Path) -> None:
+        backend = MemoryBackend(capacity=3 * MIB)
+        path = str(folder / "run.pool")
+        with patch.dict(backends.BACKENDS, {"file": backend}):
+            model = nn.Linear(4, 4)
+            with pytest.raises(NoSpaceError):
+                lightck.attach(model, path, optimizer=toys.adam(model))
+        assert backend.pools == {}
+        assert backend.free == 3 * MIB
+
+
+def _fill_a_small_tmpfs(nbytes: int) -> object:
+    """In a child with mounts of its own: (error, files after it, files after attach failed); or why not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, private, recursive = 0x20000, 1 << 18, 1 << 14
+    place = "/tmp"
+    if libc.unshare(new_namespace) != 0 or libc.mount(b"none", b"/", None, private | recursive, None) != 0:
+        return f"no mounts of our own: {os.strerror(ctypes.get_errno())}"
+    if libc.mount(b"tmpfs", place.encode(), b"tmpfs", 0, f"size={nbytes}".encode()) != 0:
+        return f"no tmpfs can be mounted: {os.strerror(ctypes.get_errno())}"
+    backend, path = FileBackend(), f"{place}/run.pool"
+    backend.create(path, nbytes // 2).close()
+    try:
+        backend.create(path, nbytes * 2)
+    except NoSpaceError as err:
+        error = f"{type(err).__name__} {err.errno}"
+    left = os.listdir(place)
+    model = nn.Linear(2000, 1000)
+    try:
+        lightck.attach(model, path, optimizer=toys.adam(model))
+    except NoSpaceError:
+        return error, left, [name for name in os.listdir(place) if not name.endswith(".lock")]
+    return "a pool that does not fit was made"

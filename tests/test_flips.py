@@ -1,0 +1,224 @@
+"""One flipped bit anywhere: the newest version, an older one, or an error of ours; never other values.
+
+Every bit of what recovery reads is flipped in place, and the pool recovered: superblocks, commit lines, layout tables,
+slot headers, manifests. Of payload and small state every byte has one of its bits flipped (payload: sampled). Both at
+rest and while the oldest slot is being written anew. Where recovery does not look, a flip cannot matter: the reads of
+an undisturbed recovery say where that is, and a sample of the rest is flipped to be sure.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lightck
+from lightck.pool.format import LINE_NBYTES, SUPERBLOCK_NBYTES, pack_slot_header
+from lightck.pool.reader import PoolReader, Version, open_pool
+from lightck.testing.oracle import Outcome, Recovered, Refused, recovery, truth
+from lightck.testing.reads import Memory, watched
+
+SEED = 20231106
+STEPS = 5
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@dataclass
+class Pool:
+    """A pool's file, mapped, with what each of its versions holds."""
+
+    path: Path
+    map: mmap.mmap
+    truths: dict[int, bytes]
+    newest: int
+    """The step that an undisturbed recovery gives."""
+    memory: Memory[Outcome]
+
+    def recover(self) -> Outcome:
+        """``lightck.recover``, unless it read the same bytes before."""
+        outcome = self.memory.recall(lambda at, n: self.map[at : at + n])
+        if outcome is None:
+            with watched() as places:
+                outcome = recovery(str(self.path))
+            self.memory.learn(places, lambda at, n: self.map[at : at + n], outcome)
+        return outcome
+
+    def flipped(self, bit: int) -> Outcome:
+        """What a recovery gives with this bit of the file flipped."""
+        at, mask = bit // 8, 1 << bit % 8
+        self.map[at] ^= mask
+        try:
+            return self.recover()
+        finally:
+            self.map[at] ^= mask
+
+    def check(self, bits: Iterator[int], oldest: int) -> Counter[str]:
+        """Flip each; the outcome must be exact and no older than ``oldest``."""
+        seen: Counter[str] = Counter()
+        for bit in bits:
+            outcome = self.flipped(bit)
+            where = f"bit {bit % 8} of byte {bit // 8:#x}"
+            assert isinstance(outcome, Recovered) or outcome.typed, f"{where}: {outcome}"
+            if isinstance(outcome, Refused):
+                raise AssertionError(f"{where}: {outcome.error}: {outcome.message}")
+            assert self.truths.get(outcome.step) == outcome.digest, f"{where}: step {outcome.step} has other values"
+            assert oldest <= outcome.step <= self.newest, f"{where}: step {outcome.step}"
+            seen[f"step {outcome.step}"] += 1
+        return seen
+
+
+@pytest.fixture(params=["at rest", "in mid-write"])
+def pool(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pool]:
+    path = folder / "run.pool"
+    model, optimizer = build()
+    truths: dict[int, bytes] = {}
+    with lightck.attach(model, path, optimizer=optimizer, slots=3):
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+            truths[step] = truth(model, optimizer)
+    if request.param == "in mid-write":
+        half_written(path)
+    with open(path, "r+b") as f, mmap.mmap(f.fileno(), 0) as mapped:
+        pool = Pool(path, mapped, truths, STEPS, Memory())
+        assert pool.recover() == Recovered(STEPS, STEPS, truths[STEPS])
+        yield pool
+
+
+def half_written(path: Path) -> None:
+    """The oldest slot as a kill in mid-write leaves it: invalidated, half of its payload new."""
+    reader = open_pool(str(path))
+    oldest = [v for v in reader.versions() if isinstance(v, Version)][-1]
+    sb, slot = reader.superblock, oldest.line.slot
+    base = sb.slots[slot][0]
+    extents = sorted(e.offset for e in oldest.entries.values())
+    reader.close()
+    with open(path, "r+b") as f:
+        f.seek(base)
+        f.write(pack_slot_header(STEPS + 1, slot, sb.uuid))
+        for offset in extents[: len(extents) // 2]:
+            f.seek(base + offset)
+            f.write(b"new payload!")
+
+
+@pytest.fixture
+def reader(pool: Pool) -> Iterator[PoolReader]:
+    reader = open_pool(str(pool.path))
+    yield reader
+    reader.close()
+
+
+def all_bits(start: int, nbytes: int) -> Iterator[int]:
+    return iter(range(8 * start, 8 * (start + nbytes)))
+
+
+def one_bit_per_byte(start: int, nbytes: int) -> Iterator[int]:
+    rng = random.Random(SEED)
+    return (8 * at + rng.randrange(8) for at in range(start, start + nbytes))
+
+
+def versions(reader: PoolReader) -> list[Version]:
+    return [v for v in reader.versions() if isinstance(v, Version)]
+
+
+def manifest_of(reader: PoolReader, version: Version) -> tuple[int, int]:
+    sb, line = reader.superblock, version.line
+    start = sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes
+    return start, line.manifest_nbytes
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_superblocks(pool: Pool, copy: int) -> None:
+    seen = pool.check(all_bits(copy * SUPERBLOCK_NBYTES, SUPERBLOCK_NBYTES), oldest=STEPS)
+    assert seen == {f"step {STEPS}": 8 * SUPERBLOCK_NBYTES}
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_layout_tables(pool: Pool, reader: PoolReader, copy: int) -> None:
+    sb = reader.superblock
+    seen = pool.check(all_bits(sb.table_offsets[copy], sb.table_nbytes), oldest=STEPS)
+    assert seen == {f"step {STEPS}": 8 * sb.table_nbytes}
+
+
+def test_commit_lines(pool: Pool, reader: PoolReader) -> None:
+    sb, lines = reader.superblock, reader.ring().lines
+    for position, line in lines.items():
+        is_newest = line.step == STEPS
+        seen = pool.check(all_bits(sb.line_offset(position), LINE_NBYTES), oldest=STEPS - is_newest)
+        assert seen == {f"step {STEPS - is_newest}": 8 * LINE_NBYTES}
+
+
+def test_places_of_lines_that_were_never_used(pool: Pool, reader: PoolReader) -> None:
+    sb, lines = reader.superblock, reader.ring().lines
+    for position in range(sb.ring_lines):
+        if position not in lines:
+            pool.check(all_bits(sb.line_offset(position), LINE_NBYTES), oldest=STEPS)
+
+
+def test_slot_headers(pool: Pool, reader: PoolReader) -> None:
+    for start, _ in reader.superblock.slots:
+        seen = pool.check(all_bits(start, LINE_NBYTES), oldest=STEPS)
+        assert seen == {f"step {STEPS}": 8 * LINE_NBYTES}, "a damaged header proves nothing about the payload"
+
+
+def test_the_newest_manifest(pool: Pool, reader: PoolReader) -> None:
+    start, nbytes = manifest_of(reader, versions(reader)[0])
+    head = versions(reader)[0].header.state_offset
+    assert pool.check(all_bits(start, head), oldest=STEPS - 1) == {f"step {STEPS - 1}": 8 * head}
+    pool.check(one_bit_per_byte(start + head, nbytes - head), oldest=STEPS - 1)
+
+
+def test_older_manifests(pool: Pool, reader: PoolReader) -> None:
+    for version in versions(reader)[1:]:
+        start, nbytes = manifest_of(reader, version)
+        pool.check(one_bit_per_byte(start, nbytes), oldest=STEPS)
+
+
+def test_the_newest_payload(pool: Pool, reader: PoolReader) -> None:
+    newest = versions(reader)[0]
+    base = reader.superblock.slots[newest.line.slot][0]
+    for entry in newest.entries.values():
+        seen = pool.check(all_bits(base + entry.offset, entry.nbytes), oldest=STEPS - 1)
+        assert seen == {f"step {STEPS - 1}": 8 * entry.nbytes}
+
+
+def test_older_payloads(pool: Pool, reader: PoolReader) -> None:
+    for version in versions(reader)[1:]:
+        base = reader.superblock.slots[version.line.slot][0]
+        for entry in version.entries.values():
+            pool.check(all_bits(base + entry.offset, entry.nbytes), oldest=STEPS)
+
+
+def test_anywhere(pool: Pool) -> None:
+    rng = random.Random(SEED)
+    pool.check((rng.randrange(8 * len(pool.map)) for _ in range(3000)), oldest=STEPS - 1)
+
+
+def test_two_flips_in_two_versions_cost_two_versions(pool: Pool, reader: PoolReader) -> None:
+    """The bits of the two newest versions, flipped together: the third is left, or an error of ours."""
+    rng = random.Random(SEED)
+    first, second = (manifest_of(reader, v) for v in versions(reader)[:2])
+    has_third = len(versions(reader)) > 2
+    for _ in range(100):
+        bits = [8 * (start + rng.randrange(nbytes)) + rng.randrange(8) for start, nbytes in (first, second)]
+        pool.map[bits[0] // 8] ^= 1 << bits[0] % 8
+        outcome = pool.flipped(bits[1])
+        pool.map[bits[0] // 8] ^= 1 << bits[0] % 8
+        if has_third:
+            assert outcome == Recovered(STEPS - 2, STEPS - 2, pool.truths[STEPS - 2])
+        else:
+            assert isinstance(outcome, Refused)
+            assert outcome.error == "CorruptPoolError"

@@ -1,0 +1,545 @@
+"""Sessions, as their user sees them: what attach finds and says, what a session counts, how it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import re
+import stat
+from typing import Any
+
+import pytest
+import torch
+from toys import BIG, adam, crashed, everything, forward, is_step, net, pool_with, same, settled, train
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
+from torch.utils.data import DataLoader
+
+import lightck
+from lightck.errors import CheckpointExistsError, LateError, NoCheckpointError, PoolNotFoundError, SessionError
+
+WARNING = "nothing asked where"
+
+
+class Box:
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def update(model: nn.Module, optimizer: Any, number: int = 0) -> None:
+    optimizer.zero_grad()
+    forward(model, number).backward()
+    optimizer.step()
+
+
+def differentiated(model: nn.Module, optimizer: Any, number: int = 0) -> torch.Tensor:
+    """What a closure does."""
+    optimizer.zero_grad()
+    loss = forward(model, number)
+    loss.backward()
+    return loss
+
+
+# -- what attach finds -----------------------------------------------------------------------------------------------
+
+
+def test_what_was_found_is_named_in_found_and_in_one_log_line(pool, caplog):
+    caplog.set_level(logging.INFO, "lightck")
+    model = net()
+    optimizer = adam(model)
+    scheduler, scaler = StepLR(optimizer, 1), torch.amp.GradScaler("cpu")
+    with lightck.attach(model, pool) as session:
+        expected = {"optimizer": "AdamW", "scheduler": "StepLR", "scaler": "GradScaler"}
+        assert session.found == expected
+    (line,) = [r.getMessage() for r in caplog.records if "found" in r.getMessage()]
+    for word in (*expected, *expected.values(), str(pool), "fresh start", "tmpfs"):
+        assert word in line
+    del scheduler, scaler
+
+
+def test_what_was_passed_is_not_among_what_was_found(pool):
+    model = net()
+    optimizer = adam(model)
+    scheduler = StepLR(optimizer, 1)
+    with lightck.attach(model, pool, optimizer=optimizer, state={"schedule": scheduler}) as session:
+        assert session.found == {}
+        train(model, optimizer, 1)
+    assert set(lightck.recover(pool).state) == {"schedule"}
+
+
+def test_scheduler_can_be_declined(pool):
+    model = net()
+    optimizer = adam(model)
+    scheduler = StepLR(optimizer, 1)
+    with lightck.attach(model, pool, state={"scheduler": None}) as session:
+        assert session.found == {"optimizer": "AdamW"}
+        train(model, optimizer, 2)
+    assert lightck.recover(pool).state == {}
+    del scheduler
+
+
+def test_state_that_the_pool_holds_can_be_declined_on_resume(pool):
+    pool_with(pool, state={"ema": Box(1), "counter": Box(2)})
+    model = net(seed=1)
+    counter = Box()
+    declining = {"ema": None, "counter": counter}
+    with lightck.attach(model, pool, optimizer=adam(model), state=declining, resume=True) as session:
+        assert (session.step, counter.value) == (3, 2)
+
+
+def test_scheduler_made_of_schedulers_is_one(pool):
+    model = net()
+    optimizer = adam(model)
+    scheduler = SequentialLR(optimizer, [LinearLR(optimizer), StepLR(optimizer, 2)], milestones=[2])
+    with lightck.attach(model, pool) as session:
+        assert session.found["scheduler"] == "SequentialLR"
+        for number in range(4):
+            update(model, optimizer, number)
+            scheduler.step()
+    expected = scheduler.state_dict(), optimizer.param_groups[0]["lr"]
+    model = net(seed=1)
+    optimizer = adam(model)
+    scheduler = SequentialLR(optimizer, [LinearLR(optimizer), StepLR(optimizer, 2)], milestones=[2])
+    with lightck.attach(model, pool, resume=True):
+        assert optimizer.param_groups[0]["lr"] == expected[1]
+        assert scheduler.last_epoch == expected[0]["last_epoch"] == 4
+
+
+def test_garbage_is_no_candidate(pool):
+    model = net()
+
+    def abandoned() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer.cycle = optimizer
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.cycle = scaler
+        scheduler = StepLR(optimizer, 1)
+        scheduler.cycle = scheduler
+
+    gc.disable()
+    try:
+        abandoned()
+        optimizer = adam(model)
+        with lightck.attach(model, pool) as session:
+            assert session.found == {"optimizer": "AdamW"}
+            train(model, optimizer, 1)
+            gc.disable()
+    finally:
+        gc.enable()
+
+
+def test_optimizer_of_another_model_is_not_found(pool):
+    model, other = net(), net(seed=1)
+    optimizer, foreign = adam(model), torch.optim.SGD(other.parameters(), lr=1.0)
+    with lightck.attach(model, pool) as session:
+        assert session.found == {"optimizer": "AdamW"}
+        train(model, optimizer, 1)
+        train(other, foreign, 3)
+        assert session.step == 1
+
+
+def test_wrapped_optimizer_is_unwrapped(pool):
+    class Accelerated:
+        """As Accelerate's: no hooks of its own."""
+
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=Accelerated(optimizer)) as session:
+        train(model, optimizer, 2)
+        assert session.step == 2
+    lightck.recover(pool, net(seed=1), None)
+    other = net(seed=2)
+    wrapped = Accelerated(adam(other))
+    lightck.recover(pool, other, wrapped)
+    assert same(everything(other, wrapped.optimizer), everything(model, optimizer))
+
+
+def test_optimizer_made_after_attach_is_found_at_its_first_step(pool):
+    model = net()
+    with lightck.attach(model, pool) as session:
+        assert session.found == {}
+        optimizer = adam(model)
+        for number in range(3):
+            update(model, optimizer, number)
+            assert session.step == number + 1
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_parameters_outside_the_model_are_saved_too(pool):
+    model = net()
+    temperature = nn.Parameter(torch.tensor([2.0]))
+    optimizer = torch.optim.AdamW([*model.parameters(), temperature], lr=0.1)
+
+    def learn(model: nn.Module, optimizer: Any, temperature: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (forward(model) * temperature).sum().backward()
+        optimizer.step()
+
+    with lightck.attach(model, pool) as session:
+        assert session.found == {"optimizer": "AdamW"}
+        for _ in range(3):
+            learn(model, optimizer, temperature)
+    other, other_temperature = net(seed=1), nn.Parameter(torch.tensor([0.0]))
+    other_optimizer = torch.optim.AdamW([*other.parameters(), other_temperature], lr=0.1)
+    with lightck.attach(other, pool, optimizer=other_optimizer, resume=True):
+        assert same(other_temperature, temperature)
+        assert same(everything(other, other_optimizer), everything(model, optimizer))
+
+
+# -- counters --------------------------------------------------------------------------------------------------------
+
+
+def test_stats_are_a_frozen_record_that_makes_sense(pool):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        before = session.stats()
+        train(model, optimizer, 4)
+        session.flush()
+        stats = session.stats()
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            stats.versions = 9
+    size = sum(t.numel() * 4 for t in model.parameters()) * 3
+    assert (before.versions, before.bytes_written, before.committed) == (0, 0, None)
+    assert (stats.versions, stats.committed, stats.skipped, stats.recopied, stats.left_out) == (4, 4, 0, 0, 0)
+    assert 4 * size < stats.bytes_written < 4 * size + 4 * (64 << 10)
+    assert 0 <= stats.bytes_helped <= stats.bytes_written
+    assert 0 < stats.wait_seconds <= stats.stall_seconds
+    assert 0 < stats.cpu_seconds < 10
+    assert stats == dataclasses.replace(stats)
+
+
+def test_durability_is_evidence(pool):
+    model = net()
+    with lightck.attach(model, pool, optimizer=adam(model)) as session:
+        durability = session.durability
+    assert (durability.process, durability.os, durability.power, durability.media) == (True, False, False, False)
+    assert durability.medium == "tmpfs"
+    assert any("f_type" in line for line in durability.evidence)
+    assert str(durability) == "tmpfs: survives process"
+
+
+def test_committed_is_the_newest_durable_step(pool):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        assert session.committed is None
+        for number in range(4):
+            update(model, optimizer, number)
+            assert session.committed == (number or None)
+        assert session.flush() == session.committed == 4
+    assert session.committed == 4
+
+
+def test_interval_saves_every_nth_step(pool):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, interval=3) as session:
+        committed = []
+        for number in range(8):
+            update(model, optimizer, number)
+            committed.append(session.committed)
+            if number == 5:
+                sixth = everything(model, optimizer)
+        assert (session.step, session.iteration) == (8, 7)
+        assert session.stats().versions == 2
+        image = crashed(pool)
+    assert committed == [None, None, None, 3, 3, 3, 6, 6]
+    assert is_step(lightck.recover(image), sixth)
+    assert lightck.recover(pool).step == 8, "close commits the current step, whatever the interval"
+    with lightck.attach(model, pool, optimizer=optimizer, interval=3, resume=True) as session:
+        train(model, optimizer, 3, start=session.step)
+        assert session.committed == 9
+
+
+def test_slots_keep_that_many_versions(pool):
+    model = net()
+    optimizer = adam(model)
+    held = {}
+    with lightck.attach(model, pool, optimizer=optimizer, slots=5):
+        for number in range(9):
+            update(model, optimizer, number)
+            held[number + 1] = everything(model, optimizer)
+    for step in range(5, 10):
+        assert is_step(lightck.recover(pool, step=step), held[step])
+
+
+def test_number_of_slots_can_change_on_resume(pool):
+    model, optimizer = pool_with(pool, slots=2)
+    nbytes = pool.stat().st_size
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, slots=4) as session:
+        assert lightck.recover(pool).step == 3
+        train(model, optimizer, 4, start=3)
+        settled(session, 6)
+    assert pool.stat().st_size > 1.5 * nbytes
+    for step in (4, 5, 6, 7):
+        assert lightck.recover(pool, step=step).step == step
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+        train(model, optimizer, 1, start=7)
+    assert lightck.recover(pool, step=6).step == 6, "without slots= the pool keeps what it has"
+
+
+def test_pool_files_are_private(folder, pool):
+    import os
+
+    old = os.umask(0)
+    try:
+        pool_with(pool, state={"box": Box(torch.zeros(10))})
+    finally:
+        os.umask(old)
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+# -- going on --------------------------------------------------------------------------------------------------------
+
+
+def test_resume_of_nothing_starts_fresh(pool):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+        assert (session.step, session.iteration, session.committed) == (0, 0, None)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:  # a pool without a commit line
+        assert session.step == 0
+        train(model, optimizer, 1)
+    assert lightck.recover(pool).step == 1
+
+
+def test_overwrite_discards(pool):
+    pool_with(pool, steps=5)
+    model = net(seed=8)
+    optimizer = adam(model)
+    seen = everything(model, optimizer)
+    with lightck.attach(model, pool, optimizer=optimizer, overwrite=True) as session:
+        assert session.step == 0
+        assert same(everything(model, optimizer), seen)
+        train(model, optimizer, 1)
+    assert lightck.recover(pool).step == 1
+
+
+def test_overwrite_discards_before_the_first_version(pool):
+    """Also where the layout cannot be foreseen: a crash must not bring the discarded training back."""
+    pool_with(pool, steps=5)
+    model = net(seed=8)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with lightck.attach(model, pool, optimizer=optimizer, overwrite=True):
+        with pytest.raises((PoolNotFoundError, NoCheckpointError)):
+            lightck.recover(pool)
+        optimizer.step(lambda: differentiated(model, optimizer))
+    assert lightck.recover(pool).step == 1
+
+
+def test_attach_goes_on_from_what_recover_restored(pool):
+    model, optimizer = pool_with(pool)
+    other = net(seed=1)
+    other_optimizer = adam(other)
+    lightck.recover(pool, other, other_optimizer)
+    with lightck.attach(other, pool, optimizer=other_optimizer) as session:
+        assert (session.step, session.committed) == (3, 3)
+        train(model, optimizer, 2, start=3)
+        train(other, other_optimizer, 2, start=3)
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_attach_goes_on_from_what_a_checkpoint_restored(pool):
+    pool_with(pool, state={"box": Box(5)})
+    model = net(seed=1)
+    optimizer, box = adam(model), Box()
+    checkpoint = lightck.recover(pool)
+    checkpoint.restore(model, optimizer, {"box": box})
+    assert box.value == 5
+    with lightck.attach(model, pool, optimizer=optimizer, state={"box": box}) as session:
+        assert session.step == 3
+
+
+def test_attach_after_a_partial_restore_names_what_is_missing(pool):
+    pool_with(pool, state={"box": Box(5)})
+    model = net(seed=1)
+    optimizer = adam(model)
+    lightck.recover(pool, model)
+    with pytest.raises(SessionError, match=r"step 3 .*AdamW.*'box'.*resume=True"):
+        lightck.attach(model, pool, optimizer=optimizer, state={"box": Box()})
+    lightck.recover(pool, model, optimizer)
+    with pytest.raises(SessionError, match=r"state 'box'.*restored nowhere"):
+        lightck.attach(model, pool, optimizer=optimizer, state={"box": Box()})
+    with lightck.attach(model, pool, optimizer=optimizer, state={"box": None}) as session:
+        assert session.step == 3
+
+
+def test_attach_refuses_where_the_restored_step_is_gone(pool):
+    model, optimizer = pool_with(pool)
+    other = net(seed=1)
+    other_optimizer = adam(other)
+    lightck.recover(pool, other, other_optimizer)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True):
+        train(model, optimizer, 3, start=3)
+    with pytest.raises(CheckpointExistsError, match=r"Step 3\b.* no longer .*trained on since.*resume=True"):
+        lightck.attach(other, pool, optimizer=other_optimizer)
+
+
+def test_restored_model_and_another_pool_start_fresh(folder, pool):
+    pool_with(pool)
+    model = net(seed=1)
+    optimizer = adam(model)
+    lightck.recover(pool, model, optimizer)
+    with lightck.attach(model, folder / "other.pool", optimizer=optimizer) as session:
+        assert session.step == 0
+
+
+def test_restoring_into_the_model_of_an_open_session_is_an_error(pool):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 2)
+        session.flush()
+        seen = everything(model, optimizer)
+        for call in (lambda: lightck.recover(pool, model, optimizer), lambda: lightck.recover(pool).restore(model)):
+            with pytest.raises(SessionError, match=r"open.*close"):
+                call()
+        assert same(everything(model, optimizer), seen)
+    lightck.recover(pool, model, optimizer)
+
+
+def test_late_optimizer_on_a_pool_with_optimizer_state_names_the_cure(pool):
+    pool_with(pool)
+    gc.collect()
+    model = net(seed=1)
+    with pytest.raises(LateError, match=r"AdamW.*optimizer="):
+        lightck.attach(model, pool, resume=True)
+
+
+# -- the position ----------------------------------------------------------------------------------------------------
+
+
+def resumed(pool: Any, caplog: Any, use: Any) -> bool:
+    """Whether the first step after a resume warns that the loop starts at its beginning."""
+    pool_with(pool)
+    model = net(seed=1)
+    optimizer = adam(model)
+    caplog.clear()
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+        use(session)
+        train(model, optimizer, 2)
+    said = [r for r in caplog.records if WARNING in r.getMessage()]
+    assert len(said) <= 1
+    for record in said:
+        assert record.levelno == logging.WARNING
+        assert re.search(r"session\.step.*session\.iteration.*session\.loader", record.getMessage())
+    return bool(said)
+
+
+def test_loop_that_starts_over_after_a_resume_is_warned_of(pool, caplog):
+    assert resumed(pool, caplog, lambda session: None)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda s: s.step, lambda s: s.iteration, lambda s: s.loader(DataLoader([1, 2]))],
+    ids=["step", "iteration", "loader"],
+)
+def test_loop_that_asks_for_its_position_is_not(pool, caplog, use):
+    assert not resumed(pool, caplog, use)
+
+
+def test_fresh_start_is_not_warned_of(pool, caplog):
+    pool_with(pool)
+    assert WARNING not in caplog.text
+
+
+def test_loader_in_state_counts_as_asking(pool, caplog):
+    class Loader(Box):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    pool_with(pool, state={"loader": Loader(0)})
+    model = net(seed=1)
+    optimizer = adam(model)
+    caplog.clear()
+    with lightck.attach(model, pool, optimizer=optimizer, state={"loader": Loader(0)}, resume=True):
+        train(model, optimizer, 1)
+    assert WARNING not in caplog.text
+
+
+def test_other_conditions_are_told_in_one_line(pool, caplog):
+    pool_with(pool)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        model = net(seed=1)
+        with lightck.attach(model, pool, optimizer=adam(model), resume=True):
+            pass
+    finally:
+        torch.set_num_threads(threads)
+    (line,) = [r.getMessage() for r in caplog.records if "conditions" in r.getMessage()]
+    assert f"threads {threads} -> {threads + 1}" in line
+
+
+# -- layouts that cannot be foreseen ---------------------------------------------------------------------------------
+
+
+def test_lbfgs_whose_state_cannot_be_foreseen(pool, caplog):
+    caplog.set_level(logging.INFO, "lightck")
+
+    def build(seed: int) -> tuple[nn.Module, Any]:
+        model = net(seed=seed)
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=3)
+
+    def learn(model: nn.Module, optimizer: Any, start: int, steps: int) -> None:
+        for number in range(start, start + steps):
+
+            optimizer.step(lambda number=number: differentiated(model, optimizer, number))
+
+    model, optimizer = build(0)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        assert "cannot be foreseen" in caplog.text
+        learn(model, optimizer, 0, 3)
+        seen = everything(model, optimizer)
+        session.flush()
+        image = crashed(pool)
+        learn(model, optimizer, 3, 3)
+    assert is_step(lightck.recover(image), seen)
+    other, other_optimizer = build(5)
+    with lightck.attach(other, image, optimizer=other_optimizer, resume=True) as session:
+        assert session.step == 3
+        learn(other, other_optimizer, 3, 3)
+    assert same(everything(other, other_optimizer), everything(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda ps: torch.optim.SGD(ps, lr=0.1), lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+        lambda ps: torch.optim.Adam(ps, amsgrad=True), lambda ps: torch.optim.AdamW(ps, fused=True),
+        lambda ps: torch.optim.RMSprop(ps, centered=True, momentum=0.5), lambda ps: torch.optim.Adagrad(ps),
+        lambda ps: torch.optim.Adadelta(ps), lambda ps: torch.optim.NAdam(ps), lambda ps: torch.optim.RAdam(ps),
+        lambda ps: torch.optim.Adafactor(ps), lambda ps: torch.optim.ASGD(ps), lambda ps: torch.optim.Rprop(ps),
+        lambda ps: torch.optim.Adamax(ps),
+    ],
+    ids=["sgd", "momentum", "amsgrad", "fused", "rmsprop", "adagrad", "adadelta", "nadam", "radam", "adafactor", "asgd",
+         "rprop", "adamax"],
+)  # fmt: skip
+def test_every_optimizer_resumes_bit_identical(pool, build):
+    model = net(64)
+    optimizer = build(model.parameters())
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 3)
+        session.flush()
+        inode = pool.stat().st_ino
+        image = crashed(pool)
+        train(model, optimizer, 3, start=3)
+    assert pool.stat().st_ino == inode, "the layout was foreseen"
+    other = net(64, seed=1)
+    other_optimizer = build(other.parameters())
+    with lightck.attach(other, image, optimizer=other_optimizer, resume=True) as session:
+        train(other, other_optimizer, 3, start=session.step)
+    assert same(everything(other, other_optimizer), everything(model, optimizer))
