@@ -209,13 +209,19 @@ class Pipeline:
                 self._finish(self._flights[0])
         self._reap()
 
-    def finish(self, timeout: float | None = None) -> bool:
-        """Bring every closed version to its end. False where ``timeout`` seconds were not enough."""
+    def finish(self, timeout: float | None = None, *, recopy: bool = False) -> bool:
+        """Bring every closed version to its end. False where ``timeout`` seconds were not enough.
+
+        ``recopy``: the user says that the state is the version's now, so what moved before a forward is copied again.
+        """
         with self._meter.wait():
             for flight in self._open_flights():
                 if not flight.pending.job.wait(COPIED, timeout):
                     return False
-                self._settle(flight)
+                if recopy and not flight.watched.forward_seen:
+                    self._recopy(flight, flight.watched.moved())
+                if flight in self._flights:
+                    self._settle(flight)
             while self._flights:
                 if not self._flights[0].pending.job.wait(ENDED, timeout):
                     return False

@@ -323,7 +323,7 @@ class Session:
         self._guard(run)
 
     def _finish(self, timeout: float | None) -> None:
-        if not self._pipeline.finish(timeout):
+        if not self._pipeline.finish(timeout, recopy=not self._paused):
             raise FlushTimeoutError(
                 f"Step {self._boundary.step} was not durable within {timeout} seconds. Its copies go on in the "
                 "background. Wait longer, or look at the speed of the pool's medium."

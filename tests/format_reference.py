@@ -160,6 +160,7 @@ def extended(code: int, value: Any) -> Any:
 
 # -- the pool --------------------------------------------------------------------------------------------------------
 
+
 def split(names: str) -> list[str]:
     return names.split()
 
@@ -249,8 +250,11 @@ class Pool:
         for i in range(sb["ring_lines"]):
             at = sb["ring_offset"] + i * sb["ring_stride"]
             raw = self.data[at : at + 64]
+            incomplete = raw[:8] == bytes(8)
+            if incomplete:
+                raw = raw[24:32] + raw[8:]
             line = fields(LINE, LINE_FIELDS, raw)
-            if line["generation"] == 0:
+            if incomplete and (not any(raw) or crc64(sb["uuid"] + raw[:56]) != line["check"]):
                 continue
             if crc64(sb["uuid"] + raw[:56]) != line["check"]:
                 self.damaged.append(i)

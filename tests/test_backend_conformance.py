@@ -159,8 +159,8 @@ class BackendContract:
 
     def test_a_pool_lives_on_it(self, backend: Backend, path: str) -> None:
         """The whole library over this backend: train, resume, grow into another file, recover."""
-        with patch.dict(backends.BACKENDS, {"file": backend}):
-            model, optimizer = toys.pool_with(Path(path), 3, slots=3)
+        with patch.dict(backends.BACKENDS, {backend.name: backend}):
+            model, optimizer = toys.pool_with(Path(path), 3, slots=3, backend=backend.name)
             seen = toys.everything(model, optimizer)
             assert toys.is_step(lightck.recover(path), seen)
             model = toys.net(seed=5)
@@ -353,10 +353,10 @@ class TestMemory(BackendContract):
     def test_a_medium_that_is_full_is_an_error_that_leaves_nothing(self, folder: Path) -> None:
         backend = MemoryBackend(capacity=3 * MIB)
         path = str(folder / "run.pool")
-        with patch.dict(backends.BACKENDS, {"file": backend}):
+        with patch.dict(backends.BACKENDS, {backend.name: backend}):
             model = nn.Linear(4, 4)
             with pytest.raises(NoSpaceError):
-                lightck.attach(model, path, optimizer=toys.adam(model))
+                lightck.attach(model, path, optimizer=toys.adam(model), backend=backend.name)
         assert backend.pools == {}
         assert backend.free == 3 * MIB
 

@@ -496,7 +496,8 @@ class Writer:
     def restart(self, adopted: CommitLine) -> CommitLine:
         """A new process goes on from this line: what it knows is what lies in the ring and in the headers."""
         contents = self.slots.contents()
-        generation, incarnation = self.ring.generation + 1, self.ring.incarnation + 1
+        generation = max(self.ring.generation, *(g or 0 for g in contents.values())) + 1
+        incarnation = self.ring.incarnation + 1
         ring, last = self.ring, max(self.ring.lines, key=lambda p: self.ring.lines[p].generation)
         self.__init__(len(contents))  # type: ignore[misc]
         self.ring, self.last, self.generation, self.incarnation = ring, last, generation, incarnation
@@ -580,7 +581,8 @@ def test_a_ring_tells_empty_from_damaged_lines() -> None:
         return read_ring(sb, lambda offset, n: lines.get((offset - sb.ring_offset) // sb.ring_stride, bytes(n)))
 
     assert ring({}).is_empty
-    assert ring({3: bytes(8) + line[8:]}).is_empty, "a line without its first word was never completed"
+    assert ring({3: bytes(8) + line[8:]}) == ring({3: line}), "only the last store of the line is missing"
+    assert ring({3: bytes(8) + line[8:40] + bytes(24)}).is_empty, "half a body was never completed"
     assert ring({3: line}).lines[3].generation == 1
     damaged = ring({3: line[:20] + b"\xff" + line[21:]})
     assert damaged.damaged == (3,)

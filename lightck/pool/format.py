@@ -187,7 +187,11 @@ class CommitLine:
         """The line, None where none was ever completed; ``DamagedError`` where its check fails."""
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
-            return None
+            # Its last store was cut off, or a bit of it was lost: a version's generation stands in the line twice, and
+            # all that the line names was durable before its first byte was written.
+            body = body[24:32] + body[8:]
+            if body[:8] == bytes(8) or crc64(uuid + body) != check:
+                return None
         if crc64(uuid + body) != check:
             raise DamagedError("commit line checksum")
         generation, incarnation, step, payload, mhash, mlen, kind, slot, index, _, _ = _LINE.unpack(body)

@@ -151,6 +151,8 @@ class PoolWriter:
         self.medium = Medium(reader.container.fd, reader.container.nbytes, durability.tier)
         self._index_entries()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
+        # Beyond the slots' too: so what a version that never committed left there is older than the adoption, and dead.
+        self._generation = max(self._generation, *(slot.generation or 0 for slot in self.slots.slots))
         if durability.tier == TIER_CACHE:  # on a disk it would read the whole pool and mark it dirty
             engine.populate(self.medium)
 

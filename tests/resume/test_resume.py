@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import Training, check_kills_came, check_lightck_told, check_scenario_is_at_work, draw_kills
+from .harness import Kill, Training, check_kills_came, check_lightck_told, check_scenario_is_at_work, draw_kills
 from .scenarios import SCENARIOS, Scenario
 
 
@@ -19,3 +19,33 @@ def test_resume_is_bit_identical(scenario: Scenario, folder: Path, request: pyte
     survival = training.survive(reference, draw_kills(scenario, reference))
     check_kills_came(scenario, survival)
     check_lightck_told(scenario, survival)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            "gradscaler-unfused-while-the-root-is-never-called",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="a version closed by the next step's pre-hook holds the scaler as it is after a skip in "
+                "between, and the random states from before it (session.loader() and end_step() are exact)",
+            ),
+        ),
+        pytest.param(
+            "pseudo-labels-without-end_step",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="a version closed by the root's forward holds buffers that a forward without gradients, of the "
+                "same iteration, has moved already (end_step() is exact)",
+            ),
+        ),
+    ],
+)
+def test_known_gap(name: str, folder: Path, request: pytest.FixtureRequest) -> None:
+    """Trainings that are not resumed exactly yet."""
+    scenario = SCENARIOS[name]
+    training = Training(request.getfixturevalue("server"), scenario, folder)
+    reference = training.reference()
+    check_scenario_is_at_work(scenario, reference)
+    training.survive(reference, [Kill("place", "update", n) for n in (3, 4, 5, 3, 4)])

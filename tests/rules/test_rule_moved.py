@@ -85,6 +85,23 @@ def test_weights_swapped_for_an_evaluation_do_not_reach_the_version(pool):
             assert is_step(lightck.recover(pool), seen)
 
 
+def test_what_moved_before_the_forward_is_copied_again_after_a_pause_too(pool):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(3):
+            update(model, optimizer, number)
+            session.end_step()
+            in_place(model)
+            with session.paused():
+                pass  # waits for the copies, and finds that what they copied has moved
+            seen = everything(model, optimizer)
+            forward(model)
+            assert session.flush() == number + 1
+            assert is_step(lightck.recover(pool), seen)
+        assert (session.stats().skipped, session.stats().recopied) == (0, 3)
+
+
 # -- 5. by a forward -------------------------------------------------------------------------------------------------
 
 

@@ -270,14 +270,17 @@ def test_objects_in_state_are_restored_before_the_optimizer(pool):
             return {}
 
         def load_state_dict(self, state: Any) -> None:
+            called.append(state)
             self.optimizer.param_groups[0]["lr"] = 99.0
 
+    called = []
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, state={"meddler": Meddler(optimizer)}):
         train(model, optimizer, 1)
     lightck.recover(pool, model, optimizer, {"meddler": Meddler(optimizer)})
     assert optimizer.param_groups[0]["lr"] == 0.05
+    assert called == [{}]
 
 
 def test_fresh_optimizer_loses_the_state_that_the_version_lacks(pool):

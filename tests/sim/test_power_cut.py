@@ -52,7 +52,7 @@ PLANTED: list[tuple[Transform, str, Model]] = [
     (bugs.no_fence_before_the_line, "two slots", PM),
     (bugs.no_fence_before_the_line, "two slots", DISK),
     (bugs.no_flush_of_the_manifest, "two slots", PM),
-    (bugs.no_sync_after_the_line, "two slots", PM),
+    (bugs.line_never_waited_for, "two slots", PM),
     (bugs.no_sync_after_the_line, "two slots", DISK),
     (bugs.line_in_one_piece, "two slots", PM),
     (bugs.line_in_one_piece, "two slots", DISK),

@@ -28,7 +28,7 @@ class Scenario:
     """What a process with lightck must have seen."""
     loses: int = 1
     """Finished updates that a kill may lose: interval x (slots - 1)."""
-    kills: int = 5
+    kills: int = 3
     """Kills at random instants, beside those at places and kill points."""
     brief: bool = False
     """Each process takes seconds: places and one random instant only."""

@@ -287,6 +287,22 @@ def persistent_workers_without_augmentation(run: Run) -> None:
     run.finished(model, [opt])
 
 
+@scenario(places=("in mid-epoch",))
+def training_in_eval_mode(run: Run) -> None:
+    """Fine-tuning with all norm layers frozen: the model is in eval mode, and no training forward is seen."""
+    run.seed()
+    model = mlp(dropout=0.2, norm=True)
+    opt = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    session = run.attach(model)
+    train = session.loader(DataLoader(Items(True), BATCH, shuffle=True))
+    model.eval()
+    for _ in range(train.epoch, EPOCHS):
+        for x, y in train:
+            _update(run, model, opt, x, y)
+            run.here("in mid-epoch")
+    run.finished(model, [opt])
+
+
 def stateful_loader(run: Run, workers: int) -> None:
     """torchdata's loader through ``session.loader``: by its own state, with the random states set around it.
 

@@ -255,6 +255,31 @@ def lr_by_hand_as_in_nanogpt(run: Run) -> None:
     run.finished(model, [opt])
 
 
+def pseudo_labels(run: Run, explicit: bool) -> None:
+    """A forward in training mode without gradients comes first, and moves BatchNorm's buffers too."""
+    run.seed()
+    model = mlp(dropout=0.1, norm=True)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    for _ in range(session.step, UPDATES):
+        x, _y = drawn_batch()
+        with torch.no_grad():
+            labels = model(x)
+        loss = F.mse_loss(model(1.1 * x), labels)
+        run.here("after forward")
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        run.updated(loss)
+        if explicit:
+            session.end_step()
+    run.finished(model, [opt])
+
+
+add("pseudo-labels with end_step", partial(pseudo_labels, explicit=True), places=("after forward",))
+add("pseudo-labels without end_step", partial(pseudo_labels, explicit=False), places=("after forward",), listed=False)
+
+
 class Counting(nn.Module):
     """Extra state that each training forward moves and uses, as the amax history of fp8 training is."""
 

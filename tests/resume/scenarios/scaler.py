@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from ..run import Run
@@ -34,15 +35,16 @@ def _iterate(run: Run, model: Any, opt: Any, scaler: Any, poison: float = 1.0) -
     assert run.session.step - steps == (scaler.get_scale() >= before) or run.is_reference
 
 
-def natural_skips(run: Run, fused: bool) -> None:
+def natural_skips(run: Run, fused: bool, call_root: bool = True) -> None:
     """The scale is so large that gradients overflow at first, and again whenever it has grown."""
     run.seed()
-    model = mlp(dropout=0.1, norm=True)
+    net = mlp(dropout=0.1, norm=True)
+    model = net if call_root else nn.Sequential(net)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**112, growth_interval=2)
     session = run.attach(model)
     while session.step < UPDATES:
-        _iterate(run, model, opt, scaler, 2.0**20)
+        _iterate(run, net, opt, scaler, 2.0**20)
     run.finished(model, [opt], {"scaler": scaler})
 
 
@@ -68,3 +70,8 @@ for _fused in (False, True):
         sees={"skip": 4})  # fmt: skip
     add(f"gradscaler {_kind} forced skips with end_step", partial(forced_skips, fused=_fused, explicit=True),
         places=_PLACES, sees={"skip": 4})  # fmt: skip
+
+_BLIND: dict[str, Any] = {"places": _PLACES, "sees": {"skip": 6}, "logs": ("forward hook does not fire",)}
+add("gradscaler fused while the root is never called", partial(natural_skips, fused=True, call_root=False), **_BLIND)
+add("gradscaler unfused while the root is never called", partial(natural_skips, fused=False, call_root=False),
+    listed=False, **_BLIND)  # fmt: skip
