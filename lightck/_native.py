@@ -7,7 +7,9 @@ once, because in cffi's ABI mode nothing else would notice.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,15 +27,24 @@ class NativeError(OSError):
 
 
 def _bindings() -> ModuleType:
-    try:
+    """The generated module: beside this file, or in the installed package where Python found the sources first (a
+    script that is run in the source folder). Whether the two fit is checked like everything else."""
+    for folder in (str(Path(__file__).parent.parent), *sys.path):
+        path = Path(folder, "lightck", "_lck_ffi.py")
+        spec = importlib.util.spec_from_file_location("lightck._lck_ffi", path) if path.is_file() else None
+        if spec is not None and spec.loader is not None:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    try:  # an editable install finds it by an import hook of its own
         from lightck import _lck_ffi
     except ImportError as error:
         raise ImportError(
-            f"lightck's native bindings (lightck/_lck_ffi.py) cannot be imported: {error}. They are generated when "
+            f"lightck's native bindings (lightck/_lck_ffi.py) are not here: {error}. They are generated when "
             f"lightck is built, and this copy was not built. {_REBUILD}"
         ) from error
-    module: ModuleType = _lck_ffi
-    return module
+    found: ModuleType = _lck_ffi
+    return found
 
 
 def _open_library(bindings: ModuleType) -> Any:

@@ -96,7 +96,8 @@ def attach(
     found = discover(positions, optimizer, state)
     check_objects(found.state)
     capture = Capture(model, found.optimizers, found.state)
-    attachment = _Attachment(model, path, kind, found, _declined(state), capture, resume=resume, overwrite=overwrite)
+    entries = {live.name: entry_of(live) for live in capture.expected_tensors()}
+    attachment = _Attachment(model, path, kind, found, _declined(state), capture, entries, resume, overwrite)
     lock = PoolLock(path)
     meter = Meter()
     pipeline = Pipeline(path, kind, durable, slots or 2, meter, check=os.environ.get(CHECK_VARIABLE, "") == "1")
@@ -162,6 +163,8 @@ class _Attachment:
     found: Found
     declined: frozenset[str]
     capture: Capture
+    entries: dict[str, Entry]
+    """What a version would hold now: everything in it can be stored."""
     resume: bool
     overwrite: bool
 
@@ -276,8 +279,7 @@ class _Attachment:
             self.backend.discard(self.path)  # or a crash before the first version would bring it back
 
     def _foreseen(self) -> dict[str, Entry] | None:
-        lives = list(self.capture.expected_tensors())
-        entries = {live.name: entry_of(live) for live in lives}
+        entries = dict(self.entries)
         if not self.capture.optimizers:
             log.info("lightck: no optimizer is alive yet: the pool is laid out at the first boundary")
             return None

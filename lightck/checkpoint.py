@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,14 +32,17 @@ class Checkpoint:
         contents, line: the parsed version and its commit line, for lightck itself.
     """
 
-    def __init__(self, contents: Contents, source: MemorySource, line: CommitLine, path: str, uuid: bytes,
+    def __init__(self, contents: Contents, source: Callable[[], MemorySource], line: CommitLine, path: str, uuid: bytes,
                  rejected: Sequence[Rejected]) -> None:  # fmt: skip
+        """``source`` gives the tensors when they are first asked for. One that was restored in place reads the pool
+        again then: the live tensors train on, and are not this version for long."""
         self.step = contents.step
         self.iteration = contents.iteration
         self.rejected: tuple[Rejected, ...] = tuple(rejected)
         self.drift = _restore.Drift()
         self.contents = contents
-        self._source = source
+        self._read_source = source
+        self._known: MemorySource | None = None
         self.line = line
         self._path = path
         self._uuid = uuid
@@ -85,8 +88,9 @@ class Checkpoint:
         and ``drift`` lists the rest), ``SessionError`` where the model's session is open.
         """
         plan = plan_restore(self.contents, model, optimizer, state, strict=strict)
+        source = self._source
         try:
-            _restore.apply(plan, self._source)
+            _restore.apply(plan, source)
         except BaseException:
             _restore.poison(plan.held.values(), model)
             mark_poisoned(model)
@@ -97,6 +101,12 @@ class Checkpoint:
         self.drift = plan.drift
         remember(model, RestoredFrom(self._path, self._uuid, self.line, self.contents, not_taken(plan)))
 
+    @property
+    def _source(self) -> MemorySource:
+        if self._known is None:
+            self._known = self._read_source()
+        return self._known
+
     def _tensor(self, name: str) -> torch.Tensor:
         if name not in self._source.tensors:
             raise CorruptPoolError(f"The checkpoint's small state names a tensor {name!r} that it does not hold.")
@@ -106,11 +116,12 @@ class Checkpoint:
         numbers = {name: i for i, name in enumerate(saved.all_names)}
         keys = _restore.keys_by_param(self.contents)
         rest = values.unpack(saved.values, tensor=self._tensor)
-        state: dict[int, dict[Any, Any]] = {}
+        state: dict[Any, Any] = {}
         for name, number in numbers.items():
             found: dict[Any, Any] = {key: self._tensor(e.name) for key, e in keys.get(name, {}).items()}
             if found or name in rest:
                 state[number] = found | rest.get(name, {})
+        state |= values.unpack(saved.rest, tensor=self._tensor)
         groups = [
             {**options, "params": [numbers[n] for n in names]}
             for options, names in zip(saved.groups, saved.names, strict=True)

@@ -30,7 +30,7 @@ class Source(Protocol):
 
 
 class MemorySource:
-    """Tensors that were read and verified before: new ones, or the live ones that a version was restored into."""
+    """Tensors that were read and verified before, each in the layout of its entry."""
 
     def __init__(self, entries: Mapping[str, Entry], tensors: Mapping[str, torch.Tensor]) -> None:
         self.entries = dict(entries)
@@ -52,6 +52,7 @@ class OptimizerContents:
     names: list[list[str]]
     groups: list[dict[str, Any]]
     values: bytes
+    rest: bytes
 
     @property
     def all_names(self) -> list[str]:
@@ -127,7 +128,8 @@ def _optimizer(value: Any) -> OptimizerContents:
     groups = [_typed(g, dict) for g in _typed(values.unpack(_typed(value["groups"], bytes)), list)]
     if len(groups) != len(names):
         raise CorruptPoolError("its optimizer has groups without options")
-    return OptimizerContents(_typed(value["class"], str), names, groups, _typed(value["values"], bytes))
+    packed, rest = _typed(value["values"], bytes), _typed(value["rest"], bytes)
+    return OptimizerContents(_typed(value["class"], str), names, groups, packed, rest)
 
 
 def empty_for(entry: Entry, device: torch.device | str) -> torch.Tensor:

@@ -7,17 +7,17 @@ where doubt ends: the version commits or is dropped. Invariant: no update begins
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from lightck.capture.inventory import Live, entry_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting, Watched, changed_error
-from lightck.errors import LightckError
+from lightck.errors import BackgroundError, LightckError
+from lightck.interrupts import deliver
 from lightck.pool.backend import Backend
 from lightck.pool.durability import Durability
 from lightck.pool.engine import COPIED, ENDED, Engine
@@ -124,7 +124,8 @@ class Pipeline:
         slot = self._free_slot(writer)
         split = Split(self.resting, writer, slot, closing, records)
         hidden = self.resting.audit(split.left_out, writer.superblock.block)
-        if hidden is not None:  # it does not rest: this version has to write it
+        if hidden is not None:  # one that does not rest is reason to trust none: this version is written whole
+            self.resting.trust_none()
             split = Split(self.resting, writer, slot, closing, records)
         pending = writer.begin(split.plan(closing), slot, split.keep)
         for live, number in split.stills:
@@ -155,7 +156,8 @@ class Pipeline:
         self.finish()
         old, entries = self.writer, {}
         for entry in old.entries if old is not None else ():
-            entries[entry.name] = entry
+            if entry.role != "state":  # what an optimizer will have is kept in mind, what a user's object had is not
+                entries[entry.name] = entry
         entries |= {live.name: entry_of(live) for live in closing.lives}
         if old is not None:
             log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
@@ -176,11 +178,10 @@ class Pipeline:
     # -- a version ends ----------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """A training forward starts: what moved since the boundary is copied again."""
+        """A training forward starts: what moved since the boundary was written by the loop, and not by a forward."""
         for flight in self._open_flights():
             if not flight.watched.forward_seen:
-                self._recopy(flight, flight.watched.moved())
-                flight.watched.forward_seen = True
+                flight.watched.forward_seen = not self._drop_if_moved(flight)
         self.poll()
 
     def poll(self) -> None:
@@ -195,8 +196,9 @@ class Pipeline:
         """Help until no copy is under way: arbitrary code (an evaluation with swapped weights) may follow."""
         with self._meter.wait():
             for flight in self._open_flights():
-                flight.pending.job.wait(COPIED)
-        self.poll()
+                self._wait_or_fail(flight, COPIED)
+                if not flight.watched.moved():
+                    self._settle(flight)
 
     def gate(self) -> None:
         """Before an update: every source is released, and all versions but the newest slots-2 have committed."""
@@ -209,21 +211,15 @@ class Pipeline:
                 self._finish(self._flights[0])
         self._reap()
 
-    def finish(self, timeout: float | None = None, *, recopy: bool = False) -> bool:
-        """Bring every closed version to its end. False where ``timeout`` seconds were not enough.
-
-        ``recopy``: the user says that the state is the version's now, so what moved before a forward is copied again.
-        """
+    def finish(self, timeout: float | None = None) -> bool:
+        """Bring every closed version to its end. False where ``timeout`` seconds were not enough."""
         with self._meter.wait():
             for flight in self._open_flights():
-                if not flight.pending.job.wait(COPIED, timeout):
+                if not flight.pending.job.wait(COPIED, timeout, pause=deliver):
                     return False
-                if recopy and not flight.watched.forward_seen:
-                    self._recopy(flight, flight.watched.moved())
-                if flight in self._flights:
-                    self._settle(flight)
+                self._settle(flight)
             while self._flights:
-                if not self._flights[0].pending.job.wait(ENDED, timeout):
+                if not self._flights[0].pending.job.wait(ENDED, timeout, pause=deliver):
                     return False
                 self._reap()
         return True
@@ -238,31 +234,22 @@ class Pipeline:
     def _open_flights(self) -> list[_Flight]:
         return [f for f in self._flights if not f.pending.job.is_released]
 
-    def _recopy(self, flight: _Flight, positions: list[int]) -> None:
-        assert self.writer is not None
-        if not positions:
-            return
-        watched = flight.watched
-        watched.accept(positions)
-        lives = [watched.lives[i] for i in positions]
-        for live in lives:
-            entry = self.writer.entries[self.writer.numbers[live.name]]
-            if not entry.same_bytes_as(entry_of(live)):
-                self._drop(flight, f"{live.name!r} changed its shape or layout after the boundary", lives)
-                return
-        sources = np.array([live.tensor.data_ptr() for live in lives], np.uint64)
-        numbers = np.array([watched.numbers[i] for i in positions], np.int64)
-        self.writer.recopy(flight.pending, numbers, sources, [live.tensor for live in lives])
-        self._meter.recopied += len(lives)
+    def _drop_if_moved(self, flight: _Flight) -> bool:
+        """Give a version up whose sources were written. Their copies may have come before the write or after it, so
+        nothing tells what it holds; copying again is no cure, since the loop writes again when it goes on from there.
+        """
+        moved = flight.watched.moved()
+        if moved:
+            by = "a forward" if flight.watched.forward_seen else "something between the boundary and the next forward"
+            self._drop(flight, f"{by} wrote to it", [flight.watched.lives[i] for i in moved])
+        return bool(moved)
 
     def _settle(self, flight: _Flight) -> None:
         """End of doubt: the copies are done, and the version is allowed to commit or is dropped."""
         assert self.writer is not None
         job, watched = flight.pending.job, flight.watched
         self._wait_or_fail(flight, COPIED)
-        moved = watched.moved()
-        if moved:
-            self._drop(flight, "a forward wrote to it while it was copied", [watched.lives[i] for i in moved])
+        if self._drop_if_moved(flight):
             return
         raw = [self.writer.raw_crcs(flight.pending.slot, number) for number in watched.numbers]
         self._turn += 1
@@ -277,7 +264,8 @@ class Pipeline:
         names = [live.name for live in lives]
         self.resting.never.update(names)
         log.warning("lightck: the version of step %d is given up: %s (%s). It is copied at once at the boundary from "
-                    "here on.", flight.step, reason, ", ".join(names[:3]))  # fmt: skip
+                    "here on. Weight swaps belong into `with session.paused():`.",
+                    flight.step, reason, ", ".join(names[:3]))  # fmt: skip
         flight.pending.job.drop()
         flight.pending.job.forget()
         self._flights.remove(flight)
@@ -294,7 +282,7 @@ class Pipeline:
     def _wait_or_fail(self, flight: _Flight, until: int) -> None:
         assert self.writer is not None
         try:
-            flight.pending.job.wait(until)
+            flight.pending.job.wait(until, pause=deliver)
         except LightckError:
             self._flights.remove(flight)
             self.writer.given_up(flight.pending, bad=True)
@@ -310,6 +298,7 @@ class Pipeline:
 
     def _note_committed(self, flight: _Flight) -> None:
         assert self.writer is not None
+        self._refuse_lost_pool()
         info = flight.pending.job.info()
         self.writer.committed(flight.pending)
         self.committed = flight.step
@@ -318,10 +307,26 @@ class Pipeline:
         self._meter.bytes_helped += info.nbytes_helped
         flight.pending.job.forget()
 
+    def _refuse_lost_pool(self) -> None:
+        """A mapping outlives its file: without this look a training would go on saving into nothing."""
+        assert self.writer is not None
+        if self.writer.reader.container.is_current():
+            return
+        error = BackgroundError(
+            f"The pool {self.path!r} was removed, moved or replaced while it was in use. What is committed now could "
+            "not be found after a crash. Keep cleaners of temporary files away from it; close this session, and attach "
+            "again: the training in memory is whole."
+        )
+        error.errno = errno.ENOENT
+        raise error
+
     def newest_committed(self) -> int | None:
-        """Step of the newest durable version, as of now."""
-        self._reap()
-        return self.committed
+        """Step of the newest durable version, as of now. Takes note of nothing: any thread may ask."""
+        committed = self.committed
+        for flight in tuple(self._flights):
+            if flight.pending.job.is_released and flight.pending.job.has_committed:
+                committed = flight.step
+        return committed
 
     def close(self) -> None:
         """Stop the threads and unmap. Versions that are not released are dropped; others were finished before."""

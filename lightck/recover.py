@@ -19,7 +19,7 @@ from lightck.checkpoint import Checkpoint, plan_restore
 from lightck.contents import Contents, MemorySource, load_tensor
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.backends import pool_path as _pool_path
-from lightck.pool.format import DamagedError
+from lightck.pool.format import CommitLine, DamagedError
 from lightck.pool.reader import PoolReader, Rejected, Version, open_pool
 from lightck.pool.ring import Ring
 from lightck.resume import mark_poisoned
@@ -128,9 +128,29 @@ def _nothing_left(reader: PoolReader, ring: Ring, step: int | None, rejected: li
 
 def _load(reader: PoolReader, version: Version, contents: Contents, rejected: list[Rejected],
           device: torch.device | str) -> Checkpoint:  # fmt: skip
+    source = _in_memory(version, device)
+    return Checkpoint(contents, lambda: source, version.line, reader.path, reader.superblock.uuid, rejected)
+
+
+def _in_memory(version: Version, device: torch.device | str = "cpu") -> MemorySource:
     tensors = {n: load_tensor(version, n, device) for n, e in version.entries.items() if e.alias is None}
-    source = MemorySource(version.entries, tensors)
-    return Checkpoint(contents, source, version.line, reader.path, reader.superblock.uuid, rejected)
+    return MemorySource(version.entries, tensors)
+
+
+def _read_again(path: str, uuid: bytes, line: CommitLine) -> MemorySource:
+    """The tensors of a version that was restored in place, if the pool still holds it."""
+    reader = open_pool(path)
+    try:
+        if reader.superblock.uuid != uuid:
+            raise DamagedError("the pool was made anew since")
+        return _in_memory(reader.version(line))
+    except DamagedError as err:
+        raise NoCheckpointError(
+            f"Step {line.step}, which was restored in place, is no longer in the pool {path!r} ({err}), and the live "
+            "tensors may have trained on. Use lightck.recover(path) without a model to keep a version in memory."
+        ) from err
+    finally:
+        reader.close()
 
 
 def restore_newest(
@@ -152,8 +172,8 @@ def restore_newest(
             _restore.apply(plan, version)
         finally:
             touched.extend(plan.held.values())
-        source = MemorySource(version.entries, plan.held)
-        checkpoint = Checkpoint(contents, source, version.line, reader.path, reader.superblock.uuid, rejected)
+        path, uuid, line = reader.path, reader.superblock.uuid, version.line
+        checkpoint = Checkpoint(contents, lambda: _read_again(path, uuid, line), line, path, uuid, rejected)
         checkpoint.note_restored(model, plan)
         return checkpoint
 

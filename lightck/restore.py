@@ -90,7 +90,7 @@ def check(
     plan = Plan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
     notes: list[str] = []
     tensors = list(view.tensors(frozenset())) + [live for o in opt_views for live in o.outside()]
-    missing, extra, reshaped, retyped = _match_tensors(contents, tensors, plan)
+    missing, extra, reshaped, retyped = _match_tensors(contents, tensors, plan, notes)
     _match_optimizers(contents, opt_views, plan, notes, complete)
     _match_objects(contents, objects, plan, notes, complete)
     _match_extra(contents, view, plan, notes)
@@ -105,7 +105,8 @@ def check(
     return plan
 
 
-def _match_tensors(contents: Contents, lives: list[Live], plan: Plan) -> tuple[_Names, _Names, _Names, _Names]:
+def _match_tensors(contents: Contents, lives: list[Live], plan: Plan,
+                   notes: list[str]) -> tuple[_Names, _Names, _Names, _Names]:  # fmt: skip
     held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
     missing, reshaped, retyped = [], [], []
     for live in lives:
@@ -120,6 +121,8 @@ def _match_tensors(contents: Contents, lives: list[Live], plan: Plan) -> tuple[_
             reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
         elif live.tensor.dtype != dtype:
             retyped.append(f"{live.name}: {dtype} saved, {live.tensor.dtype} live")
+        elif live.alias is not None and entry.alias is None:
+            notes.append(f"{live.name} is tied to {live.alias} live, and had values of its own when it was saved")
         elif live.alias is None:
             plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
@@ -186,14 +189,18 @@ def apply(plan: Plan, source: Source) -> None:
             fill(source, name, tensor)
         states = [_optimizer_state(saved, live, plan, source) for saved, live in plan.optimizers]
     read = tensor_reader(source, plan.held)
+    rests = [values.unpack(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
     extra = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra}
     for name, module in plan.extra:
         module.set_extra_state(extra[name])
     for name, obj in plan.objects.items():
         _load(name, obj, objects[name])
-    for (saved, live), state in zip(plan.optimizers, states, strict=True):
+    for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
         _set_optimizer(saved, live, state)
+        for key in live.rest():
+            del live.optimizer.state[key]
+        live.optimizer.state.update(rest)
 
 
 def _load(name: str, obj: Any, value: Any) -> None:

@@ -100,11 +100,8 @@ class Session:
     @property
     def committed(self) -> int | None:
         """Newest step that is durable in the pool, or None. What background work failed at is not raised here."""
-        if self._is_open and self._failure is None and not self._is_forked:
-            try:
-                return self._pipeline.newest_committed()
-            except BackgroundError as err:
-                self._failure = err
+        if self._is_open and not self._is_forked:
+            return self._pipeline.newest_committed()
         return self._pipeline.committed
 
     @property
@@ -152,10 +149,7 @@ class Session:
             raise SessionError("flush() inside paused(): the weights are not the training's now. Leave paused() first.")
         with self._meter.stall():
             self._raise_failure()
-            self._event(Event.FLUSH)
-            if self._boundary.step == 0 and self._pipeline.committed is None and not self._boundary.has_updates:
-                self._close_version(Event.FLUSH, 0)
-            self._guard(lambda: self._finish(timeout))
+            self._commit_current(timeout)
         return self._pipeline.committed
 
     def close(self) -> None:
@@ -168,8 +162,7 @@ class Session:
         try:
             if not self._is_forked and self._failure is None:
                 with self._meter.stall():
-                    self._event(Event.FLUSH)
-                    self._guard(lambda: self._finish(None))
+                    self._commit_current(None, also_step_0=False)
         finally:
             self._release()
         self._raise_failure()
@@ -222,12 +215,8 @@ class Session:
         with self._meter.stall():
             self._boundary.updated(index)
             self._scaler_stepped = True
+            self._capture.before_update(index)  # again: a closure makes its gradients inside the step
             self._capture.after_update()
-            model = self._model()
-            if model is not None and not model.training:
-                self._trains_in_eval = True
-
-    _trains_in_eval = False
 
     def skipped_step(self, index: int) -> None:
         """A fused optimizer under GradScaler found inf: nothing changed, no version."""
@@ -273,7 +262,7 @@ class Session:
         if not self._is_open or self._is_forked or self._paused:
             return
         model = self._model()
-        if model is not None and not model.training and not self._trains_in_eval:
+        if model is not None and not model.training and not loader.is_training:
             return  # an evaluation: the version stays open until the training goes on
         with self._meter.stall():
             self._raise_failure()
@@ -322,8 +311,18 @@ class Session:
         self._saved_step = step
         self._guard(run)
 
+    def _commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
+        """Close the version here, and bring it to its commit. Where the version of this step was closed before and not
+        saved (``interval``) or given up, the state as it is now is saved as this step."""
+        self._event(Event.FLUSH)
+        self._guard(lambda: self._finish(timeout))
+        step = self._boundary.step
+        if self._pipeline.committed != step and not self._paused and (step or also_step_0):
+            self._close_version(Event.FLUSH, step)
+            self._guard(lambda: self._finish(timeout))
+
     def _finish(self, timeout: float | None) -> None:
-        if not self._pipeline.finish(timeout, recopy=not self._paused):
+        if not self._pipeline.finish(timeout):
             raise FlushTimeoutError(
                 f"Step {self._boundary.step} was not durable within {timeout} seconds. Its copies go on in the "
                 "background. Wait longer, or look at the speed of the pool's medium."

@@ -15,6 +15,10 @@ def opened(model: nn.Module, session: Any) -> None:
 
 
 def has_open_session(model: nn.Module) -> bool:
-    ref = _open.get(model)
-    session = ref() if ref is not None else None
-    return session is not None and bool(session.is_open)
+    """Whether an open session saves this module, a part of it, or a module that it is a part of."""
+    mine = set(model.modules())
+    for other, ref in list(_open.items()):
+        session = ref()
+        if session is not None and session.is_open and (other in mine or model in set(other.modules())):
+            return True
+    return False

@@ -90,13 +90,11 @@ class Split:
                 self.left_out.append(live)
             else:
                 now = record.at_once or live.still or live.name in resting.never
-                self._copy(live, record, now, closing.provisional.get(live.name))
+                self._copy(live, record, now)
 
-    def _copy(self, live: Live, record: Record, now: bool, provisional: torch.Tensor | None) -> None:
+    def _copy(self, live: Live, record: Record, now: bool) -> None:
         source, address = live.tensor, record.address
-        if provisional is not None:
-            source, address = provisional, provisional.data_ptr()
-        elif not record.plain:
+        if not record.plain:
             source = staged(live.tensor)
             address = source.data_ptr()
         self._numbers.append(record.number)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
+from lightck.interrupts import deferred
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -29,7 +31,7 @@ class Stats:
     skipped: int = 0
     """Versions given up (written to by a forward) and optimizer steps that changed nothing (GradScaler)."""
     recopied: int = 0
-    """Tensors copied again because they moved between boundary and forward."""
+    """Tensors copied again within one version. Always 0: a version whose source moved is given up (``skipped``)."""
     left_out: int = 0
     """Tensors that the newest version did not have to write again."""
 
@@ -44,17 +46,18 @@ class Meter:
 
     @contextmanager
     def stall(self) -> Iterator[None]:
-        """Time on the training thread. Nested uses count once."""
+        """Time on the training thread; Ctrl-C waits for its end. Nested uses count once."""
         if self._depth:
             yield
             return
-        self._depth, wall, cpu = 1, time.perf_counter(), time.thread_time()
-        try:
-            yield
-        finally:
-            self._depth = 0
-            self.stall_seconds += time.perf_counter() - wall
-            self.hook_cpu_seconds += time.thread_time() - cpu
+        with deferred():
+            self._depth, wall, cpu = 1, time.perf_counter(), time.thread_time()
+            try:
+                yield
+            finally:
+                self._depth = 0
+                self.stall_seconds += time.perf_counter() - wall
+                self.hook_cpu_seconds += time.thread_time() - cpu
 
     @contextmanager
     def wait(self) -> Iterator[None]:

@@ -23,6 +23,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     torch.optim.AdamW([weight]).step()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> None:
+    """What was imported so far (torch.compile loads half of torch) is no candidate for anything."""
     gc.collect()
     gc.freeze()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from toys import BIG, adam, crashed, everything, forward, is_step, net, same, train
 from torch import nn
+from toys import BIG, adam, crashed, everything, forward, is_step, net, same, train
 
 import lightck
 from lightck import _native
@@ -178,7 +178,7 @@ def test_error_while_the_pool_is_made_leaves_nothing_behind(folder, pool):
 
 
 def test_error_during_the_adoption_leaves_the_pool_and_lets_it_be_resumed(pool):
-    model, optimizer, session, seen = started(pool)
+    _, _, session, seen = started(pool)
     session.close()
     other = net(BIG, seed=1)
     inject(_native.OP_SYNC, errno.EIO)
@@ -232,3 +232,25 @@ def test_a_hook_of_the_user_that_raises_leaves_the_session_sound(pool):
     session.close()
     assert is_step(lightck.recover(pool), seen)
     assert lightck.recover(pool).step == 3
+
+
+@pytest.mark.parametrize("loss", ["removed", "moved", "replaced"])
+def test_pool_that_disappears_while_it_is_in_use_is_told(folder, pool, loss):
+    """As a cleaner of temporary files does it: the mapping goes on, and a crash would find nothing."""
+    model, optimizer, session, _ = started(pool)
+    if loss == "removed":
+        pool.unlink()
+    else:
+        pool.rename(folder / "elsewhere.pool")
+    if loss == "replaced":
+        pool.write_bytes(b"somebody else's")
+    with pytest.raises(BackgroundError, match=r"run\.pool.* was removed.*attach again") as caught:
+        train(model, optimizer, 3, start=2)
+    assert caught.value.errno == errno.ENOENT
+    with pytest.raises(BackgroundError):
+        session.close()
+    assert session.committed == 2
+    if loss == "moved":
+        with lightck.attach(model, pool, optimizer=optimizer) as session:
+            train(model, optimizer, 1)
+        assert lightck.recover(pool).step == 1

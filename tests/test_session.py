@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from toys import BIG, adam, crashed, everything, forward, is_step, net, pool_with, same, settled, train
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader
+from toys import BIG, adam, crashed, everything, forward, is_step, net, pool_with, same, settled, train
 
 import lightck
 from lightck.errors import CheckpointExistsError, LateError, NoCheckpointError, PoolNotFoundError, SessionError
@@ -458,6 +458,8 @@ def test_fresh_start_is_not_warned_of(pool, caplog):
 
 def test_loader_in_state_counts_as_asking(pool, caplog):
     class Loader(Box):
+        batch_size = 1
+
         def __iter__(self) -> Any:
             return iter(())
 
@@ -496,7 +498,6 @@ def test_lbfgs_whose_state_cannot_be_foreseen(pool, caplog):
 
     def learn(model: nn.Module, optimizer: Any, start: int, steps: int) -> None:
         for number in range(start, start + steps):
-
             optimizer.step(lambda number=number: differentiated(model, optimizer, number))
 
     model, optimizer = build(0)
@@ -543,3 +544,22 @@ def test_every_optimizer_resumes_bit_identical(pool, build):
     with lightck.attach(other, image, optimizer=other_optimizer, resume=True) as session:
         train(other, other_optimizer, 3, start=session.step)
     assert same(everything(other, other_optimizer), everything(model, optimizer))
+
+
+def test_loaders_are_told_apart_by_name(pool):
+    model = net()
+    with lightck.attach(model, pool, optimizer=adam(model)) as session:
+        first = session.loader(DataLoader([1, 2]))
+        second = session.loader(DataLoader([1, 2]), name="second")
+        assert (first.name, second.name) == ("loader.0", "second")
+        with pytest.raises(SessionError, match=r"'second'.*another"):
+            session.loader(DataLoader([1, 2]), name="second")
+
+
+def test_loader_is_closed_with_its_session(pool):
+    model = net()
+    with lightck.attach(model, pool, optimizer=adam(model)) as session:
+        loader = session.loader(DataLoader([1.0, 2.0, 3.0]))
+        batches = iter(loader)
+        next(batches)
+    assert [x.item() for x in batches] == [2.0, 3.0], "a loop goes on as if nothing had been attached"

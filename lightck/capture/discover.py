@@ -53,6 +53,7 @@ def discover(params: Mapping[int, int], optimizer: Any, state: Mapping[str, Any]
     else:
         many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         optimizers = tuple(dict.fromkeys(unwrap(o) for o in many))
+        _refuse_shared(optimizers)
     found = {_role("optimizer", i, optimizers): type(o).__name__ for i, o in enumerate(optimizers)}
     if optimizer is not None:
         found = {}
@@ -66,13 +67,15 @@ _KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler)
 
 
 class _LiveObjects:
-    """One look at the heap, after a collection: a scaler of a training that is over must not become part of this one."""
+    """One look at the heap, after a collection: the scaler of a training that is over is not part of this one."""
 
     def __init__(self, *, collect: bool = True) -> None:
+        if gc.get_freeze_count():
+            gc.unfreeze()  # gc.freeze() hides what it froze from the search; freezing anew would keep garbage for ever
         if collect:
             gc.collect()
-        # type() and not isinstance(): objects with a lying __class__ (lazy proxies) must not be woken up. One pass and a
-        # look-up in a set: a heap has some hundred thousand objects.
+        # type() and not isinstance(): objects with a lying __class__ (lazy proxies) must not be woken up. One pass
+        # and a look-up in a set: a heap has some hundred thousand objects.
         kinds: set[type] = set().union(*map(_with_subclasses, _KINDS))
         self._candidates = [o for o in gc.get_objects() if type(o) in kinds]
 
@@ -96,6 +99,12 @@ def _find_optimizers(live: _LiveObjects, params: Mapping[int, int]) -> tuple[Opt
     optimizers = live.of(Optimizer, lambda o: hasattr(o, "_optimizer_step_pre_hooks") and drives(o, params))
     # The order of the heap is an accident; that of the model is the same in the next process.
     optimizers.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
+    _refuse_shared(optimizers)
+    return tuple(optimizers)
+
+
+def _refuse_shared(optimizers: Iterable[Optimizer]) -> None:
+    """State is saved by the name of its parameter, so a parameter has one optimizer."""
     owner: dict[int, Optimizer] = {}
     for opt in optimizers:
         for group in opt.param_groups:
@@ -103,10 +112,10 @@ def _find_optimizers(live: _LiveObjects, params: Mapping[int, int]) -> tuple[Opt
                 other = owner.setdefault(id(p), opt)
                 if other is not opt:
                     raise AmbiguousError(
-                        f"Two live optimizers update the same parameters: {_describe(other)} and {_describe(opt)}. "
-                        "lightck cannot know which one trains this model. Pass it: attach(..., optimizer=opt)."
+                        f"Two optimizers update the same parameters: {_describe(other)} and {_describe(opt)}. State is "
+                        "saved by parameter, so lightck follows one optimizer for each. If one of them is left over, "
+                        "pass the other: attach(..., optimizer=opt); else split their parameters."
                     )
-    return tuple(optimizers)
 
 
 def _describe(optimizer: Optimizer) -> str:

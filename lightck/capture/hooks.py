@@ -78,6 +78,7 @@ class Hooks:
 
     def _forward_pre(self, module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure:
+            self._stepping.clear()  # a step that raised left its frame, and with it all that its caller held
             self._listener.forward_begins()
 
     def _forward_post(self, module: nn.Module) -> None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,14 @@ from lightck.capture.values import dtype_name
 from lightck.errors import StateValueError
 from lightck.pool.layout import ITEM_NBYTES, NAME_NBYTES_MAX, Entry, is_dense, is_name
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Classes that come and go between runs, and the child that they wrap: its name is no part of a parameter's."""
 
 
 @dataclass(slots=True)
@@ -40,9 +46,17 @@ class Live:
         return self.home is None or self.home.get(self.key) is self.tensor
 
 
-def clean_name(name: str) -> str:
-    """A parameter's name without the wrappers (DDP, torch.compile, ...) that come and go between runs."""
-    return _WRAPPERS.sub("", name)
+def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module under every name, as "" or "name.": without the wrappers (DDP, torch.compile, ...)."""
+    found: list[tuple[str, nn.Module]] = []
+    todo: list[tuple[str, nn.Module]] = [("", model)]
+    while todo:
+        prefix, module = todo.pop()
+        found.append((prefix, module))
+        wrapped = next((_WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
+        children = [(key, child) for key, child in module._modules.items() if child is not None]
+        todo.extend((prefix if key == wrapped else f"{prefix}{key}.", child) for key, child in reversed(children))
+    return found
 
 
 class ModelView:
@@ -57,10 +71,9 @@ class ModelView:
         self._shape_of_tree: list[tuple[nn.Module, tuple[Any, ...]]] = []
         self.extra: list[tuple[str, nn.Module]] = []
         layers: dict[int, int] = {}
-        for prefix, module in self.model.named_modules(remove_duplicate=False):
+        for dot, module in clean_prefixes(self.model):
             layer = layers.setdefault(id(module), len(layers))
             self._shape_of_tree.append((module, _children(module)))
-            dot = clean_name(prefix + ".") if prefix else ""
             for key in module._parameters:
                 self._homes.append((module._parameters, key, f"{dot}{key}", "param", layer))
             for key in module._buffers:
@@ -160,6 +173,10 @@ class OptimizerView:
                     values[name] = rest
         return values
 
+    def rest(self) -> dict[Any, Any]:
+        """What lies in ``optimizer.state`` under keys that are no parameters."""
+        return {k: v for k, v in self.optimizer.state.items() if not isinstance(k, torch.Tensor)}
+
     def groups(self) -> list[dict[str, Any]]:
         """The options of each group (lr, betas, ...), without its parameters."""
         return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
@@ -178,6 +195,11 @@ def entry_of(live: Live) -> Entry:
     """The extent that a tensor needs. Raises ``StateValueError`` for one that has no bytes to save."""
     tensor = live.tensor
     refuse_unstorable(live.name, tensor)
+    if live.role in ("param", "buffer") and is_expanded(tensor):
+        raise StateValueError(
+            f"The tensor {live.name!r} cannot be stored: it is expanded, so several elements share one place in memory "
+            "and it cannot be restored in place. Make it a tensor of its own (.clone()) before attach."
+        )
     shape = tuple(tensor.shape)
     stride = tuple(tensor.stride())
     if not is_plain(tensor):
@@ -194,7 +216,9 @@ def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
             f"The tensor {name[:60]!r}... cannot be stored: its name has more than {NAME_NBYTES_MAX} bytes, or a NUL "
             "in it. A name joins the keys on the way to a tensor. Use shorter keys."
         )
-    if tensor.layout != torch.strided:
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        kind = "lazy, and not initialised before the model was called once"
+    elif tensor.layout != torch.strided:
         kind = f"layout {tensor.layout}"
     elif tensor.is_meta:
         kind = "meta tensor, which has no bytes"
@@ -205,6 +229,10 @@ def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
             f"The tensor {name!r} cannot be stored: {kind}. A pool holds plain, dense tensors. Convert it before "
             "attach, or keep it out of what is saved (a buffer with persistent=False)."
         )
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -27,8 +27,8 @@ from lightck.errors import CorruptPoolError, DriftError, SessionError
 
 log = logging.getLogger("lightck")
 
-_CHECKED_BYTES = 64 << 10  # of each tensor of a batch
-_CHECKED_PARTS = 64  # of each batch, containers included: a checksum may cost microseconds, not more
+_CHECKED_BYTES = 4 << 10  # of each tensor of a batch
+_CHECKED_PARTS = 16  # of each batch, containers included: a checksum may cost microseconds, not more
 _MAX_GENERATORS = 16
 
 Identity = dict[str, "str | int | None"]
@@ -424,6 +424,11 @@ class SessionLoader:
     def name(self) -> str:
         """The name under which the position is saved."""
         return self._name
+
+    @property
+    def is_training(self) -> bool:
+        """Whether updates were made in the pass that is live: then its ``next()`` belongs to the training's loop."""
+        return self._pass is not None and self._pass.has_trained(self._host.updates)
 
     @property
     def epoch(self) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightck.capture import rng, values
 from lightck.capture.boundary import Event
@@ -41,13 +42,12 @@ class Provisional:
 
 @dataclass(slots=True)
 class Closing:
-    """A version as capture hands it over. ``provisional``: source to use instead of the live tensor, by name."""
+    """A version as capture hands it over."""
 
     step: int
     iteration: int
     lives: list[Live]
     state: bytes
-    provisional: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Capture:
@@ -103,8 +103,9 @@ class Capture:
 
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
+        last = self.provisional.buffers if self.provisional is not None else {}
         buffers = {
-            live.name: _clone(live.tensor, self.provisional)
+            live.name: _clone(live.tensor, last.get(live.name))
             for live in self.model.tensors(frozenset())
             if live.role == "buffer" and live.alias is None
         }
@@ -124,11 +125,15 @@ class Capture:
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
         lives = list(self.tensors())
         small = self._small_state(event, explicit, never_rest, before, lives)
-        closing = Closing(step, iteration, lives, small)
         if event is Event.PRE_STEP and self.provisional is not None:
-            present = {live.name for live in lives if live.role == "buffer"}
-            closing.provisional = {n: t for n, t in self.provisional.buffers.items() if n in present}
-        return closing
+            lives = self._with_buffers_of(self.provisional, lives)
+        return Closing(step, iteration, lives, small)
+
+    @staticmethod
+    def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
+        """The forward of the next step has run: buffers are what they were after the update, shape included."""
+        buffers = [Live(name, "buffer", t, None, None) for name, t in provisional.buffers.items()]
+        return [live for live in lives if live.role != "buffer" or live.alias is not None] + buffers
 
     def tensors(self) -> Iterator[Live]:
         """Model and optimizer tensors as they are now."""
@@ -144,7 +149,9 @@ class Capture:
         """As ``tensors``, with the large ones inside ``state``: for laying out a pool."""
         yield from self.tensors()
         large: list[Live] = []
-        self.expected_state_nbytes = len(self._small_state(Event.FLUSH, False, set(), None, large))
+        # A loader is not asked before its first pass: some draw from the random state in order to answer.
+        unread = Provisional(rng.capture(), loaders={n: b"" for n, o in self.objects.items() if is_loader(o)})
+        self.expected_state_nbytes = len(self._small_state(Event.FLUSH, False, set(), unread, large))
         yield from large
 
     def _small_state(self, event: Event, explicit: bool, never_rest: set[str], before: Provisional | None,
@@ -172,7 +179,8 @@ class Capture:
             "class": view.class_name,
             "names": view.names,
             "groups": values.pack(view.groups(), path=f"{path}/param_groups"),
-            "values": values.pack(view.state_values(), path="optimizer", large=_collector(lives, "optimizer")),
+            "values": values.pack(view.state_values(), path=f"in {path}", large=_collector(lives, "optimizer")),
+            "rest": values.pack(view.rest(), path=f"in {path}/rest", large=_collector(lives, "optimizer")),
         }
 
     def _objects_value(self, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
@@ -204,8 +212,12 @@ class Capture:
         }
 
 
-def _clone(tensor: torch.Tensor, last: Provisional | None) -> torch.Tensor:
-    return staged(tensor).clone()
+def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+    """A copy; into the last one where it fits, since fresh memory costs a fault on every page."""
+    source = staged(tensor)
+    if last is not None and (last.shape, last.dtype, last.stride()) == (source.shape, source.dtype, source.stride()):
+        return last.copy_(source)
+    return source.clone()
 
 
 def _torch_params(view: OptimizerView) -> dict[int, torch.Tensor]:
@@ -227,8 +239,14 @@ def _role(role: str, index: int, n: int) -> str:
 
 
 def is_loader(obj: Any) -> bool:
-    """Whether an object in ``state`` gives out batches: its position has to be read right after the update."""
-    return hasattr(type(obj), "__iter__") and not isinstance(obj, nn.Module)
+    """Whether an object in ``state`` gives out batches: its position has to be read right after the update.
+
+    DataLoaders, samplers and iterable datasets of torch, and what looks like one: it iterates, and is an iterator or
+    has a dataset or a batch size. A history of losses iterates too, and is none."""
+    if isinstance(obj, (DataLoader, Sampler, IterableDataset)):
+        return True
+    looks = any(hasattr(obj, name) for name in ("__next__", "dataset", "batch_size", "batch_sampler"))
+    return hasattr(type(obj), "__iter__") and (looks or "IterableDataset" in {c.__name__ for c in type(obj).__mro__})
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:

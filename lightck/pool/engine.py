@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,11 +111,6 @@ class Job:
         self._keep = keep
         self.is_released = False
 
-    def recopy(self, copies: Any, count: int, keep: Any) -> None:
-        """Copy some of its tensors again, on this thread. Before the release only."""
-        self._keep = (self._keep, keep)
-        self._raise(lib.lck_job_recopy(self._engine.handle, self._ticket, copies, count))
-
     def release(self) -> None:
         """Allow the commit."""
         if not self.is_released:
@@ -125,10 +121,11 @@ class Job:
         """Give the version up. Before the release only."""
         check(lib.lck_job_drop(self._engine.handle, self._ticket), "dropping a version")
 
-    def wait(self, until: int, timeout: float | None = None) -> bool:
+    def wait(self, until: int, timeout: float | None = None, *, pause: Callable[[], None] | None = None) -> bool:
         """Help until copied (``COPIED``) or ended (``ENDED``). False after ``timeout`` seconds.
 
-        Raises ``BackgroundError`` where the job failed.
+        ``pause`` is called every tenth of a second; what it raises leaves the job as it is. Raises
+        ``BackgroundError`` where the job failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -137,6 +134,8 @@ class Job:
             if status == lib.LCK_ETIMEDOUT:
                 if deadline is not None and time.monotonic() >= deadline:
                     return False
+                if pause is not None:
+                    pause()
                 continue
             self._raise(status)
             return True
@@ -149,6 +148,13 @@ class Job:
     @property
     def has_ended(self) -> bool:
         return bool(self.info().state >= lib.LCK_JOB_COMMITTED)
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether its line is durable; False also where the job is forgotten already."""
+        out = ffi.new("lck_job_info *")
+        status = lib.lck_job_info_get(self._engine.handle, self._ticket, out)
+        return bool(status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED)
 
     def forget(self) -> None:
         """Free the engine's entry of a job that has ended, and its sources."""

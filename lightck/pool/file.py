@@ -236,8 +236,8 @@ def _unlink(path: str) -> bool:
         return False
     except OSError as err:
         raise PoolPermissionError(
-            f"{path!r} cannot be removed: {err.strerror}. It is in the way of a new pool. Remove it yourself, or choose "
-            "another path."
+            f"{path!r} cannot be removed: {err.strerror}. It is in the way of a new pool. Remove it yourself, or "
+            "choose another path."
         ) from err
     return True
 

@@ -245,12 +245,6 @@ class PoolWriter:
                           slot.index, int(commit.manifest_index))  # fmt: skip
         return Pending(job, slot, line, position, plan)
 
-    def recopy(self, pending: Pending, records: npt.NDArray[np.int64], sources: npt.NDArray[np.uint64],
-               keep: Any) -> None:  # fmt: skip
-        """Copy these tensors of a version again, on this thread, before it is released."""
-        copies = self._copies(pending.slot, records, sources, np.ones(len(records), np.bool_))
-        pending.job.recopy(ffi.cast("lck_copy *", copies.ctypes.data), len(copies), (keep, copies))
-
     def _fill_image(self, slot: Slot, plan: VersionPlan, generation: int) -> int:
         image = slot.image
         extras = layout.encode_extras(self.entries[self._n_table :])
@@ -306,6 +300,7 @@ class PoolWriter:
         """The version was dropped, or failed (``bad``): what lies in its slot is unknown from here on."""
         pending.slot.in_flight = False
         pending.slot.is_bad |= bad
+        pending.slot.generation = None
         pending.slot.image.in_slot[:] = False
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""A training that is killed again and again ends with the bits of one that was not."""
+"""A training that is killed again and again ends with the bits of one that was not.
+
+``LIGHTCK_TEST_SEED=n`` draws other kills; a failure names the seed and what each process did until then.
+"""
 
 from __future__ import annotations
 

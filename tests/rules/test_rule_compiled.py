@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from toys import adam, everything, is_step, same
 from torch import nn
+from toys import adam, everything, is_step, same
 
 import lightck
 

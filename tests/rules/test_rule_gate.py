@@ -6,13 +6,13 @@ row. Without the gate every update here would be long over before the copy of th
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toys import same, settled
 from torch import nn
+from toys import same, settled
 
 import lightck
 from lightck.errors import FlushTimeoutError
@@ -201,5 +201,5 @@ def test_waiting_thread_helps(pool):
 def test_copy_threads_are_named(pool):
     model, optimizer = table()
     with lightck.attach(model, pool, optimizer=optimizer):
-        names = [open(f"/proc/self/task/{tid}/comm").read().strip() for tid in os.listdir("/proc/self/task")]
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
     assert any(name.startswith("lightck-copy") for name in names)

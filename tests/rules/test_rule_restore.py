@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from toys import adam, everything, forward, is_step, net, pool_with, same, train
 from torch import nn
+from toys import adam, everything, forward, is_step, net, pool_with, same, train
 
 import lightck
-from lightck.errors import DriftError
+from lightck.errors import DriftError, StateValueError
 
 
 class Master(torch.optim.Optimizer):
@@ -128,7 +128,8 @@ def test_every_kind_of_tensor_survives(pool):
         "complex": torch.rand(3, dtype=torch.complex64), "bytes": torch.arange(9, dtype=torch.uint8),
         "scalar": torch.tensor(3), "empty": torch.zeros(0, 4), "float8": torch.rand(6).to(torch.float8_e4m3fn),
         "nan": torch.tensor([float("nan"), -0.0, float("inf")]), "view": torch.arange(12.0).reshape(3, 4).T,
-        "strided": torch.arange(12.0)[::2], "expanded": torch.ones(1).expand(5), "conj": torch.rand(3, dtype=torch.complex64).conj(),
+        "strided": torch.arange(12.0)[::2],
+        "conj": torch.rand(3, dtype=torch.complex64).conj(),
         "big": torch.rand(3000, 3), "big view": torch.rand(3000, 3).T, "big strided": torch.rand(6000, 3)[::2],
     }  # fmt: skip
     for name, tensor in kinds.items():
@@ -144,6 +145,13 @@ def test_every_kind_of_tensor_survives(pool):
     other_optimizer = adam(other)
     lightck.recover(pool, other, other_optimizer)
     assert same(everything(other, other_optimizer), seen)
+
+
+def test_an_expanded_tensor_is_refused_by_name(pool):
+    model = net()
+    model.register_buffer("wide", torch.ones(1).expand(5))
+    with pytest.raises(StateValueError, match=r"model/wide.*expanded"):
+        lightck.attach(model, pool, optimizer=adam(model))
 
 
 class Tied(nn.Module):

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import crashed, everything, same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from toys import crashed, everything, same
 
 import lightck
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from toys import adam, everything, forward, is_step, net, same, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from toys import adam, everything, forward, is_step, net, same, train
 
 import lightck
 

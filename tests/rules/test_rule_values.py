@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import adam, crashed, in_child, kill_at, killed_child, net, same, settled, train
 from torch import nn
+from toys import adam, crashed, in_child, kill_at, killed_child, net, same, settled, train
 
 import lightck
 from lightck.errors import StateValueError
@@ -140,11 +140,12 @@ def test_replay_buffer_that_grows_at_each_step(pool):
     assert 1 < len(inodes) < 30, "it grows into the reserve, and sometimes into a new file"
     model = net(seed=1)
     other = Box()
-    with lightck.attach(model, pool, optimizer=adam(model), state={"replay": other}, resume=True) as session:
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, state={"replay": other}, resume=True) as session:
         assert session.step == 30
         assert same(other.value, box.value)
         other.value = torch.cat([other.value, torch.ones(200, 64)])
-        train(model, list(session._capture.optimizers)[0].optimizer, 1)
+        train(model, optimizer, 1)
         session.flush()
         assert same(lightck.recover(pool).state["replay"]["value"], other.value)
 

@@ -24,10 +24,8 @@ class Scenario:
     places: tuple[str, ...] = ()
     sees: Mapping[str, int] = field(default_factory=dict)
     logs: tuple[str, ...] = ()
-    provokes: tuple[str, ...] = ()
-    """What a process with lightck must have seen."""
     loses: int = 1
-    """Finished updates that a kill may lose: interval x (slots - 1)."""
+    """Finished updates that a kill may lose: interval x (slots - 1), and one for a version that was given up."""
     kills: int = 3
     """Kills at random instants, beside those at places and kill points."""
     brief: bool = False

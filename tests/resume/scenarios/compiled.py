@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from ..run import Run
 from . import add
-from .parts import UPDATES, drawn_batch, mlp
+from .parts import UPDATES, drawn_batch, fixed_data, mlp
 
 
 def compiled(run: Run, when: str, how: str, backend: str = "aot_eager") -> None:
@@ -49,6 +50,25 @@ def compiled(run: Run, when: str, how: str, backend: str = "aot_eager") -> None:
     run.finished(model, [opt])
 
 
+def compiled_over_a_loader(run: Run) -> None:
+    """No hook of the model fires, and ``next()`` closes each version."""
+    run.seed()
+    model = mlp(dropout=0.2, norm=True)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    called = torch.compile(model, backend="aot_eager")
+    session = run.attach(model)
+    train = session.loader(DataLoader(TensorDataset(*fixed_data(30)), 6, shuffle=True))
+    for _ in range(train.epoch, 3):
+        for x, y in train:
+            loss = F.cross_entropy(called(x), y)
+            run.here("after forward")
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            run.updated(loss)
+    run.finished(model, [opt])
+
+
 _SETTINGS: dict[str, Any] = {"places": ("after forward",), "sees": {"graph": 1}, "compiles": True, "brief": True}
 _BLIND: dict[str, Any] = {**_SETTINGS, "logs": ("forward hook does not fire",)}
 add("compiled before attach", partial(compiled, when="before", how="function"), **_BLIND)
@@ -56,6 +76,7 @@ add("compiled and called before attach", partial(compiled, when="called before",
 add("compiled after attach", partial(compiled, when="after", how="function"), **_BLIND)
 add("compiled in place before attach", partial(compiled, when="before", how="in place"), **_BLIND)
 add("compiled in place after attach", partial(compiled, when="after", how="in place"), **_BLIND)
+add("compiled over a loader", compiled_over_a_loader, **{**_SETTINGS, "sees": {}})
 add("compiled module itself attached", partial(compiled, when="before", how="itself"), **_SETTINGS)
 if shutil.which("c++") or shutil.which("g++"):
     _inductor = partial(compiled, when="before", how="function", backend="inductor")
