@@ -92,8 +92,8 @@ def no_sync_after_the_line(events: Sequence[Event]) -> list[Event]:
 
 
 def line_never_waited_for(events: Sequence[Event]) -> list[Event]:
-    """Acknowledged before any of the line is durable. (In persistent memory the last sync alone can be missing: the body
-    was fenced, and a line whose first word is lost is completed from its body.)"""
+    """Acknowledged before any of the line is durable. (In persistent memory the last sync alone may be missing: the
+    body was fenced, and a line whose first word is lost is completed from its body.)"""
     fences = {next_index(events, i, Fence) for i, event in enumerate(events) if is_body(event)}
     syncs = {next_index(events, i, Sync) for i, event in enumerate(events) if is_word(event)}
     return dropped(events, fences | syncs)
