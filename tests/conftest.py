@@ -17,6 +17,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc_get_freeze_count = gc.get_freeze_count
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -26,8 +27,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _small_heap() -> None:
-    """What was imported so far (torch.compile loads half of torch) is no candidate for anything."""
+def _small_heap() -> Iterator[None]:
+    """What was imported so far (torch.compile loads half of torch) is no candidate for anything. ``attach`` would
+    unfreeze it; a test that wants that asks for ``whole_heap``."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: 0)
+        yield
+
+
+@pytest.fixture
+def whole_heap() -> Iterator[None]:
+    """The heap as a program has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", gc_get_freeze_count)
+        yield
     gc.collect()
     gc.freeze()
 
@@ -45,3 +60,10 @@ def folder() -> Iterator[Path]:
 def pool(folder: Path) -> Path:
     """The path of a pool that does not exist yet."""
     return folder / "run.pool"
+
+
+@pytest.fixture
+def commits_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what happens before the gate: under LIGHTCK_CHECK=1 no version commits before all its sources were
+    read again there."""
+    monkeypatch.delenv("LIGHTCK_CHECK", raising=False)

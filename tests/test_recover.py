@@ -382,6 +382,7 @@ def test_crash_during_the_adoption_loses_nothing(pool, site, crashes):
     assert lightck.recover(pool, step=2).step == 2, "failed restarts do not evict the fall-back"
 
 
+@pytest.mark.usefixtures("commits_early")
 def test_crash_after_going_back_to_an_older_step_comes_back_to_that_timeline(pool):
     model = net()
     optimizer = adam(model)

@@ -563,3 +563,14 @@ def test_loader_is_closed_with_its_session(pool):
         batches = iter(loader)
         next(batches)
     assert [x.item() for x in batches] == [2.0, 3.0], "a loop goes on as if nothing had been attached"
+
+
+@pytest.mark.usefixtures("whole_heap")
+def test_optimizer_in_a_frozen_heap_is_found(pool):
+    """Programs that fork freeze what they have built."""
+    model = net()
+    optimizer = adam(model)
+    gc.freeze()
+    with lightck.attach(model, pool) as session:
+        assert session.found == {"optimizer": "AdamW"}
+        train(model, optimizer, 1)

@@ -119,12 +119,14 @@ class Training:
     """One scenario with its fork server and a folder: runs single processes of it."""
 
     def __init__(self, server: ForkServer, scenario: Scenario, folder: Path,
-                 options: Mapping[str, Any] | None = None, sabotage: str | None = None) -> None:  # fmt: skip
+                 options: Mapping[str, Any] | None = None, sabotage: str | None = None,
+                 sees_frozen: bool = False) -> None:  # fmt: skip
         self.scenario = scenario
         self.folder = folder
         self.log = folder / f"{scenario.name}.log"
         self._server = server
         self._request = {"scenario": scenario.name, "options": dict(options or {}), "sabotage": sabotage}
+        self._request["sees_frozen"] = sees_frozen
         self._n_children = 0
 
     def reference(self) -> Told:

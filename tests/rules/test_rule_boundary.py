@@ -64,6 +64,7 @@ def test_no_parameter_is_read_before_the_boundary(pool, width):
             assert is_step(lightck.recover(pool), seen)
 
 
+@pytest.mark.usefixtures("commits_early")
 def test_next_training_forward_closes_the_version(pool):
     model = net()
     optimizer = adam(model)
@@ -263,6 +264,7 @@ def test_close_commits_the_current_step(pool):
 # -- 1. loaders ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("commits_early")
 def test_next_on_a_session_loader_closes_the_version(pool):
     model = net()
     optimizer = adam(model)

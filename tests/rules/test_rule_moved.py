@@ -197,6 +197,7 @@ def test_check_variable_catches_a_data_write(pool, monkeypatch):
     assert same(dict(lightck.recover(pool).model), seen)
 
 
+@pytest.mark.usefixtures("commits_early")
 def test_data_write_is_found_by_the_rolling_audit_of_copies(pool):
     """Without the variable one block of one source is read again for each version: in time it meets the culprit."""
     model = Writer("none")
