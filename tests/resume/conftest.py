@@ -14,14 +14,26 @@ from .forkserver import ForkServer
 _MEMORY = Path("/dev/shm")
 
 
+@pytest.fixture
+def server(_server: ForkServer) -> Iterator[ForkServer]:
+    yield _server
+    _server.bury()
+
+
+@pytest.fixture
+def compiling_server(_compiling_server: ForkServer) -> Iterator[ForkServer]:
+    yield _compiling_server
+    _compiling_server.bury()
+
+
 @pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
+def _server() -> Iterator[ForkServer]:
     with ForkServer() as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def compiling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def _compiling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Its children find torch.compile warm, and share inductor's cache."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with ForkServer(compiles=True, environment=cache) as started:

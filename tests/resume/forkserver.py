@@ -1,7 +1,7 @@
 """A process that has imported torch and lightck, runs no thread, and forks a child for each training.
 
-So a child costs milliseconds instead of the seconds of an import, and a SIGKILL to it is a real one. Only the server
-reaps its children, and only when it is asked to: until then a pid cannot belong to anybody else.
+So a child costs milliseconds instead of the seconds of an import, and a SIGKILL to it is a real one. Its workers are
+left as a crash leaves them until the server is asked to bury the dead: until then a pid cannot belong to anybody else.
 """
 
 from __future__ import annotations
@@ -39,22 +39,43 @@ def main(sock_fd: int, compiles: bool) -> None:
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a server that forks must not have threads")
     sock.send(b"{}")
+    pids: list[int] = []
     while True:
         data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 2)
+        request = json.loads(data) if data else {"do": "bury"}
+        answer: dict[str, int] = {}
+        if request["do"] == "wait":
+            answer["status"] = _status(request["pid"])
+        elif request["do"] == "bury":
+            _bury(pids)
+        else:
+            pid = os.fork()
+            if not pid:
+                sock.close()
+                _child(scenarios, request, *fds)
+            for fd in fds:
+                os.close(fd)
+            pids.append(pid)
+            answer["pid"] = pid
         if not data:
             return
-        request = json.loads(data)
-        if request["do"] == "wait":
-            status = os.waitpid(request["pid"], 0)[1]
-            sock.send(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode())
-            continue
-        pid = os.fork()
-        if not pid:
-            sock.close()
-            _child(scenarios, request, *fds)
-        for fd in fds:
-            os.close(fd)
-        sock.send(json.dumps({"pid": pid}).encode())
+        sock.send(json.dumps(answer).encode())
+
+
+def _status(pid: int) -> int:
+    """Exit status of a child once it has ended, minus the signal where one killed it. It stays a zombie."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _bury(pids: list[int]) -> None:
+    """End the children and what is left of their groups: a worker forked in the moment of the kill stays for ever."""
+    while pids:
+        os.kill(pids[-1], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pids[-1], signal.SIGKILL)
+        os.waitpid(pids.pop(), 0)
 
 
 def _warm(compiles: bool) -> None:
@@ -77,6 +98,7 @@ def _child(scenarios: Any, request: dict[str, Any], pipe: int, log: int) -> None
     try:
         os.dup2(log, 1)
         os.dup2(log, 2)
+        os.setpgid(0, 0)
         _die_with_parent()
         if not request["sees_frozen"]:
             # attach would thaw, collect and search half a million objects that the imports left: nothing is among them.
@@ -145,10 +167,15 @@ class ForkServer:
             os.close(log_fd)
         return Child(self, pid, read)
 
-    def reap(self, pid: int) -> int:
+    def status(self, pid: int) -> int:
         """Exit status of a child; minus the signal where one killed it. Waits for its end."""
         self._sock.send(json.dumps({"do": "wait", "pid": pid}).encode())
         return int(self._receive()["status"])
+
+    def bury(self) -> None:
+        """Reap all children, and end the workers that they left."""
+        self._sock.send(json.dumps({"do": "bury"}).encode())
+        self._receive()
 
     def _receive(self) -> dict[str, Any]:
         data = self._sock.recv(1 << 16)
@@ -158,7 +185,7 @@ class ForkServer:
 
 
 class Child:
-    """One training in its process, not reaped before ``reap``."""
+    """One training in its process. Its pid is its own until it is buried."""
 
     def __init__(self, server: ForkServer, pid: int, pipe: int) -> None:
         self._server = server
@@ -183,6 +210,7 @@ class Child:
             for line in lines:
                 yield json.loads(line)
 
-    def reap(self) -> int:
+    def end(self) -> int:
+        """Wait for its end: the exit status."""
         os.close(self._pipe)
-        return self._server.reap(self.pid)
+        return self._server.status(self.pid)

@@ -160,7 +160,7 @@ class Training:
                     time.sleep(kill.delay)
                     child.kill()
         finally:
-            told.status = child.reap()
+            told.status = child.end()
         return told
 
     def _tail(self) -> str:
@@ -271,7 +271,7 @@ def draw_kills(scenario: Scenario, reference: Told, *, seed: int = SEED) -> list
     draw = random.Random(zlib.crc32(scenario.name.encode()) ^ seed)
     instants = [_random_instant(draw, reference.update_seconds) for _ in range(scenario.kills)]
     if scenario.brief:
-        return [*(Kill("place", place, 2) for place in scenario.places), _site(draw), instants[0]]
+        return [*(Kill("place", place, 2) for place in scenario.places), instants[0]]
     anywhere = draw.choice(("update", "update", "before close", "after close"))
     places = [Kill("place", place) for place in (*scenario.places, anywhere)]
     draw.shuffle(places)
