@@ -39,9 +39,9 @@ from lightck.pool.backends import pool_path as _pool_path
 from lightck.pool.format import SLOTS_MAX, CommitLine, DamagedError
 from lightck.pool.layout import Entry
 from lightck.pool.lock import PoolLock
-from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.ring import candidates
-from lightck.recover import restore_newest
+from lightck.recover import parse, restore_newest
 from lightck.resume import Resumed, forget, is_poisoned, restored_from, tell_differences
 from lightck.session import Session
 from lightck.stats import Meter
@@ -253,9 +253,6 @@ class _Attachment:
     def _check_optimizer_in_time(self, reader: PoolReader) -> None:
         if self.found.optimizers:
             return
-        from lightck.pool.reader import Version
-        from lightck.recover import parse
-
         for version in reader.versions():
             if isinstance(version, Version):
                 try:

@@ -49,12 +49,11 @@ class Pipeline:
         meter: Meter,
         *,
         check: bool = False,
-        never_rest: Sequence[str] = (),
     ) -> None:
         self.path = path
         self.durability = durability
         self.committed: int | None = None
-        self.resting = Resting(never_rest)
+        self.resting = Resting()
         self.engine = Engine()
         self.writer: PoolWriter | None = None
         self._backend = backend

@@ -58,7 +58,6 @@ class Session:
         self._model = weakref.ref(model)
         self._capture = capture
         self._pipeline = pipeline
-        self._lock = lock
         self._meter = meter
         self._interval = interval
         self._resumed = resumed
@@ -259,7 +258,7 @@ class Session:
 
     def loader_next(self, loader: SessionLoader) -> None:
         """``next()`` on a session loader, before anything is fetched."""
-        if not self._is_open or self._is_forked or self._paused:
+        if self._paused:
             return
         model = self._model()
         if model is not None and not model.training and not loader.is_training:
@@ -271,7 +270,7 @@ class Session:
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """A pass ended: an evaluation with swapped weights may follow, so the copies end first."""
-        if self._is_open and not self._is_forked and self._failure is None:
+        if self._failure is None:
             with self._meter.stall():
                 self._guard(self._pipeline.copies_done)
 

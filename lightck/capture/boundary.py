@@ -47,11 +47,6 @@ class Boundary:
         return self._closed + int(self._is_round_complete)
 
     @property
-    def has_updates(self) -> bool:
-        """Whether anything was updated since the last boundary."""
-        return bool(self._updates)
-
-    @property
     def _is_round_complete(self) -> bool:
         return len(self._updates) >= max(self.optimizers, 1)
 

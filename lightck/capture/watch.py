@@ -7,7 +7,7 @@ writes do not move it): each version re-reads some bytes and compares checksums,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +45,6 @@ class Watched:
     looks: list[Look] = field(default_factory=list)
     forward_seen: bool = False
     _proofs: list[npt.NDArray[np.uint32]] = field(default_factory=list)
-    _block: int = 0
 
     def __post_init__(self) -> None:
         self.looks = [look(live.tensor) for live in self.lives]
@@ -60,19 +59,7 @@ class Watched:
 
     def prove(self, block: int) -> None:
         """Read all sources now, at the boundary: ``audit`` then also finds what was written before it was copied."""
-        self._block = block
         self._proofs = [checksums(live.tensor, block) for live in self.lives]
-
-    def accept(self, positions: Iterable[int]) -> None:
-        """These are copied again: how they look now is what counts from here on."""
-        for i in positions:
-            live = self.lives[i]
-            now = live.home.get(live.key) if live.home is not None else None
-            if isinstance(now, torch.Tensor):
-                live.tensor = now
-            self.looks[i] = look(live.tensor)
-            if self._proofs:
-                self._proofs[i] = checksums(live.tensor, self._block)
 
     def audit(self, raw: Sequence[npt.NDArray[np.uint32]], block: int, turn: int, whole: bool) -> str | None:
         """Re-read sources and compare with what was copied: one block (by ``turn``), or all of them.
@@ -116,8 +103,8 @@ class Resting:
     hold equal bytes, and for as long as it looks the same as at the step before.
     """
 
-    def __init__(self, never: Iterable[str] = ()) -> None:
-        self.never = set(never)
+    def __init__(self) -> None:
+        self.never: set[str] = set()
         """Names that moved unannounced once: they are copied at every boundary from then on, after a restart too."""
         self._rests: dict[str, _Rest] = {}
         self._turn = 0
