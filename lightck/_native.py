@@ -37,14 +37,12 @@ def _bindings() -> ModuleType:
             spec.loader.exec_module(module)
             return module
     try:  # an editable install finds it by an import hook of its own
-        from lightck import _lck_ffi
+        return importlib.import_module("lightck._lck_ffi")
     except ImportError as error:
         raise ImportError(
             f"lightck's native bindings (lightck/_lck_ffi.py) are not here: {error}. They are generated when "
             f"lightck is built, and this copy was not built. {_REBUILD}"
         ) from error
-    found: ModuleType = _lck_ffi
-    return found
 
 
 def _open_library(bindings: ModuleType) -> Any:
