@@ -21,7 +21,21 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, StepLR
-from toys import adam, child_that_holds, damage, everything, flip, forward, in_child, net, pool_with, same, train
+from toys import (
+    adam,
+    alive,
+    child_that_holds,
+    damage,
+    everything,
+    flip,
+    forward,
+    in_child,
+    left_since,
+    net,
+    pool_with,
+    same,
+    train,
+)
 
 import lightck
 from lightck import errors
@@ -727,6 +741,6 @@ def test_failed_attach_leaves_no_thread_and_no_descriptor(folder, pool):
             lightck.attach(model, pool, optimizer=optimizer)
 
     attempt()
-    before = (os.listdir("/proc/self/fd"), os.listdir("/proc/self/task"))
+    before = alive()
     attempt()
-    assert (os.listdir("/proc/self/fd"), os.listdir("/proc/self/task")) == before
+    assert not left_since(before)

@@ -22,6 +22,7 @@ from lightck import cli
 from lightck.demo import compare, place, plan, process, report, run
 
 STEPS = 3
+EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = run.SIZES["tiny"]
 
 
@@ -306,7 +307,7 @@ def test_the_report_says_what_the_pool_survives():
 
 
 def test_the_size_s_arithmetic_counts_the_example_s_parameters():
-    spec = importlib.util.spec_from_file_location("train_gpt", process.PACKAGE_ROOT / "examples" / "train_gpt.py")
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
     train_gpt = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train_gpt)
     for size in run.SIZES.values():

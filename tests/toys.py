@@ -202,6 +202,20 @@ def child_that_holds(work: Callable[[], Any]) -> Iterator[Any]:
         os.waitpid(pid, 0)
 
 
+def alive() -> set[str]:
+    """Every thread and every open descriptor of this process."""
+    return {f"{kind}/{name}" for kind in ("task", "fd") for name in os.listdir(f"/proc/self/{kind}")}
+
+
+def left_since(before: set[str], seconds: float = 10.0) -> set[str]:
+    """What is alive now and was not ``before``. A thread that was joined stays listed until the kernel has taken it
+    down: that is waited for."""
+    deadline = time.monotonic() + seconds
+    while (left := alive() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
 def settled(session: lightck.Session, step: int, seconds: float = 20.0) -> None:
     """Wait until the background has committed this step."""
     deadline = time.monotonic() + seconds
