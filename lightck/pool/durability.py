@@ -21,7 +21,7 @@ _DISK = {
     0x2FC12FC1: "zfs",
     0xCA451A4E: "bcachefs",
 }
-TIER_CACHE, TIER_DISK = 0, 1
+TIER_CACHE, TIER_DISK, TIER_PM = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
