@@ -20,7 +20,8 @@ from lightck.errors import (
     PoolPermissionError,
     PoolTruncatedError,
 )
-from lightck.pool import durability
+from lightck.pool import durability, extents
+from lightck.pool.extents import Extents
 from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 
 TEMPORARY_SUFFIX = ".new"
@@ -33,14 +34,16 @@ _NO_FILE = (
 class FileContainer:
     """An open pool file; see ``Container``."""
 
-    base = 0
-
     def __init__(self, path: str, fd: int, nbytes: int, temporary: str | None = None) -> None:
         self.path = path
         self.fd = fd
         self.nbytes = nbytes
+        self.extents: Extents = ((0, nbytes),)
         self._temporary = temporary
         self._pid = os.getpid()
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return extents.read(self.fd, self.extents, offset, nbytes)
 
     def publish(self) -> None:
         assert self._temporary is not None, "published once"

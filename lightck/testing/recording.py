@@ -21,6 +21,7 @@ import lightck
 from lightck import _native
 from lightck.pool import writer
 from lightck.pool.engine import Medium
+from lightck.pool.extents import Extents
 from lightck.pool.file import FileContainer
 from lightck.pool.format import MANIFEST_MAGIC, SUPERBLOCK_NBYTES, ManifestHeader, Superblock
 from lightck.testing import trace
@@ -212,8 +213,8 @@ class _RecordingMedium(Medium):
 
     _recorder: Recorder
 
-    def __init__(self, fd: int, nbytes: int, tier: int) -> None:
-        super().__init__(fd, nbytes, tier)
+    def __init__(self, fd: int, extents: Extents, tier: int) -> None:
+        super().__init__(fd, extents, tier)
         self._recorder.mapped(self, fd)
 
     def line(self, offset: int, line: bytes) -> None:

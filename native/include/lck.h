@@ -37,10 +37,11 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 1 };
+enum { LCK_ABI_VERSION = 2 };
 
 uint32_t lck_abi_version(void);
-/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event), 0 for another id. */
+/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent), 0 for another
+ * id. */
 uint32_t lck_sizeof(uint32_t id);
 /* errno of the last LCK_ESYS that this thread saw. */
 int32_t lck_last_errno(void);
@@ -69,6 +70,15 @@ int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uin
  * generation in which the bytes were written (docs/format.md, "Block checksums"). */
 uint32_t lck_block_seed(uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t index);
 
+/* ---- extents ----------------------------------------------------------------------------------------- */
+
+/* A run of a pool's bytes in its file. A pool is an array of these: offsets in the pool count through them in order,
+ * wherever they lie. A plain file is one; a PMDK pool has one per arena. */
+typedef struct lck_extent {
+    uint64_t off;     /* from the start of the file */
+    uint64_t nbytes;  /* not 0 */
+} lck_extent;
+
 /* ---- medium: the choke point ------------------------------------------------------------------------- */
 
 /* Every byte that lightck writes into a pool goes through the functions of this section. They can record what
@@ -82,11 +92,12 @@ enum {
     LCK_TIER_PM = 2      /* persistent memory: flush is clwb, sync is sfence */
 };
 
-/* Map nbytes of fd (shared, read and write, MADV_DONTFORK, MADV_DONTDUMP; on LCK_TIER_PM with MAP_SYNC where the file
- * system knows it). LCK_ESHORT if the file is shorter; LCK_ESYS with ENOTSUP for LCK_TIER_PM on a processor that
- * cannot write lines back. The fd is duplicated (O_CLOEXEC) for
- * fdatasync on LCK_TIER_DISK and is not needed afterwards. */
-int32_t lck_medium_open(int32_t fd, uint64_t nbytes, uint32_t tier, lck_medium **out);
+/* Map these extents of fd back to back, from an address that is a multiple of 2 MiB (shared, read and write,
+ * MADV_DONTFORK, MADV_DONTDUMP; on LCK_TIER_PM with MAP_SYNC where the file system knows it). LCK_EINVAL unless their
+ * offsets, and all lengths but the last, are whole pages; LCK_ESHORT if the file is shorter; LCK_ESYS with ENOTSUP for
+ * LCK_TIER_PM on a processor that cannot write lines back. The fd is duplicated (O_CLOEXEC) for fdatasync on
+ * LCK_TIER_DISK and is not needed afterwards. */
+int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t tier, lck_medium **out);
 /* Unmap and free; frees its trace. No job may be running on it. In a forked child: frees nothing. */
 int32_t lck_medium_close(lck_medium *medium);
 uint64_t lck_medium_size(const lck_medium *medium);
@@ -242,12 +253,13 @@ int32_t lck_job_forget(lck_engine *engine, uint64_t ticket);
 
 /* ---- verified reads ---------------------------------------------------------------------------------- */
 
-/* Read nbytes at file offset off into dst, block by block (at most 1 MiB each): pread into a private buffer,
- * verify against crcs[i] (seeded as in lck_block_seed), only then store. LCK_ECHECKSUM, LCK_ESHORT or LCK_ESYS at the
- * first bad block: *bad (may be NULL) is its number, blocks before it are in dst, nothing of it or after it is. dst
+/* Read nbytes at offset off of a pool in fd into dst, block by block (at most 1 MiB each): pread into a private buffer,
+ * verify against crcs[i] (seeded as in lck_block_seed), only then store. LCK_ECHECKSUM, LCK_ESHORT (the file or the
+ * extents end early) or LCK_ESYS at the first bad block: *bad (may be NULL) is its number, blocks before it are in dst, nothing of it or after it is. dst
  * NULL verifies only. Does not need a medium: recovery maps nothing, so a truncated file is an error, not SIGBUS. */
-int32_t lck_read_verified(int32_t fd, uint64_t off, void *dst, uint64_t nbytes, uint64_t block, const uint32_t *crcs,
-                          uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t *bad);
+int32_t lck_read_verified(int32_t fd, const lck_extent *extents, uint64_t count, uint64_t off, void *dst,
+                          uint64_t nbytes, uint64_t block, const uint32_t *crcs, uint64_t uuid_lo,
+                          uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t *bad);
 
 /* CFFI_END */
 

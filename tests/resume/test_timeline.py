@@ -58,7 +58,7 @@ def damage_newest(pool: Path) -> None:
     """Flip a bit in a weight of the newest version."""
     reader = open_pool(str(pool))
     version = next(v for v in reader.versions() if isinstance(v, Version))
-    slot = reader.container.base + reader.superblock.slots[version.line.slot][0]
+    slot = reader.superblock.slots[version.line.slot][0]
     at = slot + version.entries["model/3.weight"].offset
     reader.close()
     with open(pool, "r+b") as file:
