@@ -12,9 +12,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+
+from lightck.pool import pmemobj
 
 torch.set_num_threads(1)
 gc_get_freeze_count = gc.get_freeze_count
@@ -60,6 +63,30 @@ def folder() -> Iterator[Path]:
 def pool(folder: Path) -> Path:
     """The path of a pool that does not exist yet."""
     return folder / "run.pool"
+
+
+@pytest.fixture
+def pmdk() -> None:
+    """For tests of PMDK pools: skipped without libpmemobj, failed where ``LIGHTCK_REQUIRE_PMDK=1`` says it is there."""
+    try:
+        pmemobj.load()
+    except pmemobj.MissingError as err:
+        missing_pmdk(f"libpmemobj is not here: {err}")
+
+
+@pytest.fixture
+def pmempool(pmdk: None) -> str:
+    """The path of PMDK's tool."""
+    path = shutil.which("pmempool")
+    if path is None:
+        missing_pmdk("pmempool (Debian package pmdk-tools) is not here")
+    return str(path)
+
+
+def missing_pmdk(reason: str) -> NoReturn:
+    if os.environ.get("LIGHTCK_REQUIRE_PMDK") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from lightck.pool.durability import TIER_CACHE, TIER_DISK
 from lightck.pool.engine import Medium
 from lightck.pool.file import FileBackend
 from lightck.pool.format import MAGIC, MIB, POOL_NBYTES_MIN
+from lightck.pool.pmdk import PmdkBackend
 from lightck.testing.memory import MemoryBackend
 
 NBYTES = 2 * MIB + 4096
@@ -327,7 +328,7 @@ class TestFileOnTmpfs(FileContract):
         assert durability.tier == TIER_CACHE
 
     def test_a_full_file_system_is_an_error_that_leaves_nothing(self) -> None:
-        outcome = toys.in_child(lambda: _fill_a_small_tmpfs(20 * MIB))
+        outcome = toys.in_child(lambda: _fill_a_small_tmpfs(FileBackend(), 20 * MIB))
         if isinstance(outcome, str):
             pytest.skip(outcome)
         assert outcome == (f"NoSpaceError {errno.ENOSPC}", [], [])
@@ -344,6 +345,60 @@ class TestFileOnDisk(FileContract):
             pytest.skip(f"the temporary folder is no disk: {durability.medium}")
         assert durability.process
         assert any("fdatasync" in e or "unknown" in e or "volatile" in e for e in durability.evidence)
+
+
+class PmdkContract(FileContract):
+    """PMDK pools are files that are made, checked and published like any; what lies in them differs."""
+
+    arena_nbytes = 2 * MIB
+    """As small as can be: every pool has several, and tensors lie across their borders."""
+
+    @pytest.fixture
+    def backend(self, pmdk: None) -> Backend:
+        return PmdkBackend(self.arena_nbytes)
+
+    def test_only_what_has_the_signature_is_recognised(self, backend: Backend, path: str) -> None:
+        assert not backend.recognises(path)
+        self.published(backend, path, b"something")  # the container itself is signed
+        assert backend.recognises(path)
+        for offset, data in ((0, b"PMEMLOG\0"), (4096, b"other/1")):
+            self.published(backend, path)
+            with open(path, "r+b") as file:
+                file.seek(offset)
+                file.write(data)
+            assert not backend.recognises(path)
+
+    def test_no_byte_of_it_lies_in_two_places(self, backend: Backend, path: str) -> None:
+        container = backend.create(path, 5 * MIB)
+        size = os.fstat(container.fd).st_size
+        assert len(container.extents) == -(-5 * MIB // self.arena_nbytes)
+        ends = 0
+        for at, nbytes in sorted(container.extents):
+            assert at % (2 * MIB) == 0
+            assert at >= ends
+            ends = at + nbytes
+        assert ends <= size
+        container.close()
+
+
+class TestPmdkOnTmpfs(PmdkContract):
+    @pytest.fixture
+    def place(self, folder: Path) -> Path:
+        return folder
+
+    def test_a_full_file_system_is_an_error_that_leaves_nothing(self, pmdk: None) -> None:
+        outcome = toys.in_child(lambda: _fill_a_small_tmpfs(PmdkBackend(), 20 * MIB))
+        if isinstance(outcome, str):
+            pytest.skip(outcome)
+        assert outcome == (f"NoSpaceError {errno.ENOSPC}", [], [])
+
+
+class TestPmdkOnDisk(PmdkContract):
+    arena_nbytes = 4 * MIB
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Path:
+        return tmp_path
 
 
 class TestMemory(BackendContract):
@@ -368,7 +423,7 @@ class TestMemory(BackendContract):
         assert backend.free == 3 * MIB
 
 
-def _fill_a_small_tmpfs(nbytes: int) -> object:
+def _fill_a_small_tmpfs(backend: Backend, nbytes: int) -> object:
     """In a child with mounts of its own: (error, files after it, files after attach failed); or why not."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_namespace, private, recursive = 0x20000, 1 << 18, 1 << 14
@@ -377,7 +432,7 @@ def _fill_a_small_tmpfs(nbytes: int) -> object:
         return f"no mounts of our own: {os.strerror(ctypes.get_errno())}"
     if libc.mount(b"tmpfs", place.encode(), b"tmpfs", 0, f"size={nbytes}".encode()) != 0:
         return f"no tmpfs can be mounted: {os.strerror(ctypes.get_errno())}"
-    backend, path = FileBackend(), f"{place}/run.pool"
+    path = f"{place}/run.pool"
     backend.create(path, nbytes // 2).close()
     try:
         backend.create(path, nbytes * 2)
@@ -386,7 +441,7 @@ def _fill_a_small_tmpfs(nbytes: int) -> object:
     left = os.listdir(place)
     model = nn.Linear(2000, 1000)
     try:
-        lightck.attach(model, path, optimizer=toys.adam(model))
+        lightck.attach(model, path, optimizer=toys.adam(model), backend=backend.name)
     except NoSpaceError:
         return error, left, [name for name in os.listdir(place) if not name.endswith(".lock")]
     return "a pool that does not fit was made"

@@ -33,7 +33,8 @@ enum {
     LCK_ECHECKSUM = -7,  /* a block does not match its checksum */
     LCK_ESHORT = -8,     /* the file ended early */
     LCK_EDROPPED = -9,   /* the job was dropped before it committed */
-    LCK_ESTATE = -10     /* the job is not in a state that allows this call, or the ticket is unknown */
+    LCK_ESTATE = -10,    /* the job is not in a state that allows this call, or the ticket is unknown */
+    LCK_EMISSING = -11   /* libpmemobj is not there, or too old */
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
@@ -260,6 +261,33 @@ int32_t lck_job_forget(lck_engine *engine, uint64_t ticket);
 int32_t lck_read_verified(int32_t fd, const lck_extent *extents, uint64_t count, uint64_t off, void *dst,
                           uint64_t nbytes, uint64_t block, const uint32_t *crcs, uint64_t uuid_lo,
                           uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t *bad);
+
+/* ---- PMDK: libpmemobj as the container of a pool ------------------------------------------------------- */
+
+/* libpmemobj is looked for at run time. None of these is called while a pool is being written or read: they make a
+ * container, hold it open, and close it. A failure is LCK_ESYS with libpmemobj's errno, and lck_pmdk_message. */
+
+typedef struct lck_pmdk lck_pmdk;
+
+/* Load it by name or path; once per process, later calls do nothing. LCK_EMISSING with lck_pmdk_message. */
+int32_t lck_pmdk_load(const char *name);
+/* The reason of this thread's last failure; valid until its next. */
+const char *lck_pmdk_message(void);
+/* Take the messages that libpmemobj logged since the last call: lines of text, not terminated; their bytes. */
+uint64_t lck_pmdk_log(char *out, uint64_t nbytes);
+
+/* Open the pool, or (create) make one in an existing file of nbytes zeros, and keep its mapping from forked children.
+ * sds: what the setting for shutdown states has to be; it is one for the process, so callers take turns. */
+int32_t lck_pmdk_open(const char *path, const char *layout, uint64_t nbytes, uint32_t create, uint32_t sds,
+                      lck_pmdk **out);
+/* The root object, made with at least nbytes zeros where there is none; its offset in the file. */
+int32_t lck_pmdk_root(lck_pmdk *pmdk, uint64_t nbytes, uint64_t *off);
+/* Allocate an object, atomically with the 16 bytes at file offset `place` (8-aligned, in another object) that name it
+ * from then on: u64 identity of the pool, u64 offset in the file. */
+int32_t lck_pmdk_alloc(lck_pmdk *pmdk, uint64_t place, uint64_t nbytes, uint64_t type);
+/* Store into an object and make it durable. For the root object, before the pool is visible. */
+int32_t lck_pmdk_store(lck_pmdk *pmdk, uint64_t off, const void *src, uint64_t nbytes);
+int32_t lck_pmdk_close(lck_pmdk *pmdk);
 
 /* CFFI_END */
 
