@@ -20,6 +20,14 @@ import torch
 from lightck.pool import pmemobj
 
 torch.set_num_threads(1)
+
+# The whole suite on another backend: LIGHTCK_TEST_BACKEND=pmdk makes every new pool one, in this process and in all
+# that are started from it; LIGHTCK_TEST_DIR puts pools in another place than tmpfs. On tmpfs libpmemobj is told that it
+# is on persistent memory, so that its own metadata is flushed as it would be there; on a disk it is not.
+if "LIGHTCK_TEST_BACKEND" in os.environ:
+    os.environ["LIGHTCK_BACKEND"] = os.environ["LIGHTCK_TEST_BACKEND"]
+    if "LIGHTCK_TEST_DIR" not in os.environ:
+        os.environ["PMEM_IS_PMEM_FORCE"] = "1"
 gc_get_freeze_count = gc.get_freeze_count
 
 
@@ -52,8 +60,8 @@ def whole_heap() -> Iterator[None]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """An empty folder on tmpfs, removed afterwards."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    """An empty folder on tmpfs (or in ``$LIGHTCK_TEST_DIR``), removed afterwards."""
+    base = os.environ.get("LIGHTCK_TEST_DIR") or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     path = Path(tempfile.mkdtemp(prefix="lightck-test-", dir=base))
     yield path
     shutil.rmtree(path, ignore_errors=True)

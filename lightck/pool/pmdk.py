@@ -169,8 +169,9 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
         )
     if err.errno == errno.EEXIST:
         return PoolLockedError(
-            f"A copy of the PMDK pool {path!r} is open in this process ({reason}), and libpmemobj tells pools apart by "
-            "the identity that a copy shares. Close the other one first, or open this one in another process."
+            f"The PMDK pool {path!r} or a copy of it is open in this process, or in the one that it was forked from "
+            f"({reason}): libpmemobj tells pools apart by an identity that a copy shares. Close the other one first, "
+            "or open this one in a process of its own."
         )
     if err.errno in (errno.ENOSPC, errno.ENOMEM):
         return NoSpaceError(

@@ -21,6 +21,8 @@ _LOG_NBYTES = 4096
 log = logging.getLogger("lightck")
 # Re-entrant: a collection while it is held may end a forgotten session, which closes its pool.
 _turn = threading.RLock()
+_open: dict[int, Any] = {}
+"""The handles of this process's pools."""
 
 
 class MissingError(Exception):
@@ -59,6 +61,7 @@ class Pool:
         with _turn:
             status = lib.lck_pmdk_open(os.fsencode(path), layout.encode(), nbytes, create, shutdown_state, out)
             _check(status)
+            _open[id(self)] = out[0]
         self._handle: Any = out[0]
         self._pid = os.getpid()
 
@@ -80,6 +83,7 @@ class Pool:
         handle, self._handle = self._handle, None
         if handle is not None and os.getpid() == self._pid:
             with _turn:
+                _open.pop(id(self), None)
                 lib.lck_pmdk_close(handle)
                 _tell()
 
@@ -106,10 +110,13 @@ def _tell() -> None:
         log.error("lightck: libpmemobj: %s", line)
 
 
-def _new_turn() -> None:
+def _in_child() -> None:
     global _turn
     _turn = threading.RLock()
+    for handle in _open.values():
+        lib.lck_pmdk_forked(handle)
+    _open.clear()
 
 
 # A fork waits for an open to end, so that no child gets a mapping before it was kept from children.
-os.register_at_fork(before=lambda: _turn.acquire(), after_in_parent=lambda: _turn.release(), after_in_child=_new_turn)
+os.register_at_fork(before=lambda: _turn.acquire(), after_in_parent=lambda: _turn.release(), after_in_child=_in_child)

@@ -288,6 +288,8 @@ int32_t lck_pmdk_alloc(lck_pmdk *pmdk, uint64_t place, uint64_t nbytes, uint64_t
 /* Store into an object and make it durable. For the root object, before the pool is visible. */
 int32_t lck_pmdk_store(lck_pmdk *pmdk, uint64_t off, const void *src, uint64_t nbytes);
 int32_t lck_pmdk_close(lck_pmdk *pmdk);
+/* To be called in a forked child for each pool that its parent holds: keeps libpmemobj usable there for others. */
+int32_t lck_pmdk_forked(const lck_pmdk *pmdk);
 
 /* CFFI_END */
 

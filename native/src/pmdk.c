@@ -9,6 +9,10 @@
 
 #include "internal.h"
 
+#if !defined(MAP_FIXED_NOREPLACE)
+#define MAP_FIXED_NOREPLACE 0x100000
+#endif
+
 /* ---- libpmemobj, as its manual pages declare it ------------------------------------------------------- */
 
 struct oid {
@@ -211,6 +215,19 @@ int32_t lck_pmdk_open(const char *path, const char *layout, uint64_t nbytes, uin
     }
     *out = pmdk;
     return LCK_OK;
+}
+
+/* libpmemobj in the child still knows the pool by its address, which is free there: a pool of the child's own would be
+ * mapped to it and refused as known. */
+int32_t lck_pmdk_forked(const lck_pmdk *pmdk)
+{
+    if (pmdk == NULL)
+        return LCK_EINVAL;
+    if (pmdk->pid == getpid())
+        return LCK_ESTATE;
+    const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+    void *kept = mmap(pmdk->pool, pmdk->nbytes, PROT_NONE, kind, -1, 0);
+    return kept != MAP_FAILED ? LCK_OK : status_sys(errno);
 }
 
 int32_t lck_pmdk_root(lck_pmdk *pmdk, uint64_t nbytes, uint64_t *off)
