@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import bugs
 import pytest
+import toys
 from workloads import WORKLOADS, plain, record
 
 from lightck._native import check, lib
@@ -127,9 +128,7 @@ def test_a_recovery_that_writes_is_found(simulator: Simulator) -> None:
 
     def writes(path: str) -> Outcome:
         outcome = right(path)
-        with open(path, "r+b") as f:
-            f.seek(4096)
-            f.write(b"\0")
+        toys.poke(path, 4096, b"\0")
         return outcome
 
     simulator.recover = writes
