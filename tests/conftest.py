@@ -17,7 +17,9 @@ from typing import NoReturn
 import pytest
 import torch
 
-from lightck.pool import pmemobj
+from lightck.pool import backends, pmemobj
+from lightck.pool.format import MIB
+from lightck.pool.pmdk import PmdkBackend
 
 torch.set_num_threads(1)
 
@@ -28,6 +30,8 @@ if "LIGHTCK_TEST_BACKEND" in os.environ:
     os.environ["LIGHTCK_BACKEND"] = os.environ["LIGHTCK_TEST_BACKEND"]
     if "LIGHTCK_TEST_DIR" not in os.environ:
         os.environ["PMEM_IS_PMEM_FORCE"] = "1"
+    # Several arenas in every pool of this process and its forks; processes of their own have pools of one arena.
+    backends.BACKENDS["pmdk"] = PmdkBackend(arena_nbytes=4 * MIB)
 gc_get_freeze_count = gc.get_freeze_count
 
 
