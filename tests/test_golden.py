@@ -53,6 +53,25 @@ def test_version_1_recovers_exactly(v1: Path, expected: dict[str, Any]) -> None:
     assert golden.expected(v1) == expected
 
 
+@pytest.fixture
+def v1_pmdk(pool: Path) -> Path:
+    pool.write_bytes(lzma.decompress((HERE / "v1-pmdk.pool.xz").read_bytes()))
+    pool.chmod(0o600)
+    return pool
+
+
+def test_version_1_in_a_pmdk_pool_recovers_exactly(v1_pmdk: Path, expected: dict[str, Any]) -> None:
+    """It needs no libpmemobj."""
+    assert len(toys.places(v1_pmdk)) > 1
+    assert golden.expected(v1_pmdk) == expected
+    assert reference.Pool(v1_pmdk.read_bytes()).versions()[0].line["step"] == expected["step"]
+
+
+def test_version_1_in_a_pmdk_pool_trains_on(v1_pmdk: Path, expected: dict[str, Any], pmdk: None) -> None:
+    golden.train(v1_pmdk, 1, resume=True)
+    assert lightck.recover(v1_pmdk).step == expected["step"] + 1
+
+
 def test_version_1_verifies(v1: Path, expected: dict[str, Any]) -> None:
     reader = open_pool(str(v1))
     versions = [v for v in reader.versions() if isinstance(v, Version)]

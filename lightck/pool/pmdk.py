@@ -112,11 +112,12 @@ class PmdkBackend:
             if not write:
                 return PmdkContainer(file, places)
             _load(path)
+            durability = self.probe(path)
             pool = _opened(path, file, shutdown_state=pmdk_file.has_shutdown_state(file.fd))
         except BaseException:
             file.close()
             raise
-        _tell(path, self.probe(path))
+        _tell(path, durability)
         return PmdkContainer(file, places, pool)
 
 

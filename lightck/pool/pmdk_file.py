@@ -108,7 +108,7 @@ def read_extents(fd: int, path: str, file_nbytes: int) -> Extents:
         raise _corrupt(path, "it has no root object")
     if not _ROOT.size <= nbytes <= ROOT_NBYTES_MAX or offset > file_nbytes - min(nbytes, file_nbytes):
         raise _corrupt(path, "its root object lies outside of the file")
-    return _extents(os.pread(fd, nbytes, offset), path, file_nbytes)
+    return _extents(os.pread(fd, nbytes, offset), (offset, offset + nbytes), path, file_nbytes)
 
 
 def _check_header(header: bytes, path: str, fd: int) -> None:
@@ -160,7 +160,7 @@ def _check_layout(layout: bytes, path: str) -> None:
         )
 
 
-def _extents(root: bytes, path: str, file_nbytes: int) -> Extents:
+def _extents(root: bytes, place: tuple[int, int], path: str, file_nbytes: int) -> Extents:
     if len(root) < _ROOT.size:
         raise _corrupt(path, "its root object lies outside of the file")
     magic, version, count, nbytes, made_with = _ROOT.unpack_from(root)
@@ -175,21 +175,19 @@ def _extents(root: bytes, path: str, file_nbytes: int) -> Extents:
     if made_with != file_nbytes:
         raise _truncated(path, str(made_with), file_nbytes)
     arenas = [Arena(*_ARENA.unpack_from(root, arena_place(0, i))) for i in range(count)]
-    if not _fit(arenas, nbytes, file_nbytes):
+    if sum(a.nbytes for a in arenas) != nbytes or not _fit(arenas, place, file_nbytes):
         raise _corrupt(path, "its root object names places that cannot be")
     return tuple((a.start, a.nbytes) for a in arenas)
 
 
-def _fit(arenas: list[Arena], nbytes: int, file_nbytes: int) -> bool:
+def _fit(arenas: list[Arena], root: tuple[int, int], file_nbytes: int) -> bool:
     """Whether the arenas lie in the file, aligned, apart from each other and from PMDK's structures."""
-    in_file = sorted((a.start, a.start + a.nbytes) for a in arenas)
+    in_file = sorted([root, *((a.start, a.start + a.nbytes) for a in arenas)])
     return (
         bool(arenas)
-        and sum(a.nbytes for a in arenas) == nbytes
-        and all(a.start == arena_start(a.offset) and a.nbytes > 0 for a in arenas)
+        and all(a.start == arena_start(a.offset) and a.start > _HEAP_OFFSET and a.nbytes > 0 for a in arenas)
         and all(a.nbytes % ARENA_ALIGN == 0 for a in arenas[:-1])
         and all(end <= start for (_, end), (start, _) in pairwise(in_file))
-        and in_file[0][0] > _HEAP_OFFSET
         and in_file[-1][1] <= file_nbytes
     )
 
