@@ -178,7 +178,7 @@ def main(argv=None, watch=None):
         import lightck
 
         began = time.perf_counter()
-        session = lightck.attach(model, args.pool, resume=True)  # finds optimizer and scheduler by itself
+        session = lightck.attach(model, args.pool, resume=True, backend=args.backend)
         seconds = time.perf_counter() - began
         loader = session.loader(loader)
         step = session.step
@@ -215,6 +215,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--pool", default="gpt.pool", help='where checkpoints go (gpt.pool); "none" trains without lightck')
+    add("--backend", default="auto", choices=["auto", "file", "pmdk"], help="what kind of pool (auto)")
     add("--epochs", type=int, default=5, help="passes (5)")
     add("--updates", type=int, default=100, help="updates in a pass (100)")
     add("--batch", type=int, default=8, help="windows in a micro-batch (8)")

@@ -77,7 +77,8 @@ def attach(
         resume: restore the newest version, if the pool holds one, and go on from it.
         overwrite: discard what the pool holds.
         strategy: what a version holds; ``FullState()``.
-        backend: ``"auto"`` or ``"file"``.
+        backend: ``"file"``, ``"pmdk"`` (a pool of PMDK's libpmemobj), or ``"auto"``: what an existing pool is; for a
+            new one PMDK on persistent memory where it is installed, else a file.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that.
         slots: versions that the pool has room for, 2 to 8; by default 2, or what an existing pool has.
 

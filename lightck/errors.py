@@ -12,6 +12,7 @@ message gives the fact, the reason and the cure, in that order.
     │   ├── PoolPermissionError       (PermissionError)     not readable, not writable, or not safely ours
     │   ├── PoolLockedError           (BlockingIOError)     open in another session, here or in another process
     │   ├── NoSpaceError              (OSError, ENOSPC)     the medium cannot hold the pool
+    │   ├── LibraryMissingError       (ImportError)         PMDK's library, which writing a PMDK pool needs
     │   ├── MediumError               (OSError, ENOTSUP)    the medium does not survive what require= asks for
     │   ├── NotAPoolError             (ValueError)          foreign or empty file
     │   ├── PoolTruncatedError        (EOFError)            the file is shorter (or longer) than it says
@@ -64,6 +65,10 @@ class NoSpaceError(PoolError, OSError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.errno = errno.ENOSPC
+
+
+class LibraryMissingError(PoolError, ImportError):
+    """A library that writing this kind of pool needs is not installed. Reading does not need it."""
 
 
 class MediumError(PoolError, OSError):

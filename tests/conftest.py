@@ -12,11 +12,26 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
+from lightck.pool import backends, pmemobj
+from lightck.pool.format import MIB
+from lightck.pool.pmdk import PmdkBackend
+
 torch.set_num_threads(1)
+
+# The whole suite on another backend: LIGHTCK_TEST_BACKEND=pmdk makes every new pool one, in this process and in all
+# that are started from it; LIGHTCK_TEST_DIR puts pools in another place than tmpfs. On tmpfs libpmemobj is told that it
+# is on persistent memory, so that its own metadata is flushed as it would be there; on a disk it is not.
+if "LIGHTCK_TEST_BACKEND" in os.environ:
+    os.environ["LIGHTCK_BACKEND"] = os.environ["LIGHTCK_TEST_BACKEND"]
+    if "LIGHTCK_TEST_DIR" not in os.environ:
+        os.environ["PMEM_IS_PMEM_FORCE"] = "1"
+    # Several arenas in every pool of this process and its forks; processes of their own have pools of one arena.
+    backends.BACKENDS["pmdk"] = PmdkBackend(arena_nbytes=4 * MIB)
 gc_get_freeze_count = gc.get_freeze_count
 
 
@@ -49,8 +64,8 @@ def whole_heap() -> Iterator[None]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """An empty folder on tmpfs, removed afterwards."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    """An empty folder on tmpfs (or in ``$LIGHTCK_TEST_DIR``), removed afterwards."""
+    base = os.environ.get("LIGHTCK_TEST_DIR") or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     path = Path(tempfile.mkdtemp(prefix="lightck-test-", dir=base))
     yield path
     shutil.rmtree(path, ignore_errors=True)
@@ -60,6 +75,30 @@ def folder() -> Iterator[Path]:
 def pool(folder: Path) -> Path:
     """The path of a pool that does not exist yet."""
     return folder / "run.pool"
+
+
+@pytest.fixture
+def pmdk() -> None:
+    """For tests of PMDK pools: skipped without libpmemobj, failed where ``LIGHTCK_REQUIRE_PMDK=1`` says it is there."""
+    try:
+        pmemobj.load()
+    except pmemobj.MissingError as err:
+        missing_pmdk(f"libpmemobj is not here: {err}")
+
+
+@pytest.fixture
+def pmempool(pmdk: None) -> str:
+    """The path of PMDK's tool."""
+    path = shutil.which("pmempool")
+    if path is None:
+        missing_pmdk("pmempool (Debian package pmdk-tools) is not here")
+    return str(path)
+
+
+def missing_pmdk(reason: str) -> NoReturn:
+    if os.environ.get("LIGHTCK_REQUIRE_PMDK") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture

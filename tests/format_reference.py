@@ -206,11 +206,36 @@ class Version:
     state: Any
 
 
+def contained(data: bytes) -> bytes:
+    """The pool in a PMDK pool, put together from its arenas; what is no PMDK pool, as it is."""
+    if data[:8] != b"PMEMOBJ\0":
+        return data
+    assert struct.unpack_from("<I", data, 8) == (6,)
+    uuids = [data[at : at + 16] for at in range(40, 120, 16)]
+    assert uuids == 5 * uuids[:1]
+    assert data[4096:5120] == b"lightck/1".ljust(1024, b"\0")
+    (root,), (root_nbytes,) = struct.unpack_from("<Q", data, 6144), struct.unpack_from("<Q", data, 6160)
+    raw = data[root : root + root_nbytes]
+    magic, version, count, nbytes, file_nbytes = struct.unpack_from("<8sIIQQ", raw)
+    assert (magic, version, file_nbytes) == (b"LCKPMDK1", 1, len(data))
+    end = 32 + 32 * count
+    assert struct.unpack_from("<Q", raw, end)[0] == crc64(raw[:end])
+    assert not raw[end + 8 :].strip(b"\0")
+    parts = []
+    for i in range(count):
+        _, offset, start, length = struct.unpack_from("<QQQQ", raw, 32 + 32 * i)
+        assert start == -(-(offset + 4096) // (1 << 21)) * (1 << 21)
+        parts.append(data[start : start + length])
+    pool = b"".join(parts)
+    assert len(pool) == nbytes
+    return pool
+
+
 class Pool:
     """A whole pool, read from its bytes. Raises ``AssertionError`` where no part of it can be trusted."""
 
     def __init__(self, data: bytes) -> None:
-        self.data = data
+        self.data = data = contained(data)
         self.superblock, self.slots = self._superblock()
         self.entries = self._table()
         self.damaged: list[int] = []

@@ -24,15 +24,23 @@ from lightck.errors import (
     PoolPathError,
     PoolPermissionError,
 )
-from lightck.pool import backends
+from lightck.pool import backends, extents
 from lightck.pool.backend import Backend, Container
 from lightck.pool.durability import TIER_CACHE, TIER_DISK
 from lightck.pool.engine import Medium
 from lightck.pool.file import FileBackend
 from lightck.pool.format import MAGIC, MIB, POOL_NBYTES_MIN
+from lightck.pool.pmdk import PmdkBackend
 from lightck.testing.memory import MemoryBackend
 
 NBYTES = 2 * MIB + 4096
+
+
+def poke(container: Container, offset: int, data: bytes) -> None:
+    """Write into the container behind the back of everything."""
+    for at, n in extents.runs(container.extents, offset, len(data)):
+        os.pwrite(container.fd, data[:n], at)
+        data = data[n:]
 
 
 class BackendContract:
@@ -40,7 +48,7 @@ class BackendContract:
 
     def made(self, backend: Backend, path: str, first: bytes = MAGIC, nbytes: int = NBYTES) -> Container:
         container = backend.create(path, nbytes)
-        os.pwrite(container.fd, first, container.base)
+        poke(container, 0, first)
         return container
 
     def published(self, backend: Backend, path: str, first: bytes = MAGIC) -> None:
@@ -51,7 +59,7 @@ class BackendContract:
     def content(self, backend: Backend, path: str, n: int = len(MAGIC)) -> bytes:
         container = backend.open(path, write=False)
         try:
-            return os.pread(container.fd, n, container.base)
+            return container.read(0, n)
         finally:
             container.close()
 
@@ -59,7 +67,7 @@ class BackendContract:
         for nbytes in (POOL_NBYTES_MIN, NBYTES, NBYTES + 4096):
             container = backend.create(path, nbytes)
             assert container.nbytes == nbytes
-            assert os.pread(container.fd, nbytes + 1, container.base)[:nbytes] == bytes(nbytes)
+            assert container.read(0, nbytes + 1) == bytes(nbytes)
             container.publish()
             container.close()
             again = backend.open(path, write=False)
@@ -90,7 +98,7 @@ class BackendContract:
         assert self.content(backend, path) == b"new pool"
         assert new.is_current()
         assert not old.is_current()
-        assert os.pread(old.fd, 8, old.base) == b"old pool"
+        assert old.read(0, 8) == b"old pool"
         old.close()
         new.close()
 
@@ -116,11 +124,11 @@ class BackendContract:
     def test_what_is_written_after_publishing_is_seen_by_others(self, backend: Backend, path: str) -> None:
         container = self.made(backend, path)
         container.publish()
-        medium = Medium(container.fd, container.nbytes, backend.probe(path).tier)
-        medium.store(container.base + 4096, b"through the mapping")
+        medium = Medium(container.fd, container.extents, backend.probe(path).tier)
+        medium.store(4096, b"through the mapping")
         medium.sync()
         reader = backend.open(path, write=False)
-        assert os.pread(reader.fd, 19, reader.base + 4096) == b"through the mapping"
+        assert reader.read(4096, 19) == b"through the mapping"
         reader.close()
         medium.close()
         container.close()
@@ -129,7 +137,7 @@ class BackendContract:
         self.published(backend, path)
         container = backend.open(path, write=False)
         with pytest.raises(OSError):
-            os.pwrite(container.fd, b"x", 0)
+            poke(container, 0, b"x")
         container.close()
 
     def test_discarding_removes_the_pool_and_does_not_mind_its_absence(self, backend: Backend, path: str) -> None:
@@ -146,7 +154,7 @@ class BackendContract:
         self.published(backend, path, b"something")
         assert not backend.recognises(path)
         container = backend.create(path, NBYTES)
-        os.pwrite(container.fd, MAGIC, container.base + 4096)  # the second superblock is enough
+        poke(container, 4096, MAGIC)  # the second superblock is enough
         container.publish()
         container.close()
         assert backend.recognises(path)
@@ -320,7 +328,7 @@ class TestFileOnTmpfs(FileContract):
         assert durability.tier == TIER_CACHE
 
     def test_a_full_file_system_is_an_error_that_leaves_nothing(self) -> None:
-        outcome = toys.in_child(lambda: _fill_a_small_tmpfs(20 * MIB))
+        outcome = toys.in_child(lambda: _fill_a_small_tmpfs(FileBackend(), 20 * MIB))
         if isinstance(outcome, str):
             pytest.skip(outcome)
         assert outcome == (f"NoSpaceError {errno.ENOSPC}", [], [])
@@ -337,6 +345,60 @@ class TestFileOnDisk(FileContract):
             pytest.skip(f"the temporary folder is no disk: {durability.medium}")
         assert durability.process
         assert any("fdatasync" in e or "unknown" in e or "volatile" in e for e in durability.evidence)
+
+
+class PmdkContract(FileContract):
+    """PMDK pools are files that are made, checked and published like any; what lies in them differs."""
+
+    arena_nbytes = 2 * MIB
+    """As small as can be: every pool has several, and tensors lie across their borders."""
+
+    @pytest.fixture
+    def backend(self, pmdk: None) -> Backend:
+        return PmdkBackend(self.arena_nbytes)
+
+    def test_only_what_has_the_signature_is_recognised(self, backend: Backend, path: str) -> None:
+        assert not backend.recognises(path)
+        self.published(backend, path, b"something")  # the container itself is signed
+        assert backend.recognises(path)
+        for offset, data in ((0, b"PMEMLOG\0"), (4096, b"other/1")):
+            self.published(backend, path)
+            with open(path, "r+b") as file:
+                file.seek(offset)
+                file.write(data)
+            assert not backend.recognises(path)
+
+    def test_no_byte_of_it_lies_in_two_places(self, backend: Backend, path: str) -> None:
+        container = backend.create(path, 5 * MIB)
+        size = os.fstat(container.fd).st_size
+        assert len(container.extents) == -(-5 * MIB // self.arena_nbytes)
+        ends = 0
+        for at, nbytes in sorted(container.extents):
+            assert at % (2 * MIB) == 0
+            assert at >= ends
+            ends = at + nbytes
+        assert ends <= size
+        container.close()
+
+
+class TestPmdkOnTmpfs(PmdkContract):
+    @pytest.fixture
+    def place(self, folder: Path) -> Path:
+        return folder
+
+    def test_a_full_file_system_is_an_error_that_leaves_nothing(self, pmdk: None) -> None:
+        outcome = toys.in_child(lambda: _fill_a_small_tmpfs(PmdkBackend(), 20 * MIB))
+        if isinstance(outcome, str):
+            pytest.skip(outcome)
+        assert outcome == (f"NoSpaceError {errno.ENOSPC}", [], [])
+
+
+class TestPmdkOnDisk(PmdkContract):
+    arena_nbytes = 4 * MIB
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Path:
+        return tmp_path
 
 
 class TestMemory(BackendContract):
@@ -361,7 +423,7 @@ class TestMemory(BackendContract):
         assert backend.free == 3 * MIB
 
 
-def _fill_a_small_tmpfs(nbytes: int) -> object:
+def _fill_a_small_tmpfs(backend: Backend, nbytes: int) -> object:
     """In a child with mounts of its own: (error, files after it, files after attach failed); or why not."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_namespace, private, recursive = 0x20000, 1 << 18, 1 << 14
@@ -370,7 +432,7 @@ def _fill_a_small_tmpfs(nbytes: int) -> object:
         return f"no mounts of our own: {os.strerror(ctypes.get_errno())}"
     if libc.mount(b"tmpfs", place.encode(), b"tmpfs", 0, f"size={nbytes}".encode()) != 0:
         return f"no tmpfs can be mounted: {os.strerror(ctypes.get_errno())}"
-    backend, path = FileBackend(), f"{place}/run.pool"
+    path = f"{place}/run.pool"
     backend.create(path, nbytes // 2).close()
     try:
         backend.create(path, nbytes * 2)
@@ -379,7 +441,7 @@ def _fill_a_small_tmpfs(nbytes: int) -> object:
     left = os.listdir(place)
     model = nn.Linear(2000, 1000)
     try:
-        lightck.attach(model, path, optimizer=toys.adam(model))
+        lightck.attach(model, path, optimizer=toys.adam(model), backend=backend.name)
     except NoSpaceError:
         return error, left, [name for name in os.listdir(place) if not name.endswith(".lock")]
     return "a pool that does not fit was made"

@@ -25,13 +25,16 @@ from toys import (
     adam,
     alive,
     child_that_holds,
+    content,
     damage,
     everything,
     flip,
     forward,
     in_child,
+    is_pmdk,
     left_since,
     net,
+    poke,
     pool_with,
     same,
     train,
@@ -46,7 +49,15 @@ from lightck.pool.lock import PoolLock
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """Every file but lock files, which stay by design."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.suffix != ".lock"}
+    return {p.name: without_run(p.read_bytes()) for p in folder.iterdir() if p.is_file() and p.suffix != ".lock"}
+
+
+def without_run(data: bytes) -> bytes:
+    """All of it, but for the part of a PMDK pool where libpmemobj keeps what it knows of this run: opening writes
+    there."""
+    if not data.startswith(b"PMEMOBJ\0"):
+        return data
+    return data[:6152] + bytes(8) + data[6160:6184] + bytes(8192 - 6184) + data[8192:]
 
 
 def check_message(error: BaseException, *about: str) -> None:
@@ -153,19 +164,20 @@ def test_truncated_pool(folder, pool, keep):
         lightck.attach(model, pool, optimizer=optimizer, resume=True)
     with refused(errors.PoolTruncatedError, EOFError, pool, folder=folder):
         lightck.recover(pool)
-    lightck.attach(model, pool, optimizer=optimizer, overwrite=True).close()
+    if keep < 4096 + 8 and is_pmdk(pool):  # PMDK's signature is left, and nothing that says whose pool it was
+        with refused(errors.PoolTruncatedError, EOFError, pool, folder=folder, path=pool, model=model):
+            lightck.attach(model, pool, optimizer=optimizer, overwrite=True)
+    else:
+        lightck.attach(model, pool, optimizer=optimizer, overwrite=True).close()
 
 
 def rewrite_superblocks(pool: Path, change: dict[int, bytes]) -> None:
     """Put bytes into both superblocks, with a check that fits."""
-    with open(pool, "r+b") as f:
-        for copy_at in (0, SUPERBLOCK_NBYTES):
-            f.seek(copy_at)
-            body = bytearray(f.read(SUPERBLOCK_NBYTES - 8))
-            for at, new in change.items():
-                body[at : at + len(new)] = new
-            f.seek(copy_at)
-            f.write(bytes(body) + struct.pack("<Q", crc64(bytes(body))))
+    for copy_at in (0, SUPERBLOCK_NBYTES):
+        body = bytearray(content(pool)[copy_at : copy_at + SUPERBLOCK_NBYTES - 8])
+        for at, new in change.items():
+            body[at : at + len(new)] = new
+        poke(pool, copy_at, bytes(body) + struct.pack("<Q", crc64(bytes(body))))
 
 
 @pytest.mark.parametrize("change", [{12: b"\x02\0"}, {32: b"\x01"}], ids=["major", "feature"])
@@ -329,7 +341,8 @@ def test_no_space_when_the_pool_has_to_grow_leaves_the_old_one_intact():
         held = lightck.recover(where / "run.pool")
         return text, held.step, sorted(files_of(where))
 
-    assert on_small_tmpfs(9 << 20, work) == ("NoSpaceError", 2, ["run.pool"])
+    container_nbytes = (8 << 20) if is_pmdk("/mnt/run.pool") else 0
+    assert on_small_tmpfs((9 << 20) + container_nbytes, work) == ("NoSpaceError", 2, ["run.pool"])
 
 
 class Growing:

@@ -18,9 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import toys
 from torch import nn
 
 import lightck
+from lightck.pool import extents
+from lightck.pool.extents import Extents
 from lightck.pool.format import LINE_NBYTES, MANIFEST_HEADER_NBYTES, SUPERBLOCK_NBYTES, pack_slot_header
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.testing.oracle import Outcome, Recovered, Refused, recovery, truth
@@ -37,11 +40,29 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @dataclass
+class Mapped:
+    """A pool in its mapped file, by its own offsets."""
+
+    file: mmap.mmap
+    places: Extents
+
+    def __len__(self) -> int:
+        return extents.total(self.places)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return b"".join(self.file[at : at + n] for at, n in extents.runs(self.places, offset, nbytes))
+
+    def flip(self, offset: int, mask: int) -> None:
+        ((at, _),) = extents.runs(self.places, offset, 1)
+        self.file[at] ^= mask
+
+
+@dataclass
 class Pool:
     """A pool's file, mapped, with what each of its versions holds."""
 
     path: Path
-    map: mmap.mmap
+    map: Mapped
     truths: dict[int, bytes]
     newest: int
     """The step that an undisturbed recovery gives."""
@@ -51,21 +72,21 @@ class Pool:
 
     def recover(self) -> Outcome:
         """``lightck.recover``, unless it read the same bytes before."""
-        outcome = self.memory.recall(lambda at, n: self.map[at : at + n])
+        outcome = self.memory.recall(self.map.read)
         if outcome is None:
             with watched() as places:
                 outcome = recovery(str(self.path))
-            self.memory.learn(places, lambda at, n: self.map[at : at + n], outcome)
+            self.memory.learn(places, self.map.read, outcome)
         return outcome
 
     def flipped(self, bit: int) -> Outcome:
         """What a recovery gives with this bit of the file flipped."""
         at, mask = bit // 8, 1 << bit % 8
-        self.map[at] ^= mask
+        self.map.flip(at, mask)
         try:
             return self.recover()
         finally:
-            self.map[at] ^= mask
+            self.map.flip(at, mask)
 
     def check(self, bits: Iterator[int], oldest: int) -> Counter[str]:
         """Flip each; the outcome must be exact and no older than ``oldest``."""
@@ -96,7 +117,8 @@ def pool(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pool]:
     if request.param == "in mid-write":
         half_written(path)
     with open(path, "r+b") as f, mmap.mmap(f.fileno(), 0) as mapped:
-        pool = Pool(path, mapped, truths, STEPS, Memory(), 1 if request.param == "at rest" else 5)
+        stride = 1 if request.param == "at rest" else 5
+        pool = Pool(path, Mapped(mapped, toys.places(path)), truths, STEPS, Memory(), stride)
         assert pool.recover() == Recovered(STEPS, STEPS, truths[STEPS])
         yield pool
 
@@ -107,14 +129,11 @@ def half_written(path: Path) -> None:
     oldest = [v for v in reader.versions() if isinstance(v, Version)][-1]
     sb, slot = reader.superblock, oldest.line.slot
     base = sb.slots[slot][0]
-    extents = sorted(e.offset for e in oldest.entries.values())
+    tensors = sorted(e.offset for e in oldest.entries.values())
     reader.close()
-    with open(path, "r+b") as f:
-        f.seek(base)
-        f.write(pack_slot_header(STEPS + 1, slot, sb.uuid))
-        for offset in extents[: len(extents) // 2]:
-            f.seek(base + offset)
-            f.write(b"new payload!")
+    toys.poke(path, base, pack_slot_header(STEPS + 1, slot, sb.uuid))
+    for offset in tensors[: len(tensors) // 2]:
+        toys.poke(path, base + offset, b"new payload!")
 
 
 @pytest.fixture
@@ -224,9 +243,9 @@ def test_two_flips_in_two_versions_cost_two_versions(pool: Pool, reader: PoolRea
     has_third = len(versions(reader)) > 2
     for _ in range(100):
         bits = [8 * (start + rng.randrange(nbytes)) + rng.randrange(8) for start, nbytes in (first, second)]
-        pool.map[bits[0] // 8] ^= 1 << bits[0] % 8
+        pool.map.flip(bits[0] // 8, 1 << bits[0] % 8)
         outcome = pool.flipped(bits[1])
-        pool.map[bits[0] // 8] ^= 1 << bits[0] % 8
+        pool.map.flip(bits[0] // 8, 1 << bits[0] % 8)
         if has_third:
             assert outcome == Recovered(STEPS - 2, STEPS - 2, pool.truths[STEPS - 2])
         else:
@@ -243,11 +262,10 @@ def test_a_restart_writes_over_what_is_lost_before_it_writes_over_a_fall_back(po
     }
     for what, bits in damage.items():
         path = pool.path.with_name("restarted.pool")
-        data = bytearray(pool.map)
-        for bit in bits:
-            data[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(data)
+        path.write_bytes(pool.map.file[:])
         path.chmod(0o600)
+        for bit in bits:
+            toys.flip(path, bit // 8, 1 << bit % 8)
         model, optimizer = build()
         with lightck.attach(model, path, optimizer=optimizer, resume=True) as session:
             left = held - ({STEPS} if bits else set())

@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -128,7 +129,7 @@ def test_both_readers_see_the_same_superblock(library: PoolReader, read_by_refer
 
 
 def test_both_superblocks_and_both_layout_tables_are_the_same(made: Path, library: PoolReader) -> None:
-    data, sb = made.read_bytes(), library.superblock
+    data, sb = toys.content(made), library.superblock
     assert data[: 4 * KIB] == data[4 * KIB : 8 * KIB]
     (a, b), n = sb.table_offsets, sb.table_nbytes
     assert data[a : a + n] == data[b : b + n]

@@ -15,6 +15,7 @@ from typing import Any
 
 import format_reference as reference
 import pytest
+import toys
 
 import lightck
 from lightck.errors import CheckpointExistsError, FormatError
@@ -50,6 +51,25 @@ def expected() -> dict[str, Any]:
 
 def test_version_1_recovers_exactly(v1: Path, expected: dict[str, Any]) -> None:
     assert golden.expected(v1) == expected
+
+
+@pytest.fixture
+def v1_pmdk(pool: Path) -> Path:
+    pool.write_bytes(lzma.decompress((HERE / "v1-pmdk.pool.xz").read_bytes()))
+    pool.chmod(0o600)
+    return pool
+
+
+def test_version_1_in_a_pmdk_pool_recovers_exactly(v1_pmdk: Path, expected: dict[str, Any]) -> None:
+    """It needs no libpmemobj."""
+    assert len(toys.places(v1_pmdk)) > 1
+    assert golden.expected(v1_pmdk) == expected
+    assert reference.Pool(v1_pmdk.read_bytes()).versions()[0].line["step"] == expected["step"]
+
+
+def test_version_1_in_a_pmdk_pool_trains_on(v1_pmdk: Path, expected: dict[str, Any], pmdk: None) -> None:
+    golden.train(v1_pmdk, 1, resume=True)
+    assert lightck.recover(v1_pmdk).step == expected["step"] + 1
 
 
 def test_version_1_verifies(v1: Path, expected: dict[str, Any]) -> None:
@@ -92,11 +112,10 @@ def test_version_1_is_still_what_this_version_writes(v1: Path, folder: Path) -> 
 
 def patched(path: Path, at: int, form: str, value: int) -> Path:
     """Both superblocks with another value in one field, and right checksums."""
-    data = bytearray(path.read_bytes())
     for start in (0, 4096):
-        struct.pack_into(form, data, start + at, value)
-        struct.pack_into("<Q", data, start + 4088, crc64(bytes(data[start : start + 4088])))
-    path.write_bytes(data)
+        data = bytearray(toys.content(path)[start : start + 4088])
+        struct.pack_into(form, data, at, value)
+        toys.poke(path, start, bytes(data) + struct.pack("<Q", crc64(bytes(data))))
     return path
 
 

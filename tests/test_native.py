@@ -64,7 +64,8 @@ class Pool:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the pool
         self.file.truncate(nbytes)
         out = ffi.new("lck_medium **")
-        check(lib.lck_medium_open(self.file.fileno(), nbytes, tier, out), "open")
+        self.extents = ffi.new("lck_extent[]", [(0, nbytes)])
+        check(lib.lck_medium_open(self.file.fileno(), self.extents, 1, tier, out), "open")
         self.medium: Any = out[0]
 
     def __enter__(self) -> Pool:
@@ -95,8 +96,8 @@ def read(pool: Pool, off: int, nbytes: int, block: int, crcs: Any, identity: tup
     """Status, number of the bad block, and the bytes that were delivered into a buffer of 0xEE."""
     dst = bytearray(b"\xee" * nbytes)
     bad = ffi.new("uint64_t *", MASK)
-    fd = pool.file.fileno()
-    status = lib.lck_read_verified(fd, off, ffi.from_buffer(dst), nbytes, block, crcs, *identity, bad)
+    where = pool.file.fileno(), pool.extents, 1, off
+    status = lib.lck_read_verified(*where, ffi.from_buffer(dst), nbytes, block, crcs, *identity, bad)
     return status, bad[0], bytes(dst)
 
 
@@ -152,8 +153,8 @@ def test_round_trip(data: bytes, place: int, block: int, tier: int, identity: tu
         assert pool.copy(off, data) == lib.lck_crc32c(data, len(data))
         crcs = seeded(data, block, identity)
         assert read(pool, off, len(data), block, crcs, identity) == (_native.OK, MASK, data)
-        assert lib.lck_read_verified(pool.file.fileno(), off, ffi.NULL, len(data), block, crcs, *identity,
-                                     ffi.NULL) == _native.OK  # fmt: skip
+        assert lib.lck_read_verified(pool.file.fileno(), pool.extents, 1, off, ffi.NULL, len(data), block, crcs,
+                                     *identity, ffi.NULL) == _native.OK  # fmt: skip
 
 
 @settings(deadline=None)
@@ -215,7 +216,8 @@ def test_a_forked_child_can_do_nothing() -> None:
 def test_check_tells_status_and_errno() -> None:
     check(_native.OK, "nothing")
     with pytest.raises(_native.NativeError, match=r"opening: .*descriptor") as caught:
-        check(lib.lck_medium_open(2**20 + 7, 4096, _native.TIER_CACHE, ffi.new("lck_medium **")), "opening")
+        whole = ffi.new("lck_extent[]", [(0, 4096)])
+        check(lib.lck_medium_open(2**20 + 7, whole, 1, _native.TIER_CACHE, ffi.new("lck_medium **")), "opening")
     assert (caught.value.status, caught.value.errno) == (_native.ESYS, errno.EBADF)
     with pytest.raises(_native.NativeError, match="forked child") as caught:
         check(_native.EFORK, "storing")
@@ -251,7 +253,8 @@ def test_environment() -> None:
     assert "LIGHTCK_KILL='nowhere:1'" in in_child({"LIGHTCK_KILL": "nowhere:1"}, "").stderr
     line = (
         "import os; fd = os.memfd_create('x'); os.ftruncate(fd, 4096); m = ffi.new('lck_medium **'); "
-        "lib.lck_medium_open(fd, 4096, 0, m); lib.lck_m_line(m[0], 0, bytes(64))"
+        "e = ffi.new('lck_extent[]', [(0, 4096)]); lib.lck_medium_open(fd, e, 1, 0, m); "
+        "lib.lck_m_line(m[0], 0, bytes(64))"
     )
     assert in_child({"LIGHTCK_KILL": "word:1"}, line).returncode == -9
     assert in_child({"LIGHTCK_KILL": "word:2"}, line).returncode == 0

@@ -23,6 +23,9 @@ from torch import nn
 
 import lightck
 from lightck._native import lib
+from lightck.pool import extents
+from lightck.pool.backends import backend_for
+from lightck.pool.extents import Extents
 from lightck.pool.reader import Version, open_pool
 
 BIG = 3000
@@ -236,13 +239,37 @@ def versions(pool: Path) -> list[Version]:
         reader.close()
 
 
-def flip(pool: Path, offset: int, mask: int = 0x40) -> None:
-    """Flip bits of one byte of the file."""
+def places(pool: Path | str) -> Extents:
+    """Where the pool's bytes lie in its file, whichever backend it is of."""
+    container = backend_for(str(pool)).open(str(pool), write=False)
+    container.close()
+    return container.extents
+
+
+def content(pool: Path | str) -> bytes:
+    """The pool's bytes, without those of its container."""
+    with open(pool, "rb") as f:
+        return b"".join(os.pread(f.fileno(), n, at) for at, n in places(pool))
+
+
+def poke(pool: Path | str, offset: int, data: bytes) -> None:
+    """Write to a place in the pool behind everybody's back."""
     with open(pool, "r+b") as f:
-        f.seek(offset)
-        byte = f.read(1)[0]
-        f.seek(offset)
-        f.write(bytes([byte ^ mask]))
+        for at, n in extents.runs(places(pool), offset, len(data)):
+            os.pwrite(f.fileno(), data[:n], at)
+            data = data[n:]
+
+
+def flip(pool: Path, offset: int, mask: int = 0x40) -> None:
+    """Flip bits of one byte of the pool."""
+    with open(pool, "rb") as f:
+        byte = extents.read(f.fileno(), places(pool), offset, 1)[0]
+    poke(pool, offset, bytes([byte ^ mask]))
+
+
+def is_pmdk(pool: Path | str) -> bool:
+    """Whether a PMDK pool lies there, or would be made there."""
+    return backend_for(str(pool)).name == "pmdk"
 
 
 def damage(pool: Path, name: str, steps: Sequence[int] | None = None, at: int = 0) -> None:

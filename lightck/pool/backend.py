@@ -11,19 +11,23 @@ from __future__ import annotations
 from typing import Protocol
 
 from lightck.pool.durability import Durability
+from lightck.pool.extents import Extents
 
 
 class Container(Protocol):
-    """The bytes of one pool: ``nbytes`` of them at ``base`` in the file behind ``fd``."""
+    """The bytes of one pool: ``nbytes`` of them, in ``extents`` of the file behind ``fd``."""
 
     @property
     def fd(self) -> int: ...
 
     @property
-    def base(self) -> int: ...
+    def extents(self) -> Extents: ...
 
     @property
     def nbytes(self) -> int: ...
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the pool; fewer where the file ends."""
 
     def publish(self) -> None:
         """Make the container durable (data, then its name) and visible at its path, atomically. Once only."""

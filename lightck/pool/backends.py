@@ -1,23 +1,48 @@
-"""Which backend a path gets: the one whose signature an existing pool has, else a plain file."""
+"""Which backend a path gets: the one whose signature an existing pool has; a new pool is a PMDK pool on persistent
+memory where PMDK is installed, else a plain file. ``$LIGHTCK_BACKEND`` names another one for new pools.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from lightck.errors import PoolError
+from lightck.pool import pmdk, pmemobj
 from lightck.pool.backend import Backend
+from lightck.pool.durability import TIER_PM
 from lightck.pool.file import FileBackend
+from lightck.pool.pmdk import PmdkBackend
 
-BACKENDS: dict[str, Backend] = {"file": FileBackend()}
+BACKENDS: dict[str, Backend] = {"file": FileBackend(), "pmdk": PmdkBackend()}
+BACKEND_VARIABLE = "LIGHTCK_BACKEND"
 
 
 def backend_for(path: str, name: str = "auto") -> Backend:
     """The backend for a pool path. ``name`` is ``"auto"`` or a backend's name."""
-    if name == "auto":
-        return next((b for b in BACKENDS.values() if b.recognises(path)), BACKENDS["file"])
+    if name != "auto":
+        return _named(name, f"backend={name!r}")
+    found = next((b for b in BACKENDS.values() if b.recognises(path)), None)
+    if found is None and pmdk.claims(path):
+        return BACKENDS["pmdk"]  # which says why it is none of ours
+    return found or _for_new(path)
+
+
+def _for_new(path: str) -> Backend:
+    wanted = os.environ.get(BACKEND_VARIABLE) or "auto"
+    if wanted != "auto":
+        return _named(wanted, f"{BACKEND_VARIABLE}={wanted!r}")
+    try:
+        is_pm = BACKENDS["file"].probe(path).tier == TIER_PM
+    except PoolError:  # there is no folder to make a pool in: said where one is made
+        is_pm = False
+    return BACKENDS["pmdk" if is_pm and pmemobj.is_available() else "file"]
+
+
+def _named(name: str, said: str) -> Backend:
     if name not in BACKENDS:
         known = ", ".join(["'auto'", *map(repr, BACKENDS)])
-        raise ValueError(f"backend={name!r} is not known. Choose one of {known}.")
+        raise ValueError(f"{said} is not known. Choose one of {known}.")
     return BACKENDS[name]
 
 

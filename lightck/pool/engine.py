@@ -15,6 +15,7 @@ from typing import Any
 from lightck._native import NativeError, ffi, lib
 from lightck._native import check as _check
 from lightck.errors import BackgroundError
+from lightck.pool.extents import Extents, native
 
 COPIED, ENDED = 2, 3
 _SLICE_MS = 100
@@ -39,11 +40,11 @@ class Medium:
     trace_from_start = False
     """Set by tests: record every medium from the moment it is mapped."""
 
-    def __init__(self, fd: int, nbytes: int, tier: int) -> None:
+    def __init__(self, fd: int, extents: Extents, tier: int) -> None:
         out = ffi.new("lck_medium **")
-        check(lib.lck_medium_open(fd, nbytes, tier, out), "mapping the pool")
+        status = lib.lck_medium_open(fd, native(extents), len(extents), tier, out)
+        check(status, "mapping the pool")
         self.handle: Any = out[0]
-        self.nbytes = nbytes
         if Medium.trace_from_start:
             check(lib.lck_trace_start(self.handle), "starting a trace")
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Callable
 
 from lightck.errors import (
     NoSpaceError,
@@ -20,8 +21,10 @@ from lightck.errors import (
     PoolPermissionError,
     PoolTruncatedError,
 )
-from lightck.pool import durability
+from lightck.pool import durability, extents
+from lightck.pool.extents import Extents
 from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
+from lightck.pool.pmdk_file import is_pmdk
 
 TEMPORARY_SUFFIX = ".new"
 _NO_FILE = (
@@ -33,14 +36,16 @@ _NO_FILE = (
 class FileContainer:
     """An open pool file; see ``Container``."""
 
-    base = 0
-
     def __init__(self, path: str, fd: int, nbytes: int, temporary: str | None = None) -> None:
         self.path = path
         self.fd = fd
         self.nbytes = nbytes
+        self.extents: Extents = ((0, nbytes),)
         self._temporary = temporary
         self._pid = os.getpid()
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return extents.read(self.fd, self.extents, offset, nbytes)
 
     def publish(self) -> None:
         assert self._temporary is not None, "published once"
@@ -76,16 +81,7 @@ class FileBackend:
     name = "file"
 
     def recognises(self, path: str) -> bool:
-        try:
-            fd = _open(path, os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            return any(os.pread(fd, len(MAGIC), offset) == MAGIC for offset in SUPERBLOCK_OFFSETS)
-        except OSError:
-            return False
-        finally:
-            os.close(fd)
+        return peeked(path, _has_magic)
 
     def probe(self, path: str) -> durability.Durability:
         return durability.probe(checked_folder(path))
@@ -115,15 +111,43 @@ class FileBackend:
         return container
 
     def open(self, path: str, *, write: bool) -> FileContainer:
-        try:
-            fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
-        except OSError as err:
-            raise _cannot_open(path, err, write) from err
-        try:
-            return FileContainer(path, fd, _checked_size(path, fd))
-        except BaseException:
-            os.close(fd)
-            raise
+        if peeked(path, is_pmdk):
+            raise NotAPoolError(
+                f"The file {path!r} is a PMDK pool, not a pool in a plain file. Nothing was changed. Use "
+                'backend="auto" or "pmdk", or another path.'
+            )
+        return opened(path, write=write)
+
+
+def opened(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> FileContainer:
+    """An existing file, once its kind, owner, mode, links and size were found safe."""
+    try:
+        fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
+    except OSError as err:
+        raise _cannot_open(path, err, write) from err
+    try:
+        return FileContainer(path, fd, _checked_size(path, fd, nbytes_min))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def peeked(path: str, question: Callable[[int], bool]) -> bool:
+    """The answer for the file at this path, by its descriptor; False where it cannot be read."""
+    try:
+        fd = _open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return question(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _has_magic(fd: int) -> bool:
+    return any(os.pread(fd, len(MAGIC), offset) == MAGIC for offset in SUPERBLOCK_OFFSETS)
 
 
 def checked_folder(path: str) -> str:
@@ -154,7 +178,7 @@ def _open(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
-def _checked_size(path: str, fd: int) -> int:
+def _checked_size(path: str, fd: int, nbytes_min: int) -> int:
     st = os.fstat(fd)
     if not stat.S_ISREG(st.st_mode):
         raise PoolPathError(_NO_FILE.format(path=path))
@@ -172,7 +196,7 @@ def _checked_size(path: str, fd: int) -> int:
         raise PoolPermissionError(
             f"The pool {path!r} has {st.st_nlink} hard links. Another name could change it. Remove the other links."
         )
-    if st.st_size < POOL_NBYTES_MIN:
+    if st.st_size < nbytes_min:
         if os.pread(fd, len(MAGIC), 0) == MAGIC:
             raise PoolTruncatedError(
                 f"The pool {path!r} has only {st.st_size} bytes left of what it was made with. It was truncated or "

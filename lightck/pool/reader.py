@@ -7,7 +7,6 @@ start all use this one reader.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolErr
 from lightck.pool import layout
 from lightck.pool.backend import Container
 from lightck.pool.checksum import uuid_words
+from lightck.pool.extents import native
 from lightck.pool.format import (
     LINE_NBYTES,
     RO_COMPAT_KNOWN,
@@ -43,6 +43,7 @@ class PoolReader:
     def __init__(self, container: Container, path: str) -> None:
         self.container = container
         self.path = path
+        self.extents = native(container.extents), len(container.extents)
         self.superblock = self._read_superblock()
         self.table, self.entries = self._read_table()
 
@@ -52,7 +53,7 @@ class PoolReader:
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the pool; fewer where the file ends."""
-        return os.pread(self.container.fd, nbytes, self.container.base + offset)
+        return self.container.read(offset, nbytes)
 
     def _read_superblock(self) -> Superblock:
         problems: list[Exception] = []
@@ -208,12 +209,12 @@ class Version:
         if not entry.nbytes:
             return
         sb = self.reader.superblock
-        base = self.reader.container.base + sb.slots[self.line.slot][0]
+        slot, _ = sb.slots[self.line.slot]
         bad = ffi.new("uint64_t *")
         crcs = ffi.cast("uint32_t *", self.crcs.ctypes.data + 4 * int(record["crc"]))
         status = lib.lck_read_verified(
-            self.reader.container.fd, base + entry.offset, ffi.cast("void *", address), entry.nbytes, sb.block, crcs,
-            *uuid_words(self.header.origin), number, int(record["generation"]), bad,
+            self.reader.container.fd, *self.reader.extents, slot + entry.offset, ffi.cast("void *", address),
+            entry.nbytes, sb.block, crcs, *uuid_words(self.header.origin), number, int(record["generation"]), bad,
         )  # fmt: skip
         if status == lib.LCK_ECHECKSUM:
             raise DamagedError(f"block {bad[0]} of {name!r} does not match its checksum")

@@ -83,7 +83,7 @@ def create(
     sb, table = _geometry(entries, slots, state_nbytes, grown)
     container = backend.create(path, sb.nbytes)
     try:
-        medium = Medium(container.fd, container.nbytes, backend.probe(path).tier)
+        medium = Medium(container.fd, container.extents, backend.probe(path).tier)
         try:
             for offset in sb.table_offsets:
                 medium.store(offset, table)
@@ -148,7 +148,7 @@ class PoolWriter:
         self.incarnation: int = self.ring.incarnation + 1 if after is None else after.incarnation
         self._last_position = max(self.ring.lines, key=lambda p: self.ring.lines[p].generation, default=-1)
         self._engine = engine
-        self.medium = Medium(reader.container.fd, reader.container.nbytes, durability.tier)
+        self.medium = Medium(reader.container.fd, reader.container.extents, durability.tier)
         self._index_entries()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
         # Beyond the slots' too: so what a version that never committed left there is older than the adoption, and dead.

@@ -1,6 +1,6 @@
 """Crash images as one file that is changed in place: a change costs microseconds, not a copy of the pool.
 
-Knows nothing of pools.
+Knows nothing of pools but where in the file their bytes lie.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ import mmap
 import os
 from collections.abc import Mapping
 
+from lightck.pool.extents import Extents, runs
+
 PAGE = 4096
 
 
 class ImageFile:
-    """A sparse file of ``nbytes`` with these pages in it; lives until ``close``, which removes it."""
+    """A sparse file of ``nbytes`` with these pages in it; lives until ``close``, which removes it. It is read and
+    written by the offsets of the pool that has these extents of it."""
 
-    def __init__(self, path: str, nbytes: int, pages: Mapping[int, bytes]) -> None:
+    def __init__(self, path: str, nbytes: int, pages: Mapping[int, bytes], places: Extents) -> None:
         self.path = path
         self.nbytes = nbytes
+        self._places = places
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._fd, nbytes)
         self._map = mmap.mmap(self._fd, nbytes)
@@ -25,10 +29,13 @@ class ImageFile:
             self._map[number * PAGE : number * PAGE + len(page)] = page
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return self._map[offset : offset + nbytes]
+        parts = [self._map[at : at + n] for at, n in runs(self._places, offset, nbytes)]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def write(self, offset: int, data: bytes) -> None:
-        self._map[offset : offset + len(data)] = data
+        for at, n in runs(self._places, offset, len(data)):
+            self._map[at : at + n] = data[:n]
+            data = data[n:]
 
     def changed_at(self) -> tuple[int, int]:
         """When the file was last written to by a system call (data, then anything about it)."""

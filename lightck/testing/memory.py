@@ -9,21 +9,25 @@ from __future__ import annotations
 import os
 
 from lightck.errors import NoSpaceError, NotAPoolError, PoolNotFoundError, PoolPathError
+from lightck.pool import extents
 from lightck.pool.durability import TIER_CACHE, Durability
+from lightck.pool.extents import Extents
 from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 
 
 class MemoryContainer:
     """An open pool in memory; see ``Container``."""
 
-    base = 0
-
     def __init__(self, backend: MemoryBackend, path: str, fd: int, nbytes: int, *, is_new: bool) -> None:
         self.fd = fd
         self.nbytes = nbytes
+        self.extents: Extents = ((0, nbytes),)
         self._backend = backend
         self._path = path
         self._is_new = is_new
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return extents.read(self.fd, self.extents, offset, nbytes)
 
     def publish(self) -> None:
         assert self._is_new, "published once"

@@ -19,8 +19,9 @@ from torch import nn
 
 import lightck
 from lightck import _native
-from lightck.pool import writer
+from lightck.pool import extents, writer
 from lightck.pool.engine import Medium
+from lightck.pool.extents import Extents
 from lightck.pool.file import FileContainer
 from lightck.pool.format import MANIFEST_MAGIC, SUPERBLOCK_NBYTES, ManifestHeader, Superblock
 from lightck.testing import trace
@@ -48,9 +49,12 @@ class SlotPlace:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Everything that happened to one file: its bytes before, then the events."""
+    """Everything that happened to one file: its bytes before, then the events, by offsets of the pool in it."""
 
     nbytes: int
+    """Of the file."""
+    places: Extents
+    """Where in it the pool lies: all of it, or the arenas of a PMDK pool."""
     pages: Mapping[int, bytes]
     is_visible: bool
     """It lay at the pool's path from the start; else it does from its ``PUBLISHED`` mark on."""
@@ -71,6 +75,7 @@ Recording: TypeAlias = "tuple[Tape, ...]"
 @dataclass(slots=True)
 class _File:
     fd: int
+    places: Extents
     pages: dict[int, bytes]
     is_visible: bool
     events: list[Event] = field(default_factory=list)
@@ -108,8 +113,11 @@ class Recorder:
         assert not self._open, "no session is open"
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            os.pwrite(fd, data, offset)
             file = self._files[self._number(fd)]
+            left_over = data
+            for at, n in extents.runs(file.places, offset, len(data)):
+                os.pwrite(fd, left_over[:n], at)
+                left_over = left_over[n:]
         finally:
             os.close(fd)
         nobody = -1
@@ -118,18 +126,19 @@ class Recorder:
 
     # -- what the pool reports ---------------------------------------------------------------------------
 
-    def mapped(self, medium: Medium, fd: int) -> None:
+    def mapped(self, medium: Medium, fd: int, places: Extents) -> None:
         """A medium was opened on this file."""
-        self._open[self._number(fd)] = medium
+        self._open[self._number(fd, places)] = medium
         trace.start(medium)
 
-    def _number(self, fd: int) -> int:
+    def _number(self, fd: int, places: Extents = ()) -> int:
         for number, file in enumerate(self._files):
             if os.path.sameopenfile(file.fd, fd):
                 return number
+        assert places, "a file is mapped before anything else is told of it"
         here = os.path.exists(self.path) and os.path.samestat(os.stat(self.path), os.fstat(fd))
         # The duplicate keeps the inode from being given to another file while we record.
-        self._files.append(_File(os.dup(fd), pages_of(fd), here))
+        self._files.append(_File(os.dup(fd), places, pages_of(fd), here))
         return len(self._files) - 1
 
     def unmapped(self, medium: Medium) -> None:
@@ -201,9 +210,10 @@ class Recorder:
             if isinstance(event, Mark) and event.mark == PUBLISHED:
                 events.append(Sync(event.thread))  # the fsync of publish
             events.append(event)
-        superblock = Superblock.unpack(os.pread(file.fd, SUPERBLOCK_NBYTES, 0))
+        superblock = Superblock.unpack(extents.read(file.fd, file.places, 0, SUPERBLOCK_NBYTES))
         slots = tuple(SlotPlace(at, at + superblock.payload_offset, at + n) for at, n in superblock.slots)
-        return Tape(superblock.nbytes, file.pages, file.is_visible, tuple(events), slots, expected, content,
+        nbytes = os.fstat(file.fd).st_size
+        return Tape(nbytes, file.places, file.pages, file.is_visible, tuple(events), slots, expected, content,
                     acked if before is not None else None)  # fmt: skip
 
 
@@ -212,9 +222,9 @@ class _RecordingMedium(Medium):
 
     _recorder: Recorder
 
-    def __init__(self, fd: int, nbytes: int, tier: int) -> None:
-        super().__init__(fd, nbytes, tier)
-        self._recorder.mapped(self, fd)
+    def __init__(self, fd: int, places: Extents, tier: int) -> None:
+        super().__init__(fd, places, tier)
+        self._recorder.mapped(self, fd, places)
 
     def line(self, offset: int, line: bytes) -> None:
         self._recorder.line(self, line, _native.MARK_BEGIN)

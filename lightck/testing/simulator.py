@@ -236,7 +236,7 @@ class _Check:
 
     def tape(self, number: int, tape: Tape, events: Sequence[Event]) -> None:
         path = os.path.join(self.simulator.folder, "crashed.pool")
-        file = ImageFile(path, tape.nbytes, tape.pages)
+        file = ImageFile(path, tape.nbytes, tape.pages, tape.places)
         try:
             _Tape(self, number, tape, file).run(events)
         except _Enough:

@@ -33,14 +33,16 @@ enum {
     LCK_ECHECKSUM = -7,  /* a block does not match its checksum */
     LCK_ESHORT = -8,     /* the file ended early */
     LCK_EDROPPED = -9,   /* the job was dropped before it committed */
-    LCK_ESTATE = -10     /* the job is not in a state that allows this call, or the ticket is unknown */
+    LCK_ESTATE = -10,    /* the job is not in a state that allows this call, or the ticket is unknown */
+    LCK_EMISSING = -11   /* libpmemobj is not there, or too old */
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 1 };
+enum { LCK_ABI_VERSION = 2 };
 
 uint32_t lck_abi_version(void);
-/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event), 0 for another id. */
+/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent), 0 for another
+ * id. */
 uint32_t lck_sizeof(uint32_t id);
 /* errno of the last LCK_ESYS that this thread saw. */
 int32_t lck_last_errno(void);
@@ -69,6 +71,15 @@ int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uin
  * generation in which the bytes were written (docs/format.md, "Block checksums"). */
 uint32_t lck_block_seed(uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t index);
 
+/* ---- extents ----------------------------------------------------------------------------------------- */
+
+/* A run of a pool's bytes in its file. A pool is an array of these: offsets in the pool count through them in order,
+ * wherever they lie. A plain file is one; a PMDK pool has one per arena. */
+typedef struct lck_extent {
+    uint64_t off;     /* from the start of the file */
+    uint64_t nbytes;  /* not 0 */
+} lck_extent;
+
 /* ---- medium: the choke point ------------------------------------------------------------------------- */
 
 /* Every byte that lightck writes into a pool goes through the functions of this section. They can record what
@@ -82,11 +93,12 @@ enum {
     LCK_TIER_PM = 2      /* persistent memory: flush is clwb, sync is sfence */
 };
 
-/* Map nbytes of fd (shared, read and write, MADV_DONTFORK, MADV_DONTDUMP; on LCK_TIER_PM with MAP_SYNC where the file
- * system knows it). LCK_ESHORT if the file is shorter; LCK_ESYS with ENOTSUP for LCK_TIER_PM on a processor that
- * cannot write lines back. The fd is duplicated (O_CLOEXEC) for
- * fdatasync on LCK_TIER_DISK and is not needed afterwards. */
-int32_t lck_medium_open(int32_t fd, uint64_t nbytes, uint32_t tier, lck_medium **out);
+/* Map these extents of fd back to back, from an address that is a multiple of 2 MiB (shared, read and write,
+ * MADV_DONTFORK, MADV_DONTDUMP; on LCK_TIER_PM with MAP_SYNC where the file system knows it). LCK_EINVAL unless their
+ * offsets, and all lengths but the last, are whole pages; LCK_ESHORT if the file is shorter; LCK_ESYS with ENOTSUP for
+ * LCK_TIER_PM on a processor that cannot write lines back. The fd is duplicated (O_CLOEXEC) for fdatasync on
+ * LCK_TIER_DISK and is not needed afterwards. */
+int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t tier, lck_medium **out);
 /* Unmap and free; frees its trace. No job may be running on it. In a forked child: frees nothing. */
 int32_t lck_medium_close(lck_medium *medium);
 uint64_t lck_medium_size(const lck_medium *medium);
@@ -242,12 +254,42 @@ int32_t lck_job_forget(lck_engine *engine, uint64_t ticket);
 
 /* ---- verified reads ---------------------------------------------------------------------------------- */
 
-/* Read nbytes at file offset off into dst, block by block (at most 1 MiB each): pread into a private buffer,
- * verify against crcs[i] (seeded as in lck_block_seed), only then store. LCK_ECHECKSUM, LCK_ESHORT or LCK_ESYS at the
- * first bad block: *bad (may be NULL) is its number, blocks before it are in dst, nothing of it or after it is. dst
+/* Read nbytes at offset off of a pool in fd into dst, block by block (at most 1 MiB each): pread into a private buffer,
+ * verify against crcs[i] (seeded as in lck_block_seed), only then store. LCK_ECHECKSUM, LCK_ESHORT (the file or the
+ * extents end early) or LCK_ESYS at the first bad block: *bad (may be NULL) is its number, blocks before it are in dst, nothing of it or after it is. dst
  * NULL verifies only. Does not need a medium: recovery maps nothing, so a truncated file is an error, not SIGBUS. */
-int32_t lck_read_verified(int32_t fd, uint64_t off, void *dst, uint64_t nbytes, uint64_t block, const uint32_t *crcs,
-                          uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t *bad);
+int32_t lck_read_verified(int32_t fd, const lck_extent *extents, uint64_t count, uint64_t off, void *dst,
+                          uint64_t nbytes, uint64_t block, const uint32_t *crcs, uint64_t uuid_lo,
+                          uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t *bad);
+
+/* ---- PMDK: libpmemobj as the container of a pool ------------------------------------------------------- */
+
+/* libpmemobj is looked for at run time. None of these is called while a pool is being written or read: they make a
+ * container, hold it open, and close it. A failure is LCK_ESYS with libpmemobj's errno, and lck_pmdk_message. */
+
+typedef struct lck_pmdk lck_pmdk;
+
+/* Load it by name or path; once per process, later calls do nothing. LCK_EMISSING with lck_pmdk_message. */
+int32_t lck_pmdk_load(const char *name);
+/* The reason of this thread's last failure; valid until its next. */
+const char *lck_pmdk_message(void);
+/* Take the messages that libpmemobj logged since the last call: lines of text, not terminated; their bytes. */
+uint64_t lck_pmdk_log(char *out, uint64_t nbytes);
+
+/* Open the pool, or (create) make one in an existing file of nbytes zeros, and keep its mapping from forked children.
+ * sds: what the setting for shutdown states has to be; it is one for the process, so callers take turns. */
+int32_t lck_pmdk_open(const char *path, const char *layout, uint64_t nbytes, uint32_t create, uint32_t sds,
+                      lck_pmdk **out);
+/* The root object, made with at least nbytes zeros where there is none; its offset in the file. */
+int32_t lck_pmdk_root(lck_pmdk *pmdk, uint64_t nbytes, uint64_t *off);
+/* Allocate an object, atomically with the 16 bytes at file offset `place` (8-aligned, in another object) that name it
+ * from then on: u64 identity of the pool, u64 offset in the file. */
+int32_t lck_pmdk_alloc(lck_pmdk *pmdk, uint64_t place, uint64_t nbytes, uint64_t type);
+/* Store into an object and make it durable. For the root object, before the pool is visible. */
+int32_t lck_pmdk_store(lck_pmdk *pmdk, uint64_t off, const void *src, uint64_t nbytes);
+int32_t lck_pmdk_close(lck_pmdk *pmdk);
+/* To be called in a forked child for each pool that its parent holds: keeps libpmemobj usable there for others. */
+int32_t lck_pmdk_forked(const lck_pmdk *pmdk);
 
 /* CFFI_END */
 

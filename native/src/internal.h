@@ -92,11 +92,19 @@ static inline bool trace_on(struct trace *trace)
     return LCK_UNLIKELY(atomic_load_explicit(&trace->on, memory_order_relaxed));
 }
 
+/* ---- extent.c ---------------------------------------------------------------------------------------- */
+
+/* Their bytes together; LCK_EINVAL where they are no extents of any file. */
+int32_t extents_total(const lck_extent *extents, uint64_t count, uint64_t *nbytes);
+/* The number of the one that holds pool offset off, and where in it; count where none does. */
+uint64_t extents_find(const lck_extent *extents, uint64_t count, uint64_t off, uint64_t *inside);
+
 /* ---- medium.c ---------------------------------------------------------------------------------------- */
 
 struct lck_medium {
     unsigned char *base;
     uint64_t nbytes;
+    uint64_t reserved; /* bytes of address space at base: whole pages */
     uint32_t tier;
     int fd;    /* for fdatasync; -1 where the tier needs none */
     pid_t pid; /* the process in which the mapping exists */

@@ -15,40 +15,75 @@
 #define MAP_SYNC 0x080000
 #endif
 
+#define HUGE_PAGE ((uint64_t)2 << 20) /* bytes of a huge page */
+
 /* ---- open and close ---------------------------------------------------------------------------------- */
 
-static bool file_too_short(int fd, uint64_t nbytes)
+static bool file_too_short(int fd, const lck_extent *extents, uint64_t count)
 {
     struct stat st;
-    return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && (uint64_t)st.st_size < nbytes;
+    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))
+        return false;
+    for (uint64_t i = 0; i < count; i++)
+        if (extents[i].off + extents[i].nbytes > (uint64_t)st.st_size)
+            return true;
+    return false;
+}
+
+static bool whole_pages(const lck_extent *extents, uint64_t count)
+{
+    uint64_t inside = (uint64_t)sysconf(_SC_PAGESIZE) - 1;
+    for (uint64_t i = 0; i < count; i++)
+        if ((extents[i].off & inside) != 0 || (i + 1 < count && (extents[i].nbytes & inside) != 0))
+            return false;
+    return true;
+}
+
+/* Address space for the whole pool, so that extents that lie apart in the file lie back to back in memory, and huge
+ * pages can be used where the file has them. */
+static void *reserve(uint64_t nbytes)
+{
+    unsigned char *space = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (space == MAP_FAILED)
+        return MAP_FAILED;
+    uint64_t before = (HUGE_PAGE - ((uintptr_t)space & (HUGE_PAGE - 1))) & (HUGE_PAGE - 1);
+    if (before > 0)
+        munmap(space, before);
+    munmap(space + before + nbytes, HUGE_PAGE - before);
+    return space + before;
 }
 
 /* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to; where the
  * file system does not know it (tests on tmpfs), whoever chose the tier answers for it. */
-static void *map(int fd, uint64_t nbytes, uint32_t tier)
+static void *map_at(void *address, int fd, const lck_extent *extent, uint32_t tier)
 {
     const int access = PROT_READ | PROT_WRITE;
-    void *base = MAP_FAILED;
+    void *found = MAP_FAILED;
     if (tier == LCK_TIER_PM)
-        base = mmap(NULL, nbytes, access, MAP_SHARED_VALIDATE | MAP_SYNC, fd, 0);
-    if (base == MAP_FAILED)
-        base = mmap(NULL, nbytes, access, MAP_SHARED, fd, 0);
-    return base;
+        found = mmap(address, extent->nbytes, access, MAP_FIXED | MAP_SHARED_VALIDATE | MAP_SYNC, fd,
+                     (off_t)extent->off);
+    if (found == MAP_FAILED)
+        found = mmap(address, extent->nbytes, access, MAP_FIXED | MAP_SHARED, fd, (off_t)extent->off);
+    return found;
 }
 
 /* A child that inherited the mapping could write into the pool of a parent that goes on. */
-static int32_t map_privately(lck_medium *medium, int fd)
+static int32_t map_privately(lck_medium *medium, int fd, const lck_extent *extents, uint64_t count)
 {
-    void *base = map(fd, medium->nbytes, medium->tier);
+    uint64_t inside = (uint64_t)sysconf(_SC_PAGESIZE) - 1, at = 0;
+    uint64_t nbytes = (medium->nbytes + inside) & ~inside;
+    unsigned char *base = reserve(nbytes);
     if (base == MAP_FAILED)
         return status_sys(errno);
-    if (madvise(base, medium->nbytes, MADV_DONTFORK) != 0) {
-        int error = errno;
-        munmap(base, medium->nbytes);
-        return status_sys(error);
+    medium->base = base; /* release() unmaps all of it from here on */
+    medium->reserved = nbytes;
+    for (uint64_t i = 0; i < count; at += extents[i].nbytes, i++) {
+        if (map_at(base + at, fd, &extents[i], medium->tier) == MAP_FAILED)
+            return status_sys(errno);
+        if (madvise(base + at, extents[i].nbytes, MADV_DONTFORK) != 0)
+            return status_sys(errno);
+        (void)madvise(base + at, extents[i].nbytes, MADV_DONTDUMP);
     }
-    (void)madvise(base, medium->nbytes, MADV_DONTDUMP);
-    medium->base = base;
     return LCK_OK;
 }
 
@@ -63,20 +98,23 @@ static int32_t duplicate_fd(lck_medium *medium, int fd)
 static void release(lck_medium *medium)
 {
     if (medium->base != NULL)
-        munmap(medium->base, medium->nbytes);
+        munmap(medium->base, medium->reserved);
     if (medium->fd >= 0)
         close(medium->fd);
     trace_free(&medium->trace);
     free(medium);
 }
 
-int32_t lck_medium_open(int32_t fd, uint64_t nbytes, uint32_t tier, lck_medium **out)
+int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t tier, lck_medium **out)
 {
-    if (fd < 0 || nbytes == 0 || nbytes > INT64_MAX || tier > LCK_TIER_PM || out == NULL)
+    uint64_t nbytes;
+    if (fd < 0 || tier > LCK_TIER_PM || out == NULL || extents_total(extents, count, &nbytes) != LCK_OK)
+        return LCK_EINVAL;
+    if (!whole_pages(extents, count))
         return LCK_EINVAL;
     if (tier == LCK_TIER_PM && !cpu_can_write_back())
         return status_sys(ENOTSUP);
-    if (file_too_short(fd, nbytes))
+    if (file_too_short(fd, extents, count))
         return LCK_ESHORT;
     lck_medium *medium = calloc(1, sizeof *medium);
     if (medium == NULL)
@@ -88,7 +126,7 @@ int32_t lck_medium_open(int32_t fd, uint64_t nbytes, uint32_t tier, lck_medium *
     trace_init(&medium->trace);
     int32_t status = duplicate_fd(medium, fd);
     if (status == LCK_OK)
-        status = map_privately(medium, fd);
+        status = map_privately(medium, fd, extents, count);
     if (status != LCK_OK) {
         release(medium);
         return status;

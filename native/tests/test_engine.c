@@ -182,8 +182,9 @@ static void check_payload(struct version *v)
     static unsigned char got[300001];
     for (int i = 0; i < TENSORS; i++) {
         const lck_copy *copy = &v->copies[i];
+        const lck_extent whole = {0, SIZE};
         const uint32_t *crcs = (const uint32_t *)(const void *)(v->image + CRCS_OFF) + copy->crc_index;
-        CHECK_EQ(lck_read_verified(fd, copy->dst, got, copy->nbytes, BLOCK, crcs, 0x3333, 0x4444, copy->tensor,
+        CHECK_EQ(lck_read_verified(fd, &whole, 1, copy->dst, got, copy->nbytes, BLOCK, crcs, 0x3333, 0x4444, copy->tensor,
                                    v->generation, NULL),
                  LCK_OK);
         CHECK(memcmp(got, v->source[i], copy->nbytes) == 0);

@@ -11,11 +11,20 @@ static void check_ranges(void)
 {
     int fd = open_memory(SIZE);
     lck_medium *none = NULL;
-    CHECK_EQ(lck_medium_open(fd, SIZE + 1, LCK_TIER_CACHE, &none), LCK_ESHORT);
-    CHECK_EQ(lck_medium_open(fd, 0, LCK_TIER_CACHE, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(fd, SIZE, 3, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(-1, SIZE, LCK_TIER_CACHE, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(9999, SIZE, LCK_TIER_CACHE, &none), LCK_ESYS);
+    const lck_extent whole = {0, SIZE}, longer = {0, SIZE + 1}, nothing = {0, 0}, odd = {100, 4096};
+    const lck_extent behind = {SIZE, 4096}, endless[] = {{0, INT64_MAX}, {4096, INT64_MAX - 4096}};
+    const lck_extent torn[] = {{0, 100}, {4096, 4096}};
+    CHECK_EQ(lck_medium_open(fd, &longer, 1, LCK_TIER_CACHE, &none), LCK_ESHORT);
+    CHECK_EQ(lck_medium_open(fd, &behind, 1, LCK_TIER_CACHE, &none), LCK_ESHORT);
+    CHECK_EQ(lck_medium_open(fd, &nothing, 1, LCK_TIER_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, &odd, 1, LCK_TIER_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, torn, 2, LCK_TIER_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, endless, 2, LCK_TIER_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, &whole, 0, LCK_TIER_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, NULL, 1, LCK_TIER_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, &whole, 1, 3, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(-1, &whole, 1, LCK_TIER_CACHE, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(9999, &whole, 1, LCK_TIER_CACHE, &none), LCK_ESYS);
     CHECK_EQ(lck_last_errno(), EBADF);
     CHECK(none == NULL);
     lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
@@ -32,6 +41,30 @@ static void check_ranges(void)
     CHECK_EQ(lck_m_store(NULL, 0, "", 0), LCK_EINVAL);
     CHECK_EQ(lck_medium_close(medium), LCK_OK);
     CHECK_EQ(lck_medium_close(NULL), LCK_EINVAL);
+    close(fd);
+}
+
+/* Runs that lie apart and out of order in the file are one pool; what lies between them stays as it is. */
+static void check_extents(void)
+{
+    const lck_extent parts[] = {{40960, 8192}, {4096, 4096}, {65536, 5000}};
+    static unsigned char data[17288], file[SIZE], expected[SIZE];
+    int fd = open_memory(SIZE);
+    lck_medium *medium = NULL;
+    CHECK_EQ(lck_medium_open(fd, parts, 3, LCK_TIER_CACHE, &medium), LCK_OK);
+    CHECK_EQ(lck_medium_size(medium), sizeof data);
+    fill_random(data, sizeof data, 3);
+    CHECK_EQ(lck_m_copy(medium, 0, data, sizeof data, NULL), LCK_OK);
+    CHECK_EQ(lck_m_store(medium, sizeof data - 4, "abcde", 5), LCK_EINVAL);
+    CHECK_EQ(lck_m_store(medium, 8190, "abcd", 4), LCK_OK); /* across a border */
+    memcpy(data + 8190, "abcd", 4);
+    CHECK_EQ(lck_m_sync(medium), LCK_OK);
+    CHECK_EQ(lck_medium_close(medium), LCK_OK);
+    memcpy(expected + 40960, data, 8192);
+    memcpy(expected + 4096, data + 8192, 4096);
+    memcpy(expected + 65536, data + 12288, 5000);
+    read_back(fd, file, SIZE, 0);
+    CHECK(memcmp(file, expected, SIZE) == 0);
     close(fd);
 }
 
@@ -226,6 +259,7 @@ static void check_fork(void)
 int main(void)
 {
     check_ranges();
+    check_extents();
     check_disk();
     check_trace();
     check_faults();

@@ -3,16 +3,30 @@
 
 #include "check.h"
 
-enum { SIZE = 10000, BLOCK = 1024, BLOCKS = 10, OFF = 512 };
+enum { SIZE = 10000, BLOCK = 1024, BLOCKS = 10, OFF = 512, PARTS = 4 };
 
 static unsigned char data[SIZE], dst[SIZE];
 static uint32_t crcs[BLOCKS];
 static int fd;
+/* The pool in the file: whole, or in parts whose borders lie in a block, at its edge and a byte before its end. */
+static const lck_extent whole[PARTS] = {{0, 600}, {600, 4008}, {4608, 5903}, {10511, 1}};
+static const lck_extent apart[PARTS] = {{7000, 600}, {20000, 4008}, {100, 5903}, {9000, 1}};
+static const lck_extent *parts;
+
+static off_t place(uint64_t off)
+{
+    for (int i = 0; i < PARTS; i++) {
+        if (off < parts[i].nbytes)
+            return (off_t)(parts[i].off + off);
+        off -= parts[i].nbytes;
+    }
+    exit(1);
+}
 
 static int32_t read_it(void *to, uint64_t generation, uint64_t *bad)
 {
     memset(dst, 0xEE, SIZE);
-    return lck_read_verified(fd, OFF, to, SIZE, BLOCK, crcs, 11, 22, 3, generation, bad);
+    return lck_read_verified(fd, parts, PARTS, OFF, to, SIZE, BLOCK, crcs, 11, 22, 3, generation, bad);
 }
 
 static void setup(void)
@@ -21,8 +35,9 @@ static void setup(void)
     CHECK_EQ(lck_crc32c_blocks(data, SIZE, BLOCK, crcs), LCK_OK);
     for (uint64_t i = 0; i < BLOCKS; i++)
         crcs[i] ^= lck_block_seed(11, 22, 3, 77, i);
-    fd = open_memory(OFF + SIZE);
-    CHECK_EQ(pwrite(fd, data, SIZE, OFF), SIZE);
+    fd = open_memory(parts == whole ? OFF + SIZE : 24008);
+    for (uint64_t i = 0; i < SIZE; i++)
+        CHECK_EQ(pwrite(fd, &data[i], 1, place(OFF + i)), 1);
 }
 
 static void check_good(void)
@@ -33,7 +48,7 @@ static void check_good(void)
     CHECK(memcmp(dst, data, SIZE) == 0);
     CHECK_EQ(read_it(NULL, 77, NULL), LCK_OK);
     CHECK_EQ(dst[0], 0xEE);
-    CHECK_EQ(lck_read_verified(fd, OFF, dst, 0, BLOCK, NULL, 1, 2, 3, 4, NULL), LCK_OK);
+    CHECK_EQ(lck_read_verified(fd, parts, PARTS, OFF, dst, 0, BLOCK, NULL, 1, 2, 3, 4, NULL), LCK_OK);
 }
 
 static void check_untouched_from(size_t block)
@@ -49,12 +64,12 @@ static void check_bad(void)
     for (size_t block = 0; block < BLOCKS; block++) {
         size_t at = block * BLOCK + block * 31;
         unsigned char flipped = data[at] ^ 4;
-        CHECK_EQ(pwrite(fd, &flipped, 1, (off_t)(OFF + at)), 1);
+        CHECK_EQ(pwrite(fd, &flipped, 1, place(OFF + at)), 1);
         CHECK_EQ(read_it(dst, 77, &bad), LCK_ECHECKSUM);
         CHECK_EQ(bad, block);
         check_untouched_from(block);
         CHECK_EQ(read_it(NULL, 77, &bad), LCK_ECHECKSUM);
-        CHECK_EQ(pwrite(fd, &data[at], 1, (off_t)(OFF + at)), 1);
+        CHECK_EQ(pwrite(fd, &data[at], 1, place(OFF + at)), 1);
     }
     CHECK_EQ(read_it(dst, 78, &bad), LCK_ECHECKSUM); /* intact bytes of another generation */
     CHECK_EQ(bad, 0);
@@ -63,6 +78,13 @@ static void check_bad(void)
 static void check_short(void)
 {
     uint64_t bad = 99;
+    if (parts == apart) { /* the second part, pool offsets 600 and up, is the last in the file */
+        CHECK_EQ(ftruncate(fd, 20000 + (OFF + 3 * BLOCK + 7 - 600)), 0);
+        CHECK_EQ(read_it(dst, 77, &bad), LCK_ESHORT);
+        CHECK_EQ(bad, 3);
+        check_untouched_from(3);
+        return;
+    }
     CHECK_EQ(ftruncate(fd, OFF + 5 * BLOCK + 7), 0);
     CHECK_EQ(read_it(dst, 77, &bad), LCK_ESHORT);
     CHECK_EQ(bad, 5);
@@ -71,21 +93,33 @@ static void check_short(void)
 
 static void check_arguments(void)
 {
-    CHECK_EQ(lck_read_verified(fd, 0, dst, 10, 0, crcs, 1, 2, 3, 4, NULL), LCK_EINVAL);
-    CHECK_EQ(lck_read_verified(fd, 0, dst, 10, (1 << 20) + 1, crcs, 1, 2, 3, 4, NULL), LCK_EINVAL);
-    CHECK_EQ(lck_read_verified(fd, 0, dst, 10, BLOCK, NULL, 1, 2, 3, 4, NULL), LCK_EINVAL);
-    CHECK_EQ(lck_read_verified(fd, UINT64_MAX, dst, 10, BLOCK, crcs, 1, 2, 3, 4, NULL), LCK_EINVAL);
-    CHECK_EQ(lck_read_verified(9999, 0, dst, 10, BLOCK, crcs, 1, 2, 3, 4, NULL), LCK_ESYS);
+    const lck_extent nothing = {0, 0}, endless[] = {{0, INT64_MAX}, {0, INT64_MAX}};
+    uint64_t bad = 99;
+    CHECK_EQ(lck_read_verified(fd, NULL, 1, 0, dst, 10, BLOCK, crcs, 1, 2, 3, 4, NULL), LCK_EINVAL);
+    CHECK_EQ(lck_read_verified(fd, parts, 0, 0, dst, 10, BLOCK, crcs, 1, 2, 3, 4, NULL), LCK_EINVAL);
+    CHECK_EQ(lck_read_verified(fd, &nothing, 1, 0, dst, 10, BLOCK, crcs, 1, 2, 3, 4, NULL), LCK_EINVAL);
+    CHECK_EQ(lck_read_verified(fd, endless, 2, 0, dst, 10, BLOCK, crcs, 1, 2, 3, 4, NULL), LCK_EINVAL);
+    CHECK_EQ(lck_read_verified(fd, parts, PARTS, OFF + SIZE, dst, 10, BLOCK, crcs, 1, 2, 3, 4, &bad), LCK_ESHORT);
+    CHECK_EQ(bad, 0);
+    CHECK_EQ(lck_read_verified(fd, parts, PARTS, 0, dst, 10, 0, crcs, 1, 2, 3, 4, NULL), LCK_EINVAL);
+    CHECK_EQ(lck_read_verified(fd, parts, PARTS, 0, dst, 10, (1 << 20) + 1, crcs, 1, 2, 3, 4, NULL), LCK_EINVAL);
+    CHECK_EQ(lck_read_verified(fd, parts, PARTS, 0, dst, 10, BLOCK, NULL, 1, 2, 3, 4, NULL), LCK_EINVAL);
+    CHECK_EQ(lck_read_verified(fd, parts, PARTS, UINT64_MAX, dst, 10, BLOCK, crcs, 1, 2, 3, 4, NULL), LCK_EINVAL);
+    CHECK_EQ(lck_read_verified(9999, parts, PARTS, 0, dst, 10, BLOCK, crcs, 1, 2, 3, 4, NULL), LCK_ESYS);
     CHECK_EQ(lck_last_errno(), EBADF);
 }
 
 int main(void)
 {
-    setup();
-    check_good();
-    check_bad();
-    check_short();
-    check_arguments();
-    close(fd);
+    const lck_extent *places[] = {whole, apart};
+    for (int i = 0; i < 2; i++) {
+        parts = places[i];
+        setup();
+        check_good();
+        check_bad();
+        check_short();
+        check_arguments();
+        close(fd);
+    }
     return 0;
 }

@@ -7,12 +7,16 @@ What is in it: three slots, four versions of a small training, an adoption, two 
 float32 and bfloat16, one of them tied, one frozen and left out, one transposed, one empty; SGD with momentum; an
 object in ``state`` with a tensor that grew out of its place. Uuid, seeds and values are fixed, so that a second run
 under the same torch gives the same bytes. ``v1.json`` holds what a recovery has to give, bytes in hex.
+
+``v1-pmdk.pool.xz`` is the same pool in the arenas of a PMDK pool, as libpmemobj 1.12.1 made it (its own identities are
+random).
 """
 
 from __future__ import annotations
 
 import json
 import lzma
+import os
 import random
 import sys
 import tempfile
@@ -25,10 +29,12 @@ import torch
 from torch import nn
 
 import lightck
+from lightck.pool import backends
+from lightck.pool.pmdk import PmdkBackend
 from lightck.pool.reader import Version, open_pool
 
 HERE = Path(__file__).parent
-POOL, EXPECTED = HERE / "v1.pool.xz", HERE / "v1.json"
+POOL, PMDK_POOL, EXPECTED = HERE / "v1.pool.xz", HERE / "v1-pmdk.pool.xz", HERE / "v1.json"
 STEPS = 4, 2
 """Updates of the first and of the second process."""
 
@@ -132,13 +138,26 @@ def make(path: Path) -> None:
             train(path, steps, **({"slots": 3} if number == 0 else {"resume": True}))
 
 
+def make_pmdk(path: Path) -> Path:
+    small = {"pmdk": PmdkBackend(arena_nbytes=4 << 20)}
+    with patch.dict(backends.BACKENDS, small), patch.dict(os.environ, {"LIGHTCK_BACKEND": "pmdk"}):
+        make(path)
+    return path
+
+
+def packed(path: Path) -> bytes:
+    return lzma.compress(path.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
+
+
 def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder) / "golden.pool"
         make(path)
-        POOL.write_bytes(lzma.compress(path.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
+        POOL.write_bytes(packed(path))
         EXPECTED.write_text(json.dumps(expected(path), indent=1) + "\n")
+        path = make_pmdk(Path(folder) / "golden-pmdk.pool")
+        PMDK_POOL.write_bytes(packed(path))
     print(f"{POOL}: {POOL.stat().st_size} bytes; {EXPECTED}: {EXPECTED.stat().st_size} bytes")
     return 0
 

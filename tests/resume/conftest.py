@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -42,10 +43,11 @@ def _compiling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fork
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """For pools and logs: on tmpfs where there is one, so that the tests do not wait for a disk."""
-    if not _MEMORY.is_dir():
+    """For pools and logs: in ``$LIGHTCK_TEST_DIR``, else on tmpfs where there is one, to wait for no disk."""
+    parent = Path(os.environ.get("LIGHTCK_TEST_DIR", _MEMORY))
+    if not parent.is_dir():
         yield tmp_path
         return
-    made = Path(tempfile.mkdtemp(prefix="lightck-resume-", dir=_MEMORY))
+    made = Path(tempfile.mkdtemp(prefix="lightck-resume-", dir=parent))
     yield made
     shutil.rmtree(made, ignore_errors=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
 
 import lightck
 from lightck.pool.reader import Version, open_pool
@@ -58,14 +59,10 @@ def damage_newest(pool: Path) -> None:
     """Flip a bit in a weight of the newest version."""
     reader = open_pool(str(pool))
     version = next(v for v in reader.versions() if isinstance(v, Version))
-    slot = reader.container.base + reader.superblock.slots[version.line.slot][0]
+    slot = reader.superblock.slots[version.line.slot][0]
     at = slot + version.entries["model/3.weight"].offset
     reader.close()
-    with open(pool, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
+    toys.flip(pool, at, 1)
     assert lightck.recover(pool).step == STOP - 1
 
 

@@ -8,9 +8,13 @@ from unittest.mock import patch
 
 import bugs
 import pytest
+import toys
 from workloads import WORKLOADS, plain, record
 
 from lightck._native import check, lib
+from lightck.pool import backends
+from lightck.pool.format import MIB
+from lightck.pool.pmdk import PmdkBackend
 from lightck.pool.slots import Slot, Slots
 from lightck.testing.oracle import Outcome, Recovered
 from lightck.testing.persistence import BlockDevice, Model, PersistentMemory
@@ -31,6 +35,22 @@ def test_every_crash_image_recovers_what_was_promised(name: str, folder: Path) -
         simulator.effort = Effort(goes_on_every=goes_on_every)
         report = simulator.check(model)
         print(report)
+        assert not report.violations, str(report)
+        assert report.images > 100
+
+
+@pytest.mark.parametrize("name", ["two slots", "adoption"])
+def test_the_same_in_the_arenas_of_a_pmdk_pool(
+    name: str, folder: Path, pmdk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTCK_BACKEND", "pmdk")
+    monkeypatch.setitem(backends.BACKENDS, "pmdk", PmdkBackend(arena_nbytes=2 * MIB))
+    workload = WORKLOADS[name]
+    recording = record(workload, folder / "run.pool")
+    assert all(len(tape.places) > 1 for tape in recording)
+    for model in (PM, DISK):
+        simulator = Simulator(recording, str(folder), goes_on=workload.goes_on, effort=Effort(goes_on_every=1000))
+        report = simulator.check(model)
         assert not report.violations, str(report)
         assert report.images > 100
 
@@ -127,9 +147,7 @@ def test_a_recovery_that_writes_is_found(simulator: Simulator) -> None:
 
     def writes(path: str) -> Outcome:
         outcome = right(path)
-        with open(path, "r+b") as f:
-            f.seek(4096)
-            f.write(b"\0")
+        toys.poke(path, 4096, b"\0")
         return outcome
 
     simulator.recover = writes

@@ -1,0 +1,47 @@
+"""Where a pool's bytes lie in its file: runs that follow each other in the pool, wherever they are in the file.
+
+A pool's offsets count through its extents in order, so nothing above this module knows how many there are.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeAlias
+
+from lightck._native import ffi
+
+Extents: TypeAlias = "tuple[tuple[int, int], ...]"
+"""(offset in the file, nbytes) of each run."""
+
+
+def total(extents: Extents) -> int:
+    """Bytes of the pool."""
+    return sum(nbytes for _, nbytes in extents)
+
+
+def read(fd: int, extents: Extents, offset: int, nbytes: int) -> bytes:
+    """Bytes of the pool; fewer where the file or the pool ends."""
+    data = b""
+    for at, n in runs(extents, offset, nbytes):
+        part = os.pread(fd, n, at)
+        data = data + part if data else part
+        if len(part) < n:
+            break
+    return data
+
+
+def runs(extents: Extents, offset: int, nbytes: int) -> list[tuple[int, int]]:
+    """The same bytes as (offset in the file, nbytes); what lies behind the pool's end is left out."""
+    found = []
+    for at, length in extents:
+        n = max(0, min(nbytes, length - offset))
+        if n:
+            found.append((at + offset, n))
+        nbytes -= n
+        offset = max(0, offset - length)
+    return found
+
+
+def native(extents: Extents) -> Any:
+    """The same as an array of the native library."""
+    return ffi.new("lck_extent[]", list(extents))
