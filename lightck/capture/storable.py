@@ -41,7 +41,8 @@ def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}, and not one array of its values", f"Make it dense, {_KEEP_OUT}"
     if tensor.is_meta:
-        return "it is on the meta device and has no bytes", f"Give it memory (model.to_empty) and fill it, then attach, {_KEEP_OUT}"
+        cure = f"Give it memory (model.to_empty) and fill it before attach, {_KEEP_OUT}"
+        return "it is on the meta device and has no bytes", cure
     if str(tensor.dtype).removeprefix("torch.") not in ITEM_NBYTES:
         return _why_not_dtype(tensor.dtype)
     if tensor.numel() and not _is_backed(tensor):
