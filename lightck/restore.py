@@ -148,12 +148,17 @@ def _match_tensors(contents: Contents, lives: list[Live], plan: Plan,
             reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
         elif not _is_like(live.tensor, entry):
             retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
-        elif live.alias is None or objects.get(live.alias) is not live.tensor:
-            # One in the memory of another is written too, to see whether the saved values go together.
-            plan.tensors.append((entry.alias or live.name, live.tensor))
-        elif entry.alias is None:
-            notes.append(f"{live.name} is tied to {live.alias} live, and had values of its own when it was saved")
+        elif live.alias is None or not _were_tied(contents, live.name, live.alias):
+            if live.alias is not None and objects.get(live.alias) is live.tensor and live.alias in contents.entries:
+                notes.append(f"{live.name} is tied to {live.alias} live, and had values of its own when it was saved")
+            else:  # one in the memory of another is written too, to see whether the saved values go together
+                plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
+
+
+def _were_tied(contents: Contents, name: str, other: str) -> bool:
+    owners = [entry.alias or entry.name for n in (name, other) if (entry := contents.entries.get(n)) is not None]
+    return len(owners) == 2 and owners[0] == owners[1]
 
 
 def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan, notes: list[str],

@@ -79,8 +79,10 @@ def _why_not_dtype(dtype: torch.dtype) -> tuple[str, str]:
 
 def _is_backed(tensor: torch.Tensor) -> bool:
     """Whether the storage reaches as far as the tensor does: FSDP and friends free it behind live tensors."""
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + reach + 1) * tensor.element_size()
+    last = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str]) -> None:

@@ -7,6 +7,7 @@ code and no class is ever stored or looked up, and large tensors go elsewhere: o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import struct
@@ -27,6 +28,8 @@ BIG_INT, ARRAY, SCALAR, TENSOR, LARGE_TENSOR, FROZENSET = 8, 9, 10, 11, 12, 13
 MAX_DEPTH = 32
 """Containers in containers, the outermost included."""
 MAX_DIMS = 64
+_MANY = 16
+"""Items from which on it pays to look whether all are of one type."""
 
 
 # ---------------------------------------------------------------------------------------------------- dtypes
@@ -165,6 +168,10 @@ class _Packer:
         return out
 
     def sequence(self, values: Collection[object]) -> bytes:
+        if len(values) >= _MANY and set(map(type, values)) == {str}:
+            self._check_depth(values)
+            with contextlib.suppress(ValueError):  # the slow way says which of them is no text
+                return self._native(list(values))
         items = self.items(values)
         return self.header(len(items)) + b"".join(items)
 

@@ -55,7 +55,7 @@ class Entry:
         )
 
     def to_map(self) -> dict[str, Any]:
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {name: getattr(self, name) for name in _FIELDS}
         plain |= {"shape": list(self.shape), "stride": list(self.stride)}
         return plain | {
             "global_shape": list(self.shape),
@@ -65,7 +65,8 @@ class Entry:
         }
 
 
-_KEYS = {f.name for f in fields(Entry)} | {"global_shape", "placements", "mesh", "offsets"}
+_FIELDS = tuple(f.name for f in fields(Entry))
+_KEYS = {*_FIELDS} | {"global_shape", "placements", "mesh", "offsets"}
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
@@ -162,6 +163,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements fill one run of memory without gaps or overlaps, in some order of dimensions."""
     if math.prod(shape) == 0:
         return True
+    if len(shape) == 1:
+        return stride[0] == 1 or shape[0] == 1
     expected = 1
     for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
         if step != expected:
@@ -172,7 +175,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def is_name(text: str) -> bool:
     """Whether an entry may have this name."""
-    return "\0" not in text and len(text.encode("utf-8", "replace")) <= NAME_NBYTES_MAX
+    fits = len(text) <= NAME_NBYTES_MAX // 4 or len(text.encode("utf-8", "replace")) <= NAME_NBYTES_MAX
+    return fits and "\0" not in text
 
 
 def _text(value: Any) -> str:

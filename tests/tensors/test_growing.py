@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import format_reference as reference
 import pytest
 import torch
+from table import bits
 from torch import nn
 from toys import adam, batch, crashed, damage, everything, forward, net, same, train
 
@@ -287,6 +289,7 @@ def test_names_that_come_and_go_need_no_new_file(pool):
     inodes, size = files_used(pool, 60, change)
     assert moves(inodes) == 0
     assert size <= 8 << 20
+    assert {v.manifest["step"] for v in reference.Pool(pool.read_bytes()).versions()} == {59, 60}
 
 
 def test_names_that_only_come_move_the_pool_seldom(pool):
@@ -327,3 +330,6 @@ def test_stepping_shapes_of_many_tensors_keep_left_out_ones_whole(pool):
             session.flush()
             assert same(dict(lightck.recover(pool).model), dict(model.state_dict()))
         assert session.stats().left_out >= 3
+        independent = reference.Pool(pool.read_bytes()).versions()
+        assert len(independent) == 2
+        assert independent[0].tensors["model/0.frozen.3"] == bits(frozen[3])

@@ -90,6 +90,32 @@ def test_values_of_their_own_do_not_fit_tied_weights_and_nothing_changes(pool, h
     assert same(everything(other, other_optimizer), seen)
 
 
+def test_ties_are_the_same_in_whatever_order_they_were_registered(pool):
+    model, optimizer = tied(by_object)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        train(model, optimizer, 2)
+    other = nn.Module()
+    other.head, other.body, other.table = (getattr(Net(seed=9), name) for name in ("head", "body", "table"))
+    other.table.weight = other.head.weight
+    lightck.recover(pool, other)
+    assert other.table.weight is other.head.weight
+    assert same({**other.state_dict()}, {k: model.state_dict()[k] for k in other.state_dict()})
+
+
+def test_tie_to_another_tensor_than_when_it_was_saved_is_drift(pool):
+    def three(to: str) -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        model[2].weight = model[int(to)].weight
+        return model
+
+    model = three("0")
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        train(model, optimizer, 1)
+    with pytest.raises(DriftError, match=r"2\.weight is tied to model/1\.weight"):
+        lightck.recover(pool, three("1"))
+
+
 def test_weights_that_are_untied_in_mid_training_keep_their_values(pool):
     """The second name stays where it was: only its alias says that it needs an extent of its own now."""
     model, optimizer = tied(by_object)
