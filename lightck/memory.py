@@ -33,6 +33,11 @@ def write(target: torch.Tensor, values: torch.Tensor) -> None:
         target.data = values.to(target.device)
 
 
+def fill(target: torch.Tensor, value: float) -> None:
+    """Every element, also where elements share memory."""
+    target[_each_place_once(target)].fill_(value)
+
+
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements may lie in one place. Where that is hard to tell the answer is yes."""
     reach = 0
@@ -43,10 +48,14 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _write_each_place_once(target: torch.Tensor, values: torch.Tensor) -> None:
+def _each_place_once(target: torch.Tensor) -> tuple[slice, ...]:
     """torch refuses to write to expanded dimensions: their first element stands for all."""
-    first = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
-    target[first].copy_(values[first])
+    return tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+
+
+def _write_each_place_once(target: torch.Tensor, values: torch.Tensor) -> None:
+    places = _each_place_once(target)
+    target[places].copy_(values[places])
 
 
 # -- tensors that share memory with each other -----------------------------------------------------------------------

@@ -130,6 +130,7 @@ class Pipeline:
         pending = writer.begin(split.plan(closing), slot, split.keep)
         for live, number in split.stills:
             self.resting.written(live, writer.raw_crcs(slot, number))
+        self.resting.keep([*split.left_out, *(live for live, _ in split.stills)])
         self._meter.left_out = len(split.left_out)
         flight = _Flight(pending, Watched(split.background, split.background_numbers), closing.step)
         if self._check:

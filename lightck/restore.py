@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from lightck import memory
 from lightck.capture import values
 from lightck.capture.inventory import Live, ModelView, OptimizerView, is_plain
 from lightck.contents import Contents, OptimizerContents, Source, empty_for, load_tensor, tensor_reader
 from lightck.errors import DriftError, LightckError
-from lightck.memory import contradiction, write
 from lightck.pool.layout import Entry
 
 _Names = tuple[str, ...]
@@ -241,7 +241,7 @@ def apply(plan: Plan, source: Source) -> None:
 
 def _refuse_contradiction(plan: Plan, source: Source) -> None:
     with torch.no_grad():
-        names = contradiction(plan.tensors, lambda name: load_tensor(source, name))
+        names = memory.contradiction(plan.tensors, lambda name: load_tensor(source, name))
     if names is not None:
         raise DriftError(
             f"The checkpoint of step {plan.contents.step} does not fit: {names[0]} and {names[1]} share memory live, "
@@ -285,7 +285,7 @@ def fill(source: Source, name: str, tensor: torch.Tensor) -> None:
     if is_plain(tensor) and _same_layout(entry, tensor):
         source.read_into(name, tensor.data_ptr())
     else:
-        write(tensor, load_tensor(source, name))
+        memory.write(tensor, load_tensor(source, name))
 
 
 def _same_layout(entry: Entry, tensor: torch.Tensor) -> bool:
@@ -368,4 +368,4 @@ def poison(touched: Iterable[torch.Tensor], model: nn.Module) -> None:
         for tensor in [*model.parameters(), *touched]:
             if tensor.dtype == torch.float4_e2m1fn_x2 or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue  # no such value
-            write(tensor, torch.full_like(tensor, float("nan")))
+            memory.fill(tensor, float("nan"))

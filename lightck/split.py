@@ -58,6 +58,9 @@ def records_of(writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], o
     ``settle`` ends all versions in flight: it is called before new extents move the manifests in memory.
     """
     known = writer.known
+    if len(known) > len(lives):  # what is gone is not kept alive
+        for name in known.keys() - {live.name for live in lives}:
+            del known[name]
     records: list[Any] = [known.get(live.name) for live in lives]
     changed = {
         i: entry_of(live)

@@ -124,6 +124,12 @@ class Resting:
         proved = before is not None and np.array_equal(before.crcs, crcs)
         self._rests[live.name] = _Rest(live.tensor, look(live.tensor), crcs.copy(), proved)
 
+    def keep(self, lives: Sequence[Live]) -> None:
+        """Forget tensors that are gone, or are not still any more: these are all that are."""
+        if len(self._rests) > len(lives):
+            names = {live.name for live in lives}
+            self._rests = {name: rest for name, rest in self._rests.items() if name in names}
+
     def trust_none(self) -> None:
         """Every tensor has to prove anew that it rests."""
         self._rests.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -312,6 +314,23 @@ def test_model_that_grows_by_a_module_at_every_step(pool):
     assert moves(inodes) <= 3
 
 
+def test_tensor_that_is_gone_is_not_kept_alive(pool):
+    model = net()
+    model.append(nn.Linear(2, 2000))
+    kept = weakref.ref(model[3].weight)
+    optimizer = adam(model[:3])
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 2)
+        session.flush()
+        del model[3]
+        for number in range(2, 5):
+            train(model, optimizer, 1, start=number)
+            session.flush()
+        gc.collect()
+        assert kept() is None
+    assert "3.weight" not in lightck.recover(pool).model
+
+
 def test_stepping_shapes_of_many_tensors_keep_left_out_ones_whole(pool):
     """Extents are given from name to name while frozen parameters are left out: each version is still exact."""
     model = net()
@@ -323,7 +342,7 @@ def test_stepping_shapes_of_many_tensors_keep_left_out_ones_whole(pool):
         model[0].frozen = frozen  # they come after the layout: extras
         for number in range(24):
             train(model, optimizer, 1, start=number)
-            model.register_buffer("odd", torch.rand(1500 + 700 * (number % 5)))
+            model.register_buffer("odd", torch.rand(200_000 + 40_000 * (number % 5)))  # one block, or two
             if number % 6 == 5:
                 which = number // 6
                 frozen[which] = nn.Parameter(torch.rand(3000 - 900 * (number % 2)), requires_grad=False)
