@@ -98,6 +98,8 @@ def attach(
     check_objects(found.state)
     capture = Capture(model, found.optimizers, found.state)
     entries = {live.name: entry_of(live) for live in capture.expected_tensors()}
+    capture.model.refuse_hidden_state()
+    capture.note_built()
     attachment = _Attachment(model, path, kind, found, _declined(state), capture, entries, resume, overwrite)
     lock = PoolLock(path)
     meter = Meter()
@@ -187,6 +189,7 @@ class _Attachment:
         contents, line = checkpoint
         pipeline.open(reader).adopt(line)
         pipeline.adopted(contents.step, contents.at_once, slots)
+        self.capture.elastic.update(contents.elastic)
         tell_differences(contents)
         forget(self.model)
         return Resumed.from_contents(contents)

@@ -92,8 +92,9 @@ class Checkpoint:
         try:
             _restore.apply(plan, source)
         except BaseException:
-            _restore.poison(plan.held.values(), model)
-            mark_poisoned(model)
+            if plan.held:  # else nothing was changed yet
+                _restore.poison(plan.held.values(), model)
+                mark_poisoned(model)
             raise
         self.note_restored(model, plan)
 

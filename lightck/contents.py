@@ -74,6 +74,8 @@ class Contents:
     extra: dict[str, bytes]
     loaders: dict[str, dict[str, Any]]
     at_once: list[str]
+    elastic: frozenset[str]
+    """Buffers that came, went or changed their size: taken as they were saved."""
     fingerprint: dict[str, Any]
     entries: Mapping[str, Entry]
 
@@ -96,6 +98,7 @@ class Contents:
                 extra=_bytes_map(raw["extra"]),
                 loaders=_typed(raw["loaders"], dict),
                 at_once=[_typed(n, str) for n in _typed(raw["at_once"], list)],
+                elastic=frozenset(_typed(n, str) for n in _typed(raw.get("elastic", []), list)),
                 fingerprint=_typed(raw["fingerprint"], dict),
                 entries=entries,
             )

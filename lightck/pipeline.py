@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,8 @@ from lightck.pool.engine import COPIED, ENDED, Engine
 from lightck.pool.layout import Entry
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
-from lightck.pool.writer import FullError, Pending, PoolWriter, create
-from lightck.split import Split, record_of
+from lightck.pool.writer import RESERVE_MIN, FullError, Pending, PoolWriter, create
+from lightck.split import Split, records_of
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
@@ -62,6 +62,7 @@ class Pipeline:
         self._check = check
         self._flights: list[_Flight] = []
         self._turn = 0
+        self._layouts = 0
         self._wanted_slots: int | None = None
 
     # -- the pool ----------------------------------------------------------------------------------------
@@ -91,9 +92,9 @@ class Pipeline:
                      self._n_slots)  # fmt: skip
             self._wanted_slots = slots
 
-    def _new_writer(self, entries: Sequence[Entry], state_nbytes: int, *, grown: bool = False) -> PoolWriter:
+    def _new_writer(self, entries: Sequence[Entry], state_nbytes: int, spare_nbytes: int = 0) -> PoolWriter:
         container, _ = create(self._backend, self.path, entries, slots=self._n_slots, state_nbytes=state_nbytes,
-                              grown=grown)  # fmt: skip
+                              spare_nbytes=spare_nbytes)  # fmt: skip
         try:
             return PoolWriter(PoolReader(container, self.path), self.engine, self.durability, after=self.writer)
         except BaseException:
@@ -119,7 +120,7 @@ class Pipeline:
         self._flights.append(flight)
 
     def _begin(self, writer: PoolWriter, closing: Closing) -> _Flight:
-        records = [record_of(writer, live, self.finish) for live in closing.lives]
+        records = records_of(writer, closing.lives, self.finish)
         slot = self._free_slot(writer)
         split = Split(self.resting, writer, slot, closing, records)
         hidden = self.resting.audit(split.left_out, writer.superblock.block)
@@ -129,6 +130,7 @@ class Pipeline:
         pending = writer.begin(split.plan(closing), slot, split.keep)
         for live, number in split.stills:
             self.resting.written(live, writer.raw_crcs(slot, number))
+        self.resting.keep([*split.left_out, *(live for live, _ in split.stills)])
         self._meter.left_out = len(split.left_out)
         flight = _Flight(pending, Watched(split.background, split.background_numbers), closing.step)
         if self._check:
@@ -153,14 +155,12 @@ class Pipeline:
     def _relayout(self, closing: Closing, why: FullError) -> None:
         """A new pool file for what no longer fits: its first commit, then its name, only then acknowledged."""
         self.finish()
-        old, entries = self.writer, {}
-        for entry in old.entries if old is not None else ():
-            if entry.role != "state":  # what an optimizer will have is kept in mind, what a user's object had is not
-                entries[entry.name] = entry
-        entries |= {live.name: entry_of(live) for live in closing.lives}
+        old = self.writer
+        entries = {live.name: entry_of(live) for live in closing.lives}
         if old is not None:
             log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
-        writer = self._new_writer(in_order_of_need(entries.values()), len(closing.state), grown=old is not None)
+            entries = _still_foreseen(old.entries, entries) | entries
+        writer = self._new_writer(in_order_of_need(entries.values()), len(closing.state), self._spare(entries))
         try:
             flight = self._begin(writer, closing)
             flight.pending.job.release()
@@ -173,6 +173,16 @@ class Pipeline:
         if old is not None:
             old.close()
         self._note_committed(flight)
+
+    def _spare(self, entries: Mapping[str, Entry]) -> int:
+        """Room for growth, in bytes: what changed its size may double, and each new layout has more for what is new.
+        So a training that grows at every step is laid out anew ever more seldom."""
+        if self.writer is None:
+            return 0
+        self._layouts += 1
+        nbytes = sum(entry.nbytes for entry in entries.values())
+        grew = sum(entries[name].nbytes for name in self.writer.grew & entries.keys())
+        return 2 * grew + max(RESERVE_MIN, nbytes >> max(2, 5 - self._layouts))
 
     # -- a version ends ----------------------------------------------------------------------------------
 
@@ -337,6 +347,16 @@ class Pipeline:
             self.writer = None
 
 
+def _still_foreseen(old: Iterable[Entry], now: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Optimizer state that was laid out for a parameter which has none yet: it may still wake."""
+    params = {e.name.removeprefix("model/") for e in now.values() if e.role == "param"}
+    return {e.name: e for e in old if e.role == "optimizer" and _param_of(e) in params}
+
+
+def _param_of(entry: Entry) -> str:
+    return entry.name.removeprefix("optimizer/").rpartition("/")[0]
+
+
 def in_order_of_need(entries: Any) -> list[Entry]:
     """Each parameter followed by its optimizer state, in the order of the modules: what the next step touches
     together lies together, and is free again together."""
@@ -347,7 +367,6 @@ def in_order_of_need(entries: Any) -> list[Entry]:
         i, entry = item
         if entry.role != "optimizer":
             return (i if entry.role != "state" else len(entries)), -1
-        param = entry.name.removeprefix("optimizer/").rpartition("/")[0]
-        return owner.get(param, len(entries)), i
+        return owner.get(_param_of(entry), len(entries)), i
 
     return [entry for _, entry in sorted(enumerate(entries), key=key)]

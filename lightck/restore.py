@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from lightck import memory
 from lightck.capture import values
 from lightck.capture.inventory import Live, ModelView, OptimizerView, is_plain
 from lightck.contents import Contents, OptimizerContents, Source, empty_for, load_tensor, tensor_reader
@@ -58,6 +59,9 @@ class Plan:
     drift: Drift
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """Entry name -> live tensor to fill."""
+    elastic: list[tuple[str | None, Live]] = field(default_factory=list)
+    """Buffers that came, went or changed their size while the version was trained: entry name, or None for one that
+    was None, and where it belongs."""
     optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
     declined: frozenset[str] = frozenset()
@@ -89,8 +93,9 @@ def check(
     opt_views = [OptimizerView(i, o, names) for i, o in enumerate(optimizers)]
     plan = Plan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
     notes: list[str] = []
-    tensors = list(view.tensors(frozenset())) + [live for o in opt_views for live in o.outside()]
-    missing, extra, reshaped, retyped = _match_tensors(contents, tensors, plan, notes)
+    tensors = view.tensors(frozenset()) + [live for o in opt_views for live in o.outside()]
+    left = _match_elastic(contents, view, tensors, plan)
+    missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
     _match_optimizers(contents, opt_views, plan, notes, complete)
     _match_objects(contents, objects, plan, notes, complete)
     _match_extra(contents, view, plan, notes)
@@ -105,27 +110,55 @@ def check(
     return plan
 
 
+def _match_elastic(contents: Contents, view: ModelView, lives: list[Live], plan: Plan) -> list[Live]:
+    """Plan for the buffers that do not fit and are known to come, go or change their size. Returns the others."""
+    left = []
+    for live in lives:
+        entry = contents.entries.get(live.name)
+        if live.role == "buffer" and live.name in contents.elastic and not (entry and _is_like(live.tensor, entry)):
+            plan.elastic.append((None if entry is None else entry.alias or live.name, live))
+        else:
+            left.append(live)
+    for name, home, key in view.vacant_buffers():
+        entry = contents.entries.get(name)
+        if entry is not None and name in contents.elastic:
+            plan.elastic.append((entry.alias or name, Live(name, "buffer", torch.empty(0), home, key)))
+    return left
+
+
+def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
+    return tuple(tensor.shape) == entry.shape and tensor.dtype == values.dtype_from_name(entry.dtype)
+
+
 def _match_tensors(contents: Contents, lives: list[Live], plan: Plan,
                    notes: list[str]) -> tuple[_Names, _Names, _Names, _Names]:  # fmt: skip
     held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
+    for _, live in plan.elastic:
+        held.pop(live.name, None)
+    objects = {live.name: live.tensor for live in lives}
     missing, reshaped, retyped = [], [], []
     for live in lives:
         entry = held.pop(live.name, None)
         if entry is None:
             missing.append(live.name)
             continue
-        dtype = values.dtype_from_name(entry.dtype)
-        if tuple(live.tensor.shape) != entry.shape or live.tensor.dtype != dtype:
+        if not _is_like(live.tensor, entry):
             plan.unfit.add(live.name.removeprefix("model/"))
         if tuple(live.tensor.shape) != entry.shape:
             reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
-        elif live.tensor.dtype != dtype:
-            retyped.append(f"{live.name}: {dtype} saved, {live.tensor.dtype} live")
-        elif live.alias is not None and entry.alias is None:
-            notes.append(f"{live.name} is tied to {live.alias} live, and had values of its own when it was saved")
-        elif live.alias is None:
-            plan.tensors.append((entry.alias or live.name, live.tensor))
+        elif not _is_like(live.tensor, entry):
+            retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
+        elif live.alias is None or not _were_tied(contents, live.name, live.alias):
+            if live.alias is not None and objects.get(live.alias) is live.tensor and live.alias in contents.entries:
+                notes.append(f"{live.name} is tied to {live.alias} live, and had values of its own when it was saved")
+            else:  # one in the memory of another is written too, to see whether the saved values go together
+                plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
+
+
+def _were_tied(contents: Contents, name: str, other: str) -> bool:
+    owners = [entry.alias or entry.name for n in (name, other) if (entry := contents.entries.get(n)) is not None]
+    return len(owners) == 2 and owners[0] == owners[1]
 
 
 def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan, notes: list[str],
@@ -183,6 +216,8 @@ def _match_extra(contents: Contents, view: ModelView, plan: Plan, notes: list[st
 def apply(plan: Plan, source: Source) -> None:
     """Do it. Raises ``DamagedError`` at a block that does not verify: live tensors may have changed by then, and
     ``plan.held`` names them."""
+    _refuse_contradiction(plan, source)
+    fresh = {name: load_tensor(source, name) for name, _ in plan.elastic if name is not None}
     with torch.no_grad():
         for name, tensor in plan.tensors:
             plan.held[name] = tensor
@@ -192,6 +227,7 @@ def apply(plan: Plan, source: Source) -> None:
     rests = [values.unpack(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
     extra = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra}
+    _set_elastic(plan, fresh)
     for name, module in plan.extra:
         module.set_extra_state(extra[name])
     for name, obj in plan.objects.items():
@@ -201,6 +237,32 @@ def apply(plan: Plan, source: Source) -> None:
         for key in live.rest():
             del live.optimizer.state[key]
         live.optimizer.state.update(rest)
+
+
+def _refuse_contradiction(plan: Plan, source: Source) -> None:
+    with torch.no_grad():
+        names = memory.contradiction(plan.tensors, lambda name: load_tensor(source, name))
+    if names is not None:
+        raise DriftError(
+            f"The checkpoint of step {plan.contents.step} does not fit: {names[0]} and {names[1]} share memory live, "
+            "and were saved with values that differ there. Nothing was changed. Build the model as it was, with memory "
+            "of its own for each of them."
+        )
+
+
+def _set_elastic(plan: Plan, fresh: Mapping[str, torch.Tensor]) -> None:
+    """All that can fail was read: buffers appear, go, or take their new size, as the same objects where there are."""
+    device = next((tensor.device for _, tensor in plan.tensors), torch.device("cpu"))
+    for name, live in plan.elastic:
+        assert live.home is not None
+        if name is None:
+            live.home[live.key] = None
+        elif live.home.get(live.key) is None:
+            live.home[live.key] = fresh[name].to(device)
+        else:
+            live.tensor.data = fresh[name].to(live.tensor.device)
+        if name is not None:
+            plan.held[name] = live.home[live.key]
 
 
 def _load(name: str, obj: Any, value: Any) -> None:
@@ -223,7 +285,7 @@ def fill(source: Source, name: str, tensor: torch.Tensor) -> None:
     if is_plain(tensor) and _same_layout(entry, tensor):
         source.read_into(name, tensor.data_ptr())
     else:
-        tensor.copy_(load_tensor(source, name))
+        memory.write(tensor, load_tensor(source, name))
 
 
 def _same_layout(entry: Entry, tensor: torch.Tensor) -> bool:
@@ -304,5 +366,6 @@ def poison(touched: Iterable[torch.Tensor], model: nn.Module) -> None:
     """No version could be restored whole: make sure that nobody trains on a mix."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *touched]:
-            if tensor.is_floating_point() or tensor.is_complex():
-                tensor.fill_(float("nan"))
+            if tensor.dtype == torch.float4_e2m1fn_x2 or not (tensor.is_floating_point() or tensor.is_complex()):
+                continue  # no such value
+            memory.fill(tensor, float("nan"))

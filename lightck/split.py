@@ -6,8 +6,9 @@ stays as it lies in the slot; all others are left to the copy threads. Reads no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 from lightck.capture.inventory import Live, entry_of, is_plain, staged
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting
+from lightck.pool.layout import Entry
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter, VersionPlan
 
@@ -31,40 +33,57 @@ class Record:
     address: int
     shape: torch.Size
     stride: tuple[int, ...]
+    alias: str | None
     nbytes: int
     plain: bool
     """Its own memory can be copied as it is."""
     at_once: bool
 
-    def describes(self, tensor: torch.Tensor) -> bool:
-        """Shape and stride are asked for too: ``resize_``, ``t_`` and ``.data = ...`` can keep object and address."""
+    def describes(self, live: Live) -> bool:
+        """Shape and stride are asked for too: ``resize_``, ``t_`` and ``.data = ...`` can keep object and address. So
+        is the alias: a tensor stays where it is when the one that it was tied to is replaced."""
+        tensor = live.tensor
         return (
             self.tensor is tensor
-            and self.address == tensor.data_ptr()
+            and self.address == (live.address or tensor.data_ptr())
             and self.shape == tensor.shape
             and self.stride == tensor.stride()
+            and self.alias == live.alias
         )
 
 
-def record_of(writer: PoolWriter, live: Live, settle: Callable[[], object]) -> Record:
-    """The record of a tensor, with an extent that fits it as it is now. Raises ``FullError``.
+def records_of(writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], object]) -> list[Record]:
+    """The record of each tensor, with an extent that fits it as it is now. Raises ``FullError``.
 
-    ``settle`` ends all versions in flight: it is called before a new extent moves the manifests in memory.
+    ``settle`` ends all versions in flight: it is called before new extents move the manifests in memory.
     """
-    known = writer.known.get(live.name)
-    tensor = live.tensor
-    if isinstance(known, Record) and known.describes(tensor):
-        return known
-    entry = entry_of(live)
-    number = writer.numbers.get(live.name)
-    if number is None or not writer.entries[number].same_bytes_as(entry):
+    known = writer.known
+    if len(known) > len(lives):  # what is gone is not kept alive
+        for name in known.keys() - {live.name for live in lives}:
+            del known[name]
+    records: list[Any] = [known.get(live.name) for live in lives]
+    changed = {
+        i: entry_of(live)
+        for i, (live, record) in enumerate(zip(lives, records, strict=True))
+        if record is None or not record.describes(live)
+    }
+    if not changed:
+        return records
+    new = [entry for entry in changed.values() if not writer.fits(entry)]
+    if new:
         settle()
-        number = writer.add(entry)
+        writer.add(new, {live.name for live in lives})
+    for i, entry in changed.items():
+        records[i] = known[entry.name] = _record(writer.numbers[entry.name], lives[i], entry)
+    return records
+
+
+def _record(number: int, live: Live, entry: Entry) -> Record:
+    tensor = live.tensor
     plain = is_plain(tensor)
     at_once = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not plain
-    record = Record(number, tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), entry.nbytes, plain, at_once)
-    writer.known[live.name] = record
-    return record
+    return Record(number, tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), live.alias, entry.nbytes, plain,
+                  at_once)  # fmt: skip
 
 
 class Split:

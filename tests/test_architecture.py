@@ -34,7 +34,8 @@ LAYERS = {
     "split": DATA,
     "pipeline": DATA | {"split", "stats", "interrupts"},
     "contents": DATA,
-    "restore": DATA | {"contents"},
+    "memory": {"pool"},
+    "restore": DATA | {"contents", "memory"},
     "resume": DATA | {"contents"},
     "first_step": DATA,
     "checkpoint": DATA | {"contents", "restore", "resume", "sessions"},
@@ -53,7 +54,7 @@ WITHOUT_TORCH = ("pool", "errors", "stats", "strategy", "_native")
 """Byte-level and plain parts: they never import torch."""
 
 LINES_MAX, FUNCTION_LINES_MAX = 400, 70
-LONGER_FILES = {"capture/loader.py": 720, "capture/values.py": 535, "session.py": 445}
+LONGER_FILES = {"capture/loader.py": 720, "capture/values.py": 530, "session.py": 445}
 """A ratchet: these may shrink, not grow; one that falls below the limit leaves the table."""
 
 

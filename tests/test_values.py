@@ -219,6 +219,15 @@ def test_refusals_name_path_and_type(name):
     assert "leave it out" in str(caught.value)
 
 
+def test_many_strings_are_packed_as_few_are():
+    few = values.pack([f"name {i}" for i in range(10)], path="x")
+    many = values.pack([f"name {i}" for i in range(20)], path="x")
+    assert many[3 : 2 + len(few)] == few[1:], "three bytes of header instead of one, then the same items"
+    assert there_and_back([f"name {i}" for i in range(20)]) == [f"name {i}" for i in range(20)]
+    with pytest.raises(StateValueError, match=r"^state/it/17 .*surrogates"):
+        values.pack([*"a" * 17, "\ud800"], path="state/it")
+
+
 def test_depth_32_is_the_last():
     assert same(there_and_back(deep(32)), deep(32))
     with pytest.raises(StateValueError):

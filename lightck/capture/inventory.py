@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightck.capture.storable import refuse_hidden_state, refuse_unstorable
 from lightck.capture.values import dtype_name
-from lightck.errors import StateValueError
-from lightck.pool.layout import ITEM_NBYTES, NAME_NBYTES_MAX, Entry, is_dense, is_name
+from lightck.pool.layout import Entry, is_dense
 
 _WRAPPERS = {
     "DataParallel": "module",
@@ -40,6 +40,8 @@ class Live:
     alias: str | None = None
     still: bool = False
     """A parameter that no optimizer step changes: it counts as a buffer until it has proved that it rests."""
+    address: int = 0
+    """Where a tensor of the model began when this was made; 0 where it was not asked for."""
 
     def is_home(self) -> bool:
         """Whether the tensor is still the one that its module or optimizer holds."""
@@ -75,10 +77,10 @@ class ModelView:
             layer = layers.setdefault(id(module), len(layers))
             self._shape_of_tree.append((module, _children(module)))
             for key in module._parameters:
-                self._homes.append((module._parameters, key, f"{dot}{key}", "param", layer))
+                self._homes.append((module._parameters, key, f"model/{dot}{key}", "param", layer))
             for key in module._buffers:
                 if key not in module._non_persistent_buffers_set:
-                    self._homes.append((module._buffers, key, f"{dot}{key}", "buffer", layer))
+                    self._homes.append((module._buffers, key, f"model/{dot}{key}", "buffer", layer))
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 self.extra.append((f"{dot}_extra_state", module))
 
@@ -87,26 +89,90 @@ class ModelView:
         if any(_children(module) != seen for module, seen in self._shape_of_tree):
             self._build()
 
-    def tensors(self, trained: frozenset[int] | set[int]) -> Iterator[Live]:
-        """Every tensor once; a second name of the same tensor as an alias. ``trained``: ids of parameters that an
-        optimizer updates."""
-        names: dict[int, str] = {}
+    def tensors(self, trained: frozenset[int] | set[int]) -> list[Live]:
+        """Every tensor once; a second name of the same tensor, or of the same memory, as an alias. ``trained``: ids of
+        parameters that an optimizer updates."""
+        firsts: dict[int, Live] = {}
+        places: dict[int, Live] = {}
+        lives: list[Live] = []
         for home, key, name, role, layer in self._homes:
             tensor = home.get(key)
             if tensor is None:
                 continue
-            full = f"model/{name}"
-            first = names.setdefault(id(tensor), full)
-            still = role == "param" and (id(tensor) not in trained or not tensor.requires_grad)
-            yield Live(full, role, tensor, home, key, layer, None if first == full else first, still)
+            live = Live(name, role, tensor, home, key, layer)
+            live.still = role == "param" and (id(tensor) not in trained or not tensor.requires_grad)
+            first = firsts.setdefault(id(tensor), live)
+            if first is live:
+                live.address = address_of(tensor)
+                first = places.setdefault(live.address, live) if live.address else live
+            if first is not live and (first.tensor is tensor or _is_same_memory(first.tensor, tensor)):
+                live.alias = first.alias or first.name
+            lives.append(live)
+        _wake_shared(lives)
+        return lives
+
+    def buffers(self) -> Iterator[Live]:
+        """Persistent buffers, each tensor once."""
+        seen: set[int] = set()
+        for home, key, name, role, layer in self._homes:
+            tensor = home.get(key) if role == "buffer" else None
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield Live(name, role, tensor, home, key, layer)
+
+    def refuse_hidden_state(self) -> None:
+        """Raises ``StateValueError`` for a module with state that is none of parameter, buffer and extra state."""
+        known = {name.removeprefix("model/") for _, _, name, _, _ in self._homes} | {name for name, _ in self.extra}
+        refuse_hidden_state(clean_prefixes(self.model), known)
+
+    def vacant_buffers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Buffers that are registered as None now: name, and where they belong."""
+        for home, key, name, role, _ in self._homes:
+            if role == "buffer" and home.get(key) is None:
+                yield name, home, key
 
     def names_by_id(self) -> dict[int, str]:
         """id of each parameter -> its (first) name."""
         names: dict[int, str] = {}
         for home, key, name, role, _ in self._homes:
             if role == "param" and home.get(key) is not None:
-                names.setdefault(id(home[key]), name)
+                names.setdefault(id(home[key]), name.removeprefix("model/"))
         return names
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """0 where the tensor has no memory of its own (empty, sparse, meta, a wrapper)."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return 0
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors at the same address are the same bytes, read in the same way."""
+    return (one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()) == (
+        other.dtype,
+        other.shape,
+        other.stride(),
+        other.is_conj(),
+        other.is_neg(),
+    )
+
+
+def _wake_shared(lives: list[Live]) -> None:
+    """A still parameter in a storage that an update writes to, under whatever name, does not rest."""
+    if any(live.still for live in lives):
+        written = {_storage(live.tensor) for live in lives if not live.still} - {0}
+        for live in lives:
+            if live.still and _storage(live.tensor) in written:
+                live.still = False
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return 0
 
 
 def _children(module: nn.Module) -> tuple[Any, ...]:
@@ -192,14 +258,9 @@ def state_name(param: str, key: Any) -> str:
 
 
 def entry_of(live: Live) -> Entry:
-    """The extent that a tensor needs. Raises ``StateValueError`` for one that has no bytes to save."""
+    """The extent that a tensor needs. Raises ``StateValueError`` for one that cannot be stored."""
     tensor = live.tensor
     refuse_unstorable(live.name, tensor)
-    if live.role in ("param", "buffer") and is_expanded(tensor):
-        raise StateValueError(
-            f"The tensor {live.name!r} cannot be stored: it is expanded, so several elements share one place in memory "
-            "and it cannot be restored in place. Make it a tensor of its own (.clone()) before attach."
-        )
     shape = tuple(tensor.shape)
     stride = tuple(tensor.stride())
     if not is_plain(tensor):
@@ -207,32 +268,6 @@ def entry_of(live: Live) -> Entry:
     nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
     return Entry(live.name, live.role, dtype_name(tensor.dtype), shape, stride, nbytes, tensor.device.type,
                  layer=live.layer, alias=live.alias)  # fmt: skip
-
-
-def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
-    kind = None
-    if not is_name(name):
-        raise StateValueError(
-            f"The tensor {name[:60]!r}... cannot be stored: its name has more than {NAME_NBYTES_MAX} bytes, or a NUL "
-            "in it. A name joins the keys on the way to a tensor. Use shorter keys."
-        )
-    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-        kind = "lazy, and not initialised before the model was called once"
-    elif tensor.layout != torch.strided:
-        kind = f"layout {tensor.layout}"
-    elif tensor.is_meta:
-        kind = "meta tensor, which has no bytes"
-    elif tensor.is_quantized or dtype_name(tensor.dtype) not in ITEM_NBYTES:
-        kind = f"dtype {tensor.dtype}"
-    if kind is not None:
-        raise StateValueError(
-            f"The tensor {name!r} cannot be stored: {kind}. A pool holds plain, dense tensors. Convert it before "
-            "attach, or keep it out of what is saved (a buffer with persistent=False)."
-        )
-
-
-def is_expanded(tensor: torch.Tensor) -> bool:
-    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

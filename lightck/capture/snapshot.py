@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from lightck.capture import rng, values
 from lightck.capture.boundary import Event
 from lightck.capture.inventory import Live, ModelView, OptimizerView, staged
+from lightck.capture.storable import refuse_unstorable
 from lightck.errors import StateValueError
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ class Capture:
         self.objects = dict(objects)
         self.loaders: list[SessionLoader] = []
         self.provisional: Provisional | None = None
+        self.elastic: set[str] = set()
+        """Buffers that came, went or changed their size or dtype: a resume takes them as they were saved."""
+        self._built: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
         self.expected_state_nbytes = 0
         """Length of the small state when ``expected_tensors`` last looked."""
         names = self.model.names_by_id()
@@ -69,6 +73,11 @@ class Capture:
         view = OptimizerView(len(self.optimizers), optimizer, self.model.names_by_id())
         self._without_grad[view.index] = _torch_params(view)
         self.optimizers.append(view)
+
+    def note_built(self) -> None:
+        """Remember the buffers as the model was built with them: what differs later is elastic."""
+        self._built = {live.name: _kind(live.tensor) for live in self.model.buffers()}
+        self._built |= {name: None for name, _, _ in self.model.vacant_buffers()}
 
     def forget(self) -> None:
         """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
@@ -104,11 +113,10 @@ class Capture:
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
         last = self.provisional.buffers if self.provisional is not None else {}
-        buffers = {
-            live.name: _clone(live.tensor, last.get(live.name))
-            for live in self.model.tensors(frozenset())
-            if live.role == "buffer" and live.alias is None
-        }
+        buffers = {}
+        for live in self.model.buffers():
+            refuse_unstorable(live.name, live.tensor)
+            buffers[live.name] = _clone(live.tensor, last.get(live.name))
         self.provisional = provisional = Provisional(rng.capture(), buffers)
         for name, obj in self.objects.items():
             if is_loader(obj):
@@ -124,15 +132,25 @@ class Capture:
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
         lives = list(self.tensors())
+        self._note_elastic(before.buffers if event is Event.PRE_STEP and before is not None else None)
         small = self._small_state(event, explicit, never_rest, before, lives)
         if event is Event.PRE_STEP and self.provisional is not None:
             lives = self._with_buffers_of(self.provisional, lives)
         return Closing(step, iteration, lives, small)
 
+    def _note_elastic(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
+        now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
+        for name, tensor in now.items():
+            if self._built.setdefault(name, _kind(tensor)) != _kind(tensor):
+                self.elastic.add(name)
+        if len(now) < len(self._built):
+            self.elastic |= {name for name, kind in self._built.items() if kind is not None and name not in now}
+
     @staticmethod
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
         """The forward of the next step has run: buffers are what they were after the update, shape included."""
-        buffers = [Live(name, "buffer", t, None, None) for name, t in provisional.buffers.items()]
+        tied = {live.name for live in lives if live.alias is not None}
+        buffers = [Live(name, "buffer", t, None, None) for name, t in provisional.buffers.items() if name not in tied]
         return [live for live in lives if live.role != "buffer" or live.alias is not None] + buffers
 
     def tensors(self) -> Iterator[Live]:
@@ -169,6 +187,7 @@ class Capture:
             "extra": self._extra_at(event, before, lives),
             "loaders": {loader.name: loader.position() for loader in self.loaders},
             "at_once": sorted(never_rest),
+            "elastic": sorted(self.elastic),
             "fingerprint": fingerprint(),
         }
         return values.pack(state, path="", large=None)
@@ -210,6 +229,10 @@ class Capture:
             name: values.pack(module.get_extra_state(), path=f"extra_state/{name}", large=_collector(lives, "state"))
             for name, module in self.model.extra
         }
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:

@@ -7,6 +7,7 @@ code and no class is ever stored or looked up, and large tensors go elsewhere: o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import struct
@@ -18,27 +19,24 @@ import msgpack
 import numpy as np
 import torch
 
+from lightck.capture.storable import why_not
 from lightck.errors import CorruptPoolError, StateValueError
+from lightck.pool.layout import ITEM_NBYTES
 
 TUPLE, DICT, ORDERED_DICT, COUNTER, DEFAULT_DICT, SET, DEQUE = 1, 2, 3, 4, 5, 6, 7
 BIG_INT, ARRAY, SCALAR, TENSOR, LARGE_TENSOR, FROZENSET = 8, 9, 10, 11, 12, 13
 MAX_DEPTH = 32
 """Containers in containers, the outermost included."""
 MAX_DIMS = 64
+_MANY = 16
+"""Items from which on it pays to look whether all are of one type."""
 
 
 # ---------------------------------------------------------------------------------------------------- dtypes
 
 
-def _torch_dtypes() -> dict[str, torch.dtype]:
-    found = {str(item)[6:]: item for item in vars(torch).values() if isinstance(item, torch.dtype)}
-    # Quantised tensors need a scale beside their bytes; torch cannot copy the sub-byte integers (int1..int7).
-    left_out = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
-    left_out |= {name for name in found if name.startswith(("qint", "quint"))}
-    return {name: item for name, item in found.items() if name not in left_out}
-
-
-_DTYPES = _torch_dtypes()
+# One table says what can be stored: a dtype that a later torch brings is refused until it has a line there.
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_NBYTES if hasattr(torch, name)}
 _DTYPE_NAMES = {item: name for name, item in _DTYPES.items()}
 _NUMPY_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 _NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in _NUMPY_CODES for order in "<>"}
@@ -170,6 +168,10 @@ class _Packer:
         return out
 
     def sequence(self, values: Collection[object]) -> bytes:
+        if len(values) >= _MANY and set(map(type, values)) == {str}:
+            self._check_depth(values)
+            with contextlib.suppress(ValueError):  # the slow way says which of them is no text
+                return self._native(list(values))
         items = self.items(values)
         return self.header(len(items)) + b"".join(items)
 
@@ -208,9 +210,10 @@ class _Packer:
         return self.ext(SCALAR, _PAIR + self._native(_NUMPY_SCALARS[type(value)]) + self._native(value.tobytes()))
 
     def tensor(self, value: torch.Tensor) -> bytes:
-        dtype = _DTYPE_NAMES.get(value.dtype)
-        if value.layout is not torch.strided or value.is_meta or dtype is None:
-            raise self.refused(value, f"it is {value.layout}, {value.dtype}, on {value.device}, without plain bytes")
+        why = why_not(value)
+        if why is not None:
+            raise self.refused(value, f"{why[0]} ({why[1]})")
+        dtype = _DTYPE_NAMES[value.dtype]
         if value.is_conj() or value.is_neg():
             value = value.detach().resolve_conj().resolve_neg()
         if self._large is not None and value.nbytes >= self._large_nbytes:
@@ -229,15 +232,10 @@ class _Packer:
 
     def _tensor_bytes(self, value: torch.Tensor) -> bytes:
         nbytes = value.nbytes
-        # FSDP and friends free storages behind live tensors; reading there would end the process.
-        if nbytes and not value.untyped_storage().nbytes():
-            raise self.refused(value, "its storage was freed")
         try:
             dense = value if value.is_cpu and value.is_contiguous() else value.detach().cpu().contiguous()
         except RuntimeError as error:
             raise self.refused(value, f"torch cannot copy it ({error})") from error
-        if dense.untyped_storage().nbytes() < dense.storage_offset() * dense.itemsize + nbytes:
-            raise self.refused(value, "its storage is smaller than its shape")
         return ctypes.string_at(dense.data_ptr(), nbytes) if nbytes else b""
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from lightck._native import ffi, lib
-from lightck.capture.inventory import Live, is_plain
+from lightck.capture.inventory import Live, staged
 from lightck.errors import StateChangedError
 
 Look = tuple[int, int, torch.Size]
@@ -124,6 +124,12 @@ class Resting:
         proved = before is not None and np.array_equal(before.crcs, crcs)
         self._rests[live.name] = _Rest(live.tensor, look(live.tensor), crcs.copy(), proved)
 
+    def keep(self, lives: Sequence[Live]) -> None:
+        """Forget tensors that are gone, or are not still any more: these are all that are."""
+        if len(self._rests) > len(lives):
+            names = {live.name for live in lives}
+            self._rests = {name: rest for name, rest in self._rests.items() if name in names}
+
     def trust_none(self) -> None:
         """Every tensor has to prove anew that it rests."""
         self._rests.clear()
@@ -134,9 +140,7 @@ class Resting:
             return None
         self._turn += 1
         live = left_out[self._turn % len(left_out)]
-        if not is_plain(live.tensor):
-            return None
-        if np.array_equal(checksums(live.tensor, block), self._rests[live.name].crcs):
+        if np.array_equal(checksums(staged(live.tensor), block), self._rests[live.name].crcs):
             return None
         self.never.add(live.name)
         del self._rests[live.name]

@@ -24,6 +24,7 @@ ROLES = ("param", "buffer", "optimizer", "state")
 ITEM_NBYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
     "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1, "bits8": 1, "bits16": 2,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
@@ -54,7 +55,7 @@ class Entry:
         )
 
     def to_map(self) -> dict[str, Any]:
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {name: getattr(self, name) for name in _FIELDS}
         plain |= {"shape": list(self.shape), "stride": list(self.stride)}
         return plain | {
             "global_shape": list(self.shape),
@@ -64,7 +65,8 @@ class Entry:
         }
 
 
-_KEYS = {f.name for f in fields(Entry)} | {"global_shape", "placements", "mesh", "offsets"}
+_FIELDS = tuple(f.name for f in fields(Entry))
+_KEYS = {*_FIELDS} | {"global_shape", "placements", "mesh", "offsets"}
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
@@ -161,6 +163,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements fill one run of memory without gaps or overlaps, in some order of dimensions."""
     if math.prod(shape) == 0:
         return True
+    if len(shape) == 1:
+        return stride[0] == 1 or shape[0] == 1
     expected = 1
     for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
         if step != expected:
@@ -171,7 +175,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def is_name(text: str) -> bool:
     """Whether an entry may have this name."""
-    return "\0" not in text and len(text.encode("utf-8", "replace")) <= NAME_NBYTES_MAX
+    fits = len(text) <= NAME_NBYTES_MAX // 4 or len(text.encode("utf-8", "replace")) <= NAME_NBYTES_MAX
+    return fits and "\0" not in text
 
 
 def _text(value: Any) -> str:

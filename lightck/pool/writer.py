@@ -8,8 +8,8 @@ commit itself, the line written last, is native/src/commit.c.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,13 +74,13 @@ class VersionPlan:
 
 
 def create(
-    backend: Backend, path: str, entries: Sequence[Entry], *, slots: int, state_nbytes: int, grown: bool = False
+    backend: Backend, path: str, entries: Sequence[Entry], *, slots: int, state_nbytes: int, spare_nbytes: int = 0
 ) -> tuple[Container, Superblock]:
     """Allocate a pool for these entries and write its static part. It becomes visible by ``container.publish()``.
 
-    ``state_nbytes`` is the expected length of the small state; ``grown`` doubles the reserve.
+    ``state_nbytes`` is the expected length of the small state; ``spare_nbytes`` are added to the reserve.
     """
-    sb, table = _geometry(entries, slots, state_nbytes, grown)
+    sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes)
     container = backend.create(path, sb.nbytes)
     try:
         medium = Medium(container.fd, container.extents, backend.probe(path).tier)
@@ -98,10 +98,10 @@ def create(
     return container, sb
 
 
-def _geometry(entries: Sequence[Entry], slots: int, state_nbytes: int, grown: bool) -> tuple[Superblock, bytes]:
+def _geometry(entries: Sequence[Entry], slots: int, state_nbytes: int, spare_nbytes: int) -> tuple[Superblock, bytes]:
     blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
     payload = sum(e.nbytes for e in entries)
-    reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) * (2 if grown else 1)
+    reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) + spare_nbytes
     fixed = MANIFEST_HEADER_NBYTES + len(entries) * RECORD_NBYTES + 4 * blocks
     extras = 64 * KIB + fixed // 4
     manifest = align_up(fixed + extras + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
@@ -142,6 +142,12 @@ class PoolWriter:
         self.numbers = {e.name: i for i, e in enumerate(self.entries)}
         self._n_table = len(self.entries)
         self._reserve_at = sb.reserve_offset
+        self._rooms = [e.nbytes for e in self.entries]
+        """Bytes from the offset of each entry that are its own: an extra may have more than it needs."""
+        self._free: list[int] = []
+        """Numbers of extras whose tensor went elsewhere."""
+        self.grew: set[str] = set() if after is None else set(after.grew)
+        """Names of tensors that changed their kind or size."""
         self.known: dict[str, object] = {}
         """name -> what the caller remembers of a tensor whose extent it compared before."""
         self._generation: int = self.ring.generation if after is None else after._generation
@@ -168,37 +174,88 @@ class PoolWriter:
 
     def _index_entries(self) -> None:
         """The columns of the copy array that do not change from version to version."""
-        nbytes = np.array([e.nbytes for e in self.entries], np.uint64)
-        starts, self._n_crcs = crc_starts(nbytes, self.superblock.block)
+        # By the room of each extent: an extra that takes up more or less of it moves no other's checksums.
+        starts, self._n_crcs = crc_starts(np.array(self._rooms, np.uint64), self.superblock.block)
         self._template = np.zeros(len(self.entries), COPY_DTYPE)
         self._template["dst"] = [e.offset for e in self.entries]
-        self._template["nbytes"] = nbytes
+        self._template["nbytes"] = [e.nbytes for e in self.entries]
         self._template["tensor"] = np.arange(len(self.entries))
         self._template["crc_index"] = starts
-        self._blocks = np.append(starts, self._n_crcs).astype(np.int64)
+        self._extras = layout.encode_extras(self.entries[self._n_table :])
 
     # -- layout ------------------------------------------------------------------------------------------
 
-    def add(self, entry: Entry) -> int:
-        """A place in the reserve for a tensor that appeared or changed its kind. Raises ``FullError``.
+    def fits(self, entry: Entry) -> bool:
+        """Whether the tensor has an extent already that it fits as it is."""
+        number = self.numbers.get(entry.name)
+        return number is not None and self.entries[number].same_bytes_as(entry)
 
-        No version may be in flight: the engine writes into the images, which are replaced here.
+    def add(self, entries: Sequence[Entry], present: set[str]) -> None:
+        """Places in the reserve for tensors that appeared or changed their kind. Raises ``FullError``.
+
+        ``present``: the names of this version; where room is short, extents of others are given away. No version may
+        be in flight: the engine writes into the images, which are replaced here.
         """
         assert not any(slot.in_flight for slot in self.slots.slots), "images in use"
-        (placed,), end = layout.place([entry], self._reserve_at)
-        if end > self.superblock.slot_nbytes:
-            raise FullError(f"the reserve has no room for {entry.name!r}")
-        self._reserve_at = end
-        self.entries.append(placed)
-        self.numbers[entry.name] = number = len(self.entries) - 1
-        self._index_entries()
+        self.grew.update(entry.name for entry in entries if entry.name in self.numbers)
+        try:
+            for entry in entries:
+                number = self._place(entry)
+                if number is None:
+                    self._give_away(self.numbers.keys() - present)
+                    number = self._place(entry)
+                if number is None:
+                    raise FullError(f"the reserve has no room for {entry.name!r}")
+                self.numbers[entry.name] = number
+        finally:
+            self._index_entries()
+            for slot in self.slots.slots:
+                slot.image = slot.image.grown(len(self.entries), self._n_crcs)
+
+    def _place(self, entry: Entry) -> int | None:
+        """The number of an extra that holds the entry: its own, one that nobody uses any more, or a new one."""
+        own = self.numbers.get(entry.name, -1)
+        if own >= self._n_table:
+            if self._rooms[own] >= entry.nbytes:
+                return self._reuse(own, entry)
+            self._give_away([entry.name])
+        fitting = [n for n in self._free if self._rooms[n] >= entry.nbytes and (entry.nbytes or not self._rooms[n])]
+        if fitting:
+            number = min(fitting, key=self._rooms.__getitem__)
+            self._free.remove(number)
+            return self._reuse(number, entry)
+        return self._append(entry)
+
+    def _reuse(self, number: int, entry: Entry) -> int:
+        """What a slot holds under this number is none of the new tensor's."""
+        self.entries[number] = replace(entry, offset=self.entries[number].offset)
         for slot in self.slots.slots:
-            slot.image = slot.image.grown(len(self.entries), self._n_crcs)
+            slot.image.in_slot[number] = False
         return number
+
+    def _append(self, entry: Entry) -> int | None:
+        """One that changed its size before gets twice the room that it needs: it will grow again."""
+        room = self.superblock.slot_nbytes
+        for nbytes in (2 * entry.nbytes, entry.nbytes) if entry.name in self.grew else (entry.nbytes,):
+            (placed,), end = layout.place([replace(entry, nbytes=nbytes)], self._reserve_at)
+            if end <= room:
+                self._reserve_at = end
+                self.entries.append(replace(placed, nbytes=entry.nbytes))
+                self._rooms.append(nbytes)
+                return len(self.entries) - 1
+        return None
+
+    def _give_away(self, names: Iterable[str]) -> None:
+        """The extras of these names may be used for others."""
+        for name in names:
+            if self.numbers[name] >= self._n_table:
+                self._free.append(self.numbers.pop(name))
+                self.known.pop(name, None)
 
     def raw_crcs(self, slot: Slot, number: int) -> npt.NDArray[np.uint32]:
         """Unseeded checksums of the bytes of one record that lie in a slot."""
-        return slot.image.raw[self._blocks[number] : self._blocks[number + 1]]
+        start = int(self._template["crc_index"][number])
+        return slot.image.raw[start : start + blocks_of(self.entries[number].nbytes, self.superblock.block)]
 
     # -- identity ----------------------------------------------------------------------------------------
 
@@ -247,7 +304,7 @@ class PoolWriter:
 
     def _fill_image(self, slot: Slot, plan: VersionPlan, generation: int) -> int:
         image = slot.image
-        extras = layout.encode_extras(self.entries[self._n_table :])
+        extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes:
             raise FullError("the small state outgrew the place for it")
         written = np.concatenate([plan.records, plan.present])

@@ -10,7 +10,7 @@ from torch import nn
 from toys import adam, everything, forward, is_step, net, pool_with, same, train
 
 import lightck
-from lightck.errors import DriftError, StateValueError
+from lightck.errors import DriftError
 
 
 class Master(torch.optim.Optimizer):
@@ -145,13 +145,6 @@ def test_every_kind_of_tensor_survives(pool):
     other_optimizer = adam(other)
     lightck.recover(pool, other, other_optimizer)
     assert same(everything(other, other_optimizer), seen)
-
-
-def test_an_expanded_tensor_is_refused_by_name(pool):
-    model = net()
-    model.register_buffer("wide", torch.ones(1).expand(5))
-    with pytest.raises(StateValueError, match=r"model/wide.*expanded"):
-        lightck.attach(model, pool, optimizer=adam(model))
 
 
 class Tied(nn.Module):

@@ -1,0 +1,126 @@
+"""Values into live tensors, also into ones that share memory: with other tensors, or with themselves (expanded).
+
+Invariant: what is written is what is read back afterwards, from every tensor. Tensors that share memory and were saved
+with values that contradict each other are found before the first live byte changes (``contradiction``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lightck.pool.layout import is_dense
+
+Named = tuple[str, torch.Tensor]
+_ALIGN = 64
+"""torch's own, in bytes: a view begins at a multiple of its element's size."""
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bytes, NaNs and signs of zeros included."""
+    raw = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*raw)
+
+
+def write(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Fill a tensor in place. One whose elements share memory, and cannot hold these values, gets memory of its own."""
+    if not _overlaps_itself(target):
+        target.copy_(values)
+        return
+    _write_each_place_once(target, values)
+    if not same_bits(target, values.to(target.device)):
+        target.data = values.to(target.device)
+
+
+def fill(target: torch.Tensor, value: float) -> None:
+    """Every element, also where elements share memory."""
+    target[_each_place_once(target)].fill_(value)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in one place. Where that is hard to tell the answer is yes."""
+    reach = 0
+    for step, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
+        if step <= reach:
+            return tensor.numel() > 0
+        reach += (size - 1) * step
+    return False
+
+
+def _each_place_once(target: torch.Tensor) -> tuple[slice, ...]:
+    """torch refuses to write to expanded dimensions: their first element stands for all."""
+    return tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+
+
+def _write_each_place_once(target: torch.Tensor, values: torch.Tensor) -> None:
+    places = _each_place_once(target)
+    target[places].copy_(values[places])
+
+
+# -- tensors that share memory with each other -----------------------------------------------------------------------
+
+
+def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor]) -> tuple[str, str] | None:
+    """Names of two tensors that share memory here and were saved with values that this memory cannot hold both.
+
+    ``load`` gives the saved values of a name. Nothing live is changed: the writes are tried out in scratch memory.
+    """
+    for group in _sharing(tensors):
+        scratch = _Scratch(group)
+        loaded = {name: load(name) for name, _ in group}
+        for name, tensor in group:
+            scratch.write(tensor, loaded[name])
+        for i, (name, tensor) in enumerate(group):
+            if not scratch.holds(tensor, loaded[name]):
+                return name, group[i + 1 if i + 1 < len(group) else i - 1][0]
+    return None
+
+
+def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
+    """Groups of tensors on the CPU whose ranges of memory overlap."""
+    ranges = sorted((*_range(tensor), i) for i, (_, tensor) in enumerate(tensors) if tensor.is_cpu and tensor.numel())
+    groups: list[list[int]] = []
+    end = 0
+    for low, high, i in ranges:
+        if low < end:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        end = max(end, high)
+    return [[tensors[i] for i in sorted(group)] for group in groups if len(group) > 1]
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    low = tensor.data_ptr()
+    if is_dense(tensor.shape, tensor.stride()):
+        return low, low + tensor.numel() * tensor.element_size()
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return low, low + (reach + 1) * tensor.element_size()
+
+
+class _Scratch:
+    """Memory of the same extent as the one that a group of tensors shares."""
+
+    def __init__(self, group: Sequence[Named]) -> None:
+        ranges = [_range(tensor) for _, tensor in group]
+        self._low = min(low for low, _ in ranges) // _ALIGN * _ALIGN
+        self._bytes = torch.empty(max(high for _, high in ranges) - self._low, dtype=torch.uint8)
+
+    def _view(self, tensor: torch.Tensor) -> torch.Tensor:
+        low, high = _range(tensor)
+        typed = self._bytes[low - self._low : high - self._low].view(tensor.dtype)
+        return typed.as_strided(tensor.shape, tensor.stride(), typed.storage_offset())
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        _write_each_place_once(self._view(tensor), _physical(tensor, values))
+
+    def holds(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
+        return same_bits(self._view(tensor), _physical(tensor, values))
+
+
+def _physical(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """What lies in memory where ``tensor`` reads as ``values``: conjugated and negative views keep the opposite."""
+    if tensor.is_conj():
+        values = values.conj().resolve_conj()
+    return -values if tensor.is_neg() else values

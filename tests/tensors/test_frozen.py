@@ -1,0 +1,80 @@
+"""A model of which most is frozen writes what moves, and little else; what was left out is watched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toys import everything, is_step, same
+
+import lightck
+from lightck.errors import StateChangedError
+
+PARTS, ROWS = 36, 512
+
+
+class Mostly(nn.Module):
+    """40 equal layers of 1 MiB each, of which the last four are trained."""
+
+    def __init__(self, seed: int = 0, strided: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(ROWS, ROWS, bias=False) for _ in range(PARTS + 4))
+        for layer in self.layers[:PARTS]:
+            layer.requires_grad_(False)
+            if strided:  # a part of a larger memory, which cannot be copied as it lies
+                layer.weight.data = torch.rand(ROWS, 2 * ROWS)[:, ::2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.layers[0].weight[0]
+        for layer in self.layers[PARTS:]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def iterate(model: Mostly, optimizer: Any, number: int) -> None:
+    optimizer.zero_grad()
+    x = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(number))
+    model(x).square().sum().backward()
+    optimizer.step()
+
+
+def test_nine_tenths_frozen_write_at_most_12_percent_per_step(pool):
+    """With a stateless optimizer, so that nothing else is in the bytes; measured from the third version on."""
+    model = Mostly()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    whole = sum(p.nbytes for p in model.parameters())
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        written = []
+        for number in range(8):
+            before = session.stats().bytes_written
+            iterate(model, optimizer, number)
+            session.flush()
+            written.append(session.stats().bytes_written - before)
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+    assert all(nbytes >= whole for nbytes in written[:2]), "each slot holds everything once"
+    assert all(nbytes <= 0.12 * whole for nbytes in written[2:]), [nbytes / whole for nbytes in written]
+    other = Mostly(seed=5)
+    lightck.recover(pool, other)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["plain", "strided"])
+@pytest.mark.parametrize("culprit", [0, 17, PARTS - 1])
+def test_hidden_write_is_found_within_as_many_steps_as_there_are_left_out_tensors(pool, culprit, strided):
+    model = Mostly(strided=strided)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(4):
+            iterate(model, optimizer, number)
+            session.flush()
+        assert session.stats().left_out == PARTS
+        model.layers[culprit].weight.data[3, 4] += 1.0
+        with pytest.raises(StateChangedError, match=rf"model/layers\.{culprit}\.weight"):
+            for number in range(4, 4 + PARTS):
+                iterate(model, optimizer, number)
+                session.end_step()
+        session.flush()
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
