@@ -8,6 +8,7 @@ byte changes (``apply``). Values are written with their own dtype, device and la
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from lightck.capture import values
-from lightck.capture.inventory import Live, ModelView, OptimizerView, is_plain
+from lightck.capture.inventory import Live, ModelView, OptimizerView, is_expanded, is_plain, optimizer_views
 from lightck.contents import Contents, OptimizerContents, Source, empty_for, load_tensor, tensor_reader
 from lightck.errors import DriftError, LightckError
 from lightck.pool.layout import Entry
@@ -86,7 +87,7 @@ def check(
     """
     view = ModelView(model)
     names = view.names_by_id()
-    opt_views = [OptimizerView(i, o, names) for i, o in enumerate(optimizers)]
+    opt_views = optimizer_views(optimizers, names)
     plan = Plan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
     notes: list[str] = []
     tensors = list(view.tensors(frozenset())) + [live for o in opt_views for live in o.outside()]
@@ -133,7 +134,7 @@ def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan
     left = list(views)
     for saved in contents.optimizers:
         wanted = set(saved.all_names)
-        live = max(left, key=lambda v: len(wanted & {n for n, _ in v.params}), default=None)
+        live = max(left, key=lambda v: _fit(saved, wanted, v), default=None)
         if live is None:
             if complete:
                 notes.append(f"the checkpoint holds the state of {saved.class_name}, and no optimizer takes it")
@@ -145,6 +146,11 @@ def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan
         else:
             plan.optimizers.append((saved, live))
     notes.extend(f"the checkpoint holds nothing for the live {live.class_name}" for live in left)
+
+
+def _fit(saved: OptimizerContents, wanted: set[str], live: OptimizerView) -> tuple[int, bool]:
+    """By parameters; a wrapper has those of what it wraps, and the class tells them apart."""
+    return len(wanted & {n for n, _ in live.params}), live.class_name == saved.class_name
 
 
 def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | None:
@@ -242,37 +248,58 @@ def _is_contiguous(entry: Entry) -> bool:
 def _optimizer_state(saved: OptimizerContents, live: OptimizerView, plan: Plan,
                      source: Source) -> dict[str, dict[Any, Any]]:  # fmt: skip
     """The state of each parameter, by name: live tensors filled in place where they fit, new ones elsewhere."""
-    keys = keys_by_param(plan.contents)
+    keys = keys_by_param(plan.contents, saved)
     rest = values.unpack(saved.values, tensor=tensor_reader(source, plan.held))
     params = dict(live.params)
-    state: dict[str, dict[Any, Any]] = {}
+    filled: set[int] = set()
+    state: dict[str, Any] = {}
     for name in saved.all_names:
         if name in plan.unfit:
             continue
         p = params[name]
-        present = live.optimizer.state.get(p, {}) if p in live.optimizer.state else {}
+        present = live.optimizer.state.get(p)
         new: dict[Any, Any] = {}
         for key, entry in keys.get(name, {}).items():
-            new[key] = _state_tensor(present.get(key), entry, p.device, plan, source)
-        if name in rest:
-            new |= rest[name]
+            now = present.get(key) if isinstance(present, dict) else None
+            new[key] = _state_tensor(now, entry, p.device, plan, source, filled)
         if new or name in rest:
-            state[name] = new
+            state[name] = joined(new, rest, name)
     return state
 
 
-def _state_tensor(present: Any, entry: Entry, device: torch.device, plan: Plan, source: Source) -> torch.Tensor:
-    dtype = values.dtype_from_name(entry.dtype)
-    fits = isinstance(present, torch.Tensor) and present.dtype == dtype and tuple(present.shape) == entry.shape
-    target = present if fits else empty_for(entry, "cpu" if entry.device == "cpu" else device)
+def joined(tensors: dict[Any, Any], rest: Mapping[str, Any], name: str) -> Any:
+    """One parameter's state: its tensors and the rest of it, or what it is where it is no dict."""
+    other = rest.get(name, {})
+    return tensors | other if isinstance(other, dict) else other
+
+
+def _state_tensor(present: Any, entry: Entry, device: torch.device, plan: Plan, source: Source,
+                  filled: set[int]) -> torch.Tensor:  # fmt: skip
+    """``filled``: ids of the live tensors that were filled already. One that several parameters share live holds the
+    values of one of them only, unless they shared it when it was saved."""
+    if entry.alias is not None:
+        known = plan.held.get(entry.alias)
+        if known is not None:
+            return known
+        entry = source.entries[entry.alias]
+    target = present if _fits(present, entry) and id(present) not in filled else None
+    if target is None:
+        target = empty_for(entry, "cpu" if entry.device == "cpu" else device)
+    filled.add(id(target))
     plan.held[entry.name] = target
     fill(source, entry.name, target)
     return target
 
 
-def keys_by_param(contents: Contents) -> dict[str, dict[str, Entry]]:
+def _fits(present: Any, entry: Entry) -> bool:
+    if not isinstance(present, torch.Tensor) or present.dtype != values.dtype_from_name(entry.dtype):
+        return False
+    return tuple(present.shape) == entry.shape and not is_expanded(present)
+
+
+def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dict[str, Entry]]:
     """Parameter name -> key -> entry, for state tensors that lie directly in ``optimizer.state[p]``."""
-    names = {n for o in contents.optimizers for n in o.all_names}
+    names = set(saved.all_names) if not saved.wraps else set()
     found: dict[str, dict[str, Entry]] = {}
     for full, entry in contents.entries.items():
         if not full.startswith("optimizer/"):
@@ -285,6 +312,7 @@ def keys_by_param(contents: Contents) -> dict[str, dict[str, Entry]]:
 
 def _set_optimizer(saved: OptimizerContents, live: OptimizerView, state: dict[str, dict[Any, Any]]) -> None:
     optimizer, params = live.optimizer, dict(live.params)
+    taken: dict[int, torch.Tensor] = {}
     for name, p in params.items():
         if name in state:
             optimizer.state[p] = state[name]
@@ -292,12 +320,20 @@ def _set_optimizer(saved: OptimizerContents, live: OptimizerView, state: dict[st
             optimizer.state.pop(p, None)
     for group, options in zip(optimizer.param_groups, saved.groups, strict=True):
         for key, value in options.items():
-            now = group.get(key)
-            if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
-                with torch.no_grad():
-                    now.copy_(value)
-            else:
-                group[key] = value
+            group[key] = _option(group.get(key), value, taken)
+
+
+def _option(now: Any, saved: Any, taken: dict[int, torch.Tensor]) -> Any:
+    """A group's option as it was saved. A tensor (a learning rate) stays the tensor that others may hold, unless
+    another group shares it and had another value (``taken``: what live tensors were set to)."""
+    if not isinstance(saved, torch.Tensor):
+        return deepcopy(saved)
+    fits = isinstance(now, torch.Tensor) and (now.dtype, now.shape) == (saved.dtype, saved.shape)
+    if not fits or is_expanded(now) or not torch.equal(taken.setdefault(id(now), saved), saved):
+        device = now.device if isinstance(now, torch.Tensor) else saved.device
+        return saved.clone().to(device)
+    with torch.no_grad():
+        return now.copy_(saved)
 
 
 def poison(touched: Iterable[torch.Tensor], model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from lightck.capture.boundary import Boundary, Event
 from lightck.capture.discover import Found, drives
 from lightck.capture.hooks import Hooks, remove
 from lightck.capture.loader import SessionLoader
+from lightck.capture.nest import followed, stepping
 from lightck.capture.rng import RngState
 from lightck.capture.snapshot import Capture
 from lightck.errors import BackgroundError, FlushTimeoutError, LateError, SessionError
@@ -63,9 +64,9 @@ class Session:
         self._resumed = resumed
         self._first_step: FirstStep | None = first_step
         self._boundary = (
-            Boundary(len(found.optimizers), resumed.step, resumed.iteration, resumed.explicit)
+            Boundary(stepping(found.optimizers), resumed.step, resumed.iteration, resumed.explicit)
             if resumed is not None
-            else Boundary(len(found.optimizers))
+            else Boundary(stepping(found.optimizers))
         )
         self._saved_step = self._boundary.step
         self._failure: BaseException | None = None
@@ -245,16 +246,17 @@ class Session:
         if model is None or not drives(optimizer, {id(p): i for i, p in enumerate(model.parameters())}):
             return
         known = {id(p) for view in self._capture.optimizers for _, p in view.params}
-        if any(id(p) in known for g in optimizer.param_groups for p in g["params"]):
+        new = followed([optimizer])
+        if any(id(p) in known for one in new for g in one.param_groups for p in g["params"]):
             raise LateError(
                 f"An optimizer ({type(optimizer).__name__}) steps parameters that another one had at attach. lightck "
                 "saves the state of that other one. Build the optimizer before attach, or close the session and "
                 "attach again."
             )
         log.info("lightck: %s was made after attach and is followed from its first step", type(optimizer).__name__)
-        self._capture.add_optimizer(optimizer)
-        self._boundary.optimizers = len(self._capture.optimizers)
-        self._hooks.add(optimizer)
+        self._capture.add_optimizers(new)
+        self._boundary.optimizers += stepping(new)
+        self._hooks.add(new)
 
     def loader_next(self, loader: SessionLoader) -> None:
         """``next()`` on a session loader, before anything is fetched."""

@@ -38,6 +38,8 @@ def predict(view: OptimizerView) -> list[Entry] | None:
 
 
 def _predict(view: OptimizerView) -> Iterator[Entry]:
+    if view.wraps:
+        raise ValueError("it wraps another optimizer")
     groups, stand_ins = _stand_ins(view)
     make: Any = type(view.optimizer)
     scratch: torch.optim.Optimizer = make(groups)

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightck.capture import rng, values
 from lightck.capture.boundary import Event
-from lightck.capture.inventory import Live, ModelView, OptimizerView, staged
+from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_views, staged
+from lightck.capture.nest import wraps_one_of
 from lightck.errors import StateValueError
 
 if TYPE_CHECKING:
@@ -62,13 +63,16 @@ class Capture:
         self.expected_state_nbytes = 0
         """Length of the small state when ``expected_tensors`` last looked."""
         names = self.model.names_by_id()
-        self.optimizers = [OptimizerView(i, o, names) for i, o in enumerate(optimizers)]
-        self._without_grad = {i: _torch_params(view) for i, view in enumerate(self.optimizers)}
+        self.optimizers = optimizer_views(optimizers, names)
+        self._n_followed = len(optimizers)
+        self._without_grad = {view.index: self._torch_params(view) for view in self.optimizers}
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        view = OptimizerView(len(self.optimizers), optimizer, self.model.names_by_id())
-        self._without_grad[view.index] = _torch_params(view)
-        self.optimizers.append(view)
+    def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        views = optimizer_views(optimizers, self.model.names_by_id(), views=len(self.optimizers),
+                                followed=self._n_followed)  # fmt: skip
+        self._n_followed += len(optimizers)
+        self.optimizers.extend(views)
+        self._without_grad |= {view.index: self._torch_params(view) for view in views}
 
     def forget(self) -> None:
         """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
@@ -85,7 +89,7 @@ class Capture:
             for view in self.optimizers:
                 view.refresh(names)
                 self._without_grad[view.index] |= {
-                    k: p for k, p in _torch_params(view).items() if k not in self._seen_grad
+                    k: p for k, p in self._torch_params(view).items() if k not in self._seen_grad
                 }
 
     _seen_grad: frozenset[int] = frozenset()
@@ -94,12 +98,23 @@ class Capture:
 
     def before_update(self, index: int) -> None:
         """Note which parameters this update can touch: torch's optimizers leave one without a gradient alone."""
-        waiting = self._without_grad[index]
+        for view in self.optimizers:
+            if view.root == index:
+                self._wake(self._without_grad[view.index])
+
+    def _wake(self, waiting: dict[int, torch.Tensor]) -> None:
         woken = [key for key, p in waiting.items() if p.grad is not None]
         for key in woken:
             del waiting[key]
         if woken:
             self._seen_grad = self._seen_grad | frozenset(woken)
+
+    def _torch_params(self, view: OptimizerView) -> dict[int, torch.Tensor]:
+        """Parameters that a torch.optim class will not touch as long as they have no gradient; a wrapper may."""
+        alone = not any(wraps_one_of(other.optimizer, [view.optimizer]) for other in self.optimizers)
+        if not alone or not type(view.optimizer).__module__.startswith("torch.optim."):
+            return {}
+        return {id(p): p for _, p in view.params}
 
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
@@ -177,6 +192,7 @@ class Capture:
         path = _role("optimizer", view.index, len(self.optimizers))
         return {
             "class": view.class_name,
+            "wraps": view.wraps,
             "names": view.names,
             "groups": values.pack(view.groups(), path=f"{path}/param_groups"),
             "values": values.pack(view.state_values(), path=f"in {path}", large=_collector(lives, "optimizer")),
@@ -218,13 +234,6 @@ def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     if last is not None and (last.shape, last.dtype, last.stride()) == (source.shape, source.dtype, source.stride()):
         return last.copy_(source)
     return source.clone()
-
-
-def _torch_params(view: OptimizerView) -> dict[int, torch.Tensor]:
-    """Parameters that a torch.optim class will not touch as long as they have no gradient."""
-    if not type(view.optimizer).__module__.startswith("torch.optim."):
-        return {}
-    return {id(p): p for _, p in view.params}
 
 
 def _collector(lives: list[Live], role: str) -> Any:

@@ -50,8 +50,8 @@ def table() -> Iterator[Any]:
             chosen = [{}] if not {*IMPLEMENTATIONS} & accepted(name) else [{"foreach": False}]
             chosen += [{which: True} for which in IMPLEMENTATIONS if which in accepted(name)]
             for how in chosen:
-                yield pytest.param(name, {**options, **how}, id="-".join([name, *(f"{k}={v}" for k, v in
-                                                                                {**options, **how}.items())]))  # fmt: skip
+                every = options | how
+                yield pytest.param(name, every, id="-".join([name, *(f"{k}={v}" for k, v in every.items())]))
 
 
 def make(name: str, options: dict[str, Any], model: torch.nn.Module) -> list[Optimizer]:
