@@ -192,10 +192,12 @@ class Session:
 
     # -- events (from the hooks and loaders) -------------------------------------------------------------
 
-    def before_step(self, index: int) -> None:
-        """Pre-step hook, before the gate."""
+    def before_step(self, index: int, by_hand: bool) -> None:
+        """Pre-step hook, before the gate. ``by_hand``: an optimizer is stepped outside the ``step`` of its wrapper."""
         with self._meter.stall():
             self._raise_failure()
+            if by_hand:
+                self._capture.by_hand.add(index)
             if self._first_step is not None:
                 self._first_step.check(self._capture)
                 self._first_step = None

@@ -26,7 +26,7 @@ _DUMMY_STEP = "_init_optim_state"
 class Listener(Protocol):
     """What the hooks report to."""
 
-    def before_step(self, index: int) -> None: ...
+    def before_step(self, index: int, by_hand: bool) -> None: ...
 
     def gate(self) -> None: ...
 
@@ -106,7 +106,7 @@ class Hooks:
         if self._is_inside(index, wrapper):
             return None
         self._stepping[index] = wrapper
-        self._listener.before_step(index)
+        self._listener.before_step(index, by_hand=self._optimizers[index] is not optimizer)
         closure, put_back = _closure_of(args, kwargs)
         if closure is None:
             self._listener.gate()

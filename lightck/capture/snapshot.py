@@ -49,6 +49,8 @@ class Closing:
     iteration: int
     lives: list[Live]
     state: bytes
+    at_once: frozenset[str] = frozenset()
+    """Names of tensors that must not be left to background copies."""
 
 
 class Capture:
@@ -65,6 +67,8 @@ class Capture:
         names = self.model.names_by_id()
         self.optimizers = optimizer_views(optimizers, names)
         self._n_followed = len(optimizers)
+        self.by_hand: set[int] = set()
+        """Updates whose wrapper is not stepped itself: what it wraps is stepped by other methods of it."""
         self._without_grad = {view.index: self._torch_params(view) for view in self.optimizers}
 
     def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -101,6 +105,14 @@ class Capture:
         for view in self.optimizers:
             if view.root == index:
                 self._wake(self._without_grad[view.index])
+
+    def _written_before_the_gate(self, lives: list[Live]) -> frozenset[str]:
+        """What the methods of wrappers write that are called instead of their ``step`` (SAM's ascent, and what it keeps
+        aside): no gate comes before them, so nothing may be left to background copies."""
+        if not self.by_hand:
+            return frozenset()
+        params = {id(p) for view in self.optimizers if view.root in self.by_hand for _, p in view.params}
+        return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
 
     def _wake(self, waiting: dict[int, torch.Tensor]) -> None:
         woken = [key for key, p in waiting.items() if p.grad is not None]
@@ -142,7 +154,7 @@ class Capture:
         small = self._small_state(event, explicit, never_rest, before, lives)
         if event is Event.PRE_STEP and self.provisional is not None:
             lives = self._with_buffers_of(self.provisional, lives)
-        return Closing(step, iteration, lives, small)
+        return Closing(step, iteration, lives, small, self._written_before_the_gate(lives))
 
     @staticmethod
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from toys import batch, crashed, killed_child, net, same, settled, versions, weights
 from torch import nn
+from toys import batch, crashed, killed_child, net, same, settled, versions, weights
 
 import lightck
 from lightck.pool.reader import open_pool
@@ -93,7 +93,7 @@ class Training:
 def raw_state(optimizer: Any) -> dict[str, Any]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return {
-        "state": {i: dict(optimizer.state[p]) for i, p in enumerate(params) if p in optimizer.state},
+        "state": {i: optimizer.state[p] for i, p in enumerate(params) if p in optimizer.state},
         "rest": {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)},
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
     }
