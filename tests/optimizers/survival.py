@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from toys import batch, crashed, killed_child, net, same, settled, versions, weights
+from toys import batch, crashed, killed_child, net, same, versions, weights
 
 import lightck
 from lightck.pool.reader import open_pool
@@ -117,7 +118,7 @@ def survives(pool: Path, training: Training, *, attach: Callable[[Training], Opt
         for number in range(steps):
             training.learn(number, 1)
             held[number + 1] = training.bytes()
-        settled(session, steps - 1)
+        wait_for(session, steps - 1)
         image = crashed(pool)
         training.learn(steps, more)
     assert_same(training, never_killed, "lightck disturbed the training")
@@ -125,6 +126,14 @@ def survives(pool: Path, training: Training, *, attach: Callable[[Training], Opt
     assert checkpoint.step in (steps - 1, steps), checkpoint
     goes_on(image, training.again(), never_killed, checkpoint.step, attach, held)
     return checkpoint
+
+
+def wait_for(session: lightck.Session, step: int) -> None:
+    """Until this step is committed, or a later one (a forward of the loop itself may have closed it)."""
+    deadline = time.monotonic() + 20
+    while (session.committed or 0) < step:
+        assert time.monotonic() < deadline, f"step {step} was not committed, {session.committed} was"
+        time.sleep(0.0005)
 
 
 def goes_on(image: Path, training: Training, never_killed: Training, step: int,

@@ -157,6 +157,18 @@ def test_tensors_in_attributes_are_named_in_a_warning(pool, caplog):
     assert "flat_params" not in warning
 
 
+def test_a_moment_in_an_attribute_is_what_these_tests_would_find(pool):
+    """A planted mistake: were anything of an optimizer not restored, the comparison would fail."""
+
+    class Forgetful(wild.Lion):
+        def update(self, p: Any, group: Any, state: Any) -> None:
+            moments = self.__dict__.setdefault("moments", {})
+            super().update(p, group, moments.setdefault(p, {}))
+
+    with pytest.raises(AssertionError, match="the resumed training differs"):
+        survives(pool, Training(with_lr(Forgetful)))
+
+
 # -- weights that are swapped ----------------------------------------------------------------------------------------
 
 
