@@ -7,6 +7,7 @@ the next update; the big tensors are only named here and copied by the pipeline.
 
 from __future__ import annotations
 
+import logging
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from lightck.errors import StateValueError
 if TYPE_CHECKING:
     from lightck.capture.loader import SessionLoader
 
+log = logging.getLogger("lightck")
 STATE_VERSION = 1
 
 
@@ -67,6 +69,7 @@ class Capture:
         names = self.model.names_by_id()
         self.optimizers = optimizer_views(optimizers, names)
         self._n_followed = len(optimizers)
+        self._told_shared = False
         self.by_hand: set[int] = set()
         """Updates whose wrapper is not stepped itself: what it wraps is stepped by other methods of it."""
         self._without_grad = {view.index: self._torch_params(view) for view in self.optimizers}
@@ -105,6 +108,21 @@ class Capture:
         for view in self.optimizers:
             if view.root == index:
                 self._wake(self._without_grad[view.index])
+
+    def _tell_shared_memory(self, lives: list[Live]) -> None:
+        """Once, when state is there: views of one buffer come back as tensors of their own."""
+        states = [live for live in lives if live.role == "optimizer" and live.alias is None and live.tensor.numel()]
+        if self._told_shared or not states:
+            return
+        self._told_shared = True
+        first: dict[int, str] = {}
+        for live in states:
+            other = first.setdefault(live.tensor.untyped_storage().data_ptr(), live.name)
+            if other != live.name:
+                log.warning("lightck: %s lies in the memory of %s. Each is saved whole, and they are restored apart: "
+                            "an optimizer that writes one through the other does not go on bit-identically. Keep "
+                            "state in tensors of its own (.clone())", live.name, other)  # fmt: skip
+                return
 
     def _written_before_the_gate(self, lives: list[Live]) -> frozenset[str]:
         """What the methods of wrappers write that are called instead of their ``step`` (SAM's ascent, and what it keeps
@@ -151,6 +169,7 @@ class Capture:
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
         lives = list(self.tensors())
+        self._tell_shared_memory(lives)
         small = self._small_state(event, explicit, never_rest, before, lives)
         if event is Event.PRE_STEP and self.provisional is not None:
             lives = self._with_buffers_of(self.provisional, lives)

@@ -341,6 +341,15 @@ class Lookahead(Optimizer):
             p.data.copy_(self.state[p]["slow"])
 
 
+class NoOptimizer:
+    """Lookahead without any base class: only its attributes tell what it is."""
+
+    __init__, _update, step = Lookahead.__init__, Lookahead._update, Lookahead.step  # type: ignore[assignment]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
 class InnerState(Lookahead):
     """As timm has it: the slow weights lie in the state of the optimizer inside."""
 
@@ -369,7 +378,7 @@ class Both(Optimizer):
 
 
 class Passing:
-    """Passes everything on, as Accelerate's wrapper does: no state, no hooks, no Optimizer."""
+    """Passes everything on: no state, no hooks, no Optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -379,3 +388,32 @@ class Passing:
 
     def step(self, closure: Closure = None) -> Any:
         return self.optimizer.step(closure)
+
+
+class Accelerated(Optimizer):
+    """As Accelerate's: an Optimizer by class only, whose state and groups are those of the one inside."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Closure = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Lightning:
+    """As Lightning's: takes over the attributes, hooks included, and the class of the one inside."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.__dict__.update(optimizer.__dict__)
+        self.__class__ = type(f"Lightning{type(optimizer).__name__}", (Lightning, type(optimizer)), {})
+
+    def step(self, closure: Closure = None) -> Any:
+        return self._optimizer.step(closure)

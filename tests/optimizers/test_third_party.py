@@ -169,6 +169,23 @@ def test_a_moment_in_an_attribute_is_what_these_tests_would_find(pool):
         survives(pool, Training(with_lr(Forgetful)))
 
 
+def test_state_that_lies_in_one_buffer_is_named_in_a_warning(pool, caplog):
+    class Flat(wild.Lion):
+        """Moments as views of one buffer."""
+
+        def step(self, closure: Any = None) -> Any:
+            if not self.state:
+                params = [p for g in self.param_groups for p in g["params"]]
+                parts = torch.zeros(sum(p.numel() for p in params)).split([p.numel() for p in params])
+                for p, part in zip(params, parts, strict=True):
+                    self.state[p]["exp_avg"] = part.view_as(p)
+            return super().step(closure)
+
+    survives(pool, Training(with_lr(Flat)))  # each view is written by itself here
+    warned = {r.getMessage().split(". ")[0] for r in caplog.records if "lies in the memory" in r.getMessage()}
+    assert warned == {"lightck: optimizer/0.bias/exp_avg lies in the memory of optimizer/0.weight/exp_avg"}
+
+
 # -- weights that are swapped ----------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import lookalikes as wild
 import pytest
 import torch
-from survival import Training, assert_equal, loss_of, plain, survives, survives_kill_9
+from survival import Make, Training, assert_equal, loss_of, plain, survives, survives_kill_9
 from torch import nn
 
 import lightck
@@ -34,8 +34,8 @@ def thrice(model: nn.Module) -> Sequence[Any]:
     return [wild.Lookahead(sam(model)[0])]
 
 
-def passing(model: nn.Module) -> Sequence[Any]:
-    return [wild.Passing(torch.optim.AdamW(model.parameters(), lr=0.05))]
+def passing(kind: type) -> Make:
+    return lambda model: [kind(torch.optim.AdamW(model.parameters(), lr=0.05))]
 
 
 def climbing(model: nn.Module, optimizers: Sequence[Any], number: int) -> torch.Tensor:
@@ -73,8 +73,16 @@ WRAPPED = [
     pytest.param(inner_state, plain, ["InnerState", "SGD"], id="lookahead-in-the-inner-state"),
     pytest.param(both, plain, ["Both", "Muon", "AdamW"], id="container"),
     pytest.param(thrice, climbing, ["Lookahead", "Sam", "SGD"], id="three-deep"),
-    pytest.param(passing, plain, ["AdamW"], id="passing-on"),
+    pytest.param(passing(wild.Passing), plain, ["AdamW"], id="passing-on"),
+    pytest.param(passing(wild.Accelerated), plain, ["AdamW"], id="accelerate"),
+    pytest.param(passing(wild.Lightning), plain, ["AdamW"], id="lightning"),
 ]
+
+
+def test_wrapper_that_is_no_optimizer_survives_where_it_is_passed(pool):
+    run = Training(lambda model: [wild.NoOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))])
+    checkpoint = survives(pool, run)
+    assert [o.class_name for o in checkpoint.contents.optimizers] == ["NoOptimizer", "AdamW"]
 
 
 @pytest.mark.parametrize(("make", "iterate", "classes"), WRAPPED)
@@ -88,7 +96,7 @@ def test_wrapped_optimizer_survives_a_real_kill(pool, make, iterate, classes):
     survives_kill_9(pool, Training(make, iterate))
 
 
-@pytest.mark.parametrize(("make", "iterate", "classes"), WRAPPED[:6])
+@pytest.mark.parametrize(("make", "iterate", "classes"), WRAPPED)
 def test_wrapper_and_wrapped_are_found_together(pool, make, iterate, classes):
     checkpoint = survives(pool, Training(make, iterate), attach=lambda training: {"optimizer": None})
     assert [o.class_name for o in checkpoint.contents.optimizers] == classes
