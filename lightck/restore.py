@@ -131,15 +131,12 @@ def _match_tensors(contents: Contents, lives: list[Live], plan: Plan,
 
 def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan, notes: list[str],
                       complete: bool) -> None:  # fmt: skip
-    left = list(views)
-    for saved in contents.optimizers:
-        wanted = set(saved.all_names)
-        live = max(left, key=lambda v: _fit(saved, wanted, v), default=None)
+    left, pairs = _pairs(contents.optimizers, views)
+    for saved, live in pairs:
         if live is None:
             if complete:
                 notes.append(f"the checkpoint holds the state of {saved.class_name}, and no optimizer takes it")
             continue
-        left.remove(live)
         problem = _optimizer_problem(saved, live)
         if problem:
             notes.append(problem)
@@ -148,9 +145,28 @@ def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan
     notes.extend(f"the checkpoint holds nothing for the live {live.class_name}" for live in left)
 
 
-def _fit(saved: OptimizerContents, wanted: set[str], live: OptimizerView) -> tuple[int, bool]:
-    """By parameters; a wrapper has those of what it wraps, and the class tells them apart."""
-    return len(wanted & {n for n, _ in live.params}), live.class_name == saved.class_name
+_Pair = tuple[OptimizerContents, OptimizerView | None]
+
+
+def _pairs(saved: Sequence[OptimizerContents], views: Sequence[OptimizerView],
+           ) -> tuple[list[OptimizerView], list[_Pair]]:  # fmt: skip
+    """Who takes what, by parameters; and the live ones that are left. A wrapper has the parameters of what it wraps, so
+    those of the same class come first."""
+    left = list(views)
+    pairs: list[_Pair] = []
+    for same_class in (True, False):
+        for one in saved:
+            if any(one is known for known, _ in pairs):
+                continue
+            wanted = set(one.all_names)
+            common = {v.index: len(wanted & {n for n, _ in v.params}) for v in left}
+            fitting = [v for v in left if not same_class or (v.class_name == one.class_name and common[v.index])]
+            live = max(fitting, key=lambda v: common[v.index], default=None)
+            if live is not None:
+                left.remove(live)
+            if live is not None or not same_class:
+                pairs.append((one, live))
+    return left, pairs
 
 
 def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | None:

@@ -24,7 +24,7 @@ from lightck.capture.boundary import Boundary, Event
 from lightck.capture.discover import Found, drives
 from lightck.capture.hooks import Hooks, remove
 from lightck.capture.loader import SessionLoader
-from lightck.capture.nest import followed, stepping
+from lightck.capture.nest import followed, places
 from lightck.capture.rng import RngState
 from lightck.capture.snapshot import Capture
 from lightck.errors import BackgroundError, FlushTimeoutError, LateError, SessionError
@@ -64,9 +64,9 @@ class Session:
         self._resumed = resumed
         self._first_step: FirstStep | None = first_step
         self._boundary = (
-            Boundary(stepping(found.optimizers), resumed.step, resumed.iteration, resumed.explicit)
+            Boundary(found.updating, resumed.step, resumed.iteration, resumed.explicit)
             if resumed is not None
-            else Boundary(stepping(found.optimizers))
+            else Boundary(found.updating)
         )
         self._saved_step = self._boundary.step
         self._failure: BaseException | None = None
@@ -197,7 +197,7 @@ class Session:
         with self._meter.stall():
             self._raise_failure()
             if by_hand:
-                self._capture.by_hand.add(index)
+                self._capture.stepped_by_hand(index)
             if self._first_step is not None:
                 self._first_step.check(self._capture)
                 self._first_step = None
@@ -257,7 +257,7 @@ class Session:
             )
         log.info("lightck: %s was made after attach and is followed from its first step", type(optimizer).__name__)
         self._capture.add_optimizers(new)
-        self._boundary.optimizers += stepping(new)
+        self._boundary.optimizers += sum(place.steps for place in places(new))
         self._hooks.add(new)
 
     def loader_next(self, loader: SessionLoader) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightck.capture.nest import followed, has_hooks, inner_of, loose_tensors, roots, wraps_one_of
+from lightck.capture.nest import followed, has_hooks, inner_of, inside, loose_tensors, places
 from lightck.errors import AmbiguousError, UnsupportedError
 
 log = logging.getLogger("lightck")
@@ -31,6 +31,11 @@ class Found:
     state: Mapping[str, Any]
     found: Mapping[str, str] = field(default_factory=dict)
     """name -> class, for what was found rather than passed."""
+
+    @property
+    def updating(self) -> int:
+        """How many optimizers make updates: one inside another does not."""
+        return sum(place.steps for place in places(self.optimizers))
 
 
 def unwrap(optimizer: Any) -> Any:
@@ -95,20 +100,21 @@ def _find_optimizers(live: _LiveObjects, params: Mapping[int, int]) -> tuple[Opt
     driving = live.of(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
     # The order of the heap is an accident; that of the model is the same in the next process.
     driving.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
-    outermost = [o for o in driving if not any(wraps_one_of(outer, [o]) for outer in driving)]
-    optimizers = followed(outermost)
+    optimizers = followed(driving)
     _refuse_shared(optimizers)
     return optimizers
 
 
-def _refuse_shared(optimizers: Iterable[Optimizer]) -> None:
+def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
     """State is saved by the name of its parameter, so a parameter has one optimizer (and wrappers around it)."""
     owner: dict[int, Optimizer] = {}
+    wrappers = [(id(o), within) for o in optimizers if (within := inside(o))]
     for opt in optimizers:
+        around = {key for key, within in wrappers if id(opt) in within}
         for group in opt.param_groups:
             for p in group["params"]:
                 other = owner.setdefault(id(p), opt)
-                if other is not opt and not wraps_one_of(other, [opt]):
+                if other is not opt and id(other) not in around:
                     raise AmbiguousError(
                         f"Two optimizers update the same parameters: {_describe(other)} and {_describe(opt)}. State is "
                         "saved by parameter, so lightck follows one optimizer for each. If one of them is left over, "
@@ -154,7 +160,7 @@ def _find_schedulers(
     for scheduler in _schedulers_among(live, optimizers):
         by_optimizer.setdefault(id(_scheduled(scheduler)), []).append(scheduler)
     found = {}
-    innermost = [o for o in optimizers if not wraps_one_of(o, optimizers)]
+    innermost = [o for o, place in zip(optimizers, places(optimizers), strict=True) if not place.wraps]
     for i, opt in enumerate(innermost):
         name = _role("scheduler", i, innermost)
         schedulers = by_optimizer.get(id(opt), [])
@@ -186,9 +192,10 @@ def _find_scaler(live: _LiveObjects, given: Mapping[str, Any]) -> dict[str, Any]
 def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     """Role -> class, for a log line: a wrapper is named with what it wraps."""
     around: dict[int, list[str]] = {}
-    for optimizer, root in zip(optimizers, roots(optimizers), strict=True):
-        around.setdefault(root, []).append(type(optimizer).__name__)
-    return {_role("optimizer", i, around): " around ".join(names) for i, names in enumerate(around.values())}
+    for optimizer, place in zip(optimizers, places(optimizers), strict=True):
+        around.setdefault(place.outermost, []).append(type(optimizer).__name__)
+    joined = [" around ".join([outer, ", ".join(within)] if within else [outer]) for outer, *within in around.values()]
+    return {_role("optimizer", i, around): names for i, names in enumerate(joined)}
 
 
 def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Mapping[str, Any]) -> None:

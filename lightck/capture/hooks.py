@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from lightck.capture.nest import has_hooks, roots
+from lightck.capture.nest import has_hooks, places
 
 _DUMMY_STEP = "_init_optim_state"
 """torch.distributed.checkpoint.state_dict makes optimizer state by a step that changes nothing."""
@@ -61,7 +61,7 @@ class Hooks:
 
     def add(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these too: an optimizer, or a wrapper with what it wraps."""
-        self._roots.extend(len(self._optimizers) + root for root in roots(optimizers))
+        self._roots.extend(len(self._optimizers) + place.root for place in places(optimizers))
         self._optimizers.extend(optimizers)
         for optimizer in filter(has_hooks, optimizers):
             self._handles.append(optimizer.register_step_pre_hook(self._step_pre))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightck.capture.nest import has_own_state, inner_of, roots, wraps_one_of
+from lightck.capture.nest import Place, has_own_state, inner_of, places
 from lightck.capture.values import dtype_name
 from lightck.errors import StateValueError
 from lightck.pool.layout import ITEM_NBYTES, NAME_NBYTES_MAX, Entry, is_dense, is_name
@@ -117,13 +117,12 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 class OptimizerView:
     """One optimizer: its parameters by name, its groups' options, its state."""
 
-    def __init__(self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], *, root: int | None = None,
-                 wraps: bool = False) -> None:  # fmt: skip
-        """``root``: position of the optimizer whose step is an update of this one. ``wraps``: another one has state of
-        the same parameters, and the names for it."""
+    def __init__(self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], place: Place) -> None:
+        """Where it ``wraps`` another one, that one's state has the names of the parameters."""
         self.index = index
-        self.root = index if root is None else root
-        self.wraps = wraps
+        self.root = place.root
+        self.wraps = place.wraps
+        self.is_wrapped = place.is_wrapped
         self.optimizer = optimizer
         self._had: set[int] = set()
         self.refresh(names)
@@ -216,10 +215,10 @@ def optimizer_views(optimizers: Sequence[Any], names: dict[int, str], *, views: 
                     followed: int = 0) -> list[OptimizerView]:  # fmt: skip
     """A view of each optimizer that has state of its own, numbered after those that there are already."""
     found: list[OptimizerView] = []
-    for optimizer, root in zip(optimizers, roots(optimizers), strict=True):
+    for optimizer, place in zip(optimizers, places(optimizers), strict=True):
         if not inner_of(optimizer) or has_own_state(optimizer):
-            wraps = wraps_one_of(optimizer, optimizers)
-            found.append(OptimizerView(views + len(found), optimizer, names, root=followed + root, wraps=wraps))
+            place.root += followed
+            found.append(OptimizerView(views + len(found), optimizer, names, place))
     return found
 
 

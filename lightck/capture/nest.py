@@ -8,6 +8,7 @@ outermost followed optimizer whose hooks run. Nothing is read here but attribute
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ _DEPTH = 4
 
 
 def followed(optimizers: Iterable[Any]) -> tuple[Any, ...]:
-    """Every optimizer to follow, outermost first. Raises ``TypeError`` and ``UnsupportedError``."""
-    found = tuple({id(o): o for outer in optimizers for o in _members(outer, ())}.values())
+    """Every optimizer to follow, a wrapper before what it wraps. Raises ``TypeError`` and ``UnsupportedError``."""
+    given = {id(o): o for o in optimizers}
+    wrapped: set[int] = set().union(*(inside(o) - {key} for key, o in given.items()))
+    found = tuple({id(o): o for key, top in given.items() if key not in wrapped for o in _members(top, ())}.values())
     for optimizer in found:
         refuse_unsupported(optimizer)
     return found
@@ -90,36 +93,45 @@ def has_own_state(optimizer: Any) -> bool:
     return all(getattr(one, "state", None) is not state for one in inner_of(optimizer))
 
 
-def wraps_one_of(optimizer: Any, others: Collection[Any]) -> bool:
-    """Whether one of ``others`` lies inside this optimizer."""
-    inside = set(map(id, _inside(optimizer)))
-    return any(id(o) in inside for o in others)
-
-
-def _inside(optimizer: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    for one in inner_of(optimizer) if depth else ():
-        yield one
-        yield from _inside(one, depth - 1)
-
-
-def roots(optimizers: Sequence[Any]) -> list[int]:
-    """For each optimizer the position of the one whose step is an update of it: itself, or a wrapper with hooks."""
-    found = list(range(len(optimizers)))
-    for i, outer in reversed(list(enumerate(optimizers))):
-        if _steps_with_hooks(outer):
-            inside = set(map(id, _inside(outer)))
-            found = [i if id(o) in inside else root for o, root in zip(optimizers, found, strict=True)]
+def inside(optimizer: Any) -> set[int]:
+    """ids of the optimizers that lie inside this one, at any depth."""
+    found: set[int] = set()
+    todo = inner_of(optimizer)
+    while todo:
+        one = todo.pop()
+        if id(one) not in found:
+            found.add(id(one))
+            todo.extend(inner_of(one))
     return found
 
 
-def stepping(optimizers: Sequence[Any]) -> int:
-    """How many of them make updates of their own: the others step inside these, or never through torch's hooks."""
-    found = roots(optimizers)
-    return sum(root == i and _reports(o) for i, (root, o) in enumerate(zip(found, optimizers, strict=True)))
+@dataclass(slots=True)
+class Place:
+    """Where an optimizer stands among those that are followed. Positions are in their list."""
+
+    outermost: int
+    root: int
+    """Whose step is an update of it: its own, or that of the outermost wrapper that has hooks."""
+    wraps: bool = False
+    is_wrapped: bool = False
+    steps: bool = True
+    """Whether it makes updates: one inside a root does not, nor does a wrapper that has no hooks."""
 
 
-def _reports(optimizer: Any) -> bool:
-    return _steps_with_hooks(optimizer) or not inner_of(optimizer)
+def places(optimizers: Sequence[Any]) -> list[Place]:
+    found = [Place(i, i) for i in range(len(optimizers))]
+    positions = {id(o): i for i, o in enumerate(optimizers)}
+    nests = [inside(o) - {id(o)} for o in optimizers]
+    for i in sorted(range(len(nests)), key=lambda i: len(nests[i])):  # the outermost last: it has the last word
+        within = [found[positions[key]] for key in nests[i] if key in positions]
+        has_steps = _steps_with_hooks(optimizers[i])
+        found[i].wraps = bool(within)
+        found[i].steps = has_steps or not within
+        for place in within:
+            place.outermost, place.is_wrapped = i, True
+            if has_steps:
+                place.root, place.steps = i, False
+    return found
 
 
 def loose_tensors(optimizer: Any, known: Collection[int]) -> list[str]:

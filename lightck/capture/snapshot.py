@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from lightck.capture import rng, values
 from lightck.capture.boundary import Event
 from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_views, staged
-from lightck.capture.nest import wraps_one_of
 from lightck.errors import StateValueError
 
 if TYPE_CHECKING:
@@ -70,8 +69,7 @@ class Capture:
         self.optimizers = optimizer_views(optimizers, names)
         self._n_followed = len(optimizers)
         self._told_shared = False
-        self.by_hand: set[int] = set()
-        """Updates whose wrapper is not stepped itself: what it wraps is stepped by other methods of it."""
+        self._by_hand: set[int] = set()
         self._without_grad = {view.index: self._torch_params(view) for view in self.optimizers}
 
     def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -127,10 +125,18 @@ class Capture:
     def _written_before_the_gate(self, lives: list[Live]) -> frozenset[str]:
         """What the methods of wrappers write that are called instead of their ``step`` (SAM's ascent, and what it keeps
         aside): no gate comes before them, so nothing may be left to background copies."""
-        if not self.by_hand:
+        if not self._by_hand:
             return frozenset()
-        params = {id(p) for view in self.optimizers if view.root in self.by_hand for _, p in view.params}
+        params = {id(p) for view in self.optimizers if view.root in self._by_hand for _, p in view.params}
         return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
+
+    def stepped_by_hand(self, index: int) -> None:
+        """What a wrapper wraps is stepped outside the wrapper's ``step``, by another method of it or by the loop."""
+        if index not in self._by_hand:
+            self._by_hand.add(index)
+            classes = " around ".join(view.class_name for view in self.optimizers if view.root == index)
+            log.info("lightck: %s: the inner one is stepped by itself. What is written before that cannot be waited "
+                     "for, so their tensors are copied at the boundary", classes)  # fmt: skip
 
     def _wake(self, waiting: dict[int, torch.Tensor]) -> None:
         woken = [key for key, p in waiting.items() if p.grad is not None]
@@ -141,8 +147,7 @@ class Capture:
 
     def _torch_params(self, view: OptimizerView) -> dict[int, torch.Tensor]:
         """Parameters that a torch.optim class will not touch as long as they have no gradient; a wrapper may."""
-        alone = not any(wraps_one_of(other.optimizer, [view.optimizer]) for other in self.optimizers)
-        if not alone or not type(view.optimizer).__module__.startswith("torch.optim."):
+        if view.wraps or view.is_wrapped or not type(view.optimizer).__module__.startswith("torch.optim."):
             return {}
         return {id(p): p for _, p in view.params}
 

@@ -108,6 +108,36 @@ def test_found_says_what_is_around_what(pool):
         assert session.found == {"optimizer": "Sam around SGD"}
 
 
+def test_wrapped_before_wrapper_is_the_same(pool):
+    """In whichever order they are passed."""
+
+    def reversed_order(training: Training) -> dict[str, Any]:
+        (outer,) = training.optimizers
+        return {"optimizer": [outer.optimizer.base_optimizer, outer.optimizer, outer]}
+
+    survives(pool, Training(thrice, climbing), attach=reversed_order)
+
+
+def test_what_is_wrapped_can_be_taken_alone(pool):
+    """A model that is fine-tuned without the wrapper: the base optimizer's state fits the base optimizer."""
+    run = Training(sam, climbing)
+    checkpoint = survives(pool, run)
+    fresh = run.again()
+    base = fresh.optimizers[0].base_optimizer
+    taken = lightck.recover(pool, fresh.model, base, strict=False)
+    assert [o["momentum_buffer"].shape for o in base.state.values()] == [p.shape for p in fresh.model.parameters()]
+    assert not taken.drift
+    with pytest.raises(lightck.errors.SessionError, match="the Sam"):
+        lightck.attach(fresh.model, pool, optimizer=base)
+    assert checkpoint.step in (2, 3)
+
+
+def test_found_names_containers(pool):
+    run = Training(both)
+    with lightck.attach(run.model, pool) as session:
+        assert session.found == {"optimizer": "Both around Muon, AdamW"}
+
+
 def test_one_step_of_a_wrapper_is_one_update(pool):
     for make, iterate in ((sam, climbing), (sam, two_steps), (lookahead, plain), (both, plain), (thrice, climbing)):
         run = Training(make, iterate)
