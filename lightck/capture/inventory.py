@@ -117,10 +117,12 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 class OptimizerView:
     """One optimizer: its parameters by name, its groups' options, its state."""
 
-    def __init__(self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], place: Place) -> None:
-        """Where it ``wraps`` another one, that one's state has the names of the parameters."""
+    def __init__(self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], place: Place,
+                 root: int) -> None:  # fmt: skip
+        """``root``: the update that its steps belong to. Where it ``wraps`` another one, that one's state has the names
+        of the parameters."""
         self.index = index
-        self.root = place.root
+        self.root = root
         self.wraps = place.wraps
         self.is_wrapped = place.is_wrapped
         self.optimizer = optimizer
@@ -192,19 +194,18 @@ class OptimizerView:
         return values
 
     def rest(self) -> dict[Any, Any]:
-        """What lies in ``optimizer.state`` under keys that are no parameters. Raises ``StateValueError`` for a tensor
-        that never was one: nothing would find its state again."""
-        rest: dict[Any, Any] = {}
-        for key, value in self.optimizer.state.items():
-            if not isinstance(key, torch.Tensor):
-                rest[key] = value
-            elif id(key) not in self._had:
+        """What lies in ``optimizer.state`` under keys that are no tensors."""
+        return {k: v for k, v in self.optimizer.state.items() if not isinstance(k, torch.Tensor)}
+
+    def refuse_nameless(self) -> None:
+        """Raises ``StateValueError`` for state under a tensor that never was a parameter: nothing would find it."""
+        for key in self.optimizer.state:
+            if isinstance(key, torch.Tensor) and id(key) not in self._had:
                 raise StateValueError(
                     f"{self.class_name} keeps state under a tensor of shape {list(key.shape)} that is in none of its "
                     "param_groups. State is saved by the name of its parameter, and this one has none. Key it by a "
                     "parameter or a string, or delete it (del optimizer.state[tensor])."
                 )
-        return rest
 
     def groups(self) -> list[dict[str, Any]]:
         """The options of each group (lr, betas, ...), without its parameters."""
@@ -217,8 +218,7 @@ def optimizer_views(optimizers: Sequence[Any], names: dict[int, str], *, views: 
     found: list[OptimizerView] = []
     for optimizer, place in zip(optimizers, places(optimizers), strict=True):
         if not inner_of(optimizer) or has_own_state(optimizer):
-            place.root += followed
-            found.append(OptimizerView(views + len(found), optimizer, names, place))
+            found.append(OptimizerView(views + len(found), optimizer, names, place, followed + place.root))
     return found
 
 
@@ -269,6 +269,11 @@ def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
             f"The tensor {name!r} cannot be stored: {kind}. A pool holds plain, dense tensors. Convert it before "
             "attach, or keep it out of what is saved (a buffer with persistent=False)."
         )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there are bytes of its own kind behind it, which another tensor may share."""
+    return tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

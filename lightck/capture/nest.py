@@ -105,33 +105,32 @@ def inside(optimizer: Any) -> set[int]:
     return found
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where an optimizer stands among those that are followed. Positions are in their list."""
 
     outermost: int
     root: int
     """Whose step is an update of it: its own, or that of the outermost wrapper that has hooks."""
-    wraps: bool = False
-    is_wrapped: bool = False
-    steps: bool = True
+    wraps: bool
+    is_wrapped: bool
+    steps: bool
     """Whether it makes updates: one inside a root does not, nor does a wrapper that has no hooks."""
 
 
 def places(optimizers: Sequence[Any]) -> list[Place]:
-    found = [Place(i, i) for i in range(len(optimizers))]
     positions = {id(o): i for i, o in enumerate(optimizers)}
-    nests = [inside(o) - {id(o)} for o in optimizers]
+    nests = [[positions[key] for key in inside(o) - {id(o)} if key in positions] for o in optimizers]
+    hooked = list(map(_steps_with_hooks, optimizers))
+    outermost, root = list(range(len(nests))), list(range(len(nests)))
     for i in sorted(range(len(nests)), key=lambda i: len(nests[i])):  # the outermost last: it has the last word
-        within = [found[positions[key]] for key in nests[i] if key in positions]
-        has_steps = _steps_with_hooks(optimizers[i])
-        found[i].wraps = bool(within)
-        found[i].steps = has_steps or not within
-        for place in within:
-            place.outermost, place.is_wrapped = i, True
-            if has_steps:
-                place.root, place.steps = i, False
-    return found
+        for within in nests[i]:
+            outermost[within] = i
+            root[within] = i if hooked[i] else root[within]
+    return [
+        Place(outermost[i], root[i], bool(nest), outermost[i] != i, root[i] == i and (hooked[i] or not nest))
+        for i, nest in enumerate(nests)
+    ]
 
 
 def loose_tensors(optimizer: Any, known: Collection[int]) -> list[str]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightck.capture import rng, values
 from lightck.capture.boundary import Event
-from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_views, staged
+from lightck.capture.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
 from lightck.errors import StateValueError
 
 if TYPE_CHECKING:
@@ -79,6 +79,12 @@ class Capture:
         self.optimizers.extend(views)
         self._without_grad |= {view.index: self._torch_params(view) for view in views}
 
+    def _torch_params(self, view: OptimizerView) -> dict[int, torch.Tensor]:
+        """Parameters that a torch.optim class will not touch as long as they have no gradient; a wrapper may."""
+        if view.wraps or view.is_wrapped or not type(view.optimizer).__module__.startswith("torch.optim."):
+            return {}
+        return {id(p): p for _, p in view.params}
+
     def forget(self) -> None:
         """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
         self.model = ModelView(nn.Module())
@@ -107,28 +113,12 @@ class Capture:
             if view.root == index:
                 self._wake(self._without_grad[view.index])
 
-    def _tell_shared_memory(self, lives: list[Live]) -> None:
-        """Once, when state is there: views of one buffer come back as tensors of their own."""
-        states = [live for live in lives if live.role == "optimizer" and live.alias is None and live.tensor.numel()]
-        if self._told_shared or not states:
-            return
-        self._told_shared = True
-        first: dict[int, str] = {}
-        for live in states:
-            other = first.setdefault(live.tensor.untyped_storage().data_ptr(), live.name)
-            if other != live.name:
-                log.warning("lightck: %s lies in the memory of %s. Each is saved whole, and they are restored apart: "
-                            "an optimizer that writes one through the other does not go on bit-identically. Keep "
-                            "state in tensors of its own (.clone())", live.name, other)  # fmt: skip
-                return
-
-    def _written_before_the_gate(self, lives: list[Live]) -> frozenset[str]:
-        """What the methods of wrappers write that are called instead of their ``step`` (SAM's ascent, and what it keeps
-        aside): no gate comes before them, so nothing may be left to background copies."""
-        if not self._by_hand:
-            return frozenset()
-        params = {id(p) for view in self.optimizers if view.root in self._by_hand for _, p in view.params}
-        return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
+    def _wake(self, waiting: dict[int, torch.Tensor]) -> None:
+        woken = [key for key, p in waiting.items() if p.grad is not None]
+        for key in woken:
+            del waiting[key]
+        if woken:
+            self._seen_grad = self._seen_grad | frozenset(woken)
 
     def stepped_by_hand(self, index: int) -> None:
         """What a wrapper wraps is stepped outside the wrapper's ``step``, by another method of it or by the loop."""
@@ -137,19 +127,6 @@ class Capture:
             classes = " around ".join(view.class_name for view in self.optimizers if view.root == index)
             log.info("lightck: %s: the inner one is stepped by itself. What is written before that cannot be waited "
                      "for, so their tensors are copied at the boundary", classes)  # fmt: skip
-
-    def _wake(self, waiting: dict[int, torch.Tensor]) -> None:
-        woken = [key for key, p in waiting.items() if p.grad is not None]
-        for key in woken:
-            del waiting[key]
-        if woken:
-            self._seen_grad = self._seen_grad | frozenset(woken)
-
-    def _torch_params(self, view: OptimizerView) -> dict[int, torch.Tensor]:
-        """Parameters that a torch.optim class will not touch as long as they have no gradient; a wrapper may."""
-        if view.wraps or view.is_wrapped or not type(view.optimizer).__module__.startswith("torch.optim."):
-            return {}
-        return {id(p): p for _, p in view.params}
 
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
@@ -179,6 +156,29 @@ class Capture:
         if event is Event.PRE_STEP and self.provisional is not None:
             lives = self._with_buffers_of(self.provisional, lives)
         return Closing(step, iteration, lives, small, self._written_before_the_gate(lives))
+
+    def _tell_shared_memory(self, lives: list[Live]) -> None:
+        """Once, when state is there: views of one buffer come back as tensors of their own."""
+        if self._told_shared:
+            return
+        states = [live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)]
+        self._told_shared = bool(states)
+        first: dict[int, str] = {}
+        for live in states:
+            other = first.setdefault(live.tensor.untyped_storage().data_ptr(), live.name)
+            if other != live.name:
+                log.warning("lightck: %s lies in the memory of %s. Each is saved whole, and they are restored apart: "
+                            "an optimizer that writes one through the other does not go on bit-identically. Keep "
+                            "state in tensors of its own (.clone())", live.name, other)  # fmt: skip
+                return
+
+    def _written_before_the_gate(self, lives: list[Live]) -> frozenset[str]:
+        """What the methods of wrappers write that are called instead of their ``step`` (SAM's ascent, and what it keeps
+        aside): no gate comes before them, so nothing may be left to background copies."""
+        if not self._by_hand:
+            return frozenset()
+        params = {id(p) for view in self.optimizers if view.root in self._by_hand for _, p in view.params}
+        return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
 
     @staticmethod
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
@@ -225,6 +225,7 @@ class Capture:
         return values.pack(state, path="", large=None)
 
     def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, Any]:
+        view.refuse_nameless()
         path = _role("optimizer", view.index, len(self.optimizers))
         return {
             "class": view.class_name,

@@ -140,6 +140,9 @@ def test_state_that_a_removed_parameter_left_behind_harms_nothing(pool):
     fresh.learn(4, 2)
     run.learn(4, 2)
     assert same(fresh.losses[5], run.losses[5])
+    lightck.recover(pool, run.model, run.optimizers)  # into the optimizer that still has that state
+    run.learn(4, 2)
+    assert same(fresh.losses[5], run.losses[5])
 
 
 def test_tensors_in_attributes_are_named_in_a_warning(pool, caplog):
