@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch import nn
 
 from lightck import restore as _restore
 from lightck.capture import values
-from lightck.capture.discover import unwrap
+from lightck.capture.nest import followed
 from lightck.capture.rng import RngState
 from lightck.contents import Contents, MemorySource, OptimizerContents
 from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.format import CommitLine
 from lightck.pool.reader import Rejected
+from lightck.restore_optimizer import joined, keys_by_param
 from lightck.resume import RestoredFrom, mark_poisoned, remember
 from lightck.sessions import has_open_session
 
@@ -62,7 +64,8 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> dict[str, Any] | list[dict[str, Any]] | None:
-        """The optimizer's state_dict, as torch numbers it; a list where there are several, None where none was saved.
+        """The optimizer's state_dict, as torch numbers it; a list where there are several (a wrapper before what it
+        wraps), None where none was saved. Its tensors are copies: an optimizer that loads them trains on in them.
 
         ``Optimizer.load_state_dict`` casts state to its parameter's dtype; ``restore`` does not."""
         dicts = [self._optimizer_dict(o) for o in self.contents.optimizers]
@@ -115,16 +118,23 @@ class Checkpoint:
 
     def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, Any]:
         numbers = {name: i for i, name in enumerate(saved.all_names)}
-        keys = _restore.keys_by_param(self.contents)
-        rest = values.unpack(saved.values, tensor=self._tensor)
+        keys = keys_by_param(self.contents, saved)
+        copies: dict[str, torch.Tensor] = {}
+
+        def copy_of(name: str) -> torch.Tensor:
+            if name not in copies:
+                copies[name] = self._tensor(name).clone()
+            return copies[name]
+
+        rest = values.unpack(saved.values, tensor=copy_of)
         state: dict[Any, Any] = {}
         for name, number in numbers.items():
-            found: dict[Any, Any] = {key: self._tensor(e.name) for key, e in keys.get(name, {}).items()}
+            found: dict[Any, Any] = {key: copy_of(e.alias or e.name) for key, e in keys.get(name, {}).items()}
             if found or name in rest:
-                state[number] = found | rest.get(name, {})
-        state |= values.unpack(saved.rest, tensor=self._tensor)
+                state[number] = joined(found, rest, name)
+        state |= values.unpack(saved.rest, tensor=copy_of)
         groups = [
-            {**options, "params": [numbers[n] for n in names]}
+            {**deepcopy(options), "params": [numbers[n] for n in names]}
             for options, names in zip(saved.groups, saved.names, strict=True)
         ]
         return {"state": state, "param_groups": groups}
@@ -145,7 +155,7 @@ def plan_restore(contents: Contents, model: nn.Module, optimizer: Any, state: Ma
             "(session.close()), then restore and attach again."
         )
     many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
-    return _restore.check(contents, model, [unwrap(o) for o in many], state or {}, strict=strict, complete=complete)
+    return _restore.check(contents, model, list(followed(many)), state or {}, strict=strict, complete=complete)
 
 
 def not_taken(plan: _restore.Plan) -> tuple[str, ...]:

@@ -53,6 +53,8 @@ class OptimizerContents:
     groups: list[dict[str, Any]]
     values: bytes
     rest: bytes
+    wraps: bool = False
+    """It wraps another one: the state tensors that are named by parameter are that one's."""
 
     @property
     def all_names(self) -> list[str]:
@@ -132,7 +134,8 @@ def _optimizer(value: Any) -> OptimizerContents:
     if len(groups) != len(names):
         raise CorruptPoolError("its optimizer has groups without options")
     packed, rest = _typed(value["values"], bytes), _typed(value["rest"], bytes)
-    return OptimizerContents(_typed(value["class"], str), names, groups, packed, rest)
+    wraps = _typed(value.get("wraps", False), bool)
+    return OptimizerContents(_typed(value["class"], str), names, groups, packed, rest, wraps)
 
 
 def empty_for(entry: Entry, device: torch.device | str) -> torch.Tensor:

@@ -23,6 +23,7 @@ message gives the fact, the reason and the cure, in that order.
     ├── DriftError                    (ValueError)          the checkpoint does not fit the model or optimizer
     ├── AmbiguousError                (ValueError)          two candidates for one role
     ├── StateValueError               (TypeError)           a value that cannot be stored
+    ├── UnsupportedError              (NotImplementedError) an optimizer that lightck does not follow
     ├── LateError                     (RuntimeError)        an optimizer or scheduler that came after attach
     ├── SessionError                  (RuntimeError)        a call that this session cannot take now
     ├── StateChangedError             (RuntimeError)        a tensor was written while a version still needed it
@@ -121,6 +122,10 @@ class AmbiguousError(LightckError, ValueError):
 
 class StateValueError(LightckError, TypeError):
     """A value that has to be saved cannot be stored; the message names its path."""
+
+
+class UnsupportedError(LightckError, NotImplementedError):
+    """An optimizer that lightck does not follow; the message names one that does the work."""
 
 
 class LateError(LightckError, RuntimeError):

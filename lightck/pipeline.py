@@ -106,6 +106,7 @@ class Pipeline:
     def close_version(self, closing: Closing) -> None:
         """Begin writing a version. Small tensors, buffers and state are copied before this returns."""
         self._reap()
+        self.resting.never.update(closing.at_once)
         writer = self.writer
         try:
             if writer is None:

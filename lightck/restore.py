@@ -17,10 +17,12 @@ from torch.optim.optimizer import Optimizer
 
 from lightck import memory
 from lightck.capture import values
-from lightck.capture.inventory import Live, ModelView, OptimizerView, is_plain
-from lightck.contents import Contents, OptimizerContents, Source, empty_for, load_tensor, tensor_reader
+from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_views
+from lightck.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader
 from lightck.errors import DriftError, LightckError
+from lightck.fill import fill
 from lightck.pool.layout import Entry
+from lightck.restore_optimizer import read_state, set_state
 
 _Names = tuple[str, ...]
 
@@ -90,7 +92,7 @@ def check(
     """
     view = ModelView(model)
     names = view.names_by_id()
-    opt_views = [OptimizerView(i, o, names) for i, o in enumerate(optimizers)]
+    opt_views = optimizer_views(optimizers, names)
     plan = Plan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
     notes: list[str] = []
     tensors = view.tensors(frozenset()) + [live for o in opt_views for live in o.outside()]
@@ -163,21 +165,42 @@ def _were_tied(contents: Contents, name: str, other: str) -> bool:
 
 def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan, notes: list[str],
                       complete: bool) -> None:  # fmt: skip
-    left = list(views)
-    for saved in contents.optimizers:
-        wanted = set(saved.all_names)
-        live = max(left, key=lambda v: len(wanted & {n for n, _ in v.params}), default=None)
+    left, pairs = _pairs(contents.optimizers, views)
+    for saved, live in pairs:
         if live is None:
             if complete:
                 notes.append(f"the checkpoint holds the state of {saved.class_name}, and no optimizer takes it")
             continue
-        left.remove(live)
         problem = _optimizer_problem(saved, live)
         if problem:
             notes.append(problem)
         else:
             plan.optimizers.append((saved, live))
     notes.extend(f"the checkpoint holds nothing for the live {live.class_name}" for live in left)
+
+
+_Pair = tuple[OptimizerContents, OptimizerView | None]
+
+
+def _pairs(saved: Sequence[OptimizerContents], views: Sequence[OptimizerView],
+           ) -> tuple[list[OptimizerView], list[_Pair]]:  # fmt: skip
+    """Who takes what, by parameters; and the live ones that are left. A wrapper has the parameters of what it wraps, so
+    those of the same class come first."""
+    left = list(views)
+    pairs: list[_Pair] = []
+    for same_class in (True, False):
+        for one in saved:
+            if any(one is known for known, _ in pairs):
+                continue
+            wanted = set(one.all_names)
+            common = {v.index: len(wanted & {n for n, _ in v.params}) for v in left}
+            fitting = [v for v in left if not same_class or (v.class_name == one.class_name and common[v.index])]
+            live = max(fitting, key=lambda v: common[v.index], default=None)
+            if live is not None:
+                left.remove(live)
+            if live is not None or not same_class:
+                pairs.append((one, live))
+    return left, pairs
 
 
 def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | None:
@@ -222,7 +245,9 @@ def apply(plan: Plan, source: Source) -> None:
         for name, tensor in plan.tensors:
             plan.held[name] = tensor
             fill(source, name, tensor)
-        states = [_optimizer_state(saved, live, plan, source) for saved, live in plan.optimizers]
+        states = [
+            read_state(saved, live, plan.contents, plan.unfit, plan.held, source) for saved, live in plan.optimizers
+        ]
     read = tensor_reader(source, plan.held)
     rests = [values.unpack(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
@@ -233,7 +258,7 @@ def apply(plan: Plan, source: Source) -> None:
     for name, obj in plan.objects.items():
         _load(name, obj, objects[name])
     for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
-        _set_optimizer(saved, live, state)
+        set_state(saved, live, state)
         for key in live.rest():
             del live.optimizer.state[key]
         live.optimizer.state.update(rest)
@@ -275,91 +300,6 @@ def _load(name: str, obj: Any, value: Any) -> None:
             f"state[{name!r}] did not take its saved state: {type(err).__name__}: {err}. The object is not built as it "
             "was when it was saved. Build it the same way, then restore again."
         ) from err
-
-
-def fill(source: Source, name: str, tensor: torch.Tensor) -> None:
-    """Verified bytes of one entry into a live tensor: straight into its memory where that has the saved layout."""
-    entry = source.entries[name]
-    if not tensor.numel():
-        return
-    if is_plain(tensor) and _same_layout(entry, tensor):
-        source.read_into(name, tensor.data_ptr())
-    else:
-        memory.write(tensor, load_tensor(source, name))
-
-
-def _same_layout(entry: Entry, tensor: torch.Tensor) -> bool:
-    return tuple(tensor.stride()) == entry.stride or (tensor.is_contiguous() and _is_contiguous(entry))
-
-
-def _is_contiguous(entry: Entry) -> bool:
-    expected = 1
-    for size, step in zip(reversed(entry.shape), reversed(entry.stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= max(size, 1)
-    return True
-
-
-def _optimizer_state(saved: OptimizerContents, live: OptimizerView, plan: Plan,
-                     source: Source) -> dict[str, dict[Any, Any]]:  # fmt: skip
-    """The state of each parameter, by name: live tensors filled in place where they fit, new ones elsewhere."""
-    keys = keys_by_param(plan.contents)
-    rest = values.unpack(saved.values, tensor=tensor_reader(source, plan.held))
-    params = dict(live.params)
-    state: dict[str, dict[Any, Any]] = {}
-    for name in saved.all_names:
-        if name in plan.unfit:
-            continue
-        p = params[name]
-        present = live.optimizer.state.get(p, {}) if p in live.optimizer.state else {}
-        new: dict[Any, Any] = {}
-        for key, entry in keys.get(name, {}).items():
-            new[key] = _state_tensor(present.get(key), entry, p.device, plan, source)
-        if name in rest:
-            new |= rest[name]
-        if new or name in rest:
-            state[name] = new
-    return state
-
-
-def _state_tensor(present: Any, entry: Entry, device: torch.device, plan: Plan, source: Source) -> torch.Tensor:
-    dtype = values.dtype_from_name(entry.dtype)
-    fits = isinstance(present, torch.Tensor) and present.dtype == dtype and tuple(present.shape) == entry.shape
-    target = present if fits else empty_for(entry, "cpu" if entry.device == "cpu" else device)
-    plan.held[entry.name] = target
-    fill(source, entry.name, target)
-    return target
-
-
-def keys_by_param(contents: Contents) -> dict[str, dict[str, Entry]]:
-    """Parameter name -> key -> entry, for state tensors that lie directly in ``optimizer.state[p]``."""
-    names = {n for o in contents.optimizers for n in o.all_names}
-    found: dict[str, dict[str, Entry]] = {}
-    for full, entry in contents.entries.items():
-        if not full.startswith("optimizer/"):
-            continue
-        param, _, key = full.removeprefix("optimizer/").rpartition("/")
-        if param in names:
-            found.setdefault(param, {})[key] = entry
-    return found
-
-
-def _set_optimizer(saved: OptimizerContents, live: OptimizerView, state: dict[str, dict[Any, Any]]) -> None:
-    optimizer, params = live.optimizer, dict(live.params)
-    for name, p in params.items():
-        if name in state:
-            optimizer.state[p] = state[name]
-        else:
-            optimizer.state.pop(p, None)
-    for group, options in zip(optimizer.param_groups, saved.groups, strict=True):
-        for key, value in options.items():
-            now = group.get(key)
-            if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
-                with torch.no_grad():
-                    now.copy_(value)
-            else:
-                group[key] = value
 
 
 def poison(touched: Iterable[torch.Tensor], model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from lightck.capture.boundary import Boundary, Event
 from lightck.capture.discover import Found, drives
 from lightck.capture.hooks import Hooks, remove
 from lightck.capture.loader import SessionLoader
+from lightck.capture.nest import followed, places
 from lightck.capture.rng import RngState
 from lightck.capture.snapshot import Capture
 from lightck.errors import BackgroundError, FlushTimeoutError, LateError, SessionError
@@ -63,9 +64,9 @@ class Session:
         self._resumed = resumed
         self._first_step: FirstStep | None = first_step
         self._boundary = (
-            Boundary(len(found.optimizers), resumed.step, resumed.iteration, resumed.explicit)
+            Boundary(found.updating, resumed.step, resumed.iteration, resumed.explicit)
             if resumed is not None
-            else Boundary(len(found.optimizers))
+            else Boundary(found.updating)
         )
         self._saved_step = self._boundary.step
         self._failure: BaseException | None = None
@@ -191,10 +192,12 @@ class Session:
 
     # -- events (from the hooks and loaders) -------------------------------------------------------------
 
-    def before_step(self, index: int) -> None:
-        """Pre-step hook, before the gate."""
+    def before_step(self, index: int, by_hand: bool) -> None:
+        """Pre-step hook, before the gate. ``by_hand``: an optimizer is stepped outside the ``step`` of its wrapper."""
         with self._meter.stall():
             self._raise_failure()
+            if by_hand:
+                self._capture.stepped_by_hand(index)
             if self._first_step is not None:
                 self._first_step.check(self._capture)
                 self._first_step = None
@@ -245,16 +248,17 @@ class Session:
         if model is None or not drives(optimizer, {id(p): i for i, p in enumerate(model.parameters())}):
             return
         known = {id(p) for view in self._capture.optimizers for _, p in view.params}
-        if any(id(p) in known for g in optimizer.param_groups for p in g["params"]):
+        new = followed([optimizer])
+        if any(id(p) in known for one in new for g in one.param_groups for p in g["params"]):
             raise LateError(
                 f"An optimizer ({type(optimizer).__name__}) steps parameters that another one had at attach. lightck "
                 "saves the state of that other one. Build the optimizer before attach, or close the session and "
                 "attach again."
             )
         log.info("lightck: %s was made after attach and is followed from its first step", type(optimizer).__name__)
-        self._capture.add_optimizer(optimizer)
-        self._boundary.optimizers = len(self._capture.optimizers)
-        self._hooks.add(optimizer)
+        self._capture.add_optimizers(new)
+        self._boundary.optimizers += sum(place.steps for place in places(new))
+        self._hooks.add(new)
 
     def loader_next(self, loader: SessionLoader) -> None:
         """``next()`` on a session loader, before anything is fetched."""

@@ -7,7 +7,8 @@ that names both, and garbage that is only waiting for collection is collected be
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightck.errors import AmbiguousError
+from lightck.capture.nest import followed, has_hooks, inner_of, inside, loose_tensors, places
+from lightck.errors import AmbiguousError, UnsupportedError
+
+log = logging.getLogger("lightck")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +27,20 @@ class Found:
     """What a session saves beside the model. ``state`` includes what was passed."""
 
     optimizers: tuple[Optimizer, ...]
+    """Every one that is followed; a wrapper before what it wraps."""
     state: Mapping[str, Any]
     found: Mapping[str, str] = field(default_factory=dict)
     """name -> class, for what was found rather than passed."""
 
+    @property
+    def updating(self) -> int:
+        """How many optimizers make updates: one inside another does not."""
+        return sum(place.steps for place in places(self.optimizers))
 
-def unwrap(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside a wrapper (Accelerate's has no hooks of its own)."""
-    seen = 0
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer") and seen < 8:
-        optimizer, seen = optimizer.optimizer, seen + 1
-    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise TypeError(
-            f"optimizer= is of type {type(optimizer).__name__}, which has no step hooks. lightck follows "
-            "torch.optim.Optimizer and its subclasses. Pass that object, or the one that it wraps."
-        )
-    return optimizer
+
+def unwrap(optimizer: Any) -> Any:
+    """The innermost optimizer: the one that a scheduler and a wrapper around it have in common."""
+    return followed([optimizer])[-1]
 
 
 def discover(params: Mapping[int, int], optimizer: Any, state: Mapping[str, Any] | None) -> Found:
@@ -51,12 +53,11 @@ def discover(params: Mapping[int, int], optimizer: Any, state: Mapping[str, Any]
     if optimizer is None:
         optimizers = _find_optimizers(live, params)
     else:
-        many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        optimizers = tuple(dict.fromkeys(unwrap(o) for o in many))
+        optimizers = followed(optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
         _refuse_shared(optimizers)
-    found = {_role("optimizer", i, optimizers): type(o).__name__ for i, o in enumerate(optimizers)}
-    if optimizer is not None:
-        found = {}
+    found = _names(optimizers) if optimizer is None else {}
+    for one in optimizers:
+        _tell_loose_tensors(one, params, given)
     extra = {**_find_schedulers(live, optimizers, given), **_find_scaler(live, given)}
     found |= {name: type(obj).__name__ for name, obj in extra.items()}
     kept = {name: obj for name, obj in {**given, **extra}.items() if obj is not None}
@@ -96,21 +97,24 @@ def drives(optimizer: Any, params: Mapping[int, int]) -> bool:
 
 
 def _find_optimizers(live: _LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:
-    optimizers = live.of(Optimizer, lambda o: hasattr(o, "_optimizer_step_pre_hooks") and drives(o, params))
+    driving = live.of(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
     # The order of the heap is an accident; that of the model is the same in the next process.
-    optimizers.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
+    driving.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
+    optimizers = followed(driving)
     _refuse_shared(optimizers)
-    return tuple(optimizers)
+    return optimizers
 
 
-def _refuse_shared(optimizers: Iterable[Optimizer]) -> None:
-    """State is saved by the name of its parameter, so a parameter has one optimizer."""
+def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
+    """State is saved by the name of its parameter, so a parameter has one optimizer (and wrappers around it)."""
     owner: dict[int, Optimizer] = {}
+    wrappers = [(id(o), within) for o in optimizers if (within := inside(o))]
     for opt in optimizers:
+        around = {key for key, within in wrappers if id(opt) in within}
         for group in opt.param_groups:
             for p in group["params"]:
                 other = owner.setdefault(id(p), opt)
-                if other is not opt:
+                if other is not opt and id(other) not in around:
                     raise AmbiguousError(
                         f"Two optimizers update the same parameters: {_describe(other)} and {_describe(opt)}. State is "
                         "saved by parameter, so lightck follows one optimizer for each. If one of them is left over, "
@@ -138,11 +142,11 @@ def _schedulers_among(live: _LiveObjects, optimizers: Iterable[Optimizer]) -> li
     return [s for s in found if id(s) not in parts]
 
 
-def _scheduled(scheduler: Any) -> Optimizer | None:
+def _scheduled(scheduler: Any) -> Any:
     optimizer = getattr(scheduler, "optimizer", None)
     try:
         return unwrap(optimizer)
-    except TypeError:
+    except (TypeError, UnsupportedError):
         return None
 
 
@@ -156,8 +160,9 @@ def _find_schedulers(
     for scheduler in _schedulers_among(live, optimizers):
         by_optimizer.setdefault(id(_scheduled(scheduler)), []).append(scheduler)
     found = {}
-    for i, opt in enumerate(optimizers):
-        name = _role("scheduler", i, optimizers)
+    innermost = [o for o, place in zip(optimizers, places(optimizers), strict=True) if not place.wraps]
+    for i, opt in enumerate(innermost):
+        name = _role("scheduler", i, innermost)
         schedulers = by_optimizer.get(id(opt), [])
         if id(opt) in taken or not schedulers or name in given:
             continue
@@ -184,5 +189,24 @@ def _find_scaler(live: _LiveObjects, given: Mapping[str, Any]) -> dict[str, Any]
     return {"scaler": scalers[0]} if scalers else {}
 
 
-def _role(role: str, index: int, optimizers: tuple[Optimizer, ...]) -> str:
+def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Role -> class, for a log line: a wrapper is named with what it wraps."""
+    around: dict[int, list[str]] = {}
+    for optimizer, place in zip(optimizers, places(optimizers), strict=True):
+        around.setdefault(place.outermost, []).append(type(optimizer).__name__)
+    joined = [" around ".join([outer, ", ".join(within)] if within else [outer]) for outer, *within in around.values()]
+    return {_role("optimizer", i, around): names for i, names in enumerate(joined)}
+
+
+def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Mapping[str, Any]) -> None:
+    """What a third-party optimizer keeps in attributes is neither in a version nor in its own ``state_dict``."""
+    loose = loose_tensors(optimizer, params)
+    if loose and not any(obj is optimizer for obj in given.values()):
+        name = type(optimizer).__name__
+        log.warning("lightck: %s keeps tensors in %s, outside its state and param_groups: they are not saved. Move "
+                    "them into optimizer.state, or pass an object that saves them: attach(..., state={...})",
+                    name, ", ".join(f"{name}.{key}" for key in loose))  # fmt: skip
+
+
+def _role(role: str, index: int, optimizers: Collection[Any]) -> str:
     return role if len(optimizers) == 1 else f"{role}.{index}"

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lightck.capture.nest import has_hooks, places
+
 _DUMMY_STEP = "_init_optim_state"
 """torch.distributed.checkpoint.state_dict makes optimizer state by a step that changes nothing."""
 
@@ -24,7 +26,7 @@ _DUMMY_STEP = "_init_optim_state"
 class Listener(Protocol):
     """What the hooks report to."""
 
-    def before_step(self, index: int) -> None: ...
+    def before_step(self, index: int, by_hand: bool) -> None: ...
 
     def gate(self) -> None: ...
 
@@ -45,6 +47,8 @@ class Hooks:
     def __init__(self, listener: Listener, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._listener = listener
         self._optimizers: list[Optimizer] = []
+        self._roots: list[int] = []
+        """For each optimizer the position of the one whose step is its update: a wrapper and what it wraps are one."""
         self._in_closure = 0
         self._stepping: dict[int, FrameType] = {}
         """Optimizer -> the frame of torch's hook wrapper around its running ``step``."""
@@ -53,13 +57,15 @@ class Hooks:
             model.register_forward_hook(_ModuleHook(self._forward_post)),
             register_optimizer_step_pre_hook(_weakly(self._any_step_pre)),
         ]
-        for optimizer in optimizers:
-            self.add(optimizer)
+        self.add(optimizers)
 
-    def add(self, optimizer: Optimizer) -> None:
-        self._optimizers.append(optimizer)
-        self._handles.append(optimizer.register_step_pre_hook(self._step_pre))
-        self._handles.append(optimizer.register_step_post_hook(self._step_post))
+    def add(self, optimizers: Sequence[Optimizer]) -> None:
+        """Follow these too: an optimizer, or a wrapper with what it wraps."""
+        self._roots.extend(len(self._optimizers) + place.root for place in places(optimizers))
+        self._optimizers.extend(optimizers)
+        for optimizer in filter(has_hooks, optimizers):
+            self._handles.append(optimizer.register_step_pre_hook(self._step_pre))
+            self._handles.append(optimizer.register_step_post_hook(self._step_post))
 
     @property
     def handles(self) -> list[Any]:
@@ -72,7 +78,8 @@ class Hooks:
         self._stepping.clear()
 
     def _index(self, optimizer: Optimizer) -> int:
-        return next(i for i, o in enumerate(self._optimizers) if o is optimizer)
+        """Which update its step belongs to."""
+        return next(root for o, root in zip(self._optimizers, self._roots, strict=True) if o is optimizer)
 
     # -- forward -----------------------------------------------------------------------------------------
 
@@ -99,7 +106,7 @@ class Hooks:
         if self._is_inside(index, wrapper):
             return None
         self._stepping[index] = wrapper
-        self._listener.before_step(index)
+        self._listener.before_step(index, by_hand=self._optimizers[index] is not optimizer)
         closure, put_back = _closure_of(args, kwargs)
         if closure is None:
             self._listener.gate()
@@ -110,8 +117,9 @@ class Hooks:
         return put_back(self._wrapped(closure, gate_after_first=waits))
 
     def _is_inside(self, index: int, frame: FrameType | None) -> bool:
-        """Whether this ``step`` is called by the optimizer's own ``step``: a subclass whose ``step`` ends in
-        ``super().step()`` has hooks around both. A frame that is left over from a step that raised is no caller."""
+        """Whether this ``step`` is called by the optimizer's own ``step`` (a subclass whose ``step`` ends in
+        ``super().step()`` has hooks around both) or by that of a wrapper around it. A frame that is left over from a
+        step that raised is no caller."""
         outer = self._stepping.get(index)
         while outer is not None and frame is not None:
             if frame is outer:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightck.capture.nest import Place, has_own_state, inner_of, places
 from lightck.capture.storable import refuse_hidden_state, refuse_unstorable
 from lightck.capture.values import dtype_name
+from lightck.errors import StateValueError
 from lightck.pool.layout import Entry, is_dense
 
 _WRAPPERS = {
@@ -182,9 +184,16 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 class OptimizerView:
     """One optimizer: its parameters by name, its groups' options, its state."""
 
-    def __init__(self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    def __init__(self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], place: Place,
+                 root: int) -> None:  # fmt: skip
+        """``root``: the update that its steps belong to. Where it ``wraps`` another one, that one's state has the names
+        of the parameters."""
         self.index = index
+        self.root = root
+        self.wraps = place.wraps
+        self.is_wrapped = place.is_wrapped
         self.optimizer = optimizer
+        self._had: set[int] = set()
         self.refresh(names)
 
     @property
@@ -203,6 +212,7 @@ class OptimizerView:
                 in_group.append(name)
                 self.params.append((name, p))
             self.names.append(in_group)
+        self._had.update(id(p) for _, p in self.params)
 
     def has_changed(self) -> bool:
         """Whether the groups hold other parameters than at the last ``refresh``."""
@@ -218,34 +228,65 @@ class OptimizerView:
                 yield Live(name, "param", p, None, None, still=not p.requires_grad)
 
     def state_tensors(self) -> Iterator[Live]:
-        """Tensors that lie directly in ``optimizer.state[p]``."""
+        """Tensors that lie directly in ``optimizer.state[p]``; one that several parameters share as an alias."""
+        if self.wraps:
+            return
         state = self.optimizer.state
+        first: dict[int, str] = {}
+        for name, p in self.params:
+            home = state.get(p)
+            if not isinstance(home, dict):
+                continue
+            for key, value in home.items():
+                if _is_direct(key, value):
+                    full = state_name(name, key)
+                    one = first.setdefault(id(value), full)
+                    yield Live(full, "optimizer", value, home, key, alias=None if one == full else one)
+
+    def state_values(self) -> dict[str, Any]:
+        """The rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value. All of it, for a
+        wrapper; what is no dict as it is."""
+        state = self.optimizer.state
+        values: dict[str, Any] = {}
         for name, p in self.params:
             if p not in state:
                 continue
             home = state[p]
-            for key, value in home.items():
-                if _is_direct(key, value):
-                    yield Live(state_name(name, key), "optimizer", value, home, key)
-
-    def state_values(self) -> dict[str, dict[Any, Any]]:
-        """The rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value."""
-        state = self.optimizer.state
-        values: dict[str, dict[Any, Any]] = {}
-        for name, p in self.params:
-            if p in state:
-                rest = {k: v for k, v in state[p].items() if not _is_direct(k, v)}
-                if rest or not state[p]:
-                    values[name] = rest
+            if not isinstance(home, dict):
+                values[name] = home
+                continue
+            rest = {k: v for k, v in home.items() if self.wraps or not _is_direct(k, v)}
+            if rest or not home:
+                values[name] = rest
         return values
 
     def rest(self) -> dict[Any, Any]:
-        """What lies in ``optimizer.state`` under keys that are no parameters."""
+        """What lies in ``optimizer.state`` under keys that are no tensors."""
         return {k: v for k, v in self.optimizer.state.items() if not isinstance(k, torch.Tensor)}
+
+    def refuse_nameless(self) -> None:
+        """Raises ``StateValueError`` for state under a tensor that never was a parameter: nothing would find it."""
+        for key in self.optimizer.state:
+            if isinstance(key, torch.Tensor) and id(key) not in self._had:
+                raise StateValueError(
+                    f"{self.class_name} keeps state under a tensor of shape {list(key.shape)} that is in none of its "
+                    "param_groups. State is saved by the name of its parameter, and this one has none. Key it by a "
+                    "parameter or a string, or delete it (del optimizer.state[tensor])."
+                )
 
     def groups(self) -> list[dict[str, Any]]:
         """The options of each group (lr, betas, ...), without its parameters."""
         return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+
+
+def optimizer_views(optimizers: Sequence[Any], names: dict[int, str], *, views: int = 0,
+                    followed: int = 0) -> list[OptimizerView]:  # fmt: skip
+    """A view of each optimizer that has state of its own, numbered after those that there are already."""
+    found: list[OptimizerView] = []
+    for optimizer, place in zip(optimizers, places(optimizers), strict=True):
+        if not inner_of(optimizer) or has_own_state(optimizer):
+            found.append(OptimizerView(views + len(found), optimizer, names, place, followed + place.root))
+    return found
 
 
 def _is_direct(key: Any, value: Any) -> bool:
@@ -268,6 +309,11 @@ def entry_of(live: Live) -> Entry:
     nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
     return Entry(live.name, live.role, dtype_name(tensor.dtype), shape, stride, nbytes, tensor.device.type,
                  layer=live.layer, alias=live.alias)  # fmt: skip
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there are bytes of its own kind behind it, which another tensor may share."""
+    return tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

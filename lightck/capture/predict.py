@@ -9,6 +9,7 @@ None, and the layout is made at the first boundary instead.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,8 @@ def predict(view: OptimizerView) -> list[Entry] | None:
 
 
 def _predict(view: OptimizerView) -> Iterator[Entry]:
+    if view.wraps:
+        raise ValueError("it wraps another optimizer")
     groups, stand_ins = _stand_ins(view)
     make: Any = type(view.optimizer)
     scratch: torch.optim.Optimizer = make(groups)
@@ -69,10 +72,20 @@ def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, Any]], dict[tuple[An
 
 
 def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """``step`` below torch's hook wrapper, so that nobody's global hook sees the scratch instance."""
-    step = type(optimizer).step
-    inner = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    inner(optimizer)
+    """``step`` without torch's global hooks, which are the user's. They run around each ``step`` in the chain of
+    ``super().step()``, so they are taken out and put back."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    registries = [getattr(module, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
+    held = [dict(registry) for registry in registries]
+    try:
+        for registry in registries:
+            registry.clear()
+        optimizer.step()
+    finally:
+        for registry, hooks in zip(registries, held, strict=True):
+            registered_since = dict(registry)
+            registry.clear()
+            registry.update(hooks | registered_since)
 
 
 def _rules(p: torch.Tensor, state: dict[Any, Any]) -> dict[Any, tuple[torch.dtype, torch.device, tuple[_Rule, ...]]]:

@@ -7,6 +7,7 @@ the next update; the big tensors are only named here and copied by the pipeline.
 
 from __future__ import annotations
 
+import logging
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +20,14 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightck.capture import rng, values
 from lightck.capture.boundary import Event
-from lightck.capture.inventory import Live, ModelView, OptimizerView, staged
+from lightck.capture.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
 from lightck.capture.storable import refuse_unstorable
 from lightck.errors import StateValueError
 
 if TYPE_CHECKING:
     from lightck.capture.loader import SessionLoader
 
+log = logging.getLogger("lightck")
 STATE_VERSION = 1
 
 
@@ -49,6 +51,8 @@ class Closing:
     iteration: int
     lives: list[Live]
     state: bytes
+    at_once: frozenset[str] = frozenset()
+    """Names of tensors that must not be left to background copies."""
 
 
 class Capture:
@@ -66,13 +70,24 @@ class Capture:
         self.expected_state_nbytes = 0
         """Length of the small state when ``expected_tensors`` last looked."""
         names = self.model.names_by_id()
-        self.optimizers = [OptimizerView(i, o, names) for i, o in enumerate(optimizers)]
-        self._without_grad = {i: _torch_params(view) for i, view in enumerate(self.optimizers)}
+        self.optimizers = optimizer_views(optimizers, names)
+        self._n_followed = len(optimizers)
+        self._told_shared = False
+        self._by_hand: set[int] = set()
+        self._without_grad = {view.index: self._torch_params(view) for view in self.optimizers}
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        view = OptimizerView(len(self.optimizers), optimizer, self.model.names_by_id())
-        self._without_grad[view.index] = _torch_params(view)
-        self.optimizers.append(view)
+    def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        views = optimizer_views(optimizers, self.model.names_by_id(), views=len(self.optimizers),
+                                followed=self._n_followed)  # fmt: skip
+        self._n_followed += len(optimizers)
+        self.optimizers.extend(views)
+        self._without_grad |= {view.index: self._torch_params(view) for view in views}
+
+    def _torch_params(self, view: OptimizerView) -> dict[int, torch.Tensor]:
+        """Parameters that a torch.optim class will not touch as long as they have no gradient; a wrapper may."""
+        if view.wraps or view.is_wrapped or not type(view.optimizer).__module__.startswith("torch.optim."):
+            return {}
+        return {id(p): p for _, p in view.params}
 
     def note_built(self) -> None:
         """Remember the buffers as the model was built with them: what differs later is elastic."""
@@ -94,7 +109,7 @@ class Capture:
             for view in self.optimizers:
                 view.refresh(names)
                 self._without_grad[view.index] |= {
-                    k: p for k, p in _torch_params(view).items() if k not in self._seen_grad
+                    k: p for k, p in self._torch_params(view).items() if k not in self._seen_grad
                 }
 
     _seen_grad: frozenset[int] = frozenset()
@@ -103,12 +118,24 @@ class Capture:
 
     def before_update(self, index: int) -> None:
         """Note which parameters this update can touch: torch's optimizers leave one without a gradient alone."""
-        waiting = self._without_grad[index]
+        for view in self.optimizers:
+            if view.root == index:
+                self._wake(self._without_grad[view.index])
+
+    def _wake(self, waiting: dict[int, torch.Tensor]) -> None:
         woken = [key for key, p in waiting.items() if p.grad is not None]
         for key in woken:
             del waiting[key]
         if woken:
             self._seen_grad = self._seen_grad | frozenset(woken)
+
+    def stepped_by_hand(self, index: int) -> None:
+        """What a wrapper wraps is stepped outside the wrapper's ``step``, by another method of it or by the loop."""
+        if index not in self._by_hand:
+            self._by_hand.add(index)
+            classes = " around ".join(view.class_name for view in self.optimizers if view.root == index)
+            log.info("lightck: %s: the inner one is stepped by itself. What is written before that cannot be waited "
+                     "for, so their tensors are copied at the boundary", classes)  # fmt: skip
 
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
@@ -133,10 +160,34 @@ class Capture:
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
         lives = list(self.tensors())
         self._note_elastic(before.buffers if event is Event.PRE_STEP and before is not None else None)
+        self._tell_shared_memory(lives)
         small = self._small_state(event, explicit, never_rest, before, lives)
         if event is Event.PRE_STEP and self.provisional is not None:
             lives = self._with_buffers_of(self.provisional, lives)
-        return Closing(step, iteration, lives, small)
+        return Closing(step, iteration, lives, small, self._written_before_the_gate(lives))
+
+    def _tell_shared_memory(self, lives: list[Live]) -> None:
+        """Once, when state is there: views of one buffer come back as tensors of their own."""
+        if self._told_shared:
+            return
+        states = [live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)]
+        self._told_shared = bool(states)
+        first: dict[int, str] = {}
+        for live in states:
+            other = first.setdefault(live.tensor.untyped_storage().data_ptr(), live.name)
+            if other != live.name:
+                log.warning("lightck: %s lies in the memory of %s. Each is saved whole, and they are restored apart: "
+                            "an optimizer that writes one through the other does not go on bit-identically. Keep "
+                            "state in tensors of its own (.clone())", live.name, other)  # fmt: skip
+                return
+
+    def _written_before_the_gate(self, lives: list[Live]) -> frozenset[str]:
+        """What the methods of wrappers write that are called instead of their ``step`` (SAM's ascent, and what it keeps
+        aside): no gate comes before them, so nothing may be left to background copies."""
+        if not self._by_hand:
+            return frozenset()
+        params = {id(p) for view in self.optimizers if view.root in self._by_hand for _, p in view.params}
+        return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
 
     def _note_elastic(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
         now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
@@ -193,9 +244,11 @@ class Capture:
         return values.pack(state, path="", large=None)
 
     def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, Any]:
+        view.refuse_nameless()
         path = _role("optimizer", view.index, len(self.optimizers))
         return {
             "class": view.class_name,
+            "wraps": view.wraps,
             "names": view.names,
             "groups": values.pack(view.groups(), path=f"{path}/param_groups"),
             "values": values.pack(view.state_values(), path=f"in {path}", large=_collector(lives, "optimizer")),
@@ -241,13 +294,6 @@ def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     if last is not None and (last.shape, last.dtype, last.stride()) == (source.shape, source.dtype, source.stride()):
         return last.copy_(source)
     return source.clone()
-
-
-def _torch_params(view: OptimizerView) -> dict[int, torch.Tensor]:
-    """Parameters that a torch.optim class will not touch as long as they have no gradient."""
-    if not type(view.optimizer).__module__.startswith("torch.optim."):
-        return {}
-    return {id(p): p for _, p in view.params}
 
 
 def _collector(lives: list[Live], role: str) -> Any:
