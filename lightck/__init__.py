@@ -9,6 +9,7 @@
 from lightck.attach import attach
 from lightck.checkpoint import Checkpoint
 from lightck.errors import LightckError
+from lightck.export import Exported, export_checkpoint
 from lightck.pool.durability import Durability
 from lightck.recover import recover
 from lightck.restore import Drift
@@ -21,10 +22,12 @@ __all__ = [
     "Checkpoint",
     "Drift",
     "Durability",
+    "Exported",
     "FullState",
     "LightckError",
     "Session",
     "Stats",
     "attach",
+    "export_checkpoint",
     "recover",
 ]
