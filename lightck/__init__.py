@@ -10,6 +10,8 @@ from lightck.attach import attach
 from lightck.checkpoint import Checkpoint
 from lightck.errors import LightckError
 from lightck.export import Exported, export_checkpoint
+from lightck.keep import Keep
+from lightck.pin import Pin
 from lightck.pool.durability import Durability
 from lightck.recover import recover
 from lightck.restore import Drift
@@ -24,7 +26,9 @@ __all__ = [
     "Durability",
     "Exported",
     "FullState",
+    "Keep",
     "LightckError",
+    "Pin",
     "Session",
     "Stats",
     "attach",

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from lightck.capture.inventory import Live, entry_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting, Watched, changed_error
-from lightck.errors import BackgroundError, LightckError
+from lightck.errors import BackgroundError, LightckError, SessionError
+from lightck.finite import Finite
 from lightck.interrupts import deliver
+from lightck.keep import Keeper
+from lightck.pin import Hold, Holds, carry_all, room_for
 from lightck.pool.backend import Backend
 from lightck.pool.durability import Durability
 from lightck.pool.engine import COPIED, ENDED, Engine
@@ -25,10 +28,12 @@ from lightck.pool.layout import Entry
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
 from lightck.pool.writer import FullError, Pending, PoolWriter, create
-from lightck.split import Split, record_of
+from lightck.split import Split, in_order_of_need, record_of
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class _Flight:
@@ -47,6 +52,7 @@ class Pipeline:
         durability: Durability,
         slots: int,
         meter: Meter,
+        finite: Finite | None = None,
         *,
         check: bool = False,
     ) -> None:
@@ -57,12 +63,19 @@ class Pipeline:
         self.engine = Engine()
         self.writer: PoolWriter | None = None
         self._backend = backend
+        self.holds = Holds()
+        self.keeper: Keeper | None = None
+        self.finite = finite
+        self._behind_max = slots - 2
         self._n_slots = slots
         self._meter = meter
-        self._check = check
+        self._check, self._turn = check, 0
         self._flights: list[_Flight] = []
-        self._turn = 0
         self._wanted_slots: int | None = None
+
+    def keep(self, keeper: Keeper | None) -> None:
+        """Export versions; that takes a slot. Before the pool is made or opened."""
+        self.keeper, self._n_slots = keeper, self._n_slots + (keeper is not None)
 
     # -- the pool ----------------------------------------------------------------------------------------
 
@@ -85,15 +98,20 @@ class Pipeline:
     def adopted(self, step: int, at_once: Sequence[str], slots: int | None) -> None:
         """The version that this session goes on from is in the pool and named by a durable line."""
         self.committed = step
+        if self.keeper is not None:
+            self.keeper.start_at(step)
         self.resting.never.update(at_once)
-        if slots is not None and slots != self._n_slots:
-            log.info("lightck: %d slots instead of %d: the pool is laid out anew at the first boundary", slots,
+        spare = self.keeper is not None
+        wanted = slots + spare if slots is not None else max(self._n_slots, 2 + spare)
+        if wanted != self._n_slots:
+            log.info("lightck: %d slots instead of %d: the pool is laid out anew at the first boundary", wanted,
                      self._n_slots)  # fmt: skip
-            self._wanted_slots = slots
+            self._wanted_slots = wanted
 
-    def _new_writer(self, entries: Sequence[Entry], state_nbytes: int, *, grown: bool = False) -> PoolWriter:
+    def _new_writer(self, entries: Sequence[Entry], state_nbytes: int, *, grown: bool = False,
+                    extras: Sequence[Entry] = ()) -> PoolWriter:  # fmt: skip
         container, _ = create(self._backend, self.path, entries, slots=self._n_slots, state_nbytes=state_nbytes,
-                              grown=grown)  # fmt: skip
+                              grown=grown, extras=extras)  # fmt: skip
         try:
             return PoolWriter(PoolReader(container, self.path), self.engine, self.durability, after=self.writer)
         except BaseException:
@@ -105,6 +123,8 @@ class Pipeline:
     def close_version(self, closing: Closing) -> None:
         """Begin writing a version. Small tensors, buffers and state are copied before this returns."""
         self._reap()
+        if self.finite is not None and self.finite.refuses(closing, self._meter):
+            return
         writer = self.writer
         try:
             if writer is None:
@@ -153,26 +173,64 @@ class Pipeline:
     def _relayout(self, closing: Closing, why: FullError) -> None:
         """A new pool file for what no longer fits: its first commit, then its name, only then acknowledged."""
         self.finish()
-        old, entries = self.writer, {}
-        for entry in old.entries if old is not None else ():
-            if entry.role != "state":  # what an optimizer will have is kept in mind, what a user's object had is not
-                entries[entry.name] = entry
-        entries |= {live.name: entry_of(live) for live in closing.lives}
-        if old is not None:
+        if self.writer is not None:
             log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
-        writer = self._new_writer(in_order_of_need(entries.values()), len(closing.state), grown=old is not None)
-        try:
+        def first(writer: PoolWriter) -> _Flight:
             flight = self._begin(writer, closing)
             flight.pending.job.release()
             flight.pending.job.wait(ENDED)
+            return flight
+
+        entries = [entry_of(live) for live in closing.lives]
+        self._note_committed(self._move(entries, len(closing.state), first))
+
+    def _move(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
+        """To a new file: what is held is carried over, then ``first`` commits, then the file gets its name."""
+        old = self.writer
+        if self.keeper is not None:
+            self.keeper.wait(old, self.holds)  # it reads the old file
+        moving = self.holds.versions(old) if old is not None else []
+        entries, extras = room_for(old.entries if old is not None else (), entries, moving)
+        state_nbytes = max([state_nbytes, *(len(version.state) for _, version in moving)])
+        writer = self._new_writer(in_order_of_need(entries), state_nbytes, grown=old is not None,
+                                  extras=extras)  # fmt: skip
+        try:
+            lines = carry_all(moving, writer)
+            result = first(writer)
             writer.reader.container.publish()
         except BaseException:
             writer.close()
             raise
         self.writer = writer
+        self.holds.moved(lines, writer)
         if old is not None:
             old.close()
-        self._note_committed(flight)
+        return result
+
+    # -- a version that stays ----------------------------------------------------------------------------
+
+    def pin(self) -> Hold:
+        """Hold the newest committed version. Where that would leave the training less than two slots, the pool moves
+        to a file with one more."""
+        self.finish()
+        writer = self.writer
+        if writer is None or self.committed is None:
+            raise SessionError("Nothing is committed yet that could be pinned. Pin after the first step.")
+        self._refuse_lost_pool()
+        needed = self.holds.slots_for_a_pin(self.keeper is not None)
+        hold = self.holds.take(writer, is_pin=True)
+        try:
+            if writer.slots.sound < max(needed, self._wanted_slots or 0):
+                self._n_slots, self._wanted_slots = max(needed, self._n_slots, self._wanted_slots or 0), None
+                log.info("lightck: the pool %r is laid out anew with %d slots, for a pin", self.path, self._n_slots)
+                self._move((), 0, lambda _: None)
+        except BaseException:
+            self.unpin(hold)
+            raise
+        return hold
+
+    def unpin(self, hold: Hold) -> None:
+        self.holds.release(hold, self.writer)
 
     # -- a version ends ----------------------------------------------------------------------------------
 
@@ -200,13 +258,14 @@ class Pipeline:
                     self._settle(flight)
 
     def gate(self) -> None:
-        """Before an update: every source is released, and all versions but the newest slots-2 have committed."""
+        """Before an update: every source is released, and all versions but the newest slots-2 have committed.
+        ``slots`` as attach was told: those for pins and for keep= put nothing off."""
         if not self._flights:
             return
         with self._meter.wait():
             for flight in self._open_flights():
                 self._settle(flight)
-            while len(self._flights) > self._n_slots - 2:
+            while len(self._flights) > self._behind_max:
                 self._finish(self._flights[0])
         self._reap()
 
@@ -305,6 +364,8 @@ class Pipeline:
         self._meter.bytes_written += info.nbytes
         self._meter.bytes_helped += info.nbytes_helped
         flight.pending.job.forget()
+        if self.keeper is not None:
+            self.keeper.committed(self.writer, self.holds, flight.step)
 
     def _refuse_lost_pool(self) -> None:
         """A mapping outlives its file: without this look a training would go on saving into nothing."""
@@ -329,25 +390,11 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the threads and unmap. Versions that are not released are dropped; others were finished before."""
+        if self.keeper is not None:
+            self.keeper.end(self.writer, self.holds)
         self.engine.close()
         self._flights.clear()
         self.resting = Resting()
         if self.writer is not None:
             self.writer.close()
             self.writer = None
-
-
-def in_order_of_need(entries: Any) -> list[Entry]:
-    """Each parameter followed by its optimizer state, in the order of the modules: what the next step touches
-    together lies together, and is free again together."""
-    entries = list(entries)
-    owner = {e.name.removeprefix("model/"): i for i, e in enumerate(entries) if e.role in ("param", "buffer")}
-
-    def key(item: tuple[int, Entry]) -> tuple[int, int]:
-        i, entry = item
-        if entry.role != "optimizer":
-            return (i if entry.role != "state" else len(entries)), -1
-        param = entry.name.removeprefix("optimizer/").rpartition("/")[0]
-        return owner.get(param, len(entries)), i
-
-    return [entry for _, entry in sorted(enumerate(entries), key=key)]

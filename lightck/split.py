@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 from lightck.capture.inventory import Live, entry_of, is_plain, staged
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting
+from lightck.pool.layout import Entry
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter, VersionPlan
 
@@ -125,3 +127,19 @@ def _rests(resting: Resting, writer: PoolWriter, slot: Slot, live: Live, number:
     crcs = resting.crcs_at_rest(live)
     in_slot = bool(slot.image.in_slot[number])
     return crcs is not None and in_slot and np.array_equal(crcs, writer.raw_crcs(slot, number))
+
+
+def in_order_of_need(entries: Any) -> list[Entry]:
+    """Each parameter followed by its optimizer state, in the order of the modules: what the next step touches
+    together lies together, and is free again together."""
+    entries = list(entries)
+    owner = {e.name.removeprefix("model/"): i for i, e in enumerate(entries) if e.role in ("param", "buffer")}
+
+    def key(item: tuple[int, Entry]) -> tuple[int, int]:
+        i, entry = item
+        if entry.role != "optimizer":
+            return (i if entry.role != "state" else len(entries)), -1
+        param = entry.name.removeprefix("optimizer/").rpartition("/")[0]
+        return owner.get(param, len(entries)), i
+
+    return [entry for _, entry in sorted(enumerate(entries), key=key)]

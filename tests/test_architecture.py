@@ -32,7 +32,10 @@ LAYERS = {
     "pool": BASE | {"_native"},
     "capture": BASE | {"_native", "pool.layout"},
     "split": DATA,
-    "pipeline": DATA | {"split", "stats", "interrupts"},
+    "pin": DATA | {"contents"},
+    "keep": DATA | {"contents", "export", "pin", "recover", "stats"},
+    "finite": DATA | {"stats"},
+    "pipeline": DATA | {"split", "stats", "interrupts", "pin", "keep", "finite"},
     "contents": DATA,
     "restore": DATA | {"contents"},
     "resume": DATA | {"contents"},
@@ -40,11 +43,11 @@ LAYERS = {
     "checkpoint": DATA | {"contents", "restore", "resume", "sessions"},
     "recover": DATA | {"contents", "restore", "resume", "checkpoint"},
     "export": DATA | {"contents", "checkpoint"},
-    "session": DATA | {"pipeline", "resume", "first_step", "stats"},
-    "attach": DATA | {"checkpoint", "recover", "pipeline", "resume", "first_step", "session", "sessions", "stats",
-                      "strategy"},
-    "": {"attach", "checkpoint", "errors", "export", "pool.durability", "recover", "restore", "session", "stats",
-         "strategy"},
+    "session": DATA | {"pipeline", "pin", "resume", "first_step", "sessions", "stats"},
+    "attach": DATA | {"checkpoint", "finite", "first_step", "keep", "pipeline", "recover", "resume", "session",
+                      "sessions", "split", "stats", "strategy"},
+    "": {"attach", "checkpoint", "errors", "export", "keep", "pin", "pool.durability", "recover", "restore", "session",
+         "stats", "strategy"},
     "demo": BASE | {""},
     "testing": DATA | {"", "_native"},
     "cli": BASE | {"", "pool", "contents", "recover", "demo", "capture", "checkpoint", "sessions",
@@ -146,8 +149,8 @@ def test_byte_level_knows_nothing_of_torch():
 
 def test_public_surface_is_sealed():
     assert lightck.__all__ == [
-        "Checkpoint", "Drift", "Durability", "Exported", "FullState", "LightckError", "Session", "Stats", "attach",
-        "export_checkpoint", "recover",
+        "Checkpoint", "Drift", "Durability", "Exported", "FullState", "Keep", "LightckError", "Pin", "Session",
+        "Stats", "attach", "export_checkpoint", "recover",
     ]  # fmt: skip
     for name in lightck.__all__:
         assert getattr(lightck, name).__doc__, f"{name} has no docstring"

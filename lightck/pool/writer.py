@@ -27,6 +27,7 @@ from lightck.pool.format import (
     KIB,
     KIND_ADOPTION,
     KIND_VERSION,
+    LARGE_EXTENT_ALIGN,
     MANIFEST_HEADER_NBYTES,
     PAGE,
     RECORD_NBYTES,
@@ -74,13 +75,21 @@ class VersionPlan:
 
 
 def create(
-    backend: Backend, path: str, entries: Sequence[Entry], *, slots: int, state_nbytes: int, grown: bool = False
+    backend: Backend,
+    path: str,
+    entries: Sequence[Entry],
+    *,
+    slots: int,
+    state_nbytes: int,
+    grown: bool = False,
+    extras: Sequence[Entry] = (),
 ) -> tuple[Container, Superblock]:
     """Allocate a pool for these entries and write its static part. It becomes visible by ``container.publish()``.
 
-    ``state_nbytes`` is the expected length of the small state; ``grown`` doubles the reserve.
+    ``state_nbytes`` is the expected length of the small state; ``grown`` doubles the reserve; ``extras`` fit
+    into it besides.
     """
-    sb, table = _geometry(entries, slots, state_nbytes, grown)
+    sb, table = _geometry(entries, slots, state_nbytes, grown, extras)
     container = backend.create(path, sb.nbytes)
     try:
         medium = Medium(container.fd, container.nbytes, backend.probe(path).tier)
@@ -98,12 +107,16 @@ def create(
     return container, sb
 
 
-def _geometry(entries: Sequence[Entry], slots: int, state_nbytes: int, grown: bool) -> tuple[Superblock, bytes]:
+def _geometry(
+    entries: Sequence[Entry], slots: int, state_nbytes: int, grown: bool, more: Sequence[Entry]
+) -> tuple[Superblock, bytes]:
     blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
     payload = sum(e.nbytes for e in entries)
     reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) * (2 if grown else 1)
+    reserve += sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in more)
     fixed = MANIFEST_HEADER_NBYTES + len(entries) * RECORD_NBYTES + 4 * blocks
-    extras = 64 * KIB + fixed // 4
+    extras = 64 * KIB + fixed // 4 + 2 * len(layout.encode_extras(more))
+    extras += sum(RECORD_NBYTES + 4 * blocks_of(e.nbytes, BLOCK_MAX) for e in more)
     manifest = align_up(fixed + extras + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
     payload_offset = PAGE + 2 * manifest
     placed, reserve_offset = layout.place(entries, payload_offset)
