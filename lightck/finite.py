@@ -62,9 +62,9 @@ class Finite:
                     return f"the loss scale of {name!r} is {scale}"
         watched = [live for live in lives if _is_watched(live)]
         if self._exempt is None:
-            self._exempt = {live.name for live in watched if live.role == "buffer" and not _all_finite([live.tensor])}
+            self._exempt = {live.name for live in watched if live.role == "buffer" and _is_mask(live.tensor)}
             if self._exempt:
-                log.info("lightck: %s held values that are not finite from the beginning: not looked at",
+                log.info("lightck: %s held infinities from the beginning: not looked at",
                          ", ".join(sorted(self._exempt)))  # fmt: skip
         watched = [live for live in watched if live.name not in self._exempt]
         self._turn += 1
@@ -92,6 +92,11 @@ def _is_watched(live: Live) -> bool:
     tensor = live.tensor
     floating = tensor.is_floating_point() or tensor.is_complex()
     return live.role in ("param", "buffer", "optimizer") and live.alias is None and floating and tensor.numel() > 0
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Infinities without NaN, as in attention masks."""
+    return not _all_finite([tensor.detach()]) and not bool(torch.isnan(tensor).any())
 
 
 def _window(tensor: torch.Tensor, turn: int) -> torch.Tensor:

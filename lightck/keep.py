@@ -113,8 +113,10 @@ class Keeper:
             return
         self.wait(writer, holds)
         if writer is not None and writer.slots.protected is not None and self._is_due(self._newest):
-            self._start(writer, holds)
-            self.wait(writer, holds)
+            self._hold = hold = holds.take(writer)
+            self._last = hold.step
+            self._run(writer.reader, hold.line)  # here: an interpreter that ends starts no threads
+            self._collect(writer, holds)
 
     def raise_failure(self, *, at_close: bool) -> None:
         """Once at a step for each export that failed; at close where no later one went well."""
@@ -130,7 +132,7 @@ class Keeper:
         self._hold = hold = holds.take(writer)
         self._last = hold.step
         self._thread = threading.Thread(
-            target=self._run, args=(writer.reader, hold.line), name="lightck-keep", daemon=True
+            target=self._run_named, args=(writer.reader, hold.line), name="lightck-keep", daemon=True
         )
         self._thread.start()
 
@@ -142,8 +144,13 @@ class Keeper:
 
     # -- on the thread -----------------------------------------------------------------------------------
 
+    def _run_named(self, reader: PoolReader, line: CommitLine) -> None:
+        with contextlib.suppress(OSError):  # for top and perf: before 3.14 Python names its threads for itself only
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("lightck-keep")
+        self._run(reader, line)
+
     def _run(self, reader: PoolReader, line: CommitLine) -> None:
-        _name_thread()
+        cpu = time.thread_time()
         try:
             self._export(reader, line)
         except Exception as err:
@@ -153,7 +160,7 @@ class Keeper:
             self._failure = None
             self._meter.kept += 1
         finally:
-            self._meter.keep_cpu_seconds += time.thread_time()
+            self._meter.keep_cpu_seconds += time.thread_time() - cpu
 
     def _export(self, reader: PoolReader, line: CommitLine) -> None:
         path = self._folder / f"step-{line.step:08d}.safetensors"
@@ -193,16 +200,10 @@ class Keeper:
             return False
 
 
-def _name_thread() -> None:
-    """For top and perf: Python names its threads for itself only, before 3.14."""
-    with contextlib.suppress(OSError):
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("lightck-keep")
-
-
 def _error(fact: str, reason: str, err: BaseException) -> KeepError:
     error = KeepError(
         f"{fact}: {reason}. The pool and its versions are intact, and earlier exports are as they were. Look at the "
-        "folder (space, owner); the next export is tried when it is due, so a loop that catches this goes on."
+        "folder (space, owner); the next export is tried when it is due. A loop that catches this and calls step() again goes on."
     )
     error.errno = getattr(err, "errno", None)
     error.__cause__ = err

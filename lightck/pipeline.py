@@ -63,9 +63,8 @@ class Pipeline:
         self.engine = Engine()
         self.writer: PoolWriter | None = None
         self._backend = backend
-        self.holds = Holds()
+        self.holds, self.finite = Holds(), finite
         self.keeper: Keeper | None = None
-        self.finite = finite
         self._behind_max = slots - 2
         self._n_slots = slots
         self._meter = meter
@@ -175,14 +174,14 @@ class Pipeline:
         self.finish()
         if self.writer is not None:
             log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
+
         def first(writer: PoolWriter) -> _Flight:
             flight = self._begin(writer, closing)
             flight.pending.job.release()
             flight.pending.job.wait(ENDED)
             return flight
 
-        entries = [entry_of(live) for live in closing.lives]
-        self._note_committed(self._move(entries, len(closing.state), first))
+        self._note_committed(self._move([entry_of(live) for live in closing.lives], len(closing.state), first))
 
     def _move(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
         """To a new file: what is held is carried over, then ``first`` commits, then the file gets its name."""
@@ -192,8 +191,7 @@ class Pipeline:
         moving = self.holds.versions(old) if old is not None else []
         entries, extras = room_for(old.entries if old is not None else (), entries, moving)
         state_nbytes = max([state_nbytes, *(len(version.state) for _, version in moving)])
-        writer = self._new_writer(in_order_of_need(entries), state_nbytes, grown=old is not None,
-                                  extras=extras)  # fmt: skip
+        writer = self._new_writer(in_order_of_need(entries), state_nbytes, grown=old is not None, extras=extras)
         try:
             lines = carry_all(moving, writer)
             result = first(writer)
@@ -219,12 +217,14 @@ class Pipeline:
         self._refuse_lost_pool()
         needed = self.holds.slots_for_a_pin(self.keeper is not None)
         hold = self.holds.take(writer, is_pin=True)
+        before = self._n_slots, self._wanted_slots
         try:
             if writer.slots.sound < max(needed, self._wanted_slots or 0):
                 self._n_slots, self._wanted_slots = max(needed, self._n_slots, self._wanted_slots or 0), None
                 log.info("lightck: the pool %r is laid out anew with %d slots, for a pin", self.path, self._n_slots)
                 self._move((), 0, lambda _: None)
         except BaseException:
+            self._n_slots, self._wanted_slots = before
             self.unpin(hold)
             raise
         return hold

@@ -184,6 +184,7 @@ class Session:
         finally:
             self._release()
         self._raise_failure()
+        self._raise_keep_failure()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -214,6 +215,7 @@ class Session:
         """Pre-step hook, before the gate."""
         with self._meter.stall():
             self._raise_failure()
+            self._raise_keep_failure()
             if self._first_step is not None:
                 self._first_step.check(self._capture)
                 self._first_step = None
@@ -357,6 +359,9 @@ class Session:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _raise_keep_failure(self) -> None:
+        """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end the loop."""
         if self._pipeline.keeper is not None:
             self._pipeline.keeper.raise_failure(at_close=not self._is_open)
 

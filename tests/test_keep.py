@@ -349,6 +349,30 @@ def mount_small(at: Path) -> bool:
     return bool(libc.mount(b"tmpfs", str(at).encode(), b"tmpfs", 0, b"size=64k,mode=700") == 0)
 
 
+def test_loader_does_not_raise_it(pool, to):
+    """An error in next() would end the loop: it is raised where the loop can catch it."""
+    to.mkdir()
+    file(to, 1).write_text("mine")
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, keep=lightck.Keep(every=1, last=1, to=to))
+    caught = []
+    for x in session.loader(torch.utils.data.DataLoader(torch.ones(4, 4))):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        try:
+            optimizer.step()
+        except KeepError as err:
+            caught.append(str(err))
+            optimizer.step()
+        session.flush() if len(caught) else None
+        exported()
+    assert len(caught) == 1
+    assert "Step 1 " in caught[0]
+    session.close()
+    assert lightck.recover(pool).step == 4
+
+
 def test_error_is_forgotten_after_an_export_that_went_well(pool, to):
     to.mkdir()
     file(to, 2).mkdir()
@@ -357,7 +381,7 @@ def test_error_is_forgotten_after_an_export_that_went_well(pool, to):
     session.flush()
     exported()
     with pytest.raises(KeepError):
-        session.end_step()
+        train(model, optimizer, 1, start=2)
     train(model, optimizer, 2, start=2)
     session.close()
     assert file(to, 4).exists()

@@ -123,6 +123,16 @@ def test_buffers_that_begin_with_infinity_are_left_alone(pool, caplog):
     assert lightck.recover(pool).step == 3
 
 
+def test_buffer_that_begins_with_nan_is_refused(pool):
+    model = net()
+    model.register_buffer("mean", torch.full((4,), float("nan")))
+    model, optimizer, session = started(pool, model=model)
+    train(model, optimizer, 1)
+    assert session.flush() is None
+    assert "model/mean" in (session.paused_reason or "")
+    session.close()
+
+
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
 def test_loss_scale_that_broke_down_is_found(pool, scale):
     model = net()

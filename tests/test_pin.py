@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import pytest
 import torch
-from toys import BIG, adam, alive, batch, crashed, damage, everything, is_step, left_since, net, same, train, versions
+from toys import (
+    BIG,
+    adam,
+    alive,
+    batch,
+    crashed,
+    damage,
+    everything,
+    in_child,
+    is_step,
+    left_since,
+    net,
+    same,
+    train,
+    versions,
+)
 
 import lightck
-from lightck.errors import CorruptPoolError, SessionError
+from lightck.errors import CorruptPoolError, NoSpaceError, SessionError
 
 
 def started(pool: Any, width: int = 8, **options: Any) -> tuple[Any, Any, Any]:
@@ -166,6 +182,30 @@ def test_pinned_version_that_is_damaged_is_told_where_the_pool_has_to_move(pool)
     train(model, optimizer, 2, start=3)
     session.close()
     assert lightck.recover(pool).step == 5
+
+
+def test_pin_that_finds_no_space_leaves_the_session_as_it_was(pool, folder):
+    """RLIMIT_FSIZE: the larger file cannot be allocated."""
+
+    def work() -> None:
+        model, optimizer, session = started(pool)
+        train(model, optimizer, 2)
+        session.flush()
+        size = pool.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        with pytest.raises(NoSpaceError):
+            session.pin()
+        train(model, optimizer, 5, start=2)
+        session.flush()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert session.committed == 7
+        assert 2 not in held(pool), "nothing is held by the pin that failed"
+        assert session.pin().step == 7
+        session.close()
+
+    in_child(work)
+    assert sorted(path.name for path in folder.iterdir()) == ["run.pool", "run.pool.lock"]
+    assert lightck.recover(pool).step == 7
 
 
 def test_pin_survives_a_crash_until_its_slot_is_needed(pool, folder):
