@@ -203,7 +203,8 @@ class Keeper:
 def _error(fact: str, reason: str, err: BaseException) -> KeepError:
     error = KeepError(
         f"{fact}: {reason}. The pool and its versions are intact, and earlier exports are as they were. Look at the "
-        "folder (space, owner); the next export is tried when it is due. A loop that catches this and calls step() again goes on."
+        "folder (space, owner). The next export is tried when it is due: a loop that catches this and calls step() "
+        "again goes on."
     )
     error.errno = getattr(err, "errno", None)
     error.__cause__ = err

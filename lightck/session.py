@@ -361,7 +361,7 @@ class Session:
             raise self._failure
 
     def _raise_keep_failure(self) -> None:
-        """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end the loop."""
+        """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end it."""
         if self._pipeline.keeper is not None:
             self._pipeline.keeper.raise_failure(at_close=not self._is_open)
 

@@ -18,6 +18,10 @@ from torch import nn
 from toys import BIG, adam, in_child, killed_child, net, pool_with, same, weights
 
 import lightck
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # configs only: nothing is looked for in the network
+import transformers
+
 from lightck.errors import ExportError, ExportExistsError, StateValueError
 from lightck.export.tensors import DTYPES
 
@@ -75,16 +79,15 @@ def test_torch_file_is_the_state_dict(pool, folder):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "untied"])
 def test_transformers_load_what_was_exported(kind, pool, folder):
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = {
         "gpt2": lambda: transformers.GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2),
-        "llama": lambda: llama_config(transformers, tie=True),
+        "llama": lambda: llama_config(tie=True),
         "bert": lambda: transformers.BertConfig(
             vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
             max_position_embeddings=8, architectures=["BertForMaskedLM"], is_decoder=True,
         ),
-        "untied": lambda: llama_config(transformers, tie=False),
+        "untied": lambda: llama_config(tie=False),
     }[kind]()  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
     exported = lightck.export_checkpoint(saved(model, pool), folder / "model.safetensors")
@@ -108,11 +111,31 @@ def test_transformers_load_what_was_exported(kind, pool, folder):
         assert loaded.get_parameter(alias) is loaded.get_parameter(kept)
 
 
-def llama_config(transformers: Any, tie: bool) -> Any:
+def llama_config(tie: bool) -> Any:
     return transformers.LlamaConfig(
         vocab_size=17, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=8, tie_word_embeddings=tie,
     )  # fmt: skip
+
+
+class HeadFirst(transformers.LlamaForCausalLM):
+    """Its tied head is registered before the embedding: the name that is kept is not the one that is expected."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._modules = {"lm_head": self._modules["lm_head"], "model": self._modules["model"]}
+
+
+def test_transformers_find_a_tied_weight_under_its_other_name(pool, folder):
+    torch.manual_seed(0)
+    config = llama_config(tie=True)
+    model = HeadFirst(config)
+    exported = lightck.export_checkpoint(saved(model, pool), folder / "model.safetensors")
+    assert exported.tied == {"model.embed_tokens.weight": "lm_head.weight"}
+    config.save_pretrained(folder)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert same(weights(loaded), weights(model))
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
 def test_tied_weights_are_stored_once_and_tied_again(pool, folder):
