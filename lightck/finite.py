@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from lightck.capture.inventory import Live, is_plain
+from lightck.capture.inventory import Live
 from lightck.capture.snapshot import Closing
+from lightck.pool.layout import is_dense
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
@@ -111,7 +112,7 @@ def _window(tensor: torch.Tensor, turn: int) -> torch.Tensor:
 def _run(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
     """Values in the order in which they lie in memory."""
     tensor = tensor.detach()
-    if tensor.device.type == "cpu" and not is_plain(tensor):
+    if tensor.is_conj() or not (tensor.is_contiguous() or is_dense(tuple(tensor.shape), tuple(tensor.stride()))):
         return tensor.reshape(-1)[start : start + size]
     return tensor.as_strided((size,), (1,), tensor.storage_offset() + start)
 

@@ -65,7 +65,7 @@ class Keeper:
         """Makes the folder and removes what a kill left there. Raises ``KeepError``. The pool's lock is held."""
         self._keep = keep
         self._folder = Path(os.path.abspath(keep.to))
-        self._mark = blake2b(os.path.abspath(pool_path).encode(), digest_size=8).hexdigest()
+        self._mark = blake2b(os.fsencode(os.path.realpath(pool_path)), digest_size=8).hexdigest()
         self._temporary = self._folder / f".lightck-{self._mark}.tmp"
         self._meter = meter
         self._last = self._newest = 0

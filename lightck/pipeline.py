@@ -208,8 +208,7 @@ class Pipeline:
     # -- a version that stays ----------------------------------------------------------------------------
 
     def pin(self) -> Hold:
-        """Hold the newest committed version. Where that would leave the training less than two slots, the pool moves
-        to a file with one more."""
+        """Hold the newest committed version; where less than two slots would be left, the pool moves to a new file."""
         self.finish()
         writer = self.writer
         if writer is None or self.committed is None:
@@ -220,9 +219,10 @@ class Pipeline:
         before = self._n_slots, self._wanted_slots
         try:
             if writer.slots.sound < max(needed, self._wanted_slots or 0):
-                self._n_slots, self._wanted_slots = max(needed, self._n_slots, self._wanted_slots or 0), None
+                self._n_slots = max(needed, self._n_slots, self._wanted_slots or 0)
                 log.info("lightck: the pool %r is laid out anew with %d slots, for a pin", self.path, self._n_slots)
                 self._move((), 0, lambda _: None)
+            self._wanted_slots = None  # fewer slots were asked for, and the pin needs those that there are
         except BaseException:
             self._n_slots, self._wanted_slots = before
             self.unpin(hold)

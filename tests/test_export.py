@@ -308,6 +308,20 @@ def test_all_of_several_optimizers_and_a_restored_checkpoint(pool, folder):
     assert classes == ["SGD", "LBFGS"]
 
 
+def test_two_things_of_one_name_are_told(pool, folder):
+    model = nn.Module()
+    for name in ("w", "optimizer/w/exp_avg"):
+        model.register_parameter(name, nn.Parameter(torch.ones(2)))
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        sum(p.sum() for p in model.parameters()).backward()
+        optimizer.step()
+    with pytest.raises(StateValueError, match=r"'optimizer/w/exp_avg'.*one name for each"):
+        lightck.export_checkpoint(lightck.recover(pool), folder / "all.safetensors", what="all")
+    assert not (folder / "all.safetensors").exists()
+    lightck.export_checkpoint(lightck.recover(pool), folder / "model.safetensors")
+
+
 # -- the file --------------------------------------------------------------------------------------------------------
 
 

@@ -184,6 +184,35 @@ def test_pinned_version_that_is_damaged_is_told_where_the_pool_has_to_move(pool)
     assert lightck.recover(pool).step == 5
 
 
+def test_pin_where_fewer_slots_were_asked_for(pool):
+    """The pool has three slots, the restart asks for two: the pin needs the third."""
+    model, optimizer, session = started(pool, slots=3)
+    train(model, optimizer, 3)
+    session.close()
+    again = net(seed=1)
+    again_optimizer = adam(again)
+    with lightck.attach(again, pool, optimizer=again_optimizer, resume=True, slots=2) as session:
+        seen = everything(again, again_optimizer)
+        assert session.pin().step == 3
+        train(again, again_optimizer, 6, start=3)
+    assert is_step(lightck.recover(pool, step=3), seen)
+    assert lightck.recover(pool).step == 9
+
+
+def test_pin_and_keep_share_a_pool(pool, folder):
+    model, optimizer, session = started(pool, keep=lightck.Keep(every=3, to=folder / "history"))
+    train(model, optimizer, 2)
+    seen = everything(model, optimizer)
+    pins = [session.pin(), session.pin()]
+    train(model, optimizer, 20, start=2)
+    assert is_step(lightck.recover(pool, step=2), seen)
+    for pin in pins:
+        pin.release()
+    session.close()
+    assert list((folder / "history").iterdir())
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
 def test_pin_that_finds_no_space_leaves_the_session_as_it_was(pool, folder):
     """RLIMIT_FSIZE: the larger file cannot be allocated."""
 

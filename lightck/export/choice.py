@@ -54,6 +54,10 @@ def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor]) -
     check_what(what)
     chosen = Chosen()
     _model(chosen, contents, read)
+    if what == "all":
+        for name, entry in contents.entries.items():
+            if not name.startswith("model/") and entry.alias is None:
+                chosen.add(name, Planned(entry.dtype, entry.shape, partial(read, name)))
     rest = Readable(chosen, contents, read)
     chosen.metadata |= {"format": "pt", "lightck_step": str(contents.step)}
     if chosen.tied:
@@ -62,7 +66,7 @@ def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor]) -
         extra = {name: rest.of(_unpack(packed), name) for name, packed in contents.extra.items()}
         chosen.metadata["lightck_extra_state"] = json.dumps(extra)
     if what == "all":
-        chosen.metadata["lightck_all"] = json.dumps(_others(chosen, contents, read, rest))
+        chosen.metadata["lightck_all"] = json.dumps(_rest(contents, rest))
     return chosen
 
 
@@ -74,10 +78,7 @@ def _model(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tenso
             chosen.add(name, Planned(entry.dtype, entry.shape, partial(read, entry.name)))
 
 
-def _others(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tensor], rest: Readable) -> dict[str, Any]:
-    for name, entry in contents.entries.items():
-        if not name.startswith("model/") and entry.alias is None and name not in chosen.tensors:
-            chosen.add(name, Planned(entry.dtype, entry.shape, partial(read, name)))
+def _rest(contents: Contents, rest: Readable) -> dict[str, Any]:
     return {
         "step": contents.step,
         "iteration": contents.iteration,
