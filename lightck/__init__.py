@@ -9,6 +9,9 @@
 from lightck.attach import attach
 from lightck.checkpoint import Checkpoint
 from lightck.errors import LightckError
+from lightck.export import Exported, export_checkpoint
+from lightck.keep import Keep
+from lightck.pin import Pin
 from lightck.pool.durability import Durability
 from lightck.recover import recover
 from lightck.restore import Drift
@@ -21,10 +24,14 @@ __all__ = [
     "Checkpoint",
     "Drift",
     "Durability",
+    "Exported",
     "FullState",
+    "Keep",
     "LightckError",
+    "Pin",
     "Session",
     "Stats",
     "attach",
+    "export_checkpoint",
     "recover",
 ]

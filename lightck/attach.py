@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -30,8 +30,10 @@ from lightck.errors import (
     PoolNotFoundError,
     SessionError,
 )
+from lightck.finite import Finite
 from lightck.first_step import FirstStep
-from lightck.pipeline import Pipeline, in_order_of_need
+from lightck.keep import Keep, Keeper
+from lightck.pipeline import Pipeline
 from lightck.pool import durability
 from lightck.pool.backend import Backend
 from lightck.pool.backends import backend_for
@@ -46,6 +48,7 @@ from lightck.resume import Resumed, forget, is_poisoned, restored_from, tell_dif
 from lightck.session import Session
 from lightck.stats import Meter
 from lightck.strategy import FullState
+from lightck.table import in_order_of_need
 
 log = logging.getLogger("lightck")
 CHECK_VARIABLE = "LIGHTCK_CHECK"
@@ -64,6 +67,8 @@ def attach(
     backend: str = "auto",
     require: str | None = None,
     slots: int | None = None,
+    keep: Keep | None = None,
+    pause_on_nonfinite: bool = False,
 ) -> Session:
     """Make every finished training step of ``model`` survive a crash.
 
@@ -71,40 +76,38 @@ def attach(
         model: the root module. Attach after its optimizer and LR scheduler were built.
         pool_path: the pool's file; it is made if it is not there. Its folder must exist.
         optimizer: an optimizer or a list of them. Not passed: looked for among live objects.
-        state: name -> object with ``state_dict`` and ``load_state_dict``. LR schedulers and one GradScaler are found by
-            themselves; ``{"scheduler": None}`` declines one.
+        state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}``: no.
         interval: every how many updates a version is saved.
         resume: restore the newest version, if the pool holds one, and go on from it.
         overwrite: discard what the pool holds.
         strategy: what a version holds; ``FullState()``.
-        backend: ``"file"``, ``"pmdk"`` (a pool of PMDK's libpmemobj), or ``"auto"``: what an existing pool is; for a
-            new one PMDK on persistent memory where it is installed, else a file.
+        backend: ``"file"``, ``"pmdk"``, or ``"auto"``: PMDK for a new pool on persistent memory, else a file.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that.
         slots: versions that the pool has room for, 2 to 8; by default 2, or what an existing pool has.
+        keep: export a version every so often: ``lightck.Keep(every=1000, last=3, to=folder)``. It takes one more slot.
+        pause_on_nonfinite: commit no state whose loss scale or sampled values are not finite.
 
     Raises:
         CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` was said.
         PoolError: the pool cannot be made, opened, locked or read (see :mod:`lightck.errors`).
         DriftError, CorruptPoolError: ``resume=True`` and the checkpoint does not fit, or none verifies.
-        AmbiguousError, StateValueError, LateError, SessionError, MediumError: see each.
+        AmbiguousError, StateValueError, LateError, SessionError, MediumError, KeepError: see each.
     """
-    _check_arguments(model, state, interval, resume, overwrite, strategy, slots)
+    _check_arguments(model, state, interval, resume, overwrite, strategy)
+    _check_slots(slots, keep)
     path = _pool_path(pool_path)
     kind = backend_for(path, backend)
     durable = kind.probe(path)
     durability.require(durable, require)
-    positions = {id(p): i for i, p in enumerate(model.parameters())}
-    found = discover(positions, optimizer, state)
-    check_objects(found.state)
+    found = _discover(model, optimizer, state)
     capture = Capture(model, found.optimizers, found.state)
-    entries = {live.name: entry_of(live) for live in capture.expected_tensors()}
-    capture.model.refuse_hidden_state()
-    capture.note_built()
-    attachment = _Attachment(model, path, kind, found, _declined(state), capture, entries, resume, overwrite)
+    attachment = _Attachment(model, path, kind, found, _declined(state), capture, resume, overwrite)
     lock = PoolLock(path)
     meter = Meter()
-    pipeline = Pipeline(path, kind, durable, slots or 2, meter, check=os.environ.get(CHECK_VARIABLE, "") == "1")
+    finite = Finite(found.state) if pause_on_nonfinite else None
+    pipeline = Pipeline(path, kind, durable, slots or 2, meter, finite, check=os.environ.get(CHECK_VARIABLE) == "1")
     try:
+        pipeline.keep(Keeper(keep, path, meter) if keep is not None else None)
         kind.remove_stale(path)
         first = _first_step(found, state)
         resumed = attachment.open(pipeline, slots)
@@ -123,15 +126,12 @@ def attach(
     return session
 
 
-def _check_arguments(model: Any, state: Any, interval: Any, resume: bool, overwrite: bool, strategy: Any,
-                     slots: Any) -> None:  # fmt: skip
+def _check_arguments(model: Any, state: Any, interval: Any, resume: bool, overwrite: bool, strategy: Any) -> None:
     refuse_other_than_module(model)
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
     if type(interval) is not int or interval < 1:
         raise ValueError(f"interval={interval!r}: it is the number of updates between versions, an int of at least 1.")
-    if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
-        raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")
     if resume and overwrite:
         raise ValueError("resume=True and overwrite=True exclude each other: go on from the checkpoint, or discard it.")
     if strategy is not None and not isinstance(strategy, FullState):
@@ -143,6 +143,21 @@ def _check_arguments(model: Any, state: Any, interval: Any, resume: bool, overwr
             "A restore into this model failed half-way, and its parameters are NaN so that nobody trains on a mix. "
             "Build the model anew, or restore another checkpoint into it."
         )
+
+
+def _check_slots(slots: Any, keep: Any) -> None:
+    if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
+        raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")
+    if keep is not None and not isinstance(keep, Keep):
+        raise TypeError(f"keep is a {type(keep).__name__}. Pass lightck.Keep(every=1000, last=3, to=folder).")
+    if keep is not None and slots == SLOTS_MAX:
+        raise ValueError(f"slots={slots} and keep=: a pool has {SLOTS_MAX} slots, and keep= needs one of them.")
+
+
+def _discover(model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None) -> Found:
+    found = discover({id(p): i for i, p in enumerate(model.parameters())}, optimizer, state)
+    check_objects(found.state)
+    return found
 
 
 def _first_step(found: Found, state: Mapping[str, Any] | None) -> FirstStep:
@@ -166,10 +181,15 @@ class _Attachment:
     found: Found
     declined: frozenset[str]
     capture: Capture
-    entries: dict[str, Entry]
-    """What a version would hold now: everything in it can be stored."""
     resume: bool
     overwrite: bool
+    entries: dict[str, Entry] = field(init=False)
+    """What a version would hold now: everything in it can be stored."""
+
+    def __post_init__(self) -> None:
+        self.entries = {live.name: entry_of(live) for live in self.capture.expected_tensors()}
+        self.capture.model.refuse_hidden_state()
+        self.capture.note_built()
 
     def open(self, pipeline: Pipeline, slots: int | None) -> Resumed | None:
         """Restore, adopt, or make the pool. None for a fresh start."""

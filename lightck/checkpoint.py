@@ -57,9 +57,9 @@ class Checkpoint:
         """A state_dict: name -> tensor, tied weights as one tensor; extra state as it was given."""
         found: OrderedDict[str, Any] = OrderedDict()
         for name, entry in self.contents.model_entries.items():
-            found[name] = self._tensor(entry.alias or entry.name)
+            found[name] = self.tensor(entry.alias or entry.name)
         for name, packed in self.contents.extra.items():
-            found[name] = values.unpack(packed, tensor=self._tensor)
+            found[name] = values.unpack(packed, tensor=self.tensor)
         return found
 
     @property
@@ -76,7 +76,7 @@ class Checkpoint:
     @property
     def state(self) -> dict[str, Any]:
         """name -> what that object's ``state_dict()`` returned."""
-        return {n: values.unpack(packed, tensor=self._tensor) for n, packed in self.contents.state.items()}
+        return {n: values.unpack(packed, tensor=self.tensor) for n, packed in self.contents.state.items()}
 
     @property
     def rng(self) -> RngState:
@@ -111,7 +111,8 @@ class Checkpoint:
             self._known = self._read_source()
         return self._known
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``); not the name of a tied one."""
         if name not in self._source.tensors:
             raise CorruptPoolError(f"The checkpoint's small state names a tensor {name!r} that it does not hold.")
         return self._source.tensors[name]
@@ -123,7 +124,7 @@ class Checkpoint:
 
         def copy_of(name: str) -> torch.Tensor:
             if name not in copies:
-                copies[name] = self._tensor(name).clone()
+                copies[name] = self.tensor(name).clone()
             return copies[name]
 
         rest = values.unpack(saved.values, tensor=copy_of)

@@ -28,6 +28,9 @@ message gives the fact, the reason and the cure, in that order.
     ├── SessionError                  (RuntimeError)        a call that this session cannot take now
     ├── StateChangedError             (RuntimeError)        a tensor was written while a version still needed it
     ├── FlushTimeoutError             (TimeoutError)        flush(timeout=) ran out of time
+    ├── ExportError                   (OSError)             an exported file could not be written
+    │   ├── ExportExistsError         (FileExistsError)     there is a file already; say overwrite
+    │   └── KeepError                 (OSError)             keep= could not export a version
     └── BackgroundError               (OSError)             a background copy or commit failed
 """
 
@@ -138,6 +141,18 @@ class SessionError(LightckError, RuntimeError):
 
 class StateChangedError(LightckError, RuntimeError):
     """A tensor was written, unannounced, while a version still needed its bytes."""
+
+
+class ExportError(LightckError, OSError):
+    """A checkpoint could not be written as a file. ``errno`` says why."""
+
+
+class ExportExistsError(ExportError, FileExistsError):
+    """There is a file under that name already."""
+
+
+class KeepError(ExportError):
+    """A version could not be exported by ``keep=``. The pool is intact, and the training may go on."""
 
 
 class BackgroundError(LightckError, OSError):

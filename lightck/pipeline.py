@@ -7,28 +7,34 @@ where doubt ends: the version commits or is dropped. Invariant: no update begins
 
 from __future__ import annotations
 
-import errno
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from lightck.capture.inventory import Live, entry_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting, Watched, changed_error
-from lightck.errors import BackgroundError, LightckError
+from lightck.errors import LightckError, SessionError
+from lightck.finite import Finite
 from lightck.interrupts import deliver
+from lightck.keep import Keeper
+from lightck.pin import Hold, Holds, carry_all
 from lightck.pool.backend import Backend
+from lightck.pool.create import create
 from lightck.pool.durability import Durability
 from lightck.pool.engine import COPIED, ENDED, Engine
 from lightck.pool.layout import Entry
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
-from lightck.pool.writer import RESERVE_MIN, FullError, Pending, PoolWriter, create
+from lightck.pool.writer import FullError, Pending, PoolWriter
 from lightck.split import Split, records_of
 from lightck.stats import Meter
+from lightck.table import in_order_of_need, room_for, spare_nbytes
 
 log = logging.getLogger("lightck")
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class _Flight:
@@ -47,6 +53,7 @@ class Pipeline:
         durability: Durability,
         slots: int,
         meter: Meter,
+        finite: Finite | None = None,
         *,
         check: bool = False,
     ) -> None:
@@ -57,13 +64,18 @@ class Pipeline:
         self.engine = Engine()
         self.writer: PoolWriter | None = None
         self._backend = backend
+        self.holds, self.finite = Holds(), finite
+        self.keeper: Keeper | None = None
+        self._behind_max = slots - 2
         self._n_slots = slots
         self._meter = meter
-        self._check = check
+        self._check, self._turn = check, 0
         self._flights: list[_Flight] = []
-        self._turn = 0
-        self._layouts = 0
         self._wanted_slots: int | None = None
+
+    def keep(self, keeper: Keeper | None) -> None:
+        """Export versions; that takes a slot. Before the pool is made or opened."""
+        self.keeper, self._n_slots = keeper, self._n_slots + (keeper is not None)
 
     # -- the pool ----------------------------------------------------------------------------------------
 
@@ -86,15 +98,20 @@ class Pipeline:
     def adopted(self, step: int, at_once: Sequence[str], slots: int | None) -> None:
         """The version that this session goes on from is in the pool and named by a durable line."""
         self.committed = step
+        if self.keeper is not None:
+            self.keeper.start_at(step)
         self.resting.never.update(at_once)
-        if slots is not None and slots != self._n_slots:
-            log.info("lightck: %d slots instead of %d: the pool is laid out anew at the first boundary", slots,
+        spare = self.keeper is not None
+        wanted = slots + spare if slots is not None else max(self._n_slots, 2 + spare)
+        if wanted != self._n_slots:
+            log.info("lightck: %d slots instead of %d: the pool is laid out anew at the first boundary", wanted,
                      self._n_slots)  # fmt: skip
-            self._wanted_slots = slots
+            self._wanted_slots = wanted
 
-    def _new_writer(self, entries: Sequence[Entry], state_nbytes: int, spare_nbytes: int = 0) -> PoolWriter:
+    def _new_writer(self, entries: Sequence[Entry], state_nbytes: int, spare_nbytes: int = 0,
+                    extras: Sequence[Entry] = ()) -> PoolWriter:  # fmt: skip
         container, _ = create(self._backend, self.path, entries, slots=self._n_slots, state_nbytes=state_nbytes,
-                              spare_nbytes=spare_nbytes)  # fmt: skip
+                              spare_nbytes=spare_nbytes, extras=extras)  # fmt: skip
         try:
             return PoolWriter(PoolReader(container, self.path), self.engine, self.durability, after=self.writer)
         except BaseException:
@@ -107,6 +124,8 @@ class Pipeline:
         """Begin writing a version. Small tensors, buffers and state are copied before this returns."""
         self._reap()
         self.resting.never.update(closing.at_once)
+        if self.finite is not None and self.finite.refuses(closing, self._meter):
+            return
         writer = self.writer
         try:
             if writer is None:
@@ -156,34 +175,66 @@ class Pipeline:
     def _relayout(self, closing: Closing, why: FullError) -> None:
         """A new pool file for what no longer fits: its first commit, then its name, only then acknowledged."""
         self.finish()
-        old = self.writer
-        entries = {live.name: entry_of(live) for live in closing.lives}
-        if old is not None:
+        if self.writer is not None:
             log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
-            entries = _still_foreseen(old.entries, entries) | entries
-        writer = self._new_writer(in_order_of_need(entries.values()), len(closing.state), self._spare(entries))
-        try:
+
+        def first(writer: PoolWriter) -> _Flight:
             flight = self._begin(writer, closing)
             flight.pending.job.release()
             flight.pending.job.wait(ENDED)
+            return flight
+
+        self._note_committed(self._move([entry_of(live) for live in closing.lives], len(closing.state), first))
+
+    def _move(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
+        """To a new file: what is held is carried over, then ``first`` commits, then the file gets its name."""
+        old = self.writer
+        if self.keeper is not None:
+            self.keeper.wait(old, self.holds)  # it reads the old file
+        moving = self.holds.versions(old) if old is not None else []
+        held = [entry for _, version in moving for entry in version.entries.values()]
+        table, extras = room_for(old, entries, held)
+        state_nbytes = max([state_nbytes, *(len(version.state) for _, version in moving)])
+        writer = self._new_writer(in_order_of_need(table.values()), state_nbytes, spare_nbytes(old, table), extras)
+        try:
+            lines = carry_all(moving, writer)
+            result = first(writer)
             writer.reader.container.publish()
         except BaseException:
             writer.close()
             raise
         self.writer = writer
+        self.holds.moved(lines, writer)
         if old is not None:
             old.close()
-        self._note_committed(flight)
+        return result
 
-    def _spare(self, entries: Mapping[str, Entry]) -> int:
-        """Room for growth, in bytes: what changed its size may double, and each new layout has more for what is new.
-        So a training that grows at every step is laid out anew ever more seldom."""
-        if self.writer is None:
-            return 0
-        self._layouts += 1
-        nbytes = sum(entry.nbytes for entry in entries.values())
-        grew = sum(entries[name].nbytes for name in self.writer.grew & entries.keys())
-        return 2 * grew + max(RESERVE_MIN, nbytes >> max(2, 5 - self._layouts))
+    # -- a version that stays ----------------------------------------------------------------------------
+
+    def pin(self) -> Hold:
+        """Hold the newest committed version; where less than two slots would be left, the pool moves to a new file."""
+        self.finish()
+        writer = self.writer
+        if writer is None or self.committed is None:
+            raise SessionError("Nothing is committed yet that could be pinned. Pin after the first step.")
+        writer.refuse_lost_pool()
+        needed = self.holds.slots_for_a_pin(self.keeper is not None)
+        hold = self.holds.take(writer, is_pin=True)
+        before = self._n_slots, self._wanted_slots
+        try:
+            if writer.slots.sound < max(needed, self._wanted_slots or 0):
+                self._n_slots = max(needed, self._n_slots, self._wanted_slots or 0)
+                log.info("lightck: the pool %r is laid out anew with %d slots, for a pin", self.path, self._n_slots)
+                self._move((), 0, lambda _: None)
+            self._wanted_slots = None  # fewer slots were asked for, and the pin needs those that there are
+        except BaseException:
+            self._n_slots, self._wanted_slots = before
+            self.unpin(hold)
+            raise
+        return hold
+
+    def unpin(self, hold: Hold) -> None:
+        self.holds.release(hold, self.writer)
 
     # -- a version ends ----------------------------------------------------------------------------------
 
@@ -211,13 +262,14 @@ class Pipeline:
                     self._settle(flight)
 
     def gate(self) -> None:
-        """Before an update: every source is released, and all versions but the newest slots-2 have committed."""
+        """Before an update: every source is released, and all versions but the newest slots-2 have committed.
+        ``slots`` as attach was told: those for pins and for keep= put nothing off."""
         if not self._flights:
             return
         with self._meter.wait():
             for flight in self._open_flights():
                 self._settle(flight)
-            while len(self._flights) > self._n_slots - 2:
+            while len(self._flights) > self._behind_max:
                 self._finish(self._flights[0])
         self._reap()
 
@@ -308,7 +360,7 @@ class Pipeline:
 
     def _note_committed(self, flight: _Flight) -> None:
         assert self.writer is not None
-        self._refuse_lost_pool()
+        self.writer.refuse_lost_pool()
         info = flight.pending.job.info()
         self.writer.committed(flight.pending)
         self.committed = flight.step
@@ -316,19 +368,8 @@ class Pipeline:
         self._meter.bytes_written += info.nbytes
         self._meter.bytes_helped += info.nbytes_helped
         flight.pending.job.forget()
-
-    def _refuse_lost_pool(self) -> None:
-        """A mapping outlives its file: without this look a training would go on saving into nothing."""
-        assert self.writer is not None
-        if self.writer.reader.container.is_current():
-            return
-        error = BackgroundError(
-            f"The pool {self.path!r} was removed, moved or replaced while it was in use. What is committed now could "
-            "not be found after a crash. Keep cleaners of temporary files away from it; close this session, and attach "
-            "again: the training in memory is whole."
-        )
-        error.errno = errno.ENOENT
-        raise error
+        if self.keeper is not None:
+            self.keeper.committed(self.writer, self.holds, flight.step)
 
     def newest_committed(self) -> int | None:
         """Step of the newest durable version, as of now. Takes note of nothing: any thread may ask."""
@@ -340,34 +381,11 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the threads and unmap. Versions that are not released are dropped; others were finished before."""
+        if self.keeper is not None:
+            self.keeper.end(self.writer, self.holds)
         self.engine.close()
         self._flights.clear()
         self.resting = Resting()
         if self.writer is not None:
             self.writer.close()
             self.writer = None
-
-
-def _still_foreseen(old: Iterable[Entry], now: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Optimizer state that was laid out for a parameter which has none yet: it may still wake."""
-    params = {e.name.removeprefix("model/") for e in now.values() if e.role == "param"}
-    return {e.name: e for e in old if e.role == "optimizer" and _param_of(e) in params}
-
-
-def _param_of(entry: Entry) -> str:
-    return entry.name.removeprefix("optimizer/").rpartition("/")[0]
-
-
-def in_order_of_need(entries: Any) -> list[Entry]:
-    """Each parameter followed by its optimizer state, in the order of the modules: what the next step touches
-    together lies together, and is free again together."""
-    entries = list(entries)
-    owner = {e.name.removeprefix("model/"): i for i, e in enumerate(entries) if e.role in ("param", "buffer")}
-
-    def key(item: tuple[int, Entry]) -> tuple[int, int]:
-        i, entry = item
-        if entry.role != "optimizer":
-            return (i if entry.role != "state" else len(entries)), -1
-        return owner.get(_param_of(entry), len(entries)), i
-
-    return [entry for _, entry in sorted(enumerate(entries), key=key)]

@@ -29,10 +29,12 @@ from lightck.capture.rng import RngState
 from lightck.capture.snapshot import Capture
 from lightck.errors import BackgroundError, FlushTimeoutError, LateError, SessionError
 from lightck.first_step import FirstStep
+from lightck.pin import Hold, Pin
 from lightck.pipeline import Pipeline
 from lightck.pool.durability import Durability
 from lightck.pool.lock import PoolLock
 from lightck.resume import Resumed
+from lightck.sessions import Proxy
 from lightck.stats import Meter, Stats
 
 log = logging.getLogger("lightck")
@@ -78,7 +80,7 @@ class Session:
         self._scaler_seen: Any = None
         self._scaler_stepped = False
         self._scaler_skipped()
-        self._hooks = Hooks(_Proxy(self), model, found.optimizers)
+        self._hooks = Hooks(Proxy(self), model, found.optimizers)
         self._finalizer = weakref.finalize(self, _finalize, os.getpid(), pipeline, lock, self._hooks.handles)
         self._finalizer.atexit = False
         _living.add(self)
@@ -100,7 +102,7 @@ class Session:
     @property
     def committed(self) -> int | None:
         """Newest step that is durable in the pool, or None. What background work failed at is not raised here."""
-        if self._is_open and not self._is_forked:
+        if self._is_open and not self.is_forked:
             return self._pipeline.newest_committed()
         return self._pipeline.committed
 
@@ -108,6 +110,11 @@ class Session:
     def durability(self) -> Durability:
         """What the committed versions survive, with the evidence."""
         return self._pipeline.durability
+
+    @property
+    def paused_reason(self) -> str | None:
+        """Why nothing is committed now (``pause_on_nonfinite``), or None."""
+        return self._pipeline.finite.reason if self._pipeline.finite is not None else None
 
     def stats(self) -> Stats:
         """The session's counters as of now."""
@@ -128,7 +135,7 @@ class Session:
         resumed = self._resumed
         restored = resumed.loaders.get(key) if resumed is not None else None
         any_live = resumed is not None and any(bool(p.get("live")) for p in resumed.loaders.values())
-        wrapped = SessionLoader(loader, _Proxy(self), key, restored, rng_at_iter=not any_live)
+        wrapped = SessionLoader(loader, Proxy(self), key, restored, rng_at_iter=not any_live)
         self._capture.loaders.append(wrapped)
         return wrapped
 
@@ -152,6 +159,18 @@ class Session:
             self._commit_current(timeout)
         return self._pipeline.committed
 
+    def pin(self) -> Pin:
+        """Commit the current step, as ``flush`` does, and hold its version in the pool until the pin is released.
+
+        ``recover(path, step=pin.step)`` gives it, now and after a crash. The first pin may move the pool to a larger
+        file. With ``pause_on_nonfinite`` the last good version is held.
+        """
+        self.flush()
+        with self._meter.stall():
+            pinned: list[Hold] = []
+            self._guard(lambda: pinned.append(self._pipeline.pin()))
+        return Pin(pinned[0], self._pipeline.unpin)
+
     def close(self) -> None:
         """Commit the current step, end the threads, release the pool. A second call does nothing.
 
@@ -160,12 +179,13 @@ class Session:
         if not self._is_open:
             return
         try:
-            if not self._is_forked and self._failure is None:
+            if not self.is_forked and self._failure is None:
                 with self._meter.stall():
                     self._commit_current(None, also_step_0=False)
         finally:
             self._release()
         self._raise_failure()
+        self._raise_keep_failure()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -196,6 +216,7 @@ class Session:
         """Pre-step hook, before the gate. ``by_hand``: an optimizer is stepped outside the ``step`` of its wrapper."""
         with self._meter.stall():
             self._raise_failure()
+            self._raise_keep_failure()
             if by_hand:
                 self._capture.stepped_by_hand(index)
             if self._first_step is not None:
@@ -288,7 +309,7 @@ class Session:
     # -- inside ------------------------------------------------------------------------------------------
 
     @property
-    def _is_forked(self) -> bool:
+    def is_forked(self) -> bool:
         return os.getpid() != self._pid
 
     def _event(self, event: Event) -> None:
@@ -343,6 +364,11 @@ class Session:
         if self._failure is not None:
             raise self._failure
 
+    def _raise_keep_failure(self) -> None:
+        """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end it."""
+        if self._pipeline.keeper is not None:
+            self._pipeline.keeper.raise_failure(at_close=not self._is_open)
+
     def _scaler_skipped(self) -> bool:
         """Whether an enabled GradScaler was updated since the last look without a step in between."""
         seen = tuple(
@@ -368,7 +394,7 @@ class Session:
     def _check_usable(self) -> None:
         if not self._is_open:
             raise SessionError("This session is closed. Its pool is released. Attach again to go on.")
-        if self._is_forked:
+        if self.is_forked:
             raise SessionError("This session belongs to the parent process. A forked child cannot use it.")
 
     def _abandon(self) -> None:
@@ -387,36 +413,6 @@ class Session:
     @property
     def is_open(self) -> bool:
         return self._is_open
-
-
-class _Proxy:
-    """What hooks and loaders hold: the session while it is open and in its own process, else nothing happens.
-
-    So a session lives as long as the model that carries its hooks, also where nobody keeps what ``attach`` returned;
-    and a forked child never touches the mapping that it does not have.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def _live(self) -> Session | None:
-        return self._session if self._session.is_open and not self._session._is_forked else None
-
-    def __getattr__(self, name: str) -> Any:
-        session = self._live()
-        return getattr(session, name) if session is not None else _nothing
-
-    @property
-    def updates(self) -> int:
-        return self._session.updates
-
-    def take_restored_rng(self) -> RngState | None:
-        session = self._live()
-        return session.take_restored_rng() if session is not None else None
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _finalize(pid: int, pipeline: Pipeline, lock: PoolLock, handles: list[Any]) -> None:

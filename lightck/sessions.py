@@ -22,3 +22,30 @@ def has_open_session(model: nn.Module) -> bool:
         if session is not None and session.is_open and (other in mine or model in set(other.modules())):
             return True
     return False
+
+
+class Proxy:
+    """What hooks and loaders hold: the session while it is open and in its own process, else nothing happens.
+
+    So a session lives as long as the model that carries its hooks, also where nobody keeps what ``attach`` returned;
+    and a forked child never touches the mapping that it does not have.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def _live(self) -> Any:
+        return self._session if self._session.is_open and not self._session.is_forked else None
+
+    def __getattr__(self, name: str) -> Any:
+        session = self._live()
+        return getattr(session, name) if session is not None else _nothing
+
+    @property
+    def updates(self) -> int:
+        updates: int = self._session.updates
+        return updates
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None

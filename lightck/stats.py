@@ -29,18 +29,22 @@ class Stats:
     committed: int | None = None
     """Step of the newest durable version."""
     skipped: int = 0
-    """Versions given up (written to by a forward) and optimizer steps that changed nothing (GradScaler)."""
+    """Versions given up (written to by a forward) or refused (``pause_on_nonfinite``), and optimizer steps that changed
+    nothing (GradScaler)."""
     recopied: int = 0
     """Tensors copied again within one version. Always 0: a version whose source moved is given up (``skipped``)."""
     left_out: int = 0
     """Tensors that the newest version did not have to write again."""
+    kept: int = 0
+    """Versions exported by ``keep=``."""
 
 
 class Meter:
     """The running counters behind ``Stats``."""
 
     def __init__(self) -> None:
-        self.stall_seconds = self.wait_seconds = self.hook_cpu_seconds = 0.0
+        self.stall_seconds = self.wait_seconds = self.hook_cpu_seconds = self.keep_cpu_seconds = 0.0
+        self.kept = 0
         self.bytes_written = self.bytes_helped = self.versions = self.skipped = self.recopied = self.left_out = 0
         self._depth = 0
 
@@ -69,4 +73,5 @@ class Meter:
 
     def snapshot(self, *, engine_cpu_seconds: float, committed: int | None) -> Stats:
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
-        return Stats(**own, cpu_seconds=self.hook_cpu_seconds + engine_cpu_seconds, committed=committed)
+        cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + engine_cpu_seconds
+        return Stats(**own, cpu_seconds=cpu_seconds, committed=committed)

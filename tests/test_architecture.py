@@ -32,7 +32,11 @@ LAYERS = {
     "pool": BASE | {"_native"},
     "capture": BASE | {"_native", "pool.layout"},
     "split": DATA,
-    "pipeline": DATA | {"split", "stats", "interrupts"},
+    "pin": DATA | {"contents"},
+    "keep": DATA | {"contents", "export", "pin", "recover", "stats"},
+    "finite": DATA | {"stats"},
+    "table": DATA,
+    "pipeline": DATA | {"split", "stats", "interrupts", "pin", "keep", "finite", "table"},
     "contents": DATA,
     "memory": {"pool"},
     "fill": DATA | {"contents", "memory"},
@@ -42,13 +46,16 @@ LAYERS = {
     "first_step": DATA,
     "checkpoint": DATA | {"contents", "restore", "restore_optimizer", "resume", "sessions"},
     "recover": DATA | {"contents", "restore", "resume", "checkpoint"},
-    "session": DATA | {"pipeline", "resume", "first_step", "stats"},
-    "attach": DATA | {"checkpoint", "recover", "pipeline", "resume", "first_step", "session", "sessions", "stats",
-                      "strategy"},
-    "": {"attach", "checkpoint", "errors", "pool.durability", "recover", "restore", "session", "stats", "strategy"},
+    "export": DATA | {"contents", "checkpoint"},
+    "session": DATA | {"pipeline", "pin", "resume", "first_step", "sessions", "stats"},
+    "attach": DATA | {"checkpoint", "finite", "first_step", "keep", "pipeline", "recover", "resume", "session",
+                      "sessions", "stats", "strategy", "table"},
+    "": {"attach", "checkpoint", "errors", "export", "keep", "pin", "pool.durability", "recover", "restore", "session",
+         "stats", "strategy"},
     "demo": BASE | {""},
     "testing": DATA | {"", "_native"},
-    "cli": BASE | {"", "pool", "contents", "recover", "demo", "capture", "checkpoint", "sessions"},
+    "cli": BASE | {"", "pool", "contents", "recover", "demo", "capture", "checkpoint", "sessions",
+            "export"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -146,7 +153,8 @@ def test_byte_level_knows_nothing_of_torch():
 
 def test_public_surface_is_sealed():
     assert lightck.__all__ == [
-        "Checkpoint", "Drift", "Durability", "FullState", "LightckError", "Session", "Stats", "attach", "recover",
+        "Checkpoint", "Drift", "Durability", "Exported", "FullState", "Keep", "LightckError", "Pin", "Session",
+        "Stats", "attach", "export_checkpoint", "recover",
     ]  # fmt: skip
     for name in lightck.__all__:
         assert getattr(lightck, name).__doc__, f"{name} has no docstring"

@@ -472,7 +472,9 @@ def test_package_neither_pickles_nor_loads_by_torch():
                 names = [node.module or ""]
             assert not {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"} & set(names), path
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-                assert node.attr not in ("save", "load"), path
+                assert node.attr != "load", path
+                asked_for = path == package / "export" / "__init__.py"  # export_checkpoint(..., format="torch")
+                assert node.attr != "save" or asked_for, path
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec", "__import__"), path
 

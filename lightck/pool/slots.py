@@ -1,8 +1,8 @@
 """The slots of a writable pool: what each holds, which one may be written next, and its manifest in memory.
 
 Invariant: the slot of the version last committed by this process (before its first commit: of the one it adopted) is
-never handed out. A slot's ``SlotImage`` mirrors the records and checksums of the bytes that lie in it, so a tensor
-that is left out of a version keeps the record with which it was written.
+never handed out, and neither is one that is held. A slot's ``SlotImage`` mirrors the records and checksums of the bytes
+that lie in it, so a tensor that is left out of a version keeps the record with which it was written.
 """
 
 from __future__ import annotations
@@ -71,12 +71,20 @@ class Slots:
     slots: list[Slot]
     protected: int | None = None
     """Index of the slot that must not be written."""
+    held: frozenset[int] = frozenset()
+    """Indexes of slots whose versions somebody asked to keep."""
     dead: tuple[int, int] = (0, 0)
     """Payload generations strictly between these two were left behind by an adoption."""
 
+    @property
+    def sound(self) -> int:
+        """How many can be written at all."""
+        return sum(not slot.is_bad for slot in self.slots)
+
     def choose(self) -> Slot | None:
         """The slot for the next version: one with dead or unknown content first, then the oldest. None: all taken."""
-        free = [s for s in self.slots if s.index != self.protected and not s.is_bad and not s.in_flight]
+        kept = self.held | {self.protected}
+        free = [s for s in self.slots if s.index not in kept and not s.is_bad and not s.in_flight]
         return min(free, key=self._rank, default=None)
 
     def _rank(self, slot: Slot) -> tuple[bool, int]:

@@ -1,4 +1,4 @@
-"""A pool that is open for writing: it is made, adopted, and takes versions.
+"""A pool that is open for writing: it is adopted, and takes versions.
 
 ``PoolWriter`` joins a container, its mapping, its slots and its ring. A version enters by ``begin`` (which returns a
 ``Job`` of the engine) and is taken note of by ``committed``, ``dropped`` or ``failed`` when the job has ended; the
@@ -7,6 +7,7 @@ commit itself, the line written last, is native/src/commit.c.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,25 +19,14 @@ import numpy.typing as npt
 from lightck._native import ffi, lib
 from lightck.errors import BackgroundError
 from lightck.pool import layout
-from lightck.pool.backend import Backend, Container
 from lightck.pool.checksum import uuid_words
 from lightck.pool.durability import TIER_CACHE, Durability
 from lightck.pool.engine import Engine, Job, Medium
 from lightck.pool.format import (
-    BLOCK_MAX,
-    KIB,
     KIND_ADOPTION,
     KIND_VERSION,
-    MANIFEST_HEADER_NBYTES,
-    PAGE,
-    RECORD_NBYTES,
-    SLOT_ALIGN,
-    TABLE_OFFSET,
     CommitLine,
     ManifestHeader,
-    Superblock,
-    align_up,
-    layout_hash,
 )
 from lightck.pool.layout import Entry, blocks_of
 from lightck.pool.reader import PoolReader
@@ -46,10 +36,6 @@ from lightck.pool.slots import Slot, SlotImage, Slots, crc_starts
 COPY_DTYPE = np.dtype(
     [("src", "u8"), ("dst", "u8"), ("nbytes", "u8"), ("tensor", "u8"), ("crc_index", "u4"), ("flags", "u4")]
 )
-RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
-STATE_MIN, STATE_FACTOR = 256 * KIB, 4
-
-
 class FullError(Exception):
     """What has to be stored does not fit this pool's layout: a new pool file is needed. Internal."""
 
@@ -73,60 +59,6 @@ class VersionPlan:
     state: bytes
 
 
-def create(
-    backend: Backend, path: str, entries: Sequence[Entry], *, slots: int, state_nbytes: int, spare_nbytes: int = 0
-) -> tuple[Container, Superblock]:
-    """Allocate a pool for these entries and write its static part. It becomes visible by ``container.publish()``.
-
-    ``state_nbytes`` is the expected length of the small state; ``spare_nbytes`` are added to the reserve.
-    """
-    sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes)
-    container = backend.create(path, sb.nbytes)
-    try:
-        medium = Medium(container.fd, container.extents, backend.probe(path).tier)
-        try:
-            for offset in sb.table_offsets:
-                medium.store(offset, table)
-            for copy in (0, 1):
-                medium.store(copy * PAGE, sb.pack())
-            medium.sync()
-        finally:
-            medium.close()
-    except BaseException:
-        container.close()
-        raise
-    return container, sb
-
-
-def _geometry(entries: Sequence[Entry], slots: int, state_nbytes: int, spare_nbytes: int) -> tuple[Superblock, bytes]:
-    blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
-    payload = sum(e.nbytes for e in entries)
-    reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) + spare_nbytes
-    fixed = MANIFEST_HEADER_NBYTES + len(entries) * RECORD_NBYTES + 4 * blocks
-    extras = 64 * KIB + fixed // 4
-    manifest = align_up(fixed + extras + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
-    payload_offset = PAGE + 2 * manifest
-    placed, reserve_offset = layout.place(entries, payload_offset)
-    slot_nbytes = align_up(reserve_offset + reserve, SLOT_ALIGN)
-    table = layout.encode(placed)
-    table_space = align_up(len(table), PAGE)
-    first = align_up(TABLE_OFFSET + 2 * table_space, SLOT_ALIGN)
-    sb = Superblock(
-        uuid=os.urandom(16),
-        nbytes=first + slots * slot_nbytes,
-        table_offsets=(TABLE_OFFSET, TABLE_OFFSET + table_space),
-        table_nbytes=len(table),
-        table_hash=layout_hash(table),
-        block=BLOCK_MAX,
-        manifest_offset=PAGE,
-        manifest_nbytes=manifest,
-        payload_offset=payload_offset,
-        reserve_offset=reserve_offset,
-        slots=tuple((first + i * slot_nbytes, slot_nbytes) for i in range(slots)),
-    )
-    return sb, table
-
-
 class PoolWriter:
     """An existing pool with its mapping, ready for versions. One per pool: the caller holds the pool's lock."""
 
@@ -148,6 +80,8 @@ class PoolWriter:
         """Numbers of extras whose tensor went elsewhere."""
         self.grew: set[str] = set() if after is None else set(after.grew)
         """Names of tensors that changed their kind or size."""
+        self.layouts: int = 0 if after is None else after.layouts + 1
+        """How many files came before this one in the session."""
         self.known: dict[str, object] = {}
         """name -> what the caller remembers of a tensor whose extent it compared before."""
         self._generation: int = self.ring.generation if after is None else after._generation
@@ -359,6 +293,18 @@ class PoolWriter:
         pending.slot.is_bad |= bad
         pending.slot.generation = None
         pending.slot.image.in_slot[:] = False
+
+    def refuse_lost_pool(self) -> None:
+        """A mapping outlives its file: without this look a training would go on saving into nothing."""
+        if self.reader.container.is_current():
+            return
+        error = BackgroundError(
+            f"The pool {self.reader.path!r} was removed, moved or replaced while it was in use. What is committed now "
+            "could not be found after a crash. Keep cleaners of temporary files away from it; close this session, and "
+            "attach again: the training in memory is whole."
+        )
+        error.errno = errno.ENOENT
+        raise error
 
     def close(self) -> None:
         """Unmap. No job may be running; the engine may be closed already."""

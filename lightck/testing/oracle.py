@@ -38,10 +38,10 @@ class Refused:
 Outcome: TypeAlias = "Recovered | Refused"
 
 
-def recovery(path: str) -> Outcome:
+def recovery(path: str, step: int | None = None) -> Outcome:
     """``lightck.recover`` of the file at ``path``, as a value."""
     try:
-        checkpoint = lightck.recover(path)
+        checkpoint = lightck.recover(path, step=step)
         content = digest([dict(checkpoint.model), checkpoint.optimizer, checkpoint.state])
     except Exception as err:
         return Refused(type(err).__name__, str(err), isinstance(err, lightck.LightckError))

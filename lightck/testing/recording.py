@@ -19,7 +19,7 @@ from torch import nn
 
 import lightck
 from lightck import _native
-from lightck.pool import extents, writer
+from lightck.pool import create, extents, writer
 from lightck.pool.engine import Medium
 from lightck.pool.extents import Extents
 from lightck.pool.file import FileContainer
@@ -176,7 +176,8 @@ class Recorder:
             publish(container)
             recorder.published(container.fd)
 
-        self._patches.enter_context(patch.object(writer, "Medium", Recording))
+        for module in (create, writer):
+            self._patches.enter_context(patch.object(module, "Medium", Recording))
         self._patches.enter_context(patch.object(FileContainer, "publish", recorded_publish))
         return self
 

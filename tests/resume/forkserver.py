@@ -83,6 +83,8 @@ def _warm(compiles: bool) -> None:
     import torch
 
     if compiles:
+        with contextlib.suppress(ImportError):  # where it is installed, torch.compile's progress bars start its thread
+            importlib.import_module("tqdm").tqdm.monitor_interval = 0
         importlib.import_module("torch._inductor.compile_fx")
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.1))
     called = torch.compile(net, backend="aot_eager") if compiles else net

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import patch
 
 import bugs
 import pytest
 import toys
-from workloads import WORKLOADS, plain, record
+from workloads import WORKLOADS, pinned, plain, record
 
 from lightck._native import check, lib
 from lightck.pool import backends
 from lightck.pool.format import MIB
 from lightck.pool.pmdk import PmdkBackend
+from lightck.pool.reader import open_pool
 from lightck.pool.slots import Slot, Slots
-from lightck.testing.oracle import Outcome, Recovered
+from lightck.testing.oracle import Outcome, Recovered, Refused, recovery
 from lightck.testing.persistence import BlockDevice, Model, PersistentMemory
 from lightck.testing.recording import Recording
 from lightck.testing.simulator import Effort, Simulator, Transform
@@ -53,6 +55,42 @@ def test_the_same_in_the_arenas_of_a_pmdk_pool(
         report = simulator.check(model)
         assert not report.violations, str(report)
         assert report.images > 100
+
+
+def recovery_with_pin(recording: Recording) -> Callable[[str], Outcome]:
+    """The newest version; refused where the file was made for the pin of step 2 and does not hold it."""
+    (pin,) = {known for tape in recording for known in tape.expected.values() if known.step == 2}
+
+    def recover(path: str) -> Outcome:
+        with closing(open_pool(path)) as pool:
+            is_made_for_it = len(pool.superblock.slots) == 3
+        held = recovery(path, step=2) if is_made_for_it else None
+        if held is not None and (not isinstance(held, Recovered) or held.digest != pin.digest):
+            return Refused("PinLost", str(held), True)
+        return recovery(path)
+
+    return recover
+
+
+def test_pinned_version_is_in_every_image(folder: Path) -> None:
+    recording = record(pinned(release=False), folder / "run.pool")
+    simulator = Simulator(recording, str(folder), recover=recovery_with_pin(recording))
+    for model in (PM, DISK):
+        report = simulator.check(model)
+        assert not report.violations, str(report)
+        assert report.images > 100
+
+
+def test_pin_that_is_not_heeded_is_found(folder: Path) -> None:
+    def unheeded(slots: Slots) -> Slot | None:
+        free = [s for s in slots.slots if s.index != slots.protected and not s.is_bad and not s.in_flight]
+        return min(free, key=slots._rank, default=None)
+
+    with patch.object(Slots, "choose", unheeded):
+        recording = record(pinned(release=False), folder / "run.pool")
+    simulator = Simulator(recording, str(folder), recover=recovery_with_pin(recording), effort=FIRST)
+    for model in (PM, DISK):
+        assert "PinLost" in str(simulator.check(model))
 
 
 @pytest.mark.parametrize("isa", ["portable", "sse2"])

@@ -158,6 +158,22 @@ def relayout() -> Workload:
     return Workload(run)
 
 
+def pinned(*, release: bool) -> Workload:
+    """A version is held: the pin moves the pool to a larger file, and the next versions go beside it."""
+
+    def run(recorder: Recorder) -> None:
+        model, optimizer = build()
+        with recorder.attach(model, optimizer) as session:
+            train(recorder, model, optimizer, 2)
+            pin = session.pin()
+            train(recorder, model, optimizer, 3, 2)
+            if release:
+                pin.release()
+                train(recorder, model, optimizer, 3, 5)
+
+    return Workload(run)
+
+
 def background() -> Workload:
     """Tensors too large for the boundary are copied by other threads while the loop goes on."""
 
@@ -254,6 +270,7 @@ WORKLOADS: dict[str, Workload] = {
     "going back, three slots": going_back(3),
     "media error": media_error(),
     "relayout": relayout(),
+    "pinned": pinned(release=True),
     "growth": growth(2),
     "growth, three slots": growth(3),
     "late": late(),

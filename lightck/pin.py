@@ -1,0 +1,182 @@
+"""Versions that are held: their slots are not handed out, and a new pool file takes them along.
+
+A *hold* is on one committed version of the open pool. ``Pin`` is the user's handle on one; ``keep=`` holds the version
+that it exports. Invariant: two slots beside the held ones stay for the training, so nobody waits for a release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from lightck.contents import load_tensor
+from lightck.errors import CorruptPoolError, SessionError
+from lightck.pool.engine import ENDED
+from lightck.pool.format import SLOTS_MAX, CommitLine, DamagedError
+from lightck.pool.reader import Version
+from lightck.pool.writer import PoolWriter, VersionPlan
+
+Moving: TypeAlias = "list[tuple[Hold, Version]]"
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """One version that stays. ``line`` changes when the pool moves to a new file."""
+
+    step: int
+    line: CommitLine
+    is_pin: bool = False
+
+
+class Holds:
+    """All holds of a session. Any thread may release; the rest is the training thread's."""
+
+    def __init__(self) -> None:
+        self._held: list[Hold] = []
+
+    @property
+    def pins(self) -> int:
+        """How many of them are the user's."""
+        return sum(hold.is_pin for hold in self._held)
+
+    def slots_for_a_pin(self, spare: int) -> int:
+        """How many slots a pool has to have for one pin more; ``spare`` of them for ``keep=``."""
+        needed = 2 + self.pins + 1 + spare
+        if needed > SLOTS_MAX:
+            raise SessionError(
+                f"{self.pins} versions are pinned, and a pool has at most {SLOTS_MAX} slots: the training needs the "
+                "others. Release a pin, or export a version: lightck.export_checkpoint()."
+            )
+        return needed
+
+    def take(self, writer: PoolWriter, *, is_pin: bool = False) -> Hold:
+        """Hold the version in the protected slot: the newest that the writer knows to be committed."""
+        assert writer.slots.protected is not None, "a version was committed"
+        slot = writer.slots.slots[writer.slots.protected]
+        ring = writer.reader.ring()
+        here = (slot.index, slot.generation)
+        lines = [line for line in ring.lines.values() if (line.slot, line.payload_generation) == here]
+        line = max(lines, key=lambda line: line.generation)
+        hold = Hold(line.step, line, is_pin)
+        self._held.append(hold)
+        self._tell(writer)
+        return hold
+
+    def release(self, hold: Hold, writer: PoolWriter | None) -> None:
+        """A second release does nothing."""
+        if hold in self._held:
+            self._held.remove(hold)
+        if writer is not None:
+            self._tell(writer)
+
+    def _tell(self, writer: PoolWriter) -> None:
+        writer.slots.held = frozenset(hold.line.slot for hold in self._held)
+
+    def versions(self, writer: PoolWriter) -> Moving:
+        """The held versions, oldest first. Raises ``CorruptPoolError`` where one cannot be read any more."""
+        found: Moving = []
+        for hold in sorted(self._held, key=lambda h: h.line.generation):
+            try:
+                found.append((hold, writer.reader.version(hold.line)))
+            except DamagedError as err:
+                raise _damaged(hold, err) from err
+        return found
+
+    def moved(self, lines: Iterable[tuple[Hold, CommitLine]], writer: PoolWriter) -> None:
+        """The pool's new file has its name now, and the held versions lie there."""
+        for hold, line in lines:
+            hold.line = line
+        self._tell(writer)
+
+
+def carry_all(moving: Moving, writer: PoolWriter) -> list[tuple[Hold, CommitLine]]:
+    """Commit the held versions into a new file, oldest first, each once."""
+    done: dict[int, CommitLine] = {}
+    for hold, version in moving:
+        if version.header.generation not in done:
+            done[version.header.generation] = _carry(version, hold, writer)
+    return [(hold, done[version.header.generation]) for hold, version in moving]
+
+
+def _carry(version: Version, hold: Hold, writer: PoolWriter) -> CommitLine:
+    """Verified as it is read. The slot that it gets is held."""
+    numbers = _numbers(version, writer)
+    try:
+        tensors = {n: load_tensor(version, n) for n, e in version.entries.items() if e.nbytes}
+    except DamagedError as err:
+        raise _damaged(hold, err) from err
+    plan = _plan(version, numbers, tensors)
+    slot = writer.slots.choose()
+    assert slot is not None, "a new pool has room for what is held"
+    pending = writer.begin(plan, slot, tensors)
+    pending.job.release()
+    pending.job.wait(ENDED)
+    writer.committed(pending)
+    writer.slots.held |= {slot.index}
+    pending.job.forget()
+    return next(ln for ln in writer.reader.ring().lines.values() if ln.generation == pending.line.generation)
+
+
+def _numbers(version: Version, writer: PoolWriter) -> dict[str, int]:
+    """Places for its tensors. The training's own keep theirs, and do not count as having grown."""
+    mine, grew = dict(writer.numbers), set(writer.grew)
+    other = [entry for entry in version.entries.values() if not writer.fits(entry)]
+    if other:
+        writer.add(other, set(version.entries))
+    numbers = {name: writer.numbers[name] for name in version.entries}
+    writer.numbers, writer.grew = writer.numbers | mine, grew
+    return numbers
+
+
+def _plan(version: Version, numbers: dict[str, int], tensors: dict[str, torch.Tensor]) -> VersionPlan:
+    return VersionPlan(
+        version.step,
+        version.iteration,
+        np.array([numbers[name] for name in tensors], np.int64),
+        np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64),
+        np.ones(len(tensors), np.bool_),
+        np.array([], np.int64),
+        np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
+        bytes(version.state),
+    )
+
+
+def _damaged(hold: Hold, err: DamagedError) -> CorruptPoolError:
+    return CorruptPoolError(
+        f"The pool needs a new file, and the version of step {hold.step} that is held cannot be taken along: {err}. "
+        "The newest version is intact. Release the pin, and look at the health of the pool's medium.",
+        (str(err),),
+    )
+
+
+class Pin:
+    """Made by ``Session.pin()``: the version of ``step`` stays in the pool until ``release()``, the end of the ``with``
+    block or the end of the session."""
+
+    def __init__(self, hold: Hold, release: Callable[[Hold], None]) -> None:
+        self._hold = hold
+        self._release = release
+
+    @property
+    def step(self) -> int:
+        """The step that is held."""
+        return self._hold.step
+
+    def release(self) -> None:
+        """Give the slot back. A second call does nothing."""
+        self._release(self._hold)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"Pin(step={self.step})"

@@ -1,0 +1,94 @@
+"""A new pool: where everything lies in it, and its static part. It takes no versions yet and is not visible."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from lightck.pool import layout
+from lightck.pool.backend import Backend, Container
+from lightck.pool.engine import Medium
+from lightck.pool.format import (
+    BLOCK_MAX,
+    KIB,
+    LARGE_EXTENT_ALIGN,
+    MANIFEST_HEADER_NBYTES,
+    PAGE,
+    RECORD_NBYTES,
+    SLOT_ALIGN,
+    TABLE_OFFSET,
+    Superblock,
+    align_up,
+    layout_hash,
+)
+from lightck.pool.layout import Entry, blocks_of
+
+RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
+STATE_MIN, STATE_FACTOR = 256 * KIB, 4
+
+
+def create(
+    backend: Backend,
+    path: str,
+    entries: Sequence[Entry],
+    *,
+    slots: int,
+    state_nbytes: int,
+    spare_nbytes: int = 0,
+    extras: Sequence[Entry] = (),
+) -> tuple[Container, Superblock]:
+    """Allocate a pool for these entries and write its static part. It becomes visible by ``container.publish()``.
+
+    ``state_nbytes`` is the expected length of the small state; ``spare_nbytes`` are added to the reserve; ``extras``
+    fit into it besides.
+    """
+    sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras)
+    container = backend.create(path, sb.nbytes)
+    try:
+        medium = Medium(container.fd, container.extents, backend.probe(path).tier)
+        try:
+            for offset in sb.table_offsets:
+                medium.store(offset, table)
+            for copy in (0, 1):
+                medium.store(copy * PAGE, sb.pack())
+            medium.sync()
+        finally:
+            medium.close()
+    except BaseException:
+        container.close()
+        raise
+    return container, sb
+
+
+def _geometry(
+    entries: Sequence[Entry], slots: int, state_nbytes: int, spare_nbytes: int, more: Sequence[Entry]
+) -> tuple[Superblock, bytes]:
+    blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
+    payload = sum(e.nbytes for e in entries)
+    reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) + spare_nbytes
+    # Twice: a tensor that changed its size takes twice the room that it needs.
+    reserve += 2 * sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in more)
+    fixed = MANIFEST_HEADER_NBYTES + len(entries) * RECORD_NBYTES + 4 * blocks
+    extras = 64 * KIB + fixed // 4 + 2 * len(layout.encode_extras(more))
+    extras += sum(RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in more)
+    manifest = align_up(fixed + extras + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
+    payload_offset = PAGE + 2 * manifest
+    placed, reserve_offset = layout.place(entries, payload_offset)
+    slot_nbytes = align_up(reserve_offset + reserve, SLOT_ALIGN)
+    table = layout.encode(placed)
+    table_space = align_up(len(table), PAGE)
+    first = align_up(TABLE_OFFSET + 2 * table_space, SLOT_ALIGN)
+    sb = Superblock(
+        uuid=os.urandom(16),
+        nbytes=first + slots * slot_nbytes,
+        table_offsets=(TABLE_OFFSET, TABLE_OFFSET + table_space),
+        table_nbytes=len(table),
+        table_hash=layout_hash(table),
+        block=BLOCK_MAX,
+        manifest_offset=PAGE,
+        manifest_nbytes=manifest,
+        payload_offset=payload_offset,
+        reserve_offset=reserve_offset,
+        slots=tuple((first + i * slot_nbytes, slot_nbytes) for i in range(slots)),
+    )
+    return sb, table

@@ -1,0 +1,416 @@
+"""``keep=``: exports of committed versions, their files against the training that they were taken from."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from toys import (
+    BIG,
+    adam,
+    alive,
+    crashed,
+    damage,
+    everything,
+    in_child,
+    is_step,
+    killed_child,
+    left_since,
+    net,
+    same,
+    train,
+    weights,
+)
+
+import lightck
+from lightck import keep as keep_module
+from lightck.errors import KeepError
+
+
+@pytest.fixture
+def to(folder: Path) -> Path:
+    return folder / "history"
+
+
+def names(to: Path) -> list[str]:
+    return sorted(path.name for path in to.iterdir())
+
+
+def file(to: Path, step: int) -> Path:
+    return to / f"step-{step:08d}.safetensors"
+
+
+def started(pool: Path, keep: Any, width: int = 8, **options: Any) -> tuple[Any, Any, Any]:
+    model = net(width)
+    optimizer = adam(model)
+    return model, optimizer, lightck.attach(model, pool, optimizer=optimizer, keep=keep, **options)
+
+
+def until(what: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.001)
+
+
+def exported() -> None:
+    """Wait until no export runs."""
+    until(lambda: not any(thread.name == "lightck-keep" for thread in threading.enumerate()))
+
+
+def run(model: Any, optimizer: Any, session: Any, steps: int, start: int = 0, *, wait: bool = True) -> dict[int, Any]:
+    """Train, let each version commit and its export end: what every step was."""
+    seen = {}
+    for number in range(start, start + steps):
+        train(model, optimizer, 1, start=number)
+        seen[number + 1] = everything(model, optimizer)
+        session.flush()
+        if wait:
+            exported()
+    return seen
+
+
+@pytest.mark.parametrize("width", [8, BIG])
+def test_every_nth_version_is_exported(pool, to, width):
+    model, optimizer, session = started(pool, lightck.Keep(every=3, to=to), width)
+    seen = run(model, optimizer, session, 10)
+    session.close()
+    assert names(to) == [file(to, step).name for step in (3, 6, 9)]
+    for step in (3, 6, 9):
+        assert same(safetensors.torch.load_file(file(to, step)), seen[step]["model"])
+    assert session.stats().kept == 3
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_last_bounds_the_number_of_files(pool, to):
+    model, optimizer, session = started(pool, lightck.Keep(every=2, last=2, to=to))
+    run(model, optimizer, session, 9)
+    session.close()
+    assert names(to) == [file(to, step).name for step in (6, 8)]
+
+
+def test_all_has_the_optimizer_too(pool, to):
+    model, optimizer, session = started(pool, lightck.Keep(every=2, to=to, what="all"))
+    train(model, optimizer, 2)
+    session.close()
+    loaded = safetensors.torch.load_file(file(to, 2))
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    assert same(loaded["optimizer/0.weight/exp_avg"], moment)
+
+
+def test_close_finishes_the_export_that_is_due(pool, to):
+    model, optimizer, session = started(pool, lightck.Keep(every=2, to=to), BIG)
+    train(model, optimizer, 2)
+    seen = weights(model)
+    session.close()
+    assert same(safetensors.torch.load_file(file(to, 2)), seen)
+
+
+def test_interval_between_versions_is_respected(pool, to):
+    """Versions exist at 3, 6, 9, 12: what is due at 5 and 10 is the first version after."""
+    model, optimizer, session = started(pool, lightck.Keep(every=5, to=to), interval=3)
+    with session:
+        for number in range(12):
+            train(model, optimizer, 1, start=number)
+            session.end_step()
+            if number + 1 in (6, 12):
+                session.flush()
+                exported()
+    assert names(to) == [file(to, step).name for step in (6, 12)]
+
+
+class Gate:
+    """Holds every export at its start until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        real = keep_module.parse
+
+        def parse(version: Any) -> Any:
+            self.reached.set()
+            assert self.open.wait(30)
+            return real(version)
+
+        patch.setattr(keep_module, "parse", parse)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+@pytest.mark.parametrize("width", [8, BIG])
+def test_training_goes_on_while_an_export_takes_its_time(pool, to, gate, width):
+    """The slot is not written while it is read, and nobody waits: each step commits as without ``keep``."""
+    model, optimizer, session = started(pool, lightck.Keep(every=4, to=to), width)
+    seen = run(model, optimizer, session, 4, wait=False)
+    assert gate.reached.wait(30)
+    for number in range(4, 16):
+        train(model, optimizer, 1, start=number)
+        assert lightck.recover(crashed(pool)).step >= number
+        session.flush()
+        assert session.committed == number + 1
+    gate.open.set()
+    exported()
+    assert same(safetensors.torch.load_file(file(to, 4)), seen[4]["model"])
+    train(model, optimizer, 1, start=16)  # due since 8: taken from the first version after the export
+    seen[17] = everything(model, optimizer)
+    session.close()
+    assert names(to) == [file(to, step).name for step in (4, 17)]
+    assert same(safetensors.torch.load_file(file(to, 17)), seen[17]["model"])
+
+
+def test_pool_that_moves_waits_for_the_export(pool, to, gate):
+    model, optimizer, session = started(pool, lightck.Keep(every=2, to=to))
+    seen = run(model, optimizer, session, 2, wait=False)
+    assert gate.reached.wait(30)
+    threading.Timer(0.2, gate.open.set).start()
+    pin = session.pin()  # a fourth slot: a new file
+    assert file(to, 2).exists()
+    assert same(safetensors.torch.load_file(file(to, 2)), seen[2]["model"])
+    pin.release()
+    session.close()
+
+
+def test_counting_goes_on_after_a_restart(pool, to):
+    model, optimizer, session = started(pool, lightck.Keep(every=4, to=to))
+    run(model, optimizer, session, 6)
+    session.close()
+    assert names(to) == [file(to, 4).name]
+    model = net(seed=1)
+    optimizer = adam(model)
+    keep = lightck.Keep(every=4, last=1, to=to)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, keep=keep) as session:
+        run(model, optimizer, session, 1, start=6)
+        assert names(to) == [file(to, 4).name]
+        run(model, optimizer, session, 1, start=7)
+    assert names(to) == [file(to, 8).name]
+
+
+def test_export_that_a_crash_prevented_is_made_after_the_restart(pool, to):
+    def work() -> None:
+        model, optimizer, session = started(pool, lightck.Keep(every=4, to=to))
+
+        def die(*args: Any) -> None:
+            os.kill(os.getpid(), 9)
+
+        keep_module.load_tensor = die  # in the child
+        run(model, optimizer, session, 4, wait=False)
+        time.sleep(30)
+
+    killed_child(work)
+    assert not any(name.endswith(".safetensors") for name in names(to)), "no half file under the final name"
+    assert names(to), "the temporary file is there"
+    model = net(seed=1)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, keep=lightck.Keep(every=4, to=to)) as session:
+        assert session.step == 4
+        assert names(to) == [], "what the kill left is removed"
+        seen = run(model, optimizer, session, 1, start=4)
+    assert same(safetensors.torch.load_file(file(to, 5)), seen[5]["model"])
+
+
+def test_keep_can_be_added_to_an_existing_pool(pool, to):
+    model, optimizer, session = started(pool, None)
+    train(model, optimizer, 3)
+    session.close()
+    again = net(seed=1)
+    again_optimizer = adam(again)
+    keep = lightck.Keep(every=2, to=to)
+    with lightck.attach(again, pool, optimizer=again_optimizer, resume=True, keep=keep) as session:
+        run(again, again_optimizer, session, 3, start=3)
+    assert names(to) == [file(to, step).name for step in (4, 6)]
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_others_are_never_touched(pool, folder, to):
+    to.mkdir()
+    mine = ["step-00000001.safetensors", "step-00000099.safetensors", "step-1.safetensors", "notes.txt"]
+    for name in mine[1:]:
+        (to / name).write_text("mine")
+    safetensors.torch.save_file({"a": torch.ones(2)}, to / mine[0])
+    (to / "step-00000098.safetensors").symlink_to(to / "notes.txt")
+    before = {path.name: path.read_bytes() for path in to.iterdir()}
+    other = folder / "other.pool"
+    model, optimizer, session = started(other, lightck.Keep(every=3, last=1, to=to))  # trainings that share a folder
+    run(model, optimizer, session, 3)
+    session.close()
+    model, optimizer, session = started(pool, lightck.Keep(every=2, last=1, to=to))
+    run(model, optimizer, session, 4)
+    session.close()
+    assert {name: (to / name).read_bytes() for name in before} == before
+    assert file(to, 3).exists(), "the other training's"
+    assert file(to, 4).exists()
+    assert not file(to, 2).exists()
+
+
+def test_name_that_is_taken_by_a_file_of_others_is_told(pool, to):
+    to.mkdir()
+    file(to, 2).write_text("mine")
+    model, optimizer, session = started(pool, lightck.Keep(every=2, to=to))
+    train(model, optimizer, 2)
+    with pytest.raises(KeepError, match=r"Step 2 could not be kept.*was not written by this training"):
+        session.close()
+    assert file(to, 2).read_text() == "mine"
+
+
+def test_older_training_in_the_folder_does_not_displace_the_new_one(pool, to):
+    model, optimizer, session = started(pool, lightck.Keep(every=2, last=2, to=to))
+    run(model, optimizer, session, 8)
+    session.close()
+    assert names(to) == [file(to, step).name for step in (6, 8)]
+    keep = lightck.Keep(every=2, last=2, to=to)
+    model, optimizer, session = started(pool, keep, overwrite=True)
+    run(model, optimizer, session, 4)
+    session.close()
+    assert names(to) == [file(to, step).name for step in (2, 4)]
+
+
+def test_file_says_where_it_comes_from_and_no_path(pool, to):
+    model, optimizer, session = started(pool, lightck.Keep(every=1, to=to))
+    train(model, optimizer, 1)
+    session.close()
+    with safe_open(file(to, 1), "pt") as opened:
+        found = opened.metadata()
+    assert found["lightck_step"] == "1"
+    assert found["format"] == "pt"
+    assert str(pool) not in str(found)
+
+
+def test_folder_that_cannot_be_made_is_refused_at_attach(pool, folder):
+    model = net()
+    with pytest.raises(KeepError, match="No such file or directory"):
+        lightck.attach(model, pool, optimizer=adam(model), keep=lightck.Keep(every=1, to=folder / "no" / "where"))
+    lightck.attach(model, pool, optimizer=adam(model)).close()  # the lock was released
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": 1.5}, {"every": 1, "last": 0}, {"every": 1, "what": "x"}])
+def test_wrong_options_are_refused(options, to):
+    with pytest.raises(ValueError, match=r"every|last|what"):
+        lightck.Keep(to=to, **options)
+
+
+def test_wrong_arguments_are_refused(pool, to):
+    model = net()
+    with pytest.raises(TypeError, match=r"lightck\.Keep"):
+        lightck.attach(model, pool, keep=1000)
+    with pytest.raises(ValueError, match="needs one of them"):
+        lightck.attach(model, pool, slots=8, keep=lightck.Keep(every=1, to=to))
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_full_folder_is_told_at_the_next_step_and_training_can_go_on(pool, to):
+    def work() -> None:
+        if not mount_small(to):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        model, optimizer, session = started(pool, lightck.Keep(every=2, to=to), BIG)
+        train(model, optimizer, 2)
+        session.flush()
+        exported()
+        with pytest.raises(KeepError, match=r"Step 2 could not be kept.*pool and its versions are intact") as caught:
+            train(model, optimizer, 1, start=2)
+        assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+        optimizer.step()  # once: the loop that caught it goes on
+        session.flush()
+        assert session.committed == 3
+        assert list(to.iterdir()) == []
+        with pytest.raises(KeepError):  # at close it is told again: nothing was kept since
+            session.close()
+
+    to.mkdir()
+    in_child(work)
+    assert lightck.recover(pool).step == 3
+
+
+def mount_small(at: Path) -> bool:
+    """A real file system of 64 KiB, in a mount namespace of this child. False where that is not permitted."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, private, recursive = 0x20000, 1 << 18, 1 << 14
+    if libc.unshare(new_namespace) != 0 or libc.mount(b"none", b"/", None, private | recursive, None) != 0:
+        return False
+    return bool(libc.mount(b"tmpfs", str(at).encode(), b"tmpfs", 0, b"size=64k,mode=700") == 0)
+
+
+def test_loader_does_not_raise_it(pool, to):
+    """An error in next() would end the loop: it is raised where the loop can catch it."""
+    to.mkdir()
+    file(to, 1).write_text("mine")
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, keep=lightck.Keep(every=1, last=1, to=to))
+    caught = []
+    for x in session.loader(torch.utils.data.DataLoader(torch.ones(4, 4))):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        try:
+            optimizer.step()
+        except KeepError as err:
+            caught.append(str(err))
+            optimizer.step()
+        session.flush() if len(caught) else None
+        exported()
+    assert len(caught) == 1
+    assert "Step 1 " in caught[0]
+    session.close()
+    assert lightck.recover(pool).step == 4
+
+
+def test_error_is_forgotten_after_an_export_that_went_well(pool, to):
+    to.mkdir()
+    file(to, 2).mkdir()
+    model, optimizer, session = started(pool, lightck.Keep(every=2, to=to))
+    train(model, optimizer, 2)
+    session.flush()
+    exported()
+    with pytest.raises(KeepError):
+        train(model, optimizer, 1, start=2)
+    train(model, optimizer, 2, start=2)
+    session.close()
+    assert file(to, 4).exists()
+
+
+def test_damaged_version_is_not_exported(pool, to, gate):
+    model, optimizer, session = started(pool, lightck.Keep(every=2, to=to), BIG)
+    run(model, optimizer, session, 2, wait=False)
+    assert gate.reached.wait(30)
+    damage(pool, "model/0.weight", [2])
+    gate.open.set()
+    with pytest.raises(KeepError, match="checksum"):
+        session.close()
+    assert names(to) == []
+
+
+def test_nothing_is_left_after_close(pool, to):
+    before = alive()
+    model, optimizer, session = started(pool, lightck.Keep(every=1, to=to), BIG)
+    run(model, optimizer, session, 3)
+    session.close()
+    assert not left_since(before)
+
+
+def test_exception_of_the_loop_leaves_no_thread(pool, to):
+    before = alive()
+    model, optimizer, session = started(pool, lightck.Keep(every=1, to=to), BIG)
+    with pytest.raises(ZeroDivisionError), session:
+        train(model, optimizer, 2)
+        raise ZeroDivisionError
+    assert not left_since(before)
+    assert names(to)
