@@ -341,7 +341,7 @@ def test_no_space_when_the_pool_has_to_grow_leaves_the_old_one_intact():
         held = lightck.recover(where / "run.pool")
         return text, held.step, sorted(files_of(where))
 
-    container_nbytes = (8 << 20) if is_pmdk("/mnt/run.pool") else 0
+    container_nbytes = (13 << 20) if is_pmdk("/mnt/run.pool") else 0
     assert on_small_tmpfs((9 << 20) + container_nbytes, work) == ("NoSpaceError", 2, ["run.pool"])
 
 
