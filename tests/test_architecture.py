@@ -45,7 +45,7 @@ LAYERS = {
     "": {"attach", "checkpoint", "errors", "pool.durability", "recover", "restore", "session", "stats", "strategy"},
     "demo": BASE | {""},
     "testing": DATA | {"", "_native"},
-    "cli": BASE | {"", "pool", "contents", "recover", "demo", "capture", "checkpoint", "sessions"},
+    "cli": DATA | {"", "_native", "contents", "restore", "recover", "export", "demo"},
     "__main__": {"cli"},
 }  # fmt: skip
 
