@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightck.attach import attach
     from lightck.checkpoint import Checkpoint
     from lightck.errors import LightckError
+    from lightck.export import Exported, export_checkpoint
     from lightck.pool.durability import Durability
     from lightck.recover import recover
     from lightck.restore import Drift
@@ -32,22 +33,26 @@ __all__ = [
     "Checkpoint",
     "Drift",
     "Durability",
+    "Exported",
     "FullState",
     "LightckError",
     "Session",
     "Stats",
     "attach",
+    "export_checkpoint",
     "recover",
 ]
 _HOMES = {
     "Checkpoint": "checkpoint",
     "Drift": "restore",
     "Durability": "pool.durability",
+    "Exported": "export",
     "FullState": "strategy",
     "LightckError": "errors",
     "Session": "session",
     "Stats": "stats",
     "attach": "attach",
+    "export_checkpoint": "export",
     "recover": "recover",
 }
 

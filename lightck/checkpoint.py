@@ -55,9 +55,9 @@ class Checkpoint:
         """A state_dict: name -> tensor, tied weights as one tensor; extra state as it was given."""
         found: OrderedDict[str, Any] = OrderedDict()
         for name, entry in self.contents.model_entries.items():
-            found[name] = self._tensor(entry.alias or entry.name)
+            found[name] = self.tensor(entry.alias or entry.name)
         for name, packed in self.contents.extra.items():
-            found[name] = values.unpack(packed, tensor=self._tensor)
+            found[name] = values.unpack(packed, tensor=self.tensor)
         return found
 
     @property
@@ -73,7 +73,7 @@ class Checkpoint:
     @property
     def state(self) -> dict[str, Any]:
         """name -> what that object's ``state_dict()`` returned."""
-        return {n: values.unpack(packed, tensor=self._tensor) for n, packed in self.contents.state.items()}
+        return {n: values.unpack(packed, tensor=self.tensor) for n, packed in self.contents.state.items()}
 
     @property
     def rng(self) -> RngState:
@@ -107,7 +107,8 @@ class Checkpoint:
             self._known = self._read_source()
         return self._known
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``); not the name of a tied one."""
         if name not in self._source.tensors:
             raise CorruptPoolError(f"The checkpoint's small state names a tensor {name!r} that it does not hold.")
         return self._source.tensors[name]
@@ -115,13 +116,13 @@ class Checkpoint:
     def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, Any]:
         numbers = {name: i for i, name in enumerate(saved.all_names)}
         keys = _restore.keys_by_param(self.contents)
-        rest = values.unpack(saved.values, tensor=self._tensor)
+        rest = values.unpack(saved.values, tensor=self.tensor)
         state: dict[Any, Any] = {}
         for name, number in numbers.items():
-            found: dict[Any, Any] = {key: self._tensor(e.name) for key, e in keys.get(name, {}).items()}
+            found: dict[Any, Any] = {key: self.tensor(e.name) for key, e in keys.get(name, {}).items()}
             if found or name in rest:
                 state[number] = found | rest.get(name, {})
-        state |= values.unpack(saved.rest, tensor=self._tensor)
+        state |= values.unpack(saved.rest, tensor=self.tensor)
         groups = [
             {**options, "params": [numbers[n] for n in names]}
             for options, names in zip(saved.groups, saved.names, strict=True)

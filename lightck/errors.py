@@ -26,6 +26,8 @@ message gives the fact, the reason and the cure, in that order.
     ├── SessionError                  (RuntimeError)        a call that this session cannot take now
     ├── StateChangedError             (RuntimeError)        a tensor was written while a version still needed it
     ├── FlushTimeoutError             (TimeoutError)        flush(timeout=) ran out of time
+    ├── ExportError                   (OSError)             an exported file could not be written
+    │   └── ExportExistsError         (FileExistsError)     there is a file already; say overwrite
     └── BackgroundError               (OSError)             a background copy or commit failed
 """
 
@@ -128,6 +130,14 @@ class SessionError(LightckError, RuntimeError):
 
 class StateChangedError(LightckError, RuntimeError):
     """A tensor was written, unannounced, while a version still needed its bytes."""
+
+
+class ExportError(LightckError, OSError):
+    """A checkpoint could not be written as a file. ``errno`` says why."""
+
+
+class ExportExistsError(ExportError, FileExistsError):
+    """There is a file under that name already."""
 
 
 class BackgroundError(LightckError, OSError):

@@ -39,10 +39,12 @@ LAYERS = {
     "first_step": DATA,
     "checkpoint": DATA | {"contents", "restore", "resume", "sessions"},
     "recover": DATA | {"contents", "restore", "resume", "checkpoint"},
+    "export": DATA | {"contents", "checkpoint"},
     "session": DATA | {"pipeline", "resume", "first_step", "stats"},
     "attach": DATA | {"checkpoint", "recover", "pipeline", "resume", "first_step", "session", "sessions", "stats",
                       "strategy"},
-    "": {"attach", "checkpoint", "errors", "pool.durability", "recover", "restore", "session", "stats", "strategy"},
+    "": {"attach", "checkpoint", "errors", "export", "pool.durability", "recover", "restore", "session", "stats",
+         "strategy"},
     "demo": BASE | {""},
     "testing": DATA | {"", "_native"},
     "cli": DATA | {"", "_native", "contents", "restore", "recover", "export", "demo"},
@@ -143,7 +145,8 @@ def test_byte_level_knows_nothing_of_torch():
 
 def test_public_surface_is_sealed():
     assert lightck.__all__ == [
-        "Checkpoint", "Drift", "Durability", "FullState", "LightckError", "Session", "Stats", "attach", "recover",
+        "Checkpoint", "Drift", "Durability", "Exported", "FullState", "LightckError", "Session", "Stats", "attach",
+        "export_checkpoint", "recover",
     ]  # fmt: skip
     for name in lightck.__all__:
         assert getattr(lightck, name).__doc__, f"{name} has no docstring"

@@ -61,9 +61,10 @@ class ComparingCommand(Command):
 class Group(click.Group):
     """The ``lightck`` command: runs one command and ends the process with its exit status."""
 
-    def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, complete_var: str | None = None,
+             standalone_mode: bool = True, **extra: Any) -> Any:  # fmt: skip
         def run() -> Any:
-            return super(Group, self).main(args, *more, standalone_mode=False, **extra)
+            return super(Group, self).main(args, prog_name, complete_var, standalone_mode=False, **extra)
 
         if not standalone_mode:
             return run()

@@ -63,7 +63,8 @@ def _torch(version: str | None) -> Line:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < TORCH_OLDEST:
         oldest = ".".join(map(str, TORCH_OLDEST))
-        return Line("torch", NOTE, f"{version}, older than {oldest}", f"pip install 'torch>={oldest}': older is untested.")
+        cure = f"pip install 'torch>={oldest}': older ones are not tested."
+        return Line("torch", NOTE, f"{version}, older than {oldest}", cure)
     return Line("torch", OK, version)
 
 
@@ -113,7 +114,7 @@ def media(machine: Machine, asked: str | None = None) -> Iterator[Line]:
     if asked is not None:
         yield _asked_medium(machine, asked)
     elif all(line.level == PROBLEM for line in lines):
-        yield Line("media", PROBLEM, "no folder has room for a pool", "Free space, or name another: lightck doctor PATH.")
+        yield Line("media", PROBLEM, "no folder has room for a pool", "Free space, or: lightck doctor PATH.")
     for line in lines:
         yield line if line.level != PROBLEM else Line(line.topic, NOTE, line.said, line.cure)
     devices = machine.listing("/sys/bus/dax/devices")
@@ -150,7 +151,8 @@ def _medium(machine: Machine, folder: str) -> Line:
     if folder == SHARED and space.total <= DOCKER_SHARED_NBYTES:
         return Line(folder, NOTE, said, _MORE_SHARED)
     if medium.medium.startswith("unknown"):
-        return Line(folder, NOTE, said, "Over network and FUSE file systems only a kill is survived. Prefer a local disk.")
+        cure = "On a network or FUSE file system only a kill is survived: prefer a local disk."
+        return Line(folder, NOTE, said, cure)
     return Line(folder, OK, said)
 
 

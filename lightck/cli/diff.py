@@ -59,7 +59,7 @@ def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> dict[st
                 continue
     raise PoolLockedError(
         f"The pools {a!r} and {b!r} could not be compared: one is in use, and its versions were overwritten faster "
-        f"than they could be read, {survey.ATTEMPTS} times. Nothing is wrong with it. Try again, or end the training first."
+        f"than they could be read, {survey.ATTEMPTS} times. Nothing is wrong with it. Try again, or end the training."
     )
 
 

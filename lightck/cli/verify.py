@@ -1,7 +1,8 @@
 """``lightck verify``: does a pool hold what it says? Structures, manifests, and blocks against their checksums.
 
 Of everything that exists twice both copies are checked. Blocks are read of the newest version, and of the next older
-ones until one is whole; with ``--deep`` of every version. Damage that a kill or a writer at work explains is not called so.
+ones until one is whole; with ``--deep`` of every version. What a kill or a writer at work explains is no
+damage.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def _line_reason(reader: PoolReader, position: int) -> Reason:
 
 
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
-    """Whether all of the line but its generation is there, the generation being that of the line before it in its place.
+    """Whether all of the line is there but its generation, in whose place that of an older line stands.
 
     In the line of a version the generation stands twice. That of an adoption was the next one at some moment since."""
     (payload,) = struct.unpack_from("<Q", data, 24)

@@ -1,0 +1,87 @@
+"""A file that appears under its name complete and durable, or not at all.
+
+It is written under another name in the same folder, synced and renamed. Its mode is what the umask leaves, as for any
+file that a user makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+from lightck.errors import ExportError, ExportExistsError
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+
+
+@contextmanager
+def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iterator[IO[bytes]]:
+    """A file to write into; leaving the block without an exception gives it its name.
+
+    ``temporary`` is the name until then, in the same folder; a random one by default. Raises ``ExportError``.
+    """
+    if not overwrite and os.path.lexists(path):
+        raise _exists(path)
+    temporary = temporary or f"{path}.{secrets.token_hex(4)}.tmp"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.fdopen(os.open(temporary, flags, 0o666), "wb")
+    except OSError as err:
+        raise _error(path, err) from err
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _give_name(temporary, path, overwrite)
+        _sync_folder(os.path.dirname(os.path.abspath(path)))
+    except ExportError:
+        raise
+    except OSError as err:
+        raise _error(path, err) from err
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _give_name(temporary: str, path: str, overwrite: bool) -> None:
+    if not overwrite:
+        try:
+            os.link(temporary, path)  # fails where somebody made the file meanwhile; a rename would replace it
+            return
+        except FileExistsError as err:
+            raise _exists(path) from err
+        except OSError as err:
+            if err.errno not in _NO_LINKS:
+                raise
+    os.rename(temporary, path)
+
+
+def _sync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exists(path: str) -> ExportExistsError:
+    error = ExportExistsError(
+        f"The file {path!r} exists. It is not overwritten unasked. Choose another name, or say overwrite=True."
+    )
+    error.errno = errno.EEXIST
+    return error
+
+
+def _error(path: str, err: OSError) -> ExportError:
+    error = ExportError(
+        f"The file {path!r} could not be written: {err.strerror or err}. Nothing is left of it, and a file that was "
+        "there before is as it was. Look at its folder (space, owner, limits), or choose another."
+    )
+    error.errno = err.errno
+    return error

@@ -1,0 +1,104 @@
+"""What of a version goes into a safetensors file: tensors by name, and the rest as metadata.
+
+The model's tensors have the names of its ``state_dict()``, each stored once: of tied names the first in the order of
+the modules is kept, which is the embedding's for a language model whose head is tied. With ``what="all"`` the others
+follow under ``optimizer/``, ``state/``, ``outside/`` and ``rng/``, and what is no tensor as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from lightck.capture import values
+from lightck.contents import Contents, OptimizerContents
+from lightck.errors import StateValueError
+from lightck.export.plain import Large, Readable
+from lightck.export.tensors import Planned, check_dtype
+
+WHATS = ("model", "all")
+
+
+@dataclass(slots=True)
+class Chosen:
+    """A file's content before it is written."""
+
+    tensors: dict[str, Planned] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, planned: Planned) -> str:
+        """Raises ``StateValueError`` where the format cannot hold it, or has the name already."""
+        check_dtype(name, planned.dtype)
+        if name in self.tensors or name == "__metadata__":
+            raise StateValueError(
+                f"Two things would be stored as {name!r}. A safetensors file has one name for each tensor. Nothing was "
+                'written. Export with format="torch".'
+            )
+        self.tensors[name] = planned
+        return name
+
+
+def check_what(what: str) -> None:
+    if what not in WHATS:
+        raise ValueError(f"what={what!r}: it is one of {', '.join(map(repr, WHATS))}.")
+
+
+def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor]) -> Chosen:
+    """``read`` gives the tensor of an entry by its name in the pool."""
+    check_what(what)
+    chosen = Chosen()
+    _model(chosen, contents, read)
+    rest = Readable(chosen, contents, read)
+    chosen.metadata |= {"format": "pt", "lightck_step": str(contents.step)}
+    if chosen.tied:
+        chosen.metadata["lightck_tied"] = json.dumps(chosen.tied)
+    if contents.extra:
+        extra = {name: rest.of(_unpack(packed), name) for name, packed in contents.extra.items()}
+        chosen.metadata["lightck_extra_state"] = json.dumps(extra)
+    if what == "all":
+        chosen.metadata["lightck_all"] = json.dumps(_others(chosen, contents, read, rest))
+    return chosen
+
+
+def _model(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tensor]) -> None:
+    for name, entry in contents.model_entries.items():
+        if entry.alias is not None:
+            chosen.tied[name] = entry.alias.removeprefix("model/")
+        else:
+            chosen.add(name, Planned(entry.dtype, entry.shape, partial(read, entry.name)))
+
+
+def _others(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tensor], rest: Readable) -> dict[str, Any]:
+    for name, entry in contents.entries.items():
+        if not name.startswith("model/") and entry.alias is None and name not in chosen.tensors:
+            chosen.add(name, Planned(entry.dtype, entry.shape, partial(read, name)))
+    return {
+        "step": contents.step,
+        "iteration": contents.iteration,
+        "optimizers": [_optimizer(saved, rest) for saved in contents.optimizers],
+        "state": {name: rest.of(_unpack(packed), f"state/{name}") for name, packed in contents.state.items()},
+        "rng": rest.of(contents.rng.to_value(), "rng"),
+    }
+
+
+def _optimizer(saved: OptimizerContents, rest: Readable) -> dict[str, Any]:
+    return {
+        "class": saved.class_name,
+        "groups": [
+            {"params": names, **rest.of(options, "optimizer/param_groups")}
+            for names, options in zip(saved.names, saved.groups, strict=True)
+        ],
+        "values": rest.of(_unpack(saved.values), "optimizer"),
+        "rest": rest.of(_unpack(saved.rest), "optimizer/rest"),
+    }
+
+
+def _unpack(packed: bytes) -> Any:
+    """The value, with a ``Large`` in the place of each tensor that lies in the payload."""
+    return values.unpack(packed, tensor=lambda name: cast("torch.Tensor", Large(name)))

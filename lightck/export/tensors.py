@@ -1,0 +1,78 @@
+"""The bytes of a safetensors file, written tensor by tensor.
+
+The library itself wants every tensor in memory before it writes the first; a version in a pool is read one at a time.
+Tensors are asked for in the order in which they lie in the file. What is written is read back with the library in
+tests/test_export.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO
+
+import torch
+
+from lightck.errors import StateValueError
+from lightck.pool.layout import ITEM_NBYTES
+
+DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "float16": "F16",
+    "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
+}  # fmt: skip
+"""Torch's name -> safetensors' name."""
+_CHUNK_NBYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One tensor of the file: what the header says of it, and how to get it."""
+
+    dtype: str
+    """Torch's name without ``torch.``."""
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Raises ``StateValueError`` for what the format cannot hold."""
+    if dtype not in DTYPES:
+        raise StateValueError(
+            f"The tensor {name!r} has dtype {dtype}, which safetensors does not have. Nothing was written. Export with "
+            'format="torch", which has every dtype.'
+        )
+
+
+def write_tensors(file: IO[bytes], tensors: Mapping[str, Planned], metadata: Mapping[str, str]) -> None:
+    """Header and data. Items of 8 bytes come first, then 4 and so on: so each tensor lies at a multiple of its item."""
+    order = sorted(tensors, key=lambda name: (-ITEM_NBYTES[tensors[name].dtype], name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name in order:
+        planned = tensors[name]
+        end = at + planned.nbytes
+        header[name] = {"dtype": DTYPES[planned.dtype], "shape": list(planned.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        _write_bytes(file, tensors[name])
+
+
+def _write_bytes(file: IO[bytes], planned: Planned) -> None:
+    if not planned.nbytes:
+        return
+    tensor = planned.read().detach().to("cpu").contiguous()
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
+    assert len(data) == planned.nbytes, "as the header says"
+    for start in range(0, len(data), _CHUNK_NBYTES):
+        file.write(data[start : start + _CHUNK_NBYTES])

@@ -1,0 +1,384 @@
+"""Exported files: what other programs' own loaders make of them, against the live tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import nn
+from toys import BIG, adam, in_child, killed_child, net, pool_with, same, weights
+
+import lightck
+from lightck.errors import ExportError, ExportExistsError, StateValueError
+from lightck.export.tensors import DTYPES
+
+FORMATS = ["safetensors", "torch"]
+
+
+def saved(model: nn.Module, pool: Path, **options: Any) -> lightck.Checkpoint:
+    """A checkpoint of the model as it is."""
+    with lightck.attach(model, pool, **options) as session:
+        session.flush()
+    return lightck.recover(pool)
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+class Box:
+    """An object in ``state`` that holds a value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        self.value = value
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_hold_the_state_dict(pool, folder):
+    model, _ = pool_with(pool)
+    path = folder / "model.safetensors"
+    exported = lightck.export_checkpoint(lightck.recover(pool), path)
+    assert same(safetensors.torch.load_file(path), weights(model))
+    assert exported == lightck.Exported(str(path), path.stat().st_size, 4, {})
+    assert metadata(path) == {"format": "pt", "lightck_step": "3"}
+    other = net(seed=1)
+    assert safetensors.torch.load_model(other, path) == (set(), [])
+    assert same(weights(other), weights(model))
+
+
+def test_torch_file_is_the_state_dict(pool, folder):
+    model, _ = pool_with(pool)
+    exported = lightck.export_checkpoint(lightck.recover(pool), folder / "model.pt", format="torch")
+    loaded = torch.load(folder / "model.pt", weights_only=True)
+    assert same(dict(loaded), weights(model))
+    assert exported.tensors == 4
+    net(seed=1).load_state_dict(loaded)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "untied"])
+def test_transformers_load_what_was_exported(kind, pool, folder):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2),
+        "llama": lambda: llama_config(transformers, tie=True),
+        "bert": lambda: transformers.BertConfig(
+            vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=8, architectures=["BertForMaskedLM"], is_decoder=True,
+        ),
+        "untied": lambda: llama_config(transformers, tie=False),
+    }[kind]()  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    exported = lightck.export_checkpoint(saved(model, pool), folder / "model.safetensors")
+    expected = {
+        "gpt2": {"lm_head.weight": "transformer.wte.weight"},
+        "llama": {"lm_head.weight": "model.embed_tokens.weight"},
+        "bert": {
+            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        },
+        "untied": {},
+    }[kind]
+    assert exported.tied == expected
+    assert json.loads(metadata(folder / "model.safetensors").get("lightck_tied", "{}")) == expected
+    config.save_pretrained(folder)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert same(weights(loaded), weights(model))
+    for alias, kept in expected.items():
+        assert loaded.get_parameter(alias) is loaded.get_parameter(kept)
+
+
+def llama_config(transformers: Any, tie: bool) -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=17, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=8, tie_word_embeddings=tie,
+    )  # fmt: skip
+
+
+def test_tied_weights_are_stored_once_and_tied_again(pool, folder):
+    def tied(seed: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        torch.manual_seed(seed)
+        nn.init.normal_(model[0].weight)
+        model[1].weight = model[0].weight
+        return model
+
+    model = tied(0)
+    checkpoint = saved(model, pool)
+    exported = lightck.export_checkpoint(checkpoint, folder / "model.safetensors")
+    assert exported.tied == {"1.weight": "0.weight"}
+    assert exported.tensors == 1
+    assert list(safetensors.torch.load_file(folder / "model.safetensors")) == ["0.weight"]
+    other = tied(1)
+    safetensors.torch.load_model(other, folder / "model.safetensors")
+    assert same(weights(other), weights(model))
+    assert lightck.export_checkpoint(checkpoint, folder / "model.pt", format="torch").tensors == 1
+    loaded = torch.load(folder / "model.pt", weights_only=True)
+    assert loaded["0.weight"].data_ptr() == loaded["1.weight"].data_ptr()
+
+
+def test_layouts_are_exported_as_their_values(pool, folder):
+    model = nn.Module()
+    base = torch.arange(24.0).reshape(2, 3, 2, 2)
+    model.register_buffer("last", base.contiguous(memory_format=torch.channels_last))
+    model.register_buffer("turned", torch.arange(6).reshape(2, 3).t())
+    model.register_buffer("scalar", torch.tensor(3.5, dtype=torch.float64))
+    model.register_buffer("empty", torch.empty(0, 3))
+    model.register_buffer("odd", torch.tensor([True, False, True]))
+    lightck.export_checkpoint(saved(model, pool), folder / "model.safetensors")
+    loaded = safetensors.torch.load_file(folder / "model.safetensors")
+    assert same(loaded, weights(model))
+    assert all(tensor.is_contiguous() for tensor in loaded.values())
+
+
+def test_every_dtype_is_exported_or_refused_by_name(pool, folder):
+    model = nn.Module()
+    known = [getattr(torch, name) for name in DTYPES if hasattr(torch, name)]
+    for dtype in known:
+        bits = torch.arange(0, 8 * dtype.itemsize, dtype=torch.uint8) % 2
+        model.register_buffer(f"b_{str(dtype)[6:]}", bits.view(dtype).reshape(2, 4))
+    checkpoint = saved(model, pool)
+    lightck.export_checkpoint(checkpoint, folder / "model.safetensors")
+    assert same(safetensors.torch.load_file(folder / "model.safetensors"), weights(model))
+    model.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
+    checkpoint = saved(model, folder / "other.pool")
+    with pytest.raises(StateValueError, match=r"'wide'.*complex128.*format=\"torch\""):
+        lightck.export_checkpoint(checkpoint, folder / "wide.safetensors")
+    assert not (folder / "wide.safetensors").exists()
+    lightck.export_checkpoint(checkpoint, folder / "wide.pt", format="torch")
+    assert same(dict(torch.load(folder / "wide.pt", weights_only=True)), weights(model))
+
+
+def test_table_of_dtypes_is_that_of_the_library():
+    theirs = {str(dtype)[6:]: name for name, dtype in safetensors.torch._TYPES.items() if dtype is not None}
+    assert {name: theirs[name] for name in DTYPES if name in theirs} == {n: v for n, v in DTYPES.items() if n in theirs}
+    missing = {name for name in theirs if name not in DTYPES and not name.startswith("float4")}
+    assert not missing
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"scale": torch.ones(3), "calls": 5}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def test_extra_state_is_in_the_file(pool, folder):
+    model = nn.Sequential(WithExtra(2, 2))
+    checkpoint = saved(model, pool)
+    lightck.export_checkpoint(checkpoint, folder / "model.pt", format="torch")
+    other = nn.Sequential(WithExtra(2, 2))
+    other.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    assert other[0].seen["calls"] == 5
+    lightck.export_checkpoint(checkpoint, folder / "model.safetensors")
+    extra = json.loads(metadata(folder / "model.safetensors")["lightck_extra_state"])
+    assert extra == {"0._extra_state": {"scale": {"tensor": "0._extra_state/scale"}, "calls": 5}}
+    assert same(safetensors.torch.load_file(folder / "model.safetensors")["0._extra_state/scale"], torch.ones(3))
+
+
+# -- everything ------------------------------------------------------------------------------------------------------
+
+VALUE = {
+    "large": torch.arange(5000.0),
+    "small": torch.arange(3),
+    "array": np.arange(4, dtype=np.int16),
+    "count": np.float64(2.5),
+    "deque": deque([1, 2], maxlen=4),
+    "counter": Counter("aab"),
+    "ordered": OrderedDict(b=1, a=2),
+    "tuple": (1, (2, 3)),
+    "bytes": b"\x00\xff",
+    "nan": float("nan"),
+    "big": 1 << 100,
+    7: {None, 1},
+    "complex": np.complex128(1 + 2j),
+    "frozen": frozenset([1]),
+}
+
+
+def trained(pool: Path) -> tuple[nn.Module, Any]:
+    return pool_with(pool, state={"box": Box(VALUE)})
+
+
+def test_all_as_safetensors_has_tensors_by_parameter_name_and_the_rest_as_json(pool, folder):
+    model, optimizer = trained(pool)
+    path = folder / "all.safetensors"
+    exported = lightck.export_checkpoint(lightck.recover(pool), path, what="all")
+    loaded = safetensors.torch.load_file(path)
+    assert exported.tensors == len(loaded)
+    assert same({name: loaded[name] for name in weights(model)}, weights(model))
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state[p].items():
+            assert same(loaded[f"optimizer/{name}/{key}"], value), (name, key)
+    rest = json.loads(metadata(path)["lightck_all"])
+    assert rest["step"] == rest["iteration"] == 3
+    (saved_optimizer,) = rest["optimizers"]
+    assert saved_optimizer["class"] == "AdamW"
+    assert saved_optimizer["groups"][0]["params"] == [name for name, _ in model.named_parameters()]
+    assert saved_optimizer["groups"][0]["lr"] == 0.05
+    box = rest["state"]["box"]
+    assert box["tuple"] == [1, [2, 3]]
+    assert box["ordered"] == {"b": 1, "a": 2}
+    assert box["nan"] == "nan"
+    assert box["big"] == 1 << 100
+    assert box["complex"] == [1.0, 2.0]
+    assert same(loaded[box["large"]["tensor"]], VALUE["large"])
+    assert same(loaded[box["array"]["tensor"]], torch.from_numpy(VALUE["array"]))
+    assert same(loaded[box["bytes"]["tensor"]], torch.tensor([0, 255], dtype=torch.uint8))
+    assert same(loaded[rest["rng"]["torch"]["tensor"]], lightck.recover(pool).rng.torch)
+
+
+def test_all_as_torch_loads_with_weights_only(pool, folder):
+    model, optimizer = trained(pool)
+    lightck.export_checkpoint(lightck.recover(pool), folder / "all.pt", format="torch", what="all")
+    loaded = torch.load(folder / "all.pt", weights_only=True)
+    assert same(dict(loaded["model"]), weights(model))
+    assert same(loaded["optimizer"], optimizer.state_dict())
+    assert loaded["optimizer_names"] == [[[name for name, _ in model.named_parameters()]]]
+    assert loaded["step"] == 3
+    box = loaded["state"]["box"]
+    assert box["deque"] == [1, 2]
+    assert box["counter"] == Counter("aab")
+    assert list(box["ordered"]) == ["b", "a"]
+    assert box[7] == {None, 1}
+    assert box["complex"] == 1 + 2j
+    assert box["bytes"] == b"\x00\xff"
+    assert same(box["array"], torch.from_numpy(VALUE["array"]))
+    again = net(seed=1)
+    again_optimizer = adam(again)
+    again.load_state_dict(loaded["model"])
+    again_optimizer.load_state_dict(loaded["optimizer"])
+    assert same(again_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_all_of_several_optimizers_and_a_restored_checkpoint(pool, folder):
+    model = net()
+    optimizers = [torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9), torch.optim.LBFGS(model[2].parameters())]
+    with lightck.attach(model, pool, optimizer=optimizers) as session:
+        session.flush()
+    checkpoint = lightck.recover(pool, net(seed=1))
+    for number, format in enumerate(FORMATS):
+        lightck.export_checkpoint(checkpoint, folder / str(number), format=format, what="all")
+    assert len(torch.load(folder / "1", weights_only=True)["optimizer"]) == 2
+    classes = [o["class"] for o in json.loads(metadata(folder / "0")["lightck_all"])["optimizers"]]
+    assert classes == ["SGD", "LBFGS"]
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_file_that_is_there_is_not_replaced_unasked(format, pool, folder):
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+    path = folder / "there"
+    path.write_text("mine")
+    with pytest.raises(ExportExistsError, match="overwrite=True") as caught:
+        lightck.export_checkpoint(checkpoint, path, format=format)
+    assert isinstance(caught.value, FileExistsError)
+    assert path.read_text() == "mine"
+    lightck.export_checkpoint(checkpoint, path, format=format, overwrite=True)
+    assert path.stat().st_size > 100
+    assert sorted(p.name for p in folder.iterdir()) == ["run.pool", "run.pool.lock", "there"]
+
+
+def test_mode_is_what_the_umask_leaves(pool, folder):
+    pool_with(pool)
+
+    def modes() -> list[int]:
+        found = []
+        for umask in (0o022, 0o077):
+            os.umask(umask)
+            exported = lightck.export_checkpoint(lightck.recover(pool), folder / f"{umask:o}.safetensors")
+            found.append(os.stat(exported.path).st_mode & 0o777)
+        return found
+
+    assert in_child(modes) == [0o644, 0o600]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_full_disk_is_a_typed_error_and_leaves_nothing(format, pool, folder):
+    """RLIMIT_FSIZE: a write beyond it fails as one on a full disk does."""
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+    (folder / "old").write_text("mine")
+
+    def work() -> tuple[str, int | None]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
+        try:
+            lightck.export_checkpoint(checkpoint, folder / "old", format=format, overwrite=True)
+        except ExportError as err:
+            return str(err), err.errno
+        return "no error", None
+
+    message, code = in_child(work)
+    assert "could not be written" in message
+    assert code == 27, "EFBIG"
+    assert (folder / "old").read_text() == "mine"
+    assert sorted(p.name for p in folder.iterdir()) == ["old", "run.pool", "run.pool.lock"]
+
+
+def test_kill_in_mid_export_leaves_no_file_under_the_name(pool, folder):
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+    path = folder / "model.safetensors"
+
+    def work() -> None:
+        seen: list[str] = []
+        read = checkpoint.tensor
+
+        def killing(name: str) -> torch.Tensor:
+            seen.append(name)
+            if len(seen) == 3:
+                os.kill(os.getpid(), 9)
+            return read(name)
+
+        checkpoint.tensor = killing  # type: ignore[method-assign]
+        lightck.export_checkpoint(checkpoint, path)
+
+    killed_child(work)
+    assert not path.exists()
+    lightck.export_checkpoint(checkpoint, path)
+    assert len(safetensors.torch.load_file(path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"format": "onnx"}, "'safetensors', 'torch'"), ({"what": "some"}, "'model', 'all'")]
+)
+def test_unknown_choices_are_refused(options, message, pool, folder):
+    pool_with(pool)
+    with pytest.raises(ValueError, match=message):
+        lightck.export_checkpoint(lightck.recover(pool), folder / "file", **options)
+
+
+def test_missing_folder_is_told(pool, folder):
+    pool_with(pool)
+    with pytest.raises(ExportError, match="No such file"):
+        lightck.export_checkpoint(lightck.recover(pool), folder / "nowhere" / "file")
+
+
+def test_model_of_many_blocks(pool, folder):
+    model = net(BIG)
+    lightck.export_checkpoint(saved(model, pool), folder / "model.safetensors")
+    assert same(safetensors.torch.load_file(folder / "model.safetensors"), weights(model))
