@@ -26,7 +26,7 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show it.")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Say which.")
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Every finished training step of a PyTorch model survives a crash.

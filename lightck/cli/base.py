@@ -11,7 +11,7 @@ import io
 import os
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import click
@@ -58,8 +58,28 @@ class ComparingCommand(Command):
     damage = ()
 
 
+class _PipeClosedError(Exception):
+    """The reader of our output went away. Not the builtin error, of which click makes exit status 1: damage."""
+
+
+@contextlib.contextmanager
+def _pipe_watched() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise _PipeClosedError from error
+
+
 class Group(click.Group):
     """The ``lightck`` command: runs one command and ends the process with its exit status."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _pipe_watched():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _pipe_watched():
+            return super().invoke(ctx)
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, complete_var: str | None = None,
              standalone_mode: bool = True, **extra: Any) -> Any:  # fmt: skip
@@ -82,7 +102,7 @@ def _exit_status(run: Callable[[], Any]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return INTERRUPTED
-    except BrokenPipeError:
+    except (BrokenPipeError, _PipeClosedError):
         _leave_pipe()
         return PIPE_CLOSED
     except click.UsageError as error:

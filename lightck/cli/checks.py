@@ -198,7 +198,7 @@ def memory(machine: Machine) -> Iterator[Line]:
 def surroundings(machine: Machine) -> Iterator[Line]:
     evidence = machine.container()
     if evidence is not None:
-        cure = "Pools in its own /dev/shm and layers go with the container: mount a volume for what has to outlive it."
+        cure = "What lies in its own /dev/shm or layers goes with it: mount a volume for a pool that has to outlive it."
         yield Line("container", NOTE, f"yes ({evidence})", cure)
     yield from slurm(machine)
     yield from logout(machine)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lightck.capture import values
-from lightck.contents import Contents, load_tensor
+from lightck.contents import Contents, MemorySource, Source, load_tensor
 from lightck.pool.layout import Entry
 from lightck.pool.reader import Version
 
@@ -76,10 +76,16 @@ def _add(found: Distance, a: torch.Tensor, b: torch.Tensor) -> None:
     found.max_rel = max(found.max_rel, float(relative.max()))
 
 
+def in_memory(version: Version) -> MemorySource:
+    """All tensors of a version, verified: of a pool in use, before they are overwritten."""
+    own = [name for name, entry in version.entries.items() if entry.alias is None]
+    return MemorySource(version.entries, {name: load_tensor(version, name) for name in own})
+
+
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def tensors(a: Version, b: Version, advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
     """One map for each tensor of either version that is not the same in both."""
     for name in dict.fromkeys((*a.entries, *b.entries)):
         one, other = a.entries.get(name), b.entries.get(name)

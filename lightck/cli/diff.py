@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -13,10 +13,17 @@ from lightck.cli.progress import bar
 from lightck.cli.text import columns, count, say, say_json, verdict
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.format import DamagedError
+from lightck.pool.lock import holder_of
 from lightck.pool.reader import PoolReader
+
+if TYPE_CHECKING:
+    from lightck.contents import Source
 
 ROWS_MAX = 20
 """Differing tensors, and differing values, that the text names."""
+
+HELD_NBYTES_MAX = 1 << 30
+"""A version of a pool in use is read into memory before it is compared, if it has no more bytes than this."""
 
 
 class _OverwrittenError(Exception):
@@ -83,18 +90,17 @@ def _side(reader: PoolReader, step: int | None) -> survey.Held:
 def _compared(sides: list[survey.Held]) -> dict[str, Any]:
     from lightck.cli import compare
 
-    versions, contents = [side.version for side in sides], [side.contents for side in sides]
-    assert versions[0] is not None
-    assert versions[1] is not None
+    contents = [side.contents for side in sides]
     assert contents[0] is not None
     assert contents[1] is not None
-    names = versions[0].entries.keys() | versions[1].entries.keys()
-    with bar("comparing", sides[0].nbytes or 0) as advance:
-        try:
-            tensors = list(compare.tensors(versions[0], versions[1], advance))
-        except DamagedError as error:
-            _refuse_damage(sides, error)
-    if not all(map(_is_there, sides)):
+    names = contents[0].entries.keys() | contents[1].entries.keys()
+    try:
+        a, b = (_source(side) for side in sides)
+        with bar("comparing", sides[0].nbytes or 0) as advance:
+            tensors = list(compare.tensors(a, b, advance))
+    except DamagedError as error:
+        _refuse_damage(sides, error)
+    if not all(_is_there(side) for side, source in zip(sides, (a, b), strict=True) if source is side.version):
         raise _OverwrittenError
     values = list(compare.small_state(contents[0], contents[1]))
     return {
@@ -107,6 +113,19 @@ def _compared(sides: list[survey.Held]) -> dict[str, Any]:
     }
 
 
+def _source(side: survey.Held) -> Source:
+    """Where the tensors are read from: memory, where the slot may soon be written anew."""
+    from lightck.cli.compare import in_memory
+
+    assert side.version is not None
+    if (side.nbytes or 0) > HELD_NBYTES_MAX or holder_of(side.version.reader.path) is None:
+        return side.version
+    source = in_memory(side.version)
+    if not _is_there(side):
+        raise _OverwrittenError
+    return source
+
+
 def _named(side: survey.Held) -> dict[str, Any]:
     assert side.version is not None
     return {"pool": side.version.reader.path, "step": side.step, "generation": side.generation}
@@ -117,7 +136,7 @@ def _is_there(side: survey.Held) -> bool:
     return survey.still_there(side.version.reader, side.line)
 
 
-def _refuse_damage(sides: list[survey.Held], error: DamagedError) -> None:
+def _refuse_damage(sides: list[survey.Held], error: DamagedError) -> NoReturn:
     if not all(map(_is_there, sides)):
         raise _OverwrittenError from error
     named = " or ".join(f"step {side.step} of {_named(side)['pool']!r}" for side in sides)
@@ -152,7 +171,7 @@ def _show(facts: dict[str, Any], most: int | None) -> None:
 
 
 def _show_tensors(tensors: list[dict[str, Any]], most: int | None) -> None:
-    """What came, went or changed its kind first, then the values that moved farthest."""
+    """What came, went or changed its kind first; then new NaN; then the model before the rest, the farthest first."""
     ordered = sorted(tensors, key=_rank)
     rows = [("tensor", "differing", "max abs", "max rel", "")]
     rows += [_row(each) for each in ordered[:most]]
@@ -161,11 +180,12 @@ def _show_tensors(tensors: list[dict[str, Any]], most: int | None) -> None:
     _show_more(len(tensors), most, "tensor")
 
 
-def _rank(each: dict[str, Any]) -> tuple[int, float]:
+def _rank(each: dict[str, Any]) -> tuple[int, int, float]:
     found = each["distance"]
+    other_role = int(not each["tensor"].startswith("model/"))
     if found is None:
-        return 0, 0.0
-    return (1 if found["nan_a"] != found["nan_b"] else 2), -float(found["max_rel"])
+        return 0, other_role, 0.0
+    return (1 if found["nan_a"] != found["nan_b"] else 2), other_role, -float(found["max_rel"])
 
 
 def _row(each: dict[str, Any]) -> tuple[str, str, str, str, str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from lightck.cli.base import OK, POOL, Command, json_option, step_option
-from lightck.cli.text import count, say, say_json, size
+from lightck.cli.text import count, listed, say, say_json, size
+from lightck.errors import ExportExistsError
 
 
 @click.command("export", cls=Command, short_help="Write a version as safetensors or as a torch file.")
@@ -33,6 +34,8 @@ def command(
     import lightck
     from lightck.export import export_checkpoint
 
+    if to.exists() and not overwrite:  # said before the pool is read; the library looks again when it writes
+        raise ExportExistsError(f"{str(to)!r} exists. It is not replaced unasked. Name another, or pass --overwrite.")
     checkpoint = lightck.recover(pool, step=step)
     done = export_checkpoint(checkpoint, to, format=file_format, what=what, overwrite=overwrite)
     if as_json:
@@ -43,5 +46,7 @@ def command(
         return OK
     for each in checkpoint.rejected:
         say(f"passed over: {each}")
+    if done.tied:
+        say("tied, stored once: " + listed(f"{name} = {stored}" for name, stored in done.tied.items()))
     say(f"step {checkpoint.step}: {count(done.tensors, 'tensor')}, {size(done.nbytes)} in {done.path}")
     return OK

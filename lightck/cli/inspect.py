@@ -5,6 +5,7 @@ Structures, manifests and small state are read, the payload is not: that is what
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import click
@@ -202,7 +203,7 @@ def _who(holder: dict[str, Any] | None) -> str:
 
 
 def _show_versions(facts: dict[str, Any]) -> None:
-    rows = [("step", "iteration", "attach", "generation", "slot", "size", "state")]
+    rows = [("step", "iteration", "run", "generation", "slot", "size", "state")]
     for v in facts["versions"]:
         iteration = "-" if v["iteration"] is None else str(v["iteration"])
         nbytes = "-" if v["nbytes"] is None else size(v["nbytes"])
@@ -214,8 +215,8 @@ def _show_versions(facts: dict[str, Any]) -> None:
         for line in columns(rows, right=range(6)):
             say(line)
     for each in facts["unfinished"]:
-        why = "one is being written" if facts["holder"] else "cut off or given up: nothing is lost by it"
-        say(f"slot {each['slot']} holds no committed version (generation {each['generation']}: {why})")
+        why = "is being written" if facts["holder"] else "was cut off by a kill, or given up"
+        say(f"slot {each['slot']}: generation {each['generation']} {why}; it is not committed")
 
 
 def _state(version: dict[str, Any]) -> str:
@@ -302,13 +303,13 @@ def folded(layers: list[dict[str, Any]], rows_max: int = ROWS_MAX) -> list[dict[
 
 
 def _show_next(path: str, facts: dict[str, Any], step: int | None) -> None:
-    shown = facts["shown"]
+    shown, name = facts["shown"], shlex.quote(path)
     if not facts["versions"]:
         say("Nothing to recover yet. A training with attach(..., resume=True) starts here from its beginning.")
     elif shown is None:
-        verdict(f"No version can be used. Next: lightck verify --deep {path}", good=False)
+        verdict(f"No version can be used. Next: lightck verify --deep {name}", good=False)
     elif step is None:
-        say(f"attach(..., resume=True) goes on from step {shown['step']}. To check every byte: lightck verify {path}")
+        say(f"attach(..., resume=True) goes on from step {shown['step']}. To check every byte: lightck verify {name}")
     else:
-        check = f"To check every byte: lightck verify --step {step} {path}"
+        check = f"To check every byte: lightck verify --step {step} {name}"
         say(f"lightck.recover({path!r}, step={step}) reads it. {check}")

@@ -7,6 +7,7 @@ damage.
 
 from __future__ import annotations
 
+import shlex
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -253,4 +254,4 @@ def _show_verdict(facts: dict[str, Any], path: str) -> None:
         say("attach(..., overwrite=True) discards this one and starts afresh.")
     else:
         verdict(f"DAMAGED. Step {step} is whole: attach(..., resume=True) and recover() give it.", good=False)
-        say(f"To keep it outside of the pool: lightck export {path} FOLDER --step {step}")
+        say(f"To keep it outside of the pool: lightck export {shlex.quote(path)} FILE.safetensors --step {step}")
