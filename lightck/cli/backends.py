@@ -46,5 +46,5 @@ def loaded(name: str, maps: str) -> str | None:
 
 def version_in(library: bytes) -> str | None:
     """PMDK writes its version into each of its libraries."""
-    found = re.search(rb"SRCVERSION:([0-9][0-9A-Za-z.+~-]*)", library)
+    found = re.search(rb"src version: ([0-9][0-9A-Za-z.+~-]*)", library)
     return found[1].decode() if found else None
