@@ -1,4 +1,4 @@
-"""Calling ``lightck`` as a user does: in this process where that is enough, as a process where a pipe or a kill matters."""
+"""Calling ``lightck`` as a user does: in this process where that is enough, as a process of its own where it is not."""
 
 from __future__ import annotations
 

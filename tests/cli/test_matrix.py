@@ -44,6 +44,11 @@ def fingerprint(folder: Path) -> dict[str, tuple[str, int]]:
     return found
 
 
+def contents(folder: Path) -> dict[str, str]:
+    """Without the times: the pages of an open pool are made ready in the background, which counts as a write."""
+    return {name: content for name, (content, _) in fingerprint(folder).items()}
+
+
 @pytest.mark.parametrize(("kind", "command", "status"), CELLS, ids=[f"{kind}-{command}" for kind, command, _ in CELLS])
 def test_each_command_on_each_kind_of_path(kind, command, status, made, good, folder, tmp_path):
     pool, out = made(kind), tmp_path / "out.safetensors"
@@ -84,10 +89,10 @@ def test_each_command_on_a_pool_that_is_open_elsewhere(command, pool, good, tmp_
         return session
 
     with child_that_holds(hold) as pid:
-        before = fingerprint(pool.parent)
+        before = contents(pool.parent)
         result = call(*words(command, pool, pool, tmp_path / "out.safetensors"))
         assert result.exit_code == OK, result.output
-        assert fingerprint(pool.parent) == before
+        assert contents(pool.parent) == before
         if command == "inspect":
             assert f"pid {pid}: " in result.stdout
 
