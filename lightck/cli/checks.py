@@ -112,7 +112,9 @@ def media(machine: Machine, asked: str | None = None) -> Iterator[Line]:
     folders += [mount.point for mount in machine.mounts() if is_dax(mount.options)]
     lines = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
     if asked is not None:
-        yield _asked_medium(machine, asked)
+        first = _asked_medium(machine, asked)
+        lines = [line for line in lines if line.topic != first.topic]
+        yield first
     elif all(line.level == PROBLEM for line in lines):
         yield Line("media", PROBLEM, "no folder has room for a pool", "Free space, or: lightck doctor PATH.")
     for line in lines:

@@ -5,7 +5,10 @@ Structures, manifests and small state are read, the payload is not: that is what
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shlex
+import struct
 from typing import Any
 
 import click
@@ -13,8 +16,9 @@ import click
 from lightck.cli import survey
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
 from lightck.cli.text import columns, count, listed, say, say_json, size, survives, verdict
+from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.backends import backend_for
-from lightck.pool.format import MAJOR, MINOR
+from lightck.pool.format import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError, Superblock
 from lightck.pool.lock import Holder, holder_of
 from lightck.pool.reader import PoolReader
 
@@ -67,13 +71,23 @@ def _geometry(reader: PoolReader, backend: str) -> dict[str, Any]:
     return {
         "path": reader.path,
         "backend": backend,
-        "format": f"{MAJOR}.{MINOR}",
+        "format": _format(reader),
         "uuid": sb.uuid.hex(),
         "nbytes": sb.nbytes,
         "slots": len(sb.slots),
         "slot_nbytes": sb.slot_nbytes,
         "writable": reader.is_writable,
     }
+
+
+def _format(reader: PoolReader) -> str:
+    """Major and minor number as the pool has them; a newer minor one can be read."""
+    for offset in SUPERBLOCK_OFFSETS:
+        data = reader.read(offset, SUPERBLOCK_NBYTES)
+        with contextlib.suppress(DamagedError, NotAPoolError, FormatError):
+            Superblock.unpack(data)
+            return ".".join(map(str, struct.unpack_from("<HH", data, 12)))
+    return "unknown"
 
 
 def _holder(holder: Holder | None) -> dict[str, Any] | None:
@@ -110,7 +124,7 @@ def _contents(each: survey.Held, tensors: bool) -> dict[str, Any]:
         "optimizers": _optimizers(each),
         "state": {name: len(packed) for name, packed in contents.state.items()},
         "extra_state": list(contents.extra),
-        "loaders": sorted(contents.loaders),
+        "loaders": sorted(map(str, contents.loaders)),
         "rng": ["python", "numpy", "torch", *(f"cuda:{index}" for index, _ in contents.rng.cuda)],
         "closed_by": contents.event,
         "made_with": {str(key): str(value) for key, value in contents.fingerprint.items()},
@@ -136,16 +150,9 @@ def _layers(each: survey.Held) -> list[dict[str, Any]]:
         row = found.setdefault(module, empty)
         row["tensors"] += 1
         row["model_nbytes"] += entry.nbytes
-        row["elements"] += 0 if entry.alias else _elements(entry)
+        row["elements"] += 0 if entry.alias else math.prod(entry.shape)
         row["optimizer_nbytes"] += sum(e.nbytes for e in by_param.get(name, {}).values())
     return list(found.values())
-
-
-def _elements(entry: Any) -> int:
-    product = 1
-    for n in entry.shape:
-        product *= n
-    return product
 
 
 def _optimizers(each: survey.Held) -> list[dict[str, Any]]:
@@ -307,7 +314,8 @@ def _show_next(path: str, facts: dict[str, Any], step: int | None) -> None:
     if not facts["versions"]:
         say("Nothing to recover yet. A training with attach(..., resume=True) starts here from its beginning.")
     elif shown is None:
-        verdict(f"No version can be used. Next: lightck verify --deep {name}", good=False)
+        which = "No version" if step is None else f"No version of step {step}"
+        verdict(f"{which} can be used. Next: lightck verify --deep {name}", good=False)
     elif step is None:
         say(f"attach(..., resume=True) goes on from step {shown['step']}. To check every byte: lightck verify {name}")
     else:

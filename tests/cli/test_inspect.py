@@ -12,7 +12,8 @@ from torch import nn
 from toys import adam, damage, flip, net, pool_with, train, versions
 
 import lightck
-from lightck.pool.format import pack_slot_header
+from lightck.pool.checksum import crc64
+from lightck.pool.format import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, pack_slot_header
 
 
 class Tied(nn.Module):
@@ -170,3 +171,23 @@ def test_a_path_with_blanks_is_quoted_in_what_to_do_next(flag, folder):
     pool_with(path)
     result = call("inspect", path, *flag)
     assert flag or f"lightck verify '{path}'" in result.stdout
+
+
+def test_a_format_of_a_newer_minor_number_is_shown_as_the_pool_has_it(good):
+    with open(good, "r+b") as f:
+        for offset in SUPERBLOCK_OFFSETS:
+            f.seek(offset)
+            body = bytearray(f.read(SUPERBLOCK_NBYTES - 8))
+            body[14:16] = (7).to_bytes(2, "little")
+            f.seek(offset)
+            f.write(bytes(body) + crc64(bytes(body)).to_bytes(8, "little"))
+    assert call_json("inspect", good)[1]["pool"]["format"] == "1.7"
+
+
+def test_a_step_that_is_rejected_is_said_to_be_of_no_use(good):
+    newest = versions(good)[0]
+    sb, line = newest.reader.superblock, newest.line
+    flip(good, sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes + 8)
+    result = call("inspect", good, "--step", 4)
+    assert result.exit_code == 1
+    assert "No version of step 4 can be used." in result.stdout
