@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shlex
 import struct
 from typing import Any
@@ -73,6 +74,7 @@ def _geometry(reader: PoolReader, backend: str) -> dict[str, Any]:
         "backend": backend,
         "format": _format(reader),
         "uuid": sb.uuid.hex(),
+        "file_nbytes": os.stat(reader.path).st_size,
         "nbytes": sb.nbytes,
         "slots": len(sb.slots),
         "slot_nbytes": sb.slot_nbytes,
@@ -193,7 +195,7 @@ def _head(facts: dict[str, Any]) -> Any:
     pool, holder, medium = facts["pool"], facts["holder"], facts["durability"]
     yield "pool", pool["path"]
     slots = f"{pool['slots']} slots of {size(pool['slot_nbytes'])}"
-    yield "kind", f"{pool['backend']}, format {pool['format']}, {size(pool['nbytes'])}: {slots}"
+    yield "kind", f"{pool['backend']}, format {pool['format']}, {size(pool['file_nbytes'])}: {slots}"
     if not pool["writable"]:
         yield "", "written by a newer lightck: this one can read it and not go on in it"
     yield "open in", _who(holder)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
+from toys import flip
 
 from lightck.cli import main
+from lightck.pool.reader import open_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, "-m", "lightck"]
@@ -30,6 +32,16 @@ def call_json(*args: Any) -> tuple[int, dict[str, Any]]:
     facts = json.loads(result.stdout)
     assert isinstance(facts, dict)
     return result.exit_code, facts
+
+
+def overwrite(pool: Path, offset: int, data: bytes) -> None:
+    """Put these bytes at a place in the pool, whatever its backend."""
+    reader = open_pool(str(pool))
+    old = reader.read(offset, len(data))
+    reader.close()
+    for at, (was, wanted) in enumerate(zip(old, data, strict=True)):
+        if was != wanted:
+            flip(pool, offset + at, was ^ wanted)
 
 
 def environment(**more: str) -> dict[str, str]:

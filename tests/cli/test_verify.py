@@ -20,6 +20,14 @@ def superblock(pool):
         reader.close()
 
 
+def position_of(line, pool):
+    reader = open_pool(str(pool))
+    try:
+        return next(position for position, other in reader.ring().lines.items() if other == line)
+    finally:
+        reader.close()
+
+
 def structures(facts):
     return {s["name"]: s["note"] for s in facts["structures"] if s["damaged"]}
 
@@ -68,11 +76,8 @@ def test_each_copy_of_superblock_and_table_is_checked(good, copy):
 
 
 def test_a_damaged_line_and_a_damaged_header_are_found(good):
-    sb = superblock(good)
-    newest = versions(good)[0]
-    reader = open_pool(str(good))
-    position = next(p for p, line in reader.ring().lines.items() if line == newest.line)
-    reader.close()
+    sb, newest = superblock(good), versions(good)[0]
+    position = position_of(newest.line, good)
     flip(good, sb.line_offset(position) + 20)
     flip(good, sb.slots[newest.line.slot][0] + 3)
     status, facts = call_json("verify", good)
@@ -125,9 +130,8 @@ def test_a_restart_that_was_killed_in_its_adoption_line_is_no_damage(pool):
 
 def test_every_flipped_bit_of_a_line_in_use_is_called_damage(good):
     """A line that lost a bit is not taken for one that was cut off."""
-    sb = superblock(good)
-    content = good.read_bytes()
-    used = next(i for i in range(LINES) if any(content[sb.line_offset(i) : sb.line_offset(i) + 64]))
+    sb, content = superblock(good), good.read_bytes()
+    used = position_of(versions(good)[0].line, good)
     for byte in range(8, 64, 5):
         flip(good, sb.line_offset(used) + byte)
         status, facts = call_json("verify", good)
