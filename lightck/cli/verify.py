@@ -35,6 +35,7 @@ from lightck.pool.reader import PoolReader, Version
 SHOWN_MAX = 10
 """Damaged tensors that the text names per version."""
 _GENERATIONS_TRIED = 1000
+"""For the line of an adoption: how many generations may lie between it and its version."""
 _LOOKS, _PAUSE_SECONDS = 5, 0.02
 """A structure that fails its check may be in the middle of being written: it is read again."""
 
@@ -123,7 +124,7 @@ def _line_reason(reader: PoolReader, position: int) -> Reason:
         CommitLine.unpack(data, sb.uuid)
     except DamagedError as error:
         if _lacks_last_store(data, reader):
-            return "a commit was cut off before its last store, as by a kill; nothing is lost by it", True
+            return "it lacks its last store, as a commit that a kill cut off; its version is not used", True
         return f"{error}: the version that it named cannot be found", False
     return None, True
 
@@ -131,10 +132,15 @@ def _line_reason(reader: PoolReader, position: int) -> Reason:
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
     """Whether all of the line is there but its generation, in whose place that of an older line stands.
 
-    In the line of a version the generation stands twice. That of an adoption was the next one at some moment since."""
-    (payload,) = struct.unpack_from("<Q", data, 24)
-    newest = min(reader.ring().generation + SLOTS_MAX, payload + _GENERATIONS_TRIED)
-    return any(_passes(generation, data, reader.superblock.uuid) for generation in range(payload, newest + 1))
+    In the line of a version the generation stands twice. That of an adoption was the next one at some moment since. No
+    generation is given to two lines: one that another line has, or a newer one, is what a flipped bit left."""
+    (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
+    ring = reader.ring()
+    if any(line.generation == older for line in ring.lines.values()):
+        return False
+    newest = min(ring.generation + SLOTS_MAX, payload + _GENERATIONS_TRIED)
+    first = max(payload, older + 1)
+    return any(_passes(generation, data, reader.superblock.uuid) for generation in range(first, newest + 1))
 
 
 def _passes(generation: int, data: bytes, uuid: bytes) -> bool:
