@@ -4,20 +4,33 @@
 
     session = lightck.attach(model, pool_path)     # then train as always
     ckpt = lightck.recover(pool_path)              # after the crash; or attach(..., resume=True)
+
+A public name is imported when it is first asked for, so that the command line and the pool readers, which need no
+torch, do not wait for it.
 """
 
-from lightck.attach import attach
-from lightck.checkpoint import Checkpoint
-from lightck.errors import LightckError
-from lightck.export import Exported, export_checkpoint
-from lightck.keep import Keep
-from lightck.pin import Pin
-from lightck.pool.durability import Durability
-from lightck.recover import recover
-from lightck.restore import Drift
-from lightck.session import Session
-from lightck.stats import Stats
-from lightck.strategy import FullState
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lightck import errors as errors
+
+if TYPE_CHECKING:
+    from lightck.attach import attach
+    from lightck.checkpoint import Checkpoint
+    from lightck.errors import LightckError
+    from lightck.export import Exported, export_checkpoint
+    from lightck.keep import Keep
+    from lightck.pin import Pin
+    from lightck.pool.durability import Durability
+    from lightck.recover import recover
+    from lightck.restore import Drift
+    from lightck.session import Session
+    from lightck.stats import Stats
+    from lightck.strategy import FullState
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,3 +48,40 @@ __all__ = [
     "export_checkpoint",
     "recover",
 ]
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "Drift": "restore",
+    "Durability": "pool.durability",
+    "Exported": "export",
+    "FullState": "strategy",
+    "Keep": "keep",
+    "LightckError": "errors",
+    "Pin": "pin",
+    "Session": "session",
+    "Stats": "stats",
+    "attach": "attach",
+    "export_checkpoint": "export",
+    "recover": "recover",
+}
+
+
+class _Package(ModuleType):
+    """This package. ``lightck.attach`` is the function, although importing the module of that name would put the module
+    there: the import system sets it as an attribute, and that is refused."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{self.__name__}.{_HOMES[name]}"), name)
+        super().__setattr__(name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _HOMES or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_HOMES})
+
+
+sys.modules[__name__].__class__ = _Package

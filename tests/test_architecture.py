@@ -54,8 +54,7 @@ LAYERS = {
          "stats", "strategy"},
     "demo": BASE | {""},
     "testing": DATA | {"", "_native"},
-    "cli": BASE | {"", "pool", "contents", "recover", "demo", "capture", "checkpoint", "sessions",
-            "export"},
+    "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo"},
     "__main__": {"cli"},
 }  # fmt: skip
 

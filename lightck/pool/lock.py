@@ -13,6 +13,7 @@ import gc
 import os
 import struct
 import threading
+from dataclasses import dataclass
 
 from lightck.errors import PoolLockedError, PoolPermissionError
 
@@ -20,6 +21,51 @@ _held: dict[tuple[int, int], str] = {}
 # Re-entrant: a collection while it is held may end a forgotten session, which releases its lock.
 _guard = threading.RLock()
 _FLOCK = struct.Struct("hhqqi4x")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that has a pool open for writing. ``pid`` is None where it is not visible from here (a container)."""
+
+    pid: int | None
+    command: str
+
+
+def holder_of(pool_path: str) -> Holder | None:
+    """Who has this pool open for writing, or None. Takes no lock, and makes no lock file where there is none."""
+    path = pool_path + ".lock"
+    with _guard:
+        try:
+            st = os.stat(path, follow_symlinks=False)
+            if (st.st_dev, st.st_ino) in _held:  # opening it here, and closing it, would drop our own lock
+                return Holder(os.getpid(), _command_of(os.getpid()))
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            return _asked(fd)
+        finally:
+            os.close(fd)
+
+
+def _asked(fd: int) -> Holder | None:
+    """The answer of the kernel: who holds a lock that would keep a writer out."""
+    probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, probe))
+    except (OSError, struct.error):
+        return None
+    if kind == fcntl.F_UNLCK:
+        return None
+    return Holder(pid, _command_of(pid)) if pid > 0 else Holder(None, "")
+
+
+def _command_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as f:
+            return f.read(200).replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
 
 
 class PoolLock:
@@ -88,14 +134,10 @@ class PoolLock:
 
     def _owner(self) -> str:
         """Who holds the lock, as the kernel says."""
-        probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        try:
-            pid = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, probe))[4]
-            with open(f"/proc/{pid}/cmdline", "rb") as f:
-                command = f.read(200).replace(b"\0", b" ").decode("utf-8", "replace").strip()
-        except (OSError, struct.error):
+        holder = _asked(self._fd)
+        if holder is None or holder.pid is None:
             return "its pid is not visible from here"
-        return f"pid {pid}: {command}"
+        return f"pid {holder.pid}: {holder.command}"
 
     def release(self) -> None:
         """Give the lock up. In a forked child, which does not hold it, only the descriptor is closed."""

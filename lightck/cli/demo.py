@@ -1,35 +1,20 @@
-"""The ``lightck`` command. Each command parses, calls one function of the library, and turns its answer into an
-exit status: 0 as promised, 1 damaged or different, 2 usage.
-"""
+"""``lightck demo``: parses, runs the demo, shows it. Exit status 1 where the promise did not hold."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import secrets
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from lightck.cli.base import Command, json_option
+
 if TYPE_CHECKING:
     from lightck.demo.run import Options
 
 
-def _version() -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("lightck")
-    return "(not installed: a source tree)"
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(_version(), "--version", prog_name="lightck")
-def main() -> None:
-    """Every finished training step of a PyTorch model survives a crash."""
-
-
-@main.command(short_help="Train, kill, recover, compare: the promise on this machine.")
+@click.command("demo", cls=Command, short_help="Train, kill, recover, compare: the promise on this machine.")
 @click.option("--kills", type=click.IntRange(1, 100), default=6, show_default=True, help="How often to kill.")
 @click.option("--steps", type=click.IntRange(1, 100_000), default=60, show_default=True, help="Updates to train for.")
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="Draw model, data and kills as in an earlier run.")
@@ -46,10 +31,10 @@ def main() -> None:
     metavar="DIR",
     help="A folder for the pool, removed at the end. [default: /dev/shm where there is room, else the temporary one]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def demo(
+@json_option
+def command(
     kills: int, steps: int, seed: int | None, size: str, keep: Path | None, pool_dir: Path | None, as_json: bool
-) -> None:
+) -> int:
     """Train a small GPT, kill it again and again, and compare with a run that was never killed.
 
     Each time the training goes on from the last finished update or the one before. In the end weights, optimizer
@@ -65,7 +50,7 @@ def demo(
     if keep is not None and (keep / "gpt.pool").exists():
         raise click.UsageError(f"{keep / 'gpt.pool'} exists already and would be overwritten: pass another --keep.")
     seed = secrets.randbelow(2**31) if seed is None else seed
-    sys.exit(_demo(Options(kills, steps, seed, SIZES[size], keep, pool_dir), as_json))
+    return _demo(Options(kills, steps, seed, SIZES[size], keep, pool_dir), as_json)
 
 
 def _demo(options: Options, as_json: bool) -> int:

@@ -1,0 +1,244 @@
+"""What ``lightck doctor`` looks at: each check gives lines, each line says whether that is fine and what to do.
+
+A *problem* makes lightck unusable here or there; a *note* is something that a user may run into. Nothing here writes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import multiprocessing
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lightck.cli.machine import Machine
+from lightck.cli.text import SURVIVED, size
+from lightck.errors import LightckError
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+MIB = 1 << 20
+POOL_NBYTES_SMALL = 8 * MIB
+"""The smallest pool has two slots of 2 MiB and its structures."""
+SHARED = "/dev/shm"
+DOCKER_SHARED_NBYTES = 64 * MIB
+TORCH_OLDEST = (2, 9)
+POPULATE_SINCE = (5, 14)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One finding."""
+
+    topic: str
+    level: str
+    said: str
+    cure: str = ""
+
+
+# -- software --------------------------------------------------------------------------------------------------------
+
+
+def software(_: Machine) -> Iterator[Line]:
+    try:
+        version = importlib.metadata.version("lightck")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(a source tree)"
+    yield Line("lightck", OK, f"{version}, Python {platform.python_version()} on {sys.platform} {platform.machine()}")
+    yield _torch(_installed("torch"))
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch(version: str | None) -> Line:
+    if version is None:
+        return Line("torch", PROBLEM, "not installed", "pip install torch: nothing can be saved without it.")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < TORCH_OLDEST:
+        oldest = ".".join(map(str, TORCH_OLDEST))
+        cure = f"pip install 'torch>={oldest}': older ones are not tested."
+        return Line("torch", NOTE, f"{version}, older than {oldest}", cure)
+    return Line("torch", OK, version)
+
+
+def native(_: Machine) -> Iterator[Line]:
+    try:
+        from lightck._native import ffi, lib
+    except ImportError as error:
+        yield Line("native library", PROBLEM, str(error).splitlines()[0], "")
+        return
+    isa = ffi.string(lib.lck_isa_name()).decode()
+    back = "clwb" if lib.lck_has_clwb() else "no clwb (it matters on persistent memory only)"
+    forced = " (forced by LIGHTCK_ISA)" if os.environ.get("LIGHTCK_ISA") else ""
+    if isa in ("portable", "sse2", "sse2-table"):
+        cure = "Unset LIGHTCK_ISA." if forced else "Nothing to do: the results are the same, copies cost more time."
+        yield Line("native library", NOTE, f"copies with {isa}{forced}, {back}", cure)
+    else:
+        yield Line("native library", OK, f"copies with {isa}{forced}, {back}")
+
+
+def kernel(machine: Machine) -> Iterator[Line]:
+    release, version = machine.kernel()
+    if not release:
+        yield Line("kernel", PROBLEM, "its version cannot be read", "lightck needs Linux with /proc mounted.")
+    elif version < POPULATE_SINCE:
+        cure = "Nothing to do: without MADV_POPULATE_WRITE a new pool's pages are touched one by one, which costs more."
+        yield Line("kernel", NOTE, f"{release}, older than 5.14", cure)
+    else:
+        yield Line("kernel", OK, f"{release} (pages of a pool are made ready by MADV_POPULATE_WRITE)")
+
+
+def workers(_: Machine) -> Iterator[Line]:
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method == "fork":
+        yield Line("worker start", OK, "fork: DataLoader workers inherit the process; no session runs in them")
+    else:
+        yield Line("worker start", OK, f"{method}: the script is imported by each worker; keep attach behind __main__")
+
+
+# -- media -----------------------------------------------------------------------------------------------------------
+
+
+def media(machine: Machine, asked: str | None = None) -> Iterator[Line]:
+    """Folders in which a pool could lie. Where one was asked for, only that one decides."""
+    folders = [SHARED, machine.env.get("XDG_RUNTIME_DIR", ""), "/tmp", os.getcwd()]
+    folders += [mount.point for mount in machine.mounts() if is_dax(mount.options)]
+    lines = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
+    if asked is not None:
+        first = _asked_medium(machine, asked)
+        lines = [line for line in lines if line.topic != first.topic]
+        yield first
+    elif all(line.level == PROBLEM for line in lines):
+        yield Line("media", PROBLEM, "no folder has room for a pool", "Free space, or: lightck doctor PATH.")
+    for line in lines:
+        yield line if line.level != PROBLEM else Line(line.topic, NOTE, line.said, line.cure)
+    devices = machine.listing("/sys/bus/dax/devices")
+    if devices:
+        yield Line("device-dax", NOTE, ", ".join(devices), "A pool can lie on a file system with DAX: ndctl makes one.")
+
+
+def is_dax(options: tuple[str, ...]) -> bool:
+    return "dax" in options or "dax=always" in options
+
+
+def _asked_medium(machine: Machine, path: str) -> Line:
+    folder = os.path.abspath(path)
+    if not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder):
+        return Line(path, PROBLEM, "there is no such folder", "Create it first: lightck makes files, not folders.")
+    return _medium(machine, folder)
+
+
+def _medium(machine: Machine, folder: str) -> Line:
+    space = machine.space(folder)
+    if space is None or not machine.writable(folder):
+        return Line(folder, PROBLEM, "not there, or not writable by you", "Choose another folder for the pool.")
+    try:
+        medium = machine.medium(folder)
+    except (LightckError, OSError) as error:
+        return Line(folder, PROBLEM, str(error), "Choose another folder for the pool.")
+    survived = [words for name, words in SURVIVED.items() if getattr(medium, name)]
+    room = f"{size(space.free)} free of {size(space.total)}"
+    said = f"{medium.medium}, {room}; survives {', '.join(survived) or 'nothing'}"
+    if space.free < POOL_NBYTES_SMALL:
+        return Line(folder, PROBLEM, said, "There is no room for a pool: free space or choose another folder.")
+    if folder == SHARED and space.total <= DOCKER_SHARED_NBYTES:
+        return Line(folder, NOTE, said, _MORE_SHARED)
+    if medium.medium.startswith("unknown"):
+        cure = "On a network or FUSE file system only a kill is survived: prefer a local disk."
+        return Line(folder, NOTE, said, cure)
+    return Line(folder, OK, said)
+
+
+_MORE_SHARED = (
+    "This is a container's default, too small for most models (a pool takes twice model and optimizer state): "
+    "docker run --shm-size=16g, in Kubernetes an emptyDir with medium: Memory at /dev/shm; or another folder."
+)
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+def limits(machine: Machine) -> Iterator[Line]:
+    largest = machine.limit("RLIMIT_FSIZE")
+    if largest is None:
+        yield Line("file size limit", OK, "none")
+    else:
+        level = PROBLEM if largest < POOL_NBYTES_SMALL else NOTE
+        yield Line("file size limit", level, size(largest), "A larger pool cannot be made: ulimit -f unlimited.")
+    locked = machine.limit("RLIMIT_MEMLOCK")
+    yield Line("locked memory", OK, f"{'no limit' if locked is None else size(locked)} (lightck locks none)")
+
+
+def memory(machine: Machine) -> Iterator[Line]:
+    limit, available = machine.memory_limit(), machine.memory_available()
+    if limit is None:
+        said = f"{size(available)} available" if available is not None else "not readable from /proc/meminfo"
+        yield Line("memory", OK, f"{said}; no limit by a control group")
+    else:
+        cure = "A pool on tmpfs counts against it, and stays when the process is killed. Leave room, or use a disk."
+        yield Line("memory", NOTE, f"limited to {size(limit)} by a control group", cure)
+    swaps = machine.swaps()
+    if swaps:
+        cure = "Pools on tmpfs may be swapped out: slower, and weights on that disk. swapoff -a, or an encrypted swap."
+        yield Line("swap", NOTE, f"on: {', '.join(swaps)}", cure)
+    else:
+        yield Line("swap", OK, "off")
+
+
+# -- what may take a pool away ----------------------------------------------------------------------------------------
+
+
+def surroundings(machine: Machine) -> Iterator[Line]:
+    evidence = machine.container()
+    if evidence is not None:
+        cure = "What lies in its own /dev/shm or layers goes with it: mount a volume for a pool that has to outlive it."
+        yield Line("container", NOTE, f"yes ({evidence})", cure)
+    yield from slurm(machine)
+    yield from logout(machine)
+
+
+def slurm(machine: Machine) -> Iterator[Line]:
+    """A job may have a /tmp and a /dev/shm of its own (job_container/tmpfs), which end with it: a requeued job has
+    nothing to recover there."""
+    job = machine.env.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    private = [m.point for m in machine.mounts() if m.point in ("/tmp", SHARED) and job in re.split(r"\D+", m.root)]
+    cure = "For a job that is requeued, put the pool on a disk that outlives it (scratch, a file system of the site)."
+    if private:
+        yield Line("Slurm", NOTE, f"job {job}: {' and '.join(private)} belong to this job and vanish with it", cure)
+    else:
+        yield Line("Slurm", NOTE, f"job {job}: /dev/shm and /tmp may be its own and vanish with it", cure)
+
+
+def logout(machine: Machine) -> Iterator[Line]:
+    """systemd-logind removes a user's files in /dev/shm at the last logout, unless told not to."""
+    if machine.uid < 1000 or not machine.exists("/run/systemd/system"):
+        return
+    files = ["/etc/systemd/logind.conf", *_drop_ins(machine)]
+    told = [re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", machine.text(path), re.M) for path in files]
+    settings = [each for one in told for each in one]
+    if settings and settings[-1].lower() in ("no", "false", "off", "0"):
+        return
+    cure = f"Then the training ends too, and its pool in {SHARED} is gone: loginctl enable-linger, or a pool on a disk."
+    if not machine.exists(f"/var/lib/systemd/linger/{machine.env.get('USER', '')}") or not machine.env.get("USER"):
+        yield Line("logout", NOTE, f"systemd removes your files in {SHARED} when you log out (RemoveIPC)", cure)
+
+
+def _drop_ins(machine: Machine) -> list[str]:
+    folder = "/etc/systemd/logind.conf.d"
+    return [f"{folder}/{name}" for name in machine.listing(folder) if name.endswith(".conf")]
+
+
+CHECKS: tuple[Callable[[Machine], Iterator[Line]], ...] = (software, native, kernel, workers)
+LATER: tuple[Callable[[Machine], Iterator[Line]], ...] = (limits, memory, surroundings)
+"""What follows the media."""

@@ -1,0 +1,230 @@
+"""How two versions differ: tensor by tensor, never two whole versions in memory, and small state by its path.
+
+Equal means equal in bits: NaN equals the same NaN, and -0.0 is not 0.0. Distances are computed in double precision, in
+chunks; integers beyond 2**53 are rounded by that.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightck.capture import values
+from lightck.contents import Contents, MemorySource, Source, load_tensor
+from lightck.pool.layout import Entry
+from lightck.pool.reader import Version
+
+_CHUNK = 1 << 20
+"""Elements that are compared at a time."""
+
+
+@dataclass(slots=True)
+class Distance:
+    """How far two tensors of one kind are apart. ``differing`` counts elements whose bits differ.
+
+    max_abs: largest |a - b|. max_rel: largest |a - b| / max(|a|, |b|). NaN elements count in ``nan_a`` and
+    ``nan_b`` only.
+    """
+
+    elements: int
+    differing: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    nan_a: int = 0
+    nan_b: int = 0
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
+    """Compare two tensors of the same dtype and shape."""
+    found = Distance(a.numel())
+    one, other = _flat_pair(a.detach(), b.detach())
+    for start in range(0, found.elements, _CHUNK):
+        _add(found, one[start : start + _CHUNK], other[start : start + _CHUNK])
+    return found
+
+
+def _flat_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in one dimension, in the same order of elements."""
+    if a.stride() == b.stride():
+        return a.as_strided((a.numel(),), (1,)), b.as_strided((b.numel(),), (1,))
+    return a.reshape(-1), b.reshape(-1)
+
+
+def _add(found: Distance, a: torch.Tensor, b: torch.Tensor) -> None:
+    bits_a, bits_b = (t.contiguous().view(torch.uint8).view(t.numel(), -1) for t in (a, b))
+    differs = (bits_a != bits_b).any(1)
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    found.nan_a += int(x.isnan().sum())
+    found.nan_b += int(y.isnan().sum())
+    found.differing += int(differs.sum())
+    counted = differs & ~x.isnan() & ~y.isnan()
+    if not counted.any():
+        return
+    x, y = x[counted], y[counted]
+    apart = (x - y).abs()
+    scale = torch.maximum(x.abs(), y.abs())
+    relative = torch.where(apart == 0, 0.0, apart / scale).nan_to_num(nan=math.inf, posinf=math.inf)
+    found.max_abs = max(found.max_abs, float(apart.max()))
+    found.max_rel = max(found.max_rel, float(relative.max()))
+
+
+def in_memory(version: Version) -> MemorySource:
+    """All tensors of a version, verified: of a pool in use, before they are overwritten."""
+    own = [name for name, entry in version.entries.items() if entry.alias is None]
+    return MemorySource(version.entries, {name: load_tensor(version, name) for name in own})
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+    """One map for each tensor of either version that is not the same in both."""
+    for name in dict.fromkeys((*a.entries, *b.entries)):
+        one, other = a.entries.get(name), b.entries.get(name)
+        if one is None or other is None:
+            only = "A" if other is None else "B"
+            yield {"tensor": name, "change": f"only in {only}", "distance": None}
+            continue
+        change = _kind_change(one, other)
+        if change is not None:
+            yield {"tensor": name, "change": change, "distance": None}
+        elif one.alias is None:
+            found = distance(load_tensor(a, name), load_tensor(b, name))
+            if found.differing:
+                yield {"tensor": name, "change": "values", "distance": _plain(found)}
+        advance(one.nbytes)
+
+
+def _kind_change(a: Entry, b: Entry) -> str | None:
+    for what in ("dtype", "shape", "alias", "stride"):
+        one, other = getattr(a, what), getattr(b, what)
+        if one != other:
+            said = {"alias": "tied to", "stride": "layout (stride)"}.get(what, what)
+            return f"{said} {_said(one)} -> {_said(other)}"
+    return None
+
+
+def _said(value: Any) -> str:
+    return "nothing" if value is None else str(value)
+
+
+def _plain(found: Distance) -> dict[str, Any]:
+    """For JSON, which has no infinity."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(found).items()}
+
+
+# -- small state -----------------------------------------------------------------------------------------------------
+
+
+def small_state(a: Contents, b: Contents) -> Iterator[dict[str, str]]:
+    """One map for each value that differs: its path, and what changed. Large tensors are compared as tensors."""
+    one, other = _as_tree(a), _as_tree(b)
+    for path, change in _walk(one, other, ""):
+        yield {"path": path, "change": change}
+
+
+def _as_tree(contents: Contents) -> dict[str, Any]:
+    many = len(contents.optimizers) > 1
+    optimizers = {
+        f"optimizer.{i}" if many else "optimizer": {
+            "class": saved.class_name,
+            "param_groups": [
+                {**options, "params": names} for options, names in zip(saved.groups, saved.names, strict=True)
+            ],
+            "state": _unpacked(saved.values),
+            "rest": _unpacked(saved.rest),
+        }
+        for i, saved in enumerate(contents.optimizers)
+    }  # fmt: skip
+    return {
+        "step": contents.step,
+        "iteration": contents.iteration,
+        **optimizers,
+        "state": {name: _unpacked(packed) for name, packed in contents.state.items()},
+        "extra_state": {name: _unpacked(packed) for name, packed in contents.extra.items()},
+        "loaders": contents.loaders,
+        "rng": {name: _Blob(value) for name, value in contents.rng.to_value().items()},
+    }
+
+
+class _Blob:
+    """Values of which only their being equal means something: a generator's state."""
+
+    def __init__(self, value: Any) -> None:
+        self.packed = values.pack(value, path="rng")
+
+
+class _Elsewhere:
+    """Stands for a large tensor, which is compared as such."""
+
+
+def _unpacked(packed: bytes) -> Any:
+    return values.unpack(packed, tensor=lambda _: _Elsewhere())  # type: ignore[arg-type, return-value]
+
+
+def _walk(a: Any, b: Any, path: str) -> Iterator[tuple[str, str]]:
+    if type(a) is not type(b):
+        yield path, f"{_short(a)} -> {_short(b)}"
+    elif isinstance(a, Mapping):
+        yield from _walk_map(a, b, path)
+    elif isinstance(a, (list, tuple, deque)):
+        yield from _walk_list(list(a), list(b), path)
+    elif isinstance(a, torch.Tensor):
+        yield from _walk_tensor(a, b, path)
+    elif not _equal(a, b):
+        yield path, "differs" if isinstance(a, (_Blob, bytes)) else f"{_short(a)} -> {_short(b)}"
+
+
+def _walk_map(a: Mapping[Any, Any], b: Mapping[Any, Any], path: str) -> Iterator[tuple[str, str]]:
+    for key in dict.fromkeys((*a, *b)):
+        inner = f"{path}/{key}" if path else str(key)
+        if key not in a or key not in b:
+            yield inner, "only in A" if key in a else "only in B"
+        else:
+            yield from _walk(a[key], b[key], inner)
+
+
+def _walk_list(a: list[Any], b: list[Any], path: str) -> Iterator[tuple[str, str]]:
+    if len(a) != len(b):
+        yield path, f"{len(a)} items -> {len(b)} items"
+    for i, (one, other) in enumerate(zip(a, b, strict=False)):
+        yield from _walk(one, other, f"{path}/{i}")
+
+
+def _walk_tensor(a: torch.Tensor, b: torch.Tensor, path: str) -> Iterator[tuple[str, str]]:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        yield path, f"{_short(a)} -> {_short(b)}"
+    elif (found := distance(a, b)).differing:
+        if found.elements == 1:
+            yield path, f"{a.item()!r} -> {b.item()!r}"
+        else:
+            yield path, f"{found.differing} of {found.elements} elements differ, by at most {found.max_abs:.3g}"
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, _Blob):
+        return bool(a.packed == b.packed)
+    if isinstance(a, float) and not isinstance(a, np.generic):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+    return isinstance(a, _Elsewhere) or bool(a == b)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, _Elsewhere):
+        return "a large tensor"
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (Mapping, list, tuple, deque, set, frozenset, np.ndarray, bytes)):
+        return f"{type(value).__name__} of {value.size if isinstance(value, np.ndarray) else len(value)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

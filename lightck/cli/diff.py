@@ -1,0 +1,203 @@
+"""``lightck diff``: which tensors and values two versions differ in, and how far. Exit status 1 means different."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from lightck.cli import survey
+from lightck.cli.base import BAD, OK, POOL, ComparingCommand, json_option, trouble
+from lightck.cli.progress import bar
+from lightck.cli.text import columns, count, say, say_json, verdict
+from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
+from lightck.pool.format import DamagedError
+from lightck.pool.lock import holder_of
+from lightck.pool.reader import PoolReader
+
+if TYPE_CHECKING:
+    from lightck.contents import Source
+
+ROWS_MAX = 20
+"""Differing tensors, and differing values, that the text names."""
+
+HELD_NBYTES_MAX = 1 << 30
+"""A version of a pool in use is read into memory before it is compared, if it has no more bytes than this."""
+
+
+class _OverwrittenError(Exception):
+    """A writer took the slot of a version while it was compared."""
+
+
+@click.command("diff", cls=ComparingCommand, short_help="How two versions, or two pools, differ.")
+@click.argument("a", type=POOL)
+@click.argument("b", type=POOL, required=False)
+@click.option("--steps", type=(click.IntRange(0), click.IntRange(0)), metavar="M N", help="Step M of A, step N of B.")
+@click.option("--all", "everything", is_flag=True, help="Name every difference, not only the largest.")
+@json_option
+def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bool, as_json: bool) -> int:
+    """Compare the newest versions of the pools A and B, or, with --steps M N, two versions of one pool.
+
+    Equal means equal in bits. Exit status 0 equal, 1 different, 2 where they could not be compared.
+    """
+    if b is None and steps is None:
+        trouble("One pool has nothing to be compared with: name a second pool, or two steps of this one: --steps M N.")
+    facts = differences(a, a if b is None else b, steps or (None, None))
+    if as_json:
+        say_json(facts)
+    else:
+        _show(facts, None if everything else ROWS_MAX)
+    return OK if facts["equal"] else BAD
+
+
+# -- facts -----------------------------------------------------------------------------------------------------------
+
+
+def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> dict[str, Any]:
+    """What ``--json`` prints; docs/tools.md names the keys."""
+    with ExitStack() as stack:
+        readers = [stack.enter_context(survey.reading(path)) for path in (a, b)]
+        for _ in range(survey.ATTEMPTS):
+            sides = [_side(reader, step) for reader, step in zip(readers, steps, strict=True)]
+            try:
+                return _compared(sides)
+            except _OverwrittenError:
+                continue
+    raise PoolLockedError(
+        f"The pools {a!r} and {b!r} could not be compared: one is in use, and its versions were overwritten faster "
+        f"than they could be read, {survey.ATTEMPTS} times. Nothing is wrong with it. Try again, or end the training."
+    )
+
+
+def _side(reader: PoolReader, step: int | None) -> survey.Held:
+    versions = survey.held(reader, step)
+    chosen = survey.newest(versions, step)
+    if chosen is not None:
+        return chosen
+    if not versions:
+        raise NoCheckpointError(
+            f"The pool {reader.path!r} holds no version to compare: none was committed yet. Train a step first."
+        )
+    reasons = tuple(f"step {v.step}: {v.reason}" for v in versions)
+    raise CorruptPoolError(
+        f"No version in the pool {reader.path!r} can be compared ({'; '.join(reasons)}). "
+        f"lightck verify {reader.path} says more.",
+        reasons,
+    )
+
+
+def _compared(sides: list[survey.Held]) -> dict[str, Any]:
+    from lightck.cli import compare
+
+    contents = [side.contents for side in sides]
+    assert contents[0] is not None
+    assert contents[1] is not None
+    names = contents[0].entries.keys() | contents[1].entries.keys()
+    try:
+        a, b = (_source(side) for side in sides)
+        with bar("comparing", sides[0].nbytes or 0) as advance:
+            tensors = list(compare.tensors(a, b, advance))
+    except DamagedError as error:
+        _refuse_damage(sides, error)
+    if not all(_is_there(side) for side, source in zip(sides, (a, b), strict=True) if source is side.version):
+        raise _OverwrittenError
+    values = list(compare.small_state(contents[0], contents[1]))
+    return {
+        "equal": not tensors and not values,
+        "a": _named(sides[0]),
+        "b": _named(sides[1]),
+        "compared_tensors": len(names),
+        "tensors": tensors,
+        "values": values,
+    }
+
+
+def _source(side: survey.Held) -> Source:
+    """Where the tensors are read from: memory, where the slot may soon be written anew."""
+    from lightck.cli.compare import in_memory
+
+    assert side.version is not None
+    if (side.nbytes or 0) > HELD_NBYTES_MAX or holder_of(side.version.reader.path) is None:
+        return side.version
+    source = in_memory(side.version)
+    if not _is_there(side):
+        raise _OverwrittenError
+    return source
+
+
+def _named(side: survey.Held) -> dict[str, Any]:
+    assert side.version is not None
+    return {"pool": side.version.reader.path, "step": side.step, "generation": side.generation}
+
+
+def _is_there(side: survey.Held) -> bool:
+    assert side.version is not None
+    return survey.still_there(side.version.reader, side.line)
+
+
+def _refuse_damage(sides: list[survey.Held], error: DamagedError) -> NoReturn:
+    if not all(map(_is_there, sides)):
+        raise _OverwrittenError from error
+    named = " or ".join(f"step {side.step} of {_named(side)['pool']!r}" for side in sides)
+    raise CorruptPoolError(
+        f"A tensor cannot be compared: {error}, in {named}. `lightck verify --deep POOL` says which versions are whole."
+    ) from error
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def _show(facts: dict[str, Any], most: int | None) -> None:
+    for name in ("a", "b"):
+        say(f"{name.upper()}  step {facts[name]['step']} of {facts[name]['pool']}")
+    say()
+    tensors, values = facts["tensors"], facts["values"]
+    if facts["equal"]:
+        verdict(f"EQUAL, bit for bit: {count(facts['compared_tensors'], 'tensor')} and all small state.", good=True)
+        return
+    if tensors:
+        _show_tensors(tensors, most)
+        say()
+    if values:
+        for row in values[:most]:
+            say(f"{row['path']}: {row['change']}")
+        _show_more(len(values), most, "value")
+        say()
+    verdict(
+        f"DIFFERENT: {len(tensors)} of {count(facts['compared_tensors'], 'tensor')}, {count(len(values), 'value')}.",
+        good=False,
+    )
+
+
+def _show_tensors(tensors: list[dict[str, Any]], most: int | None) -> None:
+    """What came, went or changed its kind first; then new NaN; then the model before the rest, the farthest first."""
+    ordered = sorted(tensors, key=_rank)
+    rows = [("tensor", "differing", "max abs", "max rel", "")]
+    rows += [_row(each) for each in ordered[:most]]
+    for line in columns(rows, right=(1, 2, 3)):
+        say(line)
+    _show_more(len(tensors), most, "tensor")
+
+
+def _rank(each: dict[str, Any]) -> tuple[int, int, float]:
+    found = each["distance"]
+    other_role = int(not each["tensor"].startswith("model/"))
+    if found is None:
+        return 0, other_role, 0.0
+    return (1 if found["nan_a"] != found["nan_b"] else 2), other_role, -float(found["max_rel"])
+
+
+def _row(each: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    found = each["distance"]
+    if found is None:
+        return each["tensor"], "-", "-", "-", each["change"]
+    nan = f"NaN: {found['nan_a']:,} -> {found['nan_b']:,}" if found["nan_a"] or found["nan_b"] else ""
+    share = f"{found['differing']:,} of {found['elements']:,}"
+    return each["tensor"], share, f"{float(found['max_abs']):.3g}", f"{float(found['max_rel']):.3g}", nan
+
+
+def _show_more(number: int, most: int | None, thing: str) -> None:
+    if most is not None and number > most:
+        say(f"and {count(number - most, thing)} more, in which less changed (--all names them)" if thing == "tensor"
+            else f"and {count(number - most, thing)} more (--all names them)")  # fmt: skip

@@ -1,0 +1,52 @@
+"""``lightck export``: one committed version out of a pool, as a file that other programs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lightck.cli.base import OK, POOL, Command, json_option, step_option
+from lightck.cli.text import count, listed, say, say_json, size
+from lightck.errors import ExportExistsError
+
+
+@click.command("export", cls=Command, short_help="Write a version as safetensors or as a torch file.")
+@click.argument("pool", type=POOL)
+@click.argument("to", type=click.Path(path_type=Path))
+@click.option(
+    "--format", "file_format", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True
+)
+@click.option(
+    "--what",
+    type=click.Choice(["model", "all"]),
+    default="model",
+    show_default=True,
+    help="The model's state_dict, or everything that was saved.",
+)
+@step_option
+@click.option("--overwrite", is_flag=True, help="Replace what is there.")
+@json_option
+def command(
+    pool: str, to: Path, file_format: str, what: str, step: int | None, overwrite: bool, as_json: bool
+) -> int:
+    """Write the newest version of POOL (or that of --step N) to TO. The pool is only read."""
+    import lightck
+    from lightck.export import export_checkpoint
+
+    if to.exists() and not overwrite:  # said before the pool is read; the library looks again when it writes
+        raise ExportExistsError(f"{str(to)!r} exists. It is not replaced unasked. Name another, or pass --overwrite.")
+    checkpoint = lightck.recover(pool, step=step)
+    done = export_checkpoint(checkpoint, to, format=file_format, what=what, overwrite=overwrite)
+    if as_json:
+        say_json({
+            "step": checkpoint.step, "path": str(done.path), "nbytes": done.nbytes, "tensors": done.tensors,
+            "tied": dict(done.tied), "rejected": [str(each) for each in checkpoint.rejected],
+        })  # fmt: skip
+        return OK
+    for each in checkpoint.rejected:
+        say(f"passed over: {each}")
+    if done.tied:
+        say("tied, stored once: " + listed(f"{name} = {stored}" for name, stored in done.tied.items()))
+    say(f"step {checkpoint.step}: {count(done.tensors, 'tensor')}, {size(done.nbytes)} in {done.path}")
+    return OK

@@ -1,0 +1,327 @@
+"""``lightck inspect``: what a pool is, who has it, which versions it holds, and what the newest one consists of.
+
+Structures, manifests and small state are read, the payload is not: that is what ``lightck verify`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shlex
+import struct
+from typing import Any
+
+import click
+
+from lightck.cli import survey
+from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
+from lightck.cli.text import columns, count, listed, say, say_json, size, survives, verdict
+from lightck.errors import FormatError, NotAPoolError
+from lightck.pool.backends import backend_for
+from lightck.pool.format import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError, Superblock
+from lightck.pool.lock import Holder, holder_of
+from lightck.pool.reader import PoolReader
+
+ROWS_MAX = 40
+"""Lines of modules before they are folded."""
+
+
+@click.command("inspect", cls=Command, short_help="What a pool holds: versions, layers, sizes, who has it.")
+@click.argument("pool", type=POOL)
+@step_option
+@click.option("--tensors", is_flag=True, help="Every tensor by name.")
+@json_option
+def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
+    """Show what POOL is and holds. Nothing is written, and a pool in use can be shown.
+
+    Exit status 1 where versions were committed and none of them can be used.
+    """
+    facts = pool_facts(pool, step, tensors)
+    if as_json:
+        say_json(facts)
+    else:
+        _show(facts, step)
+    return BAD if facts["versions"] and facts["shown"] is None else OK
+
+
+# -- facts -----------------------------------------------------------------------------------------------------------
+
+
+def pool_facts(path: str, step: int | None, tensors: bool) -> dict[str, Any]:
+    """What ``--json`` prints; docs/tools.md names the keys."""
+    with survey.reading(path) as reader:
+        versions = survey.held(reader)
+        wanted = versions if step is None else survey.held(reader, step)
+        shown = survey.newest(wanted, step)
+        backend = backend_for(reader.path)
+        medium = backend.probe(reader.path)
+        return {
+            "pool": _geometry(reader, backend.name),
+            "holder": _holder(holder_of(reader.path)),
+            "durability": {name: getattr(medium, name) for name in ("process", "os", "power", "media", "medium")}
+            | {"evidence": list(medium.evidence)},
+            "versions": [_version(each, each is survey.newest(versions, None)) for each in versions],
+            "unfinished": [{"slot": slot, "generation": gen} for slot, gen in survey.unfinished(reader)],
+            "shown": None if shown is None else _contents(shown, tensors),
+        }
+
+
+def _geometry(reader: PoolReader, backend: str) -> dict[str, Any]:
+    sb = reader.superblock
+    return {
+        "path": reader.path,
+        "backend": backend,
+        "format": _format(reader),
+        "uuid": sb.uuid.hex(),
+        "file_nbytes": os.stat(reader.path).st_size,
+        "nbytes": sb.nbytes,
+        "slots": len(sb.slots),
+        "slot_nbytes": sb.slot_nbytes,
+        "writable": reader.is_writable,
+    }
+
+
+def _format(reader: PoolReader) -> str:
+    """Major and minor number as the pool has them; a newer minor one can be read."""
+    for offset in SUPERBLOCK_OFFSETS:
+        data = reader.read(offset, SUPERBLOCK_NBYTES)
+        with contextlib.suppress(DamagedError, NotAPoolError, FormatError):
+            Superblock.unpack(data)
+            return ".".join(map(str, struct.unpack_from("<HH", data, 12)))
+    return "unknown"
+
+
+def _holder(holder: Holder | None) -> dict[str, Any] | None:
+    return None if holder is None else {"pid": holder.pid, "command": holder.command}
+
+
+def _version(each: survey.Held, newest: bool) -> dict[str, Any]:
+    return {
+        "step": each.step,
+        "iteration": None if each.version is None else each.version.iteration,
+        "generation": each.generation,
+        "incarnation": each.line.incarnation,
+        "slot": each.line.slot,
+        "state": each.state,
+        "reason": each.reason,
+        "newest": newest,
+        "nbytes": each.nbytes,
+    }
+
+
+def _contents(each: survey.Held, tensors: bool) -> dict[str, Any]:
+    assert each.version is not None
+    assert each.contents is not None
+    contents, version = each.contents, each.version
+    entries = version.entries
+    return {
+        "step": each.step,
+        "generation": each.generation,
+        "nbytes": each.nbytes,
+        "small_state_nbytes": len(version.state),
+        "tensors": len(entries),
+        "layers": _layers(each),
+        "tied": {name: entry.alias for name, entry in entries.items() if entry.alias is not None},
+        "optimizers": _optimizers(each),
+        "state": {name: len(packed) for name, packed in contents.state.items()},
+        "extra_state": list(contents.extra),
+        "loaders": sorted(map(str, contents.loaders)),
+        "rng": ["python", "numpy", "torch", *(f"cuda:{index}" for index, _ in contents.rng.cuda)],
+        "closed_by": contents.event,
+        "made_with": {str(key): str(value) for key, value in contents.fingerprint.items()},
+        "all_tensors": [_tensor(entry) for entry in entries.values()] if tensors else None,
+    }
+
+
+def _tensor(entry: Any) -> dict[str, Any]:
+    names = ("name", "role", "dtype", "device", "nbytes", "alias")
+    return {name: getattr(entry, name) for name in names} | {"shape": list(entry.shape)}
+
+
+def _layers(each: survey.Held) -> list[dict[str, Any]]:
+    """One map per module, in the model's order: its own tensors, and the optimizer's state for them."""
+    from lightck.restore_optimizer import keys_by_param
+
+    assert each.contents is not None
+    found: dict[str, dict[str, Any]] = {}
+    by_param: dict[str, dict[str, Any]] = {}
+    for saved in each.contents.optimizers:
+        by_param |= keys_by_param(each.contents, saved)
+    for name, entry in each.contents.model_entries.items():
+        module = name.rpartition(".")[0]
+        empty = {"module": module, "tensors": 0, "elements": 0, "model_nbytes": 0, "optimizer_nbytes": 0}
+        row = found.setdefault(module, empty)
+        row["tensors"] += 1
+        row["model_nbytes"] += entry.nbytes
+        row["elements"] += 0 if entry.alias else math.prod(entry.shape)
+        row["optimizer_nbytes"] += sum(e.nbytes for e in by_param.get(name, {}).values())
+    return list(found.values())
+
+
+def _optimizers(each: survey.Held) -> list[dict[str, Any]]:
+    from lightck.restore_optimizer import keys_by_param
+
+    assert each.contents is not None
+    rows = []
+    for saved in each.contents.optimizers:
+        by_param = keys_by_param(each.contents, saved)
+        state = [entry for name in saved.all_names for entry in by_param.get(name, {}).values()]
+        rows.append({
+            "class": saved.class_name,
+            "groups": len(saved.groups),
+            "params": len(saved.all_names),
+            "tensors": len(state),
+            "nbytes": sum(entry.nbytes for entry in state),
+        })  # fmt: skip
+    return rows
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def _show(facts: dict[str, Any], step: int | None) -> None:
+    pool, shown = facts["pool"], facts["shown"]
+    for line in columns(list(_head(facts))):
+        say(line)
+    say()
+    _show_versions(facts)
+    if shown is not None:
+        say()
+        _show_contents(shown)
+    say()
+    _show_next(pool["path"], facts, step)
+
+
+def _head(facts: dict[str, Any]) -> Any:
+    pool, holder, medium = facts["pool"], facts["holder"], facts["durability"]
+    yield "pool", pool["path"]
+    slots = f"{pool['slots']} slots of {size(pool['slot_nbytes'])}"
+    yield "kind", f"{pool['backend']}, format {pool['format']}, {size(pool['file_nbytes'])}: {slots}"
+    if not pool["writable"]:
+        yield "", "written by a newer lightck: this one can read it and not go on in it"
+    yield "open in", _who(holder)
+    yield "medium", f"{medium['medium']}; survives {survives(medium)}"
+    yield "", f"({'; '.join(medium['evidence'])})"
+
+
+def _who(holder: dict[str, Any] | None) -> str:
+    if holder is None:
+        return "no process"
+    if holder["pid"] is None:
+        return "a process that is not visible from here (another container?)"
+    return f"pid {holder['pid']}: {holder['command'] or '(command not readable)'}"
+
+
+def _show_versions(facts: dict[str, Any]) -> None:
+    rows = [("step", "iteration", "run", "generation", "slot", "size", "state")]
+    for v in facts["versions"]:
+        iteration = "-" if v["iteration"] is None else str(v["iteration"])
+        nbytes = "-" if v["nbytes"] is None else size(v["nbytes"])
+        numbers = (str(v["step"]), iteration, str(v["incarnation"]), str(v["generation"]), str(v["slot"]), nbytes)
+        rows.append((*numbers, _state(v)))
+    if len(rows) == 1:
+        say("no version was committed yet")
+    else:
+        for line in columns(rows, right=range(6)):
+            say(line)
+    for each in facts["unfinished"]:
+        why = "is being written" if facts["holder"] else "was cut off by a kill, or given up"
+        say(f"slot {each['slot']}: generation {each['generation']} {why}; it is not committed")
+
+
+def _state(version: dict[str, Any]) -> str:
+    if version["state"] == survey.REJECTED:
+        return f"rejected: {version['reason']}"
+    if version["state"] == survey.DEAD:
+        return "dead: training went back behind it; only step= gives it"
+    return "committed, newest" if version["newest"] else "committed"
+
+
+def _show_contents(shown: dict[str, Any]) -> None:
+    say(f"step {shown['step']} holds {count(shown['tensors'], 'tensor')}, {size(shown['nbytes'])}:")
+    for line in columns(list(_parts(shown))):
+        say("  " + line)
+    say()
+    if shown["all_tensors"] is not None:
+        _show_tensors(shown["all_tensors"])
+    else:
+        _show_layers(shown["layers"])
+
+
+def _parts(shown: dict[str, Any]) -> Any:
+    elements = sum(row["elements"] for row in shown["layers"])
+    model = sum(row["model_nbytes"] for row in shown["layers"])
+    yield "model", f"{elements:,} elements in {count(len(shown['layers']), 'module')}, {size(model)}"
+    if shown["tied"]:
+        yield "tied", listed(f"{_short(a)} = {_short(b)}" for a, b in shown["tied"].items())
+    for each in shown["optimizers"]:
+        groups = f"{count(each['params'], 'parameter')} in {count(each['groups'], 'group')}"
+        yield "optimizer", f"{each['class']}: {groups}, {count(each['tensors'], 'tensor')}, {size(each['nbytes'])}"
+    if not shown["optimizers"]:
+        yield "optimizer", "none"
+    if shown["state"]:
+        yield "state", listed(shown["state"])
+    if shown["extra_state"]:
+        yield "extra", listed(shown["extra_state"])
+    if shown["loaders"]:
+        yield "loaders", listed(shown["loaders"])
+    yield "random", ", ".join(shown["rng"])
+    yield "made with", ", ".join(f"{key} {value}" for key, value in shown["made_with"].items())
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("model/")
+
+
+def _show_tensors(tensors: list[dict[str, Any]]) -> None:
+    rows = [("tensor", "role", "dtype", "shape", "bytes")]
+    for t in tensors:
+        shape = "x".join(map(str, t["shape"])) or "scalar"
+        nbytes = f"= {_short(t['alias'])}" if t["alias"] is not None else f"{t['nbytes']:,}"
+        rows.append((t["name"], t["role"], t["dtype"], shape, nbytes))
+    for line in columns(rows, right=(4,)):
+        say(line)
+
+
+def _show_layers(layers: list[dict[str, Any]]) -> None:
+    rows = folded(layers)
+    names = ("tensors", "elements", "model_nbytes", "optimizer_nbytes")
+    table = [("module", "tensors", "elements", "model", "optimizer")]
+    for row in rows:
+        tensors, elements, model, optimizer = (row[name] for name in names)
+        module = row["module"] or "(the model itself)"
+        table.append((module, str(tensors), f"{elements:,}", size(model), size(optimizer)))
+    for line in columns(table, right=range(1, 5)):
+        say(line)
+    if len(rows) < len(layers):
+        say(f"{len(layers)} modules, folded into {len(rows)}; --tensors lists every tensor")
+
+
+def folded(layers: list[dict[str, Any]], rows_max: int = ROWS_MAX) -> list[dict[str, Any]]:
+    """The same sums over fewer modules: as many components of their names as fit into ``rows_max`` rows."""
+    depth = max((row["module"].count(".") + 1 for row in layers), default=1)
+    while True:
+        rows: dict[str, dict[str, Any]] = {}
+        for layer in layers:
+            name = ".".join(layer["module"].split(".")[:depth])
+            row = rows.setdefault(name, dict.fromkeys(layer, 0) | {"module": name})
+            for key in layer.keys() - {"module"}:
+                row[key] += layer[key]
+        if len(rows) <= rows_max or depth == 1:
+            return list(rows.values())
+        depth -= 1
+
+
+def _show_next(path: str, facts: dict[str, Any], step: int | None) -> None:
+    shown, name = facts["shown"], shlex.quote(path)
+    if not facts["versions"]:
+        say("Nothing to recover yet. A training with attach(..., resume=True) starts here from its beginning.")
+    elif shown is None:
+        which = "No version" if step is None else f"No version of step {step}"
+        verdict(f"{which} can be used. Next: lightck verify --deep {name}", good=False)
+    elif step is None:
+        say(f"attach(..., resume=True) goes on from step {shown['step']}. To check every byte: lightck verify {name}")
+    else:
+        check = f"To check every byte: lightck verify --step {step} {name}"
+        say(f"lightck.recover({path!r}, step={step}) reads it. {check}")

@@ -1,0 +1,142 @@
+"""What ``lightck doctor`` can ask of a machine. Every question goes through here, so that tests can answer it.
+
+Files below /proc, /sys and /etc are read under ``root``; limits, free space and media by functions that can be
+replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightck.pool import durability
+from lightck.pool.durability import Durability
+
+UNLIMITED = 1 << 60
+"""No machine has as much memory: version 1 of cgroups writes "no limit" as a number beyond it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Bytes of a file system: what this user can still write, and all of it."""
+
+    free: int
+    total: int
+
+
+def space_of(folder: str) -> Space | None:
+    try:
+        st = os.statvfs(folder)
+    except OSError:
+        return None
+    return Space(st.f_bavail * st.f_frsize, st.f_blocks * st.f_frsize)
+
+
+def limit_of(name: str) -> int | None:
+    """The soft limit in bytes, None where there is none."""
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def is_writable(folder: str) -> bool:
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of mountinfo."""
+
+    point: str
+    root: str
+    kind: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """This machine, or one that a test made up."""
+
+    root: Path = Path("/")
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    uid: int = field(default_factory=os.getuid)
+    space: Callable[[str], Space | None] = space_of
+    limit: Callable[[str], int | None] = limit_of
+    medium: Callable[[str], Durability] = durability.probe
+    writable: Callable[[str], bool] = is_writable
+
+    def text(self, path: str) -> str:
+        """A file's text; empty where it cannot be read."""
+        try:
+            return (self.root / path.lstrip("/")).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def exists(self, path: str) -> bool:
+        return (self.root / path.lstrip("/")).exists()
+
+    def listing(self, path: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self.root / path.lstrip("/")))
+        except OSError:
+            return []
+
+    def kernel(self) -> tuple[str, tuple[int, int]]:
+        release = self.text("/proc/sys/kernel/osrelease").strip()
+        found = re.match(r"(\d+)\.(\d+)", release)
+        return release, (int(found[1]), int(found[2])) if found else (0, 0)
+
+    def mounts(self) -> Iterator[Mount]:
+        for line in self.text("/proc/self/mountinfo").splitlines():
+            left, _, right = line.partition(" - ")
+            fields, rest = left.split(), right.split()
+            if len(fields) >= 6 and len(rest) >= 3:
+                options = (*fields[5].split(","), *rest[-1].split(","))
+                yield Mount(_unescaped(fields[4]), _unescaped(fields[3]), rest[0], options)
+
+    def swaps(self) -> list[str]:
+        """Devices and files that memory is swapped out to."""
+        return [line.split()[0] for line in self.text("/proc/swaps").splitlines()[1:] if line.strip()]
+
+    def memory_available(self) -> int | None:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", self.text("/proc/meminfo"), re.M)
+        return int(found[1]) * 1024 if found else None
+
+    def memory_limit(self) -> int | None:
+        """The smallest limit of the control groups that this process is in, in bytes."""
+        limits: list[int] = []
+        for line in self.text("/proc/self/cgroup").splitlines():
+            number, _, rest = line.partition(":")
+            controllers, _, group = rest.partition(":")
+            if number == "0" and not controllers:
+                limits += self._limits("/sys/fs/cgroup", group, "memory.max")
+            elif "memory" in controllers.split(","):
+                limits += self._limits("/sys/fs/cgroup/memory", group, "memory.limit_in_bytes")
+        return min(limits, default=None)
+
+    def _limits(self, base: str, group: str, name: str) -> Iterator[int]:
+        """Of a group and of all above it: each counts. In a container the first ones may not be visible."""
+        parts = [part for part in group.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            text = self.text("/".join((base, *parts[:depth], name))).strip()
+            if text.isdecimal() and int(text) < UNLIMITED:
+                yield int(text)
+
+    def container(self) -> str | None:
+        """What says that this is a container, or None."""
+        for path in ("/.dockerenv", "/run/.containerenv"):
+            if self.exists(path):
+                return path
+        for name in ("KUBERNETES_SERVICE_HOST", "SINGULARITY_CONTAINER", "APPTAINER_CONTAINER"):
+            if name in self.env:
+                return f"{name} is set"
+        found = re.search(r"docker|kubepods|containerd|libpod|lxc", self.text("/proc/1/cgroup"))
+        return f"/proc/1/cgroup names {found[0]}" if found else None
+
+
+def _unescaped(text: str) -> str:
+    """mountinfo writes blanks and the like as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

@@ -1,0 +1,64 @@
+"""Calling ``lightck`` as a user does: in this process where that is enough, as a process of its own where it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner, Result
+from toys import flip
+
+from lightck.cli import main
+from lightck.pool.reader import open_pool
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = [sys.executable, "-m", "lightck"]
+
+
+def call(*args: Any) -> Result:
+    """Run a command here. What it prints is checked for what no output may have."""
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert_harmless(result.stdout + result.stderr)
+    return result
+
+
+def call_json(*args: Any) -> tuple[int, dict[str, Any]]:
+    result = call(*args, "--json")
+    facts = json.loads(result.stdout)
+    assert isinstance(facts, dict)
+    return result.exit_code, facts
+
+
+def overwrite(pool: Path, offset: int, data: bytes) -> None:
+    """Put these bytes at a place in the pool, whatever its backend."""
+    reader = open_pool(str(pool))
+    old = reader.read(offset, len(data))
+    reader.close()
+    for at, (was, wanted) in enumerate(zip(old, data, strict=True)):
+        if was != wanted:
+            flip(pool, offset + at, was ^ wanted)
+
+
+def environment(**more: str) -> dict[str, str]:
+    plain = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    return {**plain, "PYTHONPATH": str(ROOT), **more}
+
+
+def run(*args: Any, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run it as a process, its output in pipes."""
+    words = [*PROGRAM, *map(str, args)]
+    done = subprocess.run(words, env=environment(**env), text=True, capture_output=True, timeout=300, check=False)
+    assert_harmless(done.stdout + done.stderr)
+    return done
+
+
+def assert_harmless(text: str) -> None:
+    """No traceback, and nothing that a terminal would act on."""
+    assert "Traceback" not in text
+    odd = {c for c in text if not c.isprintable() and c != "\n"}
+    assert not odd, odd

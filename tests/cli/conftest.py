@@ -1,0 +1,62 @@
+"""Pools of all kinds for the commands: good, damaged, foreign. They are made once and copied for each test."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from toys import damage, pool_with
+
+KINDS = ("good", "newest damaged", "all damaged", "truncated", "foreign", "empty file", "folder", "link", "missing",
+         "no version yet")  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("pools")
+    pool_with(folder / "good", slots=3, steps=4)
+    pool_with(folder / "fresh", steps=0)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def good(folder: Path, originals: Path) -> Path:
+    """A closed pool that holds the steps 2, 3 and 4."""
+    return copied(originals / "good", folder / "good.pool")
+
+
+@pytest.fixture
+def made(folder: Path, good: Path, originals: Path) -> Callable[[str], Path]:
+    """A path of each of the ``KINDS``."""
+
+    def make(kind: str) -> Path:
+        path = folder / "it.pool"
+        if kind in ("foreign", "empty file"):
+            path.write_bytes(b"" if kind == "empty file" else bytes(range(256)) * 400)
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "link":
+            path.symlink_to(good)
+        elif kind == "no version yet":
+            copied(originals / "fresh", path)
+        elif kind != "missing":
+            copied(good, path)
+        if kind.endswith("damaged"):
+            damage(path, "model/0.weight", [4] if kind == "newest damaged" else None)
+        if kind == "truncated":
+            path.write_bytes(path.read_bytes()[: 3 << 20])
+            path.chmod(0o600)
+        return path
+
+    return make
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copyfile(source, target)
+    target.chmod(0o600)
+    return target
+
+

@@ -1,0 +1,51 @@
+"""``lightck export`` writes what ``recover`` gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from calls import call, call_json
+from safetensors.torch import load_file
+from toys import damage, same
+
+import lightck
+
+
+@pytest.mark.parametrize("step", [None, 3])
+def test_safetensors_hold_the_model_of_the_step(good, tmp_path, step):
+    out = tmp_path / "model.safetensors"
+    status, facts = call_json("export", good, out, *(["--step", step] if step else []))
+    assert (status, facts["step"], facts["nbytes"]) == (0, step or 4, out.stat().st_size)
+    assert same(load_file(out), dict(lightck.recover(good, step=step).model))
+
+
+@pytest.mark.parametrize("what", ["model", "all"])
+def test_a_torch_file_is_loaded_without_pickled_code(good, tmp_path, what):
+    out = tmp_path / "it.pt"
+    assert call("export", good, out, "--format", "torch", "--what", what).exit_code == 0
+    loaded = torch.load(out, weights_only=True)
+    assert same(dict(loaded if what == "model" else loaded["model"]), dict(lightck.recover(good).model))
+
+
+def test_a_file_that_is_there_is_kept_unless_told(good, tmp_path):
+    out = tmp_path / "it.safetensors"
+    out.write_bytes(b"precious")
+    result = call("export", good, out)
+    assert (result.exit_code, out.read_bytes()) == (2, b"precious")
+    assert "--overwrite" in result.stderr
+    assert call("export", good, out, "--overwrite").exit_code == 0
+    assert load_file(out)
+
+
+def test_a_folder_that_is_missing_is_an_error(good, tmp_path):
+    result = call("export", good, tmp_path / "no" / "it.safetensors")
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+def test_what_was_passed_over_is_said(good, tmp_path):
+    damage(good, "model/0.weight", [4])
+    result = call("export", good, tmp_path / "it.safetensors")
+    assert result.exit_code == 0
+    assert "passed over: step 4" in result.stdout
+    assert "step 3: " in result.stdout
+    assert call("export", good, tmp_path / "other.safetensors", "--step", 4).exit_code == 1

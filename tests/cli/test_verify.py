@@ -1,0 +1,139 @@
+"""``lightck verify`` finds every kind of damage, names it, and does not take the traces of a kill for damage."""
+
+from __future__ import annotations
+
+import pytest
+from calls import call, call_json
+from toys import adam, damage, flip, kill_at, killed_child, net, pool_with, train, versions
+
+import lightck
+from lightck.pool.reader import open_pool
+
+LINES = 16
+
+
+def superblock(pool):
+    reader = open_pool(str(pool))
+    try:
+        return reader.superblock
+    finally:
+        reader.close()
+
+
+def position_of(line, pool):
+    reader = open_pool(str(pool))
+    try:
+        return next(position for position, other in reader.ring().lines.items() if other == line)
+    finally:
+        reader.close()
+
+
+def structures(facts):
+    return {s["name"]: s["note"] for s in facts["structures"] if s["damaged"]}
+
+
+def test_a_damaged_tensor_is_named_with_its_block(good):
+    damage(good, "optimizer/0.weight/exp_avg", [4])
+    status, facts = call_json("verify", good)
+    assert status == 1
+    newest = facts["versions"][0]
+    assert newest["damage"] == [
+        {"tensor": "optimizer/0.weight/exp_avg",
+         "reason": "block 0 of 'optimizer/0.weight/exp_avg' does not match its checksum"},
+    ]  # fmt: skip
+    assert facts["recoverable_step"] == 3 == lightck.recover(good).step
+
+
+def test_only_deep_reads_the_blocks_of_older_versions(good):
+    damage(good, "model/0.weight", [2])
+    status, facts = call_json("verify", good)
+    assert (status, [v["blocks"] for v in facts["versions"]]) == (0, ["verified", "not read", "not read"])
+    status, facts = call_json("verify", good, "--deep")
+    assert (status, [v["blocks"] for v in facts["versions"]]) == (1, ["verified", "verified", "damaged"])
+    assert call("verify", good, "--step", 2).exit_code == 1
+    assert call("verify", good, "--step", 3).exit_code == 0
+
+
+def test_every_damaged_tensor_is_counted_and_the_text_stays_short(good):
+    for name in versions(good)[0].entries:
+        damage(good, name, [4])
+    _, facts = call_json("verify", good)
+    assert len(facts["versions"][0]["damage"]) == 16
+    result = call("verify", good)
+    assert "and 6 more tensors" in result.stdout
+    assert len(result.stdout.splitlines()) < 20
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_each_copy_of_superblock_and_table_is_checked(good, copy):
+    sb = superblock(good)
+    flip(good, copy * 4096 + 50)
+    flip(good, sb.table_offsets[copy] + 9)
+    status, facts = call_json("verify", good)
+    assert status == 1
+    assert set(structures(facts)) == {f"superblock {'AB'[copy]}", f"layout table {'AB'[copy]}"}
+    assert facts["recoverable_step"] == 4
+
+
+def test_a_damaged_line_and_a_damaged_header_are_found(good):
+    sb, newest = superblock(good), versions(good)[0]
+    position = position_of(newest.line, good)
+    flip(good, sb.line_offset(position) + 20)
+    flip(good, sb.slots[newest.line.slot][0] + 3)
+    status, facts = call_json("verify", good)
+    assert status == 1
+    assert set(structures(facts)) == {f"commit line {position}", f"header of slot {newest.line.slot}"}
+    assert facts["recoverable_step"] == 3
+
+
+def test_a_damaged_manifest_is_found(good):
+    newest = versions(good)[0]
+    sb, line = newest.reader.superblock, newest.line
+    flip(good, sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes + 200)
+    status, facts = call_json("verify", good)
+    assert status == 1
+    assert facts["versions"][0]["damage"] == [{"tensor": None, "reason": "its manifest does not match the commit line"}]
+
+
+@pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed", "body", "word", "ack"])
+def test_what_a_kill_leaves_behind_is_no_damage(pool, site):
+    pool_with(pool, steps=LINES + 4)  # the ring is full: a line is written over an old one
+
+    def die():
+        model = net()
+        optimizer = adam(model)
+        kill_at(site, 3)
+        with lightck.attach(model, pool, optimizer=optimizer, resume=True):
+            train(model, optimizer, 6)
+
+    killed_child(die)
+    status, facts = call_json("verify", pool, "--deep")
+    assert status == 0, facts
+    assert facts["recoverable_step"] == lightck.recover(pool).step
+
+
+def test_a_restart_that_was_killed_in_its_adoption_line_is_no_damage(pool):
+    pool_with(pool, steps=LINES + 4)
+
+    def die():
+        model = net()
+        kill_at("body", 1)
+        lightck.attach(model, pool, optimizer=adam(model), resume=True)
+
+    killed_child(die)
+    status, facts = call_json("verify", pool)
+    assert status == 0, facts
+    assert [s["note"] for s in facts["structures"] if s["note"]] == [
+        "it lacks its last store, as a commit that a kill cut off; its version is not used"
+    ]
+
+
+def test_every_flipped_bit_of_a_line_in_use_is_called_damage(good):
+    """A line that lost a bit is not taken for one that was cut off."""
+    sb, content = superblock(good), good.read_bytes()
+    used = position_of(versions(good)[0].line, good)
+    for byte in (0, 1, 7, *range(8, 64, 5)):
+        flip(good, sb.line_offset(used) + byte)
+        status, facts = call_json("verify", good)
+        assert (status, set(structures(facts))) == (1, {f"commit line {used}"}), byte
+        good.write_bytes(content)
