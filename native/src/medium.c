@@ -15,6 +15,8 @@
 #define MAP_SYNC 0x080000
 #endif
 
+#define HUGE_PAGE ((uint64_t)2 << 20)
+
 /* ---- open and close ---------------------------------------------------------------------------------- */
 
 static bool file_too_short(int fd, uint64_t nbytes)
@@ -23,16 +25,44 @@ static bool file_too_short(int fd, uint64_t nbytes)
     return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && (uint64_t)st.st_size < nbytes;
 }
 
-/* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to; where the
- * file system does not know it (tests on tmpfs), whoever chose the tier answers for it. */
+static bool writes_back(uint32_t tier) { return tier == LCK_TIER_PM || tier == LCK_TIER_PM_EMULATED; }
+
+/* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to. Where it is
+ * not granted a sync would promise too much, so there is no way round it. */
+static int map_flags(uint32_t tier)
+{
+    bool synced = tier == LCK_TIER_PM || tier == LCK_TIER_PM_EADR;
+    return synced ? MAP_SHARED_VALIDATE | MAP_SYNC : MAP_SHARED;
+}
+
+/* Address space of nbytes at a multiple of 2 MiB, as the file's offset 0 is: only then can the kernel map huge pages.
+ * NULL, which leaves the choice to the kernel, for less than one or where there is no space. */
+static void *reserve_aligned(uint64_t nbytes)
+{
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    if (nbytes < HUGE_PAGE || nbytes > INT64_MAX - 2 * HUGE_PAGE)
+        return NULL;
+    uint64_t whole = (nbytes + page - 1) & ~(page - 1), all = whole + HUGE_PAGE;
+    unsigned char *start = mmap(NULL, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED)
+        return NULL;
+    uint64_t head = (HUGE_PAGE - ((uintptr_t)start & (HUGE_PAGE - 1))) & (HUGE_PAGE - 1);
+    if (head > 0)
+        munmap(start, head);
+    if (HUGE_PAGE - head > 0)
+        munmap(start + head + whole, HUGE_PAGE - head);
+    return start + head;
+}
+
 static void *map(int fd, uint64_t nbytes, uint32_t tier)
 {
-    const int access = PROT_READ | PROT_WRITE;
-    void *base = MAP_FAILED;
-    if (tier == LCK_TIER_PM)
-        base = mmap(NULL, nbytes, access, MAP_SHARED_VALIDATE | MAP_SYNC, fd, 0);
-    if (base == MAP_FAILED)
-        base = mmap(NULL, nbytes, access, MAP_SHARED, fd, 0);
+    void *at = reserve_aligned(nbytes);
+    void *base = mmap(at, nbytes, PROT_READ | PROT_WRITE, map_flags(tier) | (at != NULL ? MAP_FIXED : 0), fd, 0);
+    if (base == MAP_FAILED && at != NULL) {
+        int error = errno;
+        munmap(at, nbytes);
+        errno = error;
+    }
     return base;
 }
 
@@ -72,9 +102,9 @@ static void release(lck_medium *medium)
 
 int32_t lck_medium_open(int32_t fd, uint64_t nbytes, uint32_t tier, lck_medium **out)
 {
-    if (fd < 0 || nbytes == 0 || nbytes > INT64_MAX || tier > LCK_TIER_PM || out == NULL)
+    if (fd < 0 || nbytes == 0 || nbytes > INT64_MAX || tier > LCK_TIER_PM_EMULATED || out == NULL)
         return LCK_EINVAL;
-    if (tier == LCK_TIER_PM && !cpu_can_write_back())
+    if (writes_back(tier) && !cpu_can_write_back())
         return status_sys(ENOTSUP);
     if (file_too_short(fd, nbytes))
         return LCK_ESHORT;
@@ -129,7 +159,7 @@ void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes)
 {
     if (nbytes == 0)
         return;
-    if (medium->tier == LCK_TIER_PM)
+    if (writes_back(medium->tier))
         cpu_write_back(medium->base + off, nbytes);
     if (trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_FLUSH, off, nbytes, NULL);
