@@ -29,6 +29,11 @@ _NO_FILE = (
     "{path!r} is a directory or a special file. A pool is one regular file. Name a file, for example one in that "
     "directory: add '/run.pool'."
 )
+_NO_DEVICE = (
+    "{path!r} is a device. A pool is one regular file, also on persistent memory. Make a file system on the device "
+    "(of a device-dax namespace: ndctl create-namespace -f -e NAMESPACE -m fsdax; then mkfs.ext4, mount -o dax) and "
+    "name a file there."
+)
 
 
 class FileContainer:
@@ -160,6 +165,8 @@ def _open(path: str, flags: int) -> int:
 
 def _checked_size(path: str, fd: int) -> int:
     st = os.fstat(fd)
+    if stat.S_ISCHR(st.st_mode) or stat.S_ISBLK(st.st_mode):
+        raise PoolPathError(_NO_DEVICE.format(path=path))
     if not stat.S_ISREG(st.st_mode):
         raise PoolPathError(_NO_FILE.format(path=path))
     if st.st_uid != os.geteuid():
@@ -243,8 +250,8 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
 
 def _cannot_write(path: str, err: OSError) -> Exception:
     return PoolPermissionError(
-        f"The pool {path!r} cannot be made: {err.strerror or err}. lightck writes a file beside it first and renames it. "
-        "Choose a folder that you can write to."
+        f"The pool {path!r} cannot be made: {err.strerror or err}. lightck writes a file beside it first and renames "
+        "it. Choose a folder that you can write to."
     )
 
 
