@@ -32,7 +32,7 @@ class Machine(System):
         self.kind = kind
         self.answer = dax
         self.number: tuple[int, int] | None = (259, 0)
-        self.writes_back = True
+        self.instruction: str | None = "clwb"
         self.asked: list[tuple[str, str | None]] = []
         self.mounted("/dev/pmem0", "rw")
 
@@ -46,8 +46,8 @@ class Machine(System):
         self.asked.append((folder, file))
         return self.answer
 
-    def can_write_back(self) -> bool:
-        return self.writes_back
+    def write_back(self) -> str | None:
+        return self.instruction
 
     def write(self, path: str, text: str) -> None:
         file = self.root / path
@@ -137,6 +137,10 @@ def test_tmpfs_grants_no_map_sync(folder):
     pool.write_bytes(bytes(4096))
     assert System().dax(str(folder), str(pool)) == Dax(False, False, "Operation not supported")
     assert "No such file" in System().dax(str(folder), str(folder / "missing")).reason
+
+
+def test_this_processor_names_its_write_back():
+    assert System().write_back() in ("clwb", "clflushopt", "clflush", None)
 
 
 def test_a_hypervisor_is_seen_in_cpuinfo(tmp_path):
@@ -318,6 +322,7 @@ def test_dax_with_map_sync_is_persistent_memory(tmp_path, kind, provider, domain
     assert found.medium.startswith("persistent memory")
     assert found.is_persistent_memory
     told(found, "MAP_SYNC", "region0 of ndbus0", provider, domain, words, "NUMA node 0")
+    assert any("written back with clwb" in line for line in found.evidence) == (tier == TIER_PM)
 
 
 @pytest.mark.parametrize("domain", [None, "", "unknown", "something new"])
@@ -335,8 +340,9 @@ def test_memory_that_pretends_to_be_persistent_survives_the_process_only(tmp_pat
     told(found, "pretends to be persistent", "memmap=", provider)
 
 
-def test_a_region_of_an_unknown_provider_could_be_memory(tmp_path):
-    found = Machine(tmp_path, EXT4, GRANTED).nvdimm(None, "cpu_cache").probe()
+@pytest.mark.parametrize("provider", [None, "", "something new", "ACPI.NFIT2"])
+def test_a_region_of_an_unknown_provider_could_be_memory(tmp_path, provider):
+    found = Machine(tmp_path, EXT4, GRANTED).nvdimm(provider, "cpu_cache").probe()
     assert (promise(found), found.tier) == (PROCESS, TIER_DISK)
     told(found, "could be ordinary memory")
 
@@ -359,7 +365,7 @@ def test_virtio_pmem_is_flushed_by_its_host(tmp_path):
 
 def test_a_processor_that_cannot_write_lines_back_uses_fdatasync(tmp_path):
     machine = Machine(tmp_path, EXT4, GRANTED).nvdimm("ACPI.NFIT", "memory_controller")
-    machine.writes_back = False
+    machine.instruction = None
     assert (promise(machine.probe()), machine.probe().tier) == (POWER, TIER_DISK)
     told(machine.probe(), "cannot write cache lines back")
 

@@ -22,8 +22,10 @@ _REMOTE = {
     0x6969: "nfs", 0xFF534D42: "cifs", 0xFE534D42: "smb", 0x517B: "smb", 0x65735546: "fuse", 0x01021997: "9p",
     0x00C36400: "ceph", 0x0BD00BD0: "lustre", 0x47504653: "gpfs", 0x19830326: "beegfs", 0x5346414F: "afs",
 }  # fmt: skip
+_REAL, _HOSTED = ("ACPI.NFIT", "CXL"), "virtio-pmem"
 _PRETENDED = ("e820", "nfit_test")
-"""Providers of the NVDIMM bus (or how their names begin) behind which there is ordinary memory."""
+"""Providers on the NVDIMM bus: the firmware's persistent memory; a file of a virtual machine's host; and those (or how
+their names begin) behind which there is ordinary memory. Nothing is promised of any other."""
 _DOMAINS = {
     "cpu_cache": "the processor's caches are in the persistence domain (eADR): a store is durable without a write-back",
     "memory_controller": "the memory controller is in the persistence domain (ADR): a line written back is durable",
@@ -94,7 +96,7 @@ def _probe(folder: str, file: str | None, system: System, loops: int) -> Durabil
         name = _MEMORY[kind]
         return _process_only(name, TIER_CACHE, f"{seen}: {name}, which lives in memory and ends with the system")
     if kind == _OVERLAY:
-        return _overlay(folder, file, seen, system, loops)
+        return _overlay(folder, seen, system, loops)
     if kind in _ON_A_DEVICE:
         return _on_a_device(folder, file, f"{seen}: {_ON_A_DEVICE[kind]}", _ON_A_DEVICE[kind], system, loops)
     if kind in _WITH_OWN_DEVICES:
@@ -124,7 +126,7 @@ def _weaker(promised: Durability, other: Durability) -> Durability:
     )
 
 
-def _overlay(folder: str, file: str | None, seen: str, system: System, loops: int) -> Durability:
+def _overlay(folder: str, seen: str, system: System, loops: int) -> Durability:
     """An overlay is as durable as its upper folder, if that can be seen from here."""
     mount = system.mount(folder)
     if mount is None or "volatile" in mount.options:
@@ -156,7 +158,7 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
     if name in _DAX_CAPABLE and all(d.region is not None for d in devices):
         dax = system.dax(folder, file)
     regions = [d.region for d in devices if d.region is not None]
-    if dax.map_sync and system.can_write_back() and all(region.provider for region in regions):
+    if dax.map_sync and system.write_back() is not None and all(region.provider in _REAL for region in regions):
         return _persistent_memory(name, seen, regions, system)
     durable = _disk(name, seen, *_why_not_mapped(dax, regions, system), "each commit waits for two fdatasync", _FLUSH)
     durable = _without_barriers(durable, folder, system)
@@ -186,7 +188,7 @@ def _why_not_mapped(dax: Dax, regions: list[Region], system: System) -> tuple[st
     """Why a file system on persistent memory is used like one on a disk; nothing where it is on a disk."""
     if not regions:
         return ()
-    if dax.map_sync and not system.can_write_back():
+    if dax.map_sync and system.write_back() is None:
         return ("MAP_SYNC is granted, but lightck cannot write cache lines back on this processor: used like a disk",)
     if dax.map_sync:
         return ("MAP_SYNC is granted, but not by memory that is known to be persistent: used like a disk",)
@@ -216,7 +218,8 @@ def _below(device: Device, system: System, loops: int) -> Durability:
     if device.region is None:
         return _disk(device.name, f"the device is {device.name}")
     region = device.region
-    return Durability(True, bool(region.provider), _is_power_safe(region), False, "", _reports(region), TIER_DISK)
+    survives_crash = region.provider in (*_REAL, _HOSTED)
+    return Durability(True, survives_crash, _is_power_safe(region), False, "", _reports(region), TIER_DISK)
 
 
 # -- persistent memory -------------------------------------------------------------------------------------
@@ -228,10 +231,12 @@ def _persistent_memory(name: str, seen: str, regions: list[Region], system: Syst
     evidence = [f"{seen}, mounted with DAX", granted]
     for region in regions:
         evidence += _reports(region)
+    is_eadr = all(region.persistence_domain == "cpu_cache" for region in regions)
+    if not is_eadr:
+        evidence.append(f"each store is written back with {system.write_back()}")
     if system.is_virtual():
         evidence.append("this is a virtual machine: its host answers for what its persistent memory is")
     nodes = {region.numa_node for region in regions}
-    is_eadr = all(region.persistence_domain == "cpu_cache" for region in regions)
     return Durability(
         True, True, all(map(_is_power_safe, regions)), False, f"persistent memory ({name}, DAX)", tuple(evidence),
         TIER_PM_EADR if is_eadr else TIER_PM, nodes.pop() if len(nodes) == 1 else None,
@@ -240,16 +245,16 @@ def _persistent_memory(name: str, seen: str, regions: list[Region], system: Syst
 
 def _is_power_safe(region: Region) -> bool:
     """Whether the platform says who makes this region durable. virtio-pmem is flushed by fdatasync, like a disk."""
-    return bool(region.provider and region.persistence_domain) or region.provider == "virtio-pmem"
+    return region.provider == _HOSTED or (region.provider in _REAL and region.persistence_domain in _DOMAINS)
 
 
 def _reports(region: Region) -> tuple[str, ...]:
     told = f"{region.name} of {region.bus} (provider {region.provider or 'not known'})"
     node = "" if region.numa_node is None else f" on NUMA node {region.numa_node}"
-    if region.provider == "virtio-pmem":
+    if region.provider == _HOSTED:
         return (f"{told}: its host makes it durable when asked to flush",)
-    if not region.provider:
-        return (f"{told}{node} does not say who provides it: it could be ordinary memory",)
+    if region.provider not in _REAL:
+        return (f"{told}{node}: that provider is none that lightck knows, and it could be ordinary memory",)
     if not region.persistence_domain:
         return (f"{told}{node} does not say its persistence domain: a power cut is not promised",)
     return (f"{told}{node} says persistence_domain {region.persistence_domain}: {_DOMAINS[region.persistence_domain]}",)

@@ -118,9 +118,10 @@ class System:
         finally:
             os.close(fd)
 
-    def can_write_back(self) -> bool:
-        """Whether the native library can write cache lines back on this processor."""
-        return bool(ffi.string(lib.lck_write_back_name()) != b"none")
+    def write_back(self) -> str | None:
+        """The instruction with which the native library writes cache lines back; None where it cannot."""
+        name: str = ffi.string(lib.lck_write_back_name()).decode()
+        return None if name == "none" else name
 
     # -- procfs and sysfs --------------------------------------------------------------------------------
 

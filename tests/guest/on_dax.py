@@ -18,7 +18,6 @@ import pytest
 from toys import adam, net, train
 
 import lightck
-from lightck._native import ffi, lib
 from lightck.pool import durability
 from lightck.pool.durability import TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR, probe
 from lightck.pool.engine import Engine, Medium
@@ -82,6 +81,8 @@ def test_a_session_says_what_it_stands_on(pool):
     assert (found.tier, found.medium) == (TIER, "persistent memory (ext2/3/4, DAX)")
     assert any("MAP_SYNC" in line for line in found.evidence)
     assert any("ACPI.NFIT" in line and DOMAIN in line for line in found.evidence)
+    name = durability.System().write_back()
+    assert any(f"written back with {name}" in line for line in found.evidence) == (TIER == TIER_PM)
 
 
 def test_a_session_maps_its_pool_synchronously(pool):
@@ -149,7 +150,7 @@ def test_a_populated_pool_has_no_page_faults_left(made, pool):
 def test_the_write_back_instruction_is_executed(folder):
     done = subprocess.run([FLUSH, folder], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    name = ffi.string(lib.lck_write_back_name()).decode()
+    name = durability.System().write_back()
     assert f"persistent memory in {folder}: {name}" in done.stdout
 
 
