@@ -239,6 +239,8 @@ def test_one_place_writes_to_the_mapping():
         elif path.name != "medium.c":
             assert not mapped, f"{path.name} maps by itself"
         for call in ("pwrite", "pwritev", "write", "ftruncate", "fallocate"):
+            if (path.name, call) == ("prewrite.c", "pwrite"):  # zeros, into a file that is no pool yet
+                continue
             assert not re.search(rf"\b{call}\s*\(", code), f"{path.name} calls {call}"
 
 

@@ -253,7 +253,7 @@ class FileContract(BackendContract):
             server.bind(str(place / "socket"))
             with pytest.raises(PoolPathError):
                 backend.open(str(place / "socket"), write=False)
-        with pytest.raises(PoolPathError):
+        with pytest.raises(PoolPathError, match=r"is a device.*file system"):
             backend.open("/dev/null", write=False)
 
     @pytest.mark.parametrize("nbytes", [0, 1, POOL_NBYTES_MIN - 1])

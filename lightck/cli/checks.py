@@ -75,7 +75,7 @@ def native(_: Machine) -> Iterator[Line]:
         yield Line("native library", PROBLEM, str(error).splitlines()[0], "")
         return
     isa = ffi.string(lib.lck_isa_name()).decode()
-    back = "clwb" if lib.lck_has_clwb() else "no clwb (it matters on persistent memory only)"
+    back = ffi.string(lib.lck_write_back_name()).decode()
     forced = " (forced by LIGHTCK_ISA)" if os.environ.get("LIGHTCK_ISA") else ""
     if isa in ("portable", "sse2", "sse2-table"):
         cure = "Unset LIGHTCK_ISA." if forced else "Nothing to do: the results are the same, copies cost more time."

@@ -10,7 +10,6 @@ from pathlib import Path
 from lightck.errors import PoolError
 from lightck.pool import pmdk, pmemobj
 from lightck.pool.backend import Backend
-from lightck.pool.durability import TIER_PM
 from lightck.pool.file import FileBackend
 from lightck.pool.pmdk import PmdkBackend
 
@@ -33,7 +32,7 @@ def _for_new(path: str) -> Backend:
     if wanted != "auto":
         return _named(wanted, f"{BACKEND_VARIABLE}={wanted!r}")
     try:
-        is_pm = BACKENDS["file"].probe(path).tier == TIER_PM
+        is_pm = BACKENDS["file"].probe(path).is_persistent_memory
     except PoolError:  # there is no folder to make a pool in: said where one is made
         is_pm = False
     return BACKENDS["pmdk" if is_pm and pmemobj.is_available() else "file"]

@@ -1,4 +1,4 @@
-"""A pool as a plain file on tmpfs or a disk.
+"""A pool as a plain file on tmpfs, a disk, or persistent memory with a file system (fsdax).
 
 Opening trusts nothing: no symbolic link is followed, and owner, mode, kind and size are read from the descriptor,
 not from the path. A new pool is allocated in full under one fixed temporary name beside its path (whoever holds the
@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Callable
 
+from lightck._native import NativeError, check, lib
 from lightck.errors import (
     NoSpaceError,
     NotAPoolError,
@@ -30,6 +31,11 @@ TEMPORARY_SUFFIX = ".new"
 _NO_FILE = (
     "{path!r} is a directory or a special file. A pool is one regular file. Name a file, for example one in that "
     "directory: add '/run.pool'."
+)
+_NO_DEVICE = (
+    "{path!r} is a device. A pool is one regular file, also on persistent memory. Make a file system on the device "
+    "(of a device-dax namespace: ndctl create-namespace -f -e NAMESPACE -m fsdax; then mkfs.ext4, mount -o dax) and "
+    "name a file there."
 )
 
 
@@ -84,7 +90,8 @@ class FileBackend:
         return peeked(path, _has_magic)
 
     def probe(self, path: str) -> durability.Durability:
-        return durability.probe(checked_folder(path))
+        folder = checked_folder(path)
+        return durability.probe(folder, path if _is_regular(path) else None)
 
     def remove_stale(self, path: str) -> None:
         _unlink(path + TEMPORARY_SUFFIX)
@@ -105,6 +112,8 @@ class FileBackend:
         try:
             os.fchmod(fd, 0o600)
             _allocate(path, fd, nbytes)
+            if durability.probe(os.path.dirname(path), temporary).is_persistent_memory:
+                _prewrite(path, fd, nbytes)
         except BaseException:
             container.close()
             raise
@@ -180,6 +189,8 @@ def _open(path: str, flags: int) -> int:
 
 def _checked_size(path: str, fd: int, nbytes_min: int) -> int:
     st = os.fstat(fd)
+    if stat.S_ISCHR(st.st_mode) or stat.S_ISBLK(st.st_mode):
+        raise PoolPathError(_NO_DEVICE.format(path=path))
     if not stat.S_ISREG(st.st_mode):
         raise PoolPathError(_NO_FILE.format(path=path))
     if st.st_uid != os.geteuid():
@@ -226,6 +237,21 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
         ) from err
 
 
+def _prewrite(path: str, fd: int, nbytes: int) -> None:
+    """Zeros over allocated space, so that no store through a MAP_SYNC mapping waits for the file system's journal."""
+    try:
+        check(lib.lck_prewrite(fd, nbytes), "writing zeros")
+    except NativeError as err:
+        raise _cannot_write(path, err) from err
+
+
+def _is_regular(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
 def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
     if err.errno == errno.ENOENT or err.errno == errno.ENOTDIR:
         return PoolNotFoundError(
@@ -248,8 +274,8 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
 
 def _cannot_write(path: str, err: OSError) -> Exception:
     return PoolPermissionError(
-        f"The pool {path!r} cannot be made: {err.strerror}. lightck writes a file beside it first and renames it. "
-        "Choose a folder that you can write to."
+        f"The pool {path!r} cannot be made: {err.strerror or err}. lightck writes a file beside it first and renames "
+        "it. Choose a folder that you can write to."
     )
 
 

@@ -22,7 +22,7 @@ from lightck.errors import (
     PoolPermissionError,
 )
 from lightck.pool import extents, pmdk_file, pmemobj
-from lightck.pool.durability import TIER_PM, Durability
+from lightck.pool.durability import Durability
 from lightck.pool.extents import Extents
 from lightck.pool.file import FileBackend, FileContainer, opened, peeked
 from lightck.pool.pmdk_file import Arena
@@ -89,7 +89,7 @@ class PmdkBackend:
         lengths = pmdk_file.split(nbytes, self._arena_nbytes)
         file = self._files.create(path, pmdk_file.file_nbytes(lengths))
         try:
-            pool = _opened(path, file, create=True, shutdown_state=durability.tier == TIER_PM)
+            pool = _opened(path, file, create=True, shutdown_state=durability.is_persistent_memory)
             container = PmdkContainer(file, (), pool)
         except BaseException:
             file.close()
@@ -199,7 +199,7 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
 def _tell(path: str, durability: Durability) -> None:
     """Once per process: a PMDK pool on a medium that is not what PMDK is for. Whoever set PMDK's own variable knows."""
     global _told
-    if _told or durability.tier == TIER_PM or os.environ.get("PMEM_IS_PMEM_FORCE") == "1":
+    if _told or durability.is_persistent_memory or os.environ.get("PMEM_IS_PMEM_FORCE") == "1":
         return
     _told = True
     log.warning(

@@ -20,7 +20,7 @@ from lightck._native import ffi, lib
 from lightck.errors import BackgroundError
 from lightck.pool import layout
 from lightck.pool.checksum import uuid_words
-from lightck.pool.durability import TIER_CACHE, Durability
+from lightck.pool.durability import TIER_DISK, Durability
 from lightck.pool.engine import Engine, Job, Medium
 from lightck.pool.format import (
     KIND_ADOPTION,
@@ -93,7 +93,7 @@ class PoolWriter:
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
         # Beyond the slots' too: so what a version that never committed left there is older than the adoption, and dead.
         self._generation = max(self._generation, *(slot.generation or 0 for slot in self.slots.slots))
-        if durability.tier == TIER_CACHE:  # on a disk it would read the whole pool and mark it dirty
+        if durability.tier != TIER_DISK:  # there it would read the whole pool and mark it dirty
             engine.populate(self.medium)
 
     def _slot(self, index: int) -> Slot:

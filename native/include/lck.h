@@ -55,8 +55,10 @@ const char *lck_isa_name(void);
  * for processors with less, "avx2-narrow" (no VPCLMULQDQ) and "sse2-table" (no SSE4.2), can be chosen for tests;
  * lck_isa_name then still says "avx2" or "sse2". */
 int32_t lck_isa_set(const char *name);
-/* 1 if clwb is used to write lines back, 0 if clflushopt / clflush / nothing is. */
-int32_t lck_has_clwb(void);
+/* The instruction that writes lines back: "clwb", "clflushopt", "clflush" (every x86-64), or "none". */
+const char *lck_write_back_name(void);
+/* Choose it by name, or "auto" for the best one. LCK_EINVAL if unknown or not supported here. For tests. */
+int32_t lck_write_back_set(const char *name);
 
 /* ---- checksums --------------------------------------------------------------------------------------- */
 
@@ -90,14 +92,20 @@ typedef struct lck_medium lck_medium;
 enum {
     LCK_TIER_CACHE = 0,  /* tmpfs and the like: stores survive the process; flush is a no-op, sync is sfence */
     LCK_TIER_DISK = 1,   /* page cache over a disk: sync is sfence + fdatasync */
-    LCK_TIER_PM = 2      /* persistent memory: flush is clwb, sync is sfence */
+    LCK_TIER_PM = 2,     /* persistent memory (ADR), mapped with MAP_SYNC: flush writes lines back, sync is sfence */
+    LCK_TIER_PM_EADR = 3, /* the same with the caches in the persistence domain: flush is a no-op, sync is sfence */
+    LCK_TIER_PM_EMULATED = 4 /* does what LCK_TIER_PM does, on any file: for tests; promises what the file does */
 };
 
-/* Map these extents of fd back to back, from an address that is a multiple of 2 MiB (shared, read and write,
- * MADV_DONTFORK, MADV_DONTDUMP; on LCK_TIER_PM with MAP_SYNC where the file system knows it). LCK_EINVAL unless their
- * offsets, and all lengths but the last, are whole pages; LCK_ESHORT if the file is shorter; LCK_ESYS with ENOTSUP for
- * LCK_TIER_PM on a processor that cannot write lines back. The fd is duplicated (O_CLOEXEC) for fdatasync on
- * LCK_TIER_DISK and is not needed afterwards. */
+/* Write zeros over the first nbytes of a new file, whose space is allocated. On persistent memory, before it is mapped:
+ * else the first store to each page would convert an extent and wait for a commit of the file system's journal. */
+int32_t lck_prewrite(int32_t fd, uint64_t nbytes);
+
+/* Map these extents of fd back to back, from an address that is a multiple of 2 MiB, so that huge pages fit (shared,
+ * read and write, MADV_DONTFORK, MADV_DONTDUMP). LCK_EINVAL unless their offsets, and all lengths but the last, are
+ * whole pages; LCK_ESHORT if the file is shorter; LCK_ESYS with EOPNOTSUPP where MAP_SYNC is not granted and the tier
+ * needs it, with ENOTSUP where lines have to be written back and the processor cannot. The fd is duplicated (O_CLOEXEC)
+ * for fdatasync on LCK_TIER_DISK and is not needed afterwards. */
 int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t tier, lck_medium **out);
 /* Unmap and free; frees its trace. No job may be running on it. In a forked child: frees nothing. */
 int32_t lck_medium_close(lck_medium *medium);
@@ -111,7 +119,7 @@ int32_t lck_m_store8(lck_medium *medium, uint64_t off, uint64_t value);
  * computed on the registers that are being streamed: the source is read once. Lines that are not covered whole
  * are stored and flushed. Needs this thread's fence before it is ordered. */
 int32_t lck_m_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
-/* Write the lines of [off, off + nbytes) back. Executed on LCK_TIER_PM only; recorded always. */
+/* Write the lines of [off, off + nbytes) back. Executed on LCK_TIER_PM (and _EMULATED) only; recorded always. */
 int32_t lck_m_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
 /* Order this thread's stores and flushes (sfence). Says nothing about other threads. */
 int32_t lck_m_fence(lck_medium *medium);

@@ -32,18 +32,30 @@ __attribute__((target("clwb"))) static void back_clwb(const unsigned char *line,
         _mm_clwb((void *)(uintptr_t)line);
 }
 
-static write_back_fn *write_back = back_clflush;
+/* Best first: clwb may keep the line cached, clflushopt does not wait for the one before. Leaf 7 has the bits; no
+ * processor state is needed. clflush is part of x86-64. */
+static const struct write_back {
+    const char *name;
+    write_back_fn *lines;
+    unsigned bit;
+} write_backs[] = {
+    {"clwb", back_clwb, 1u << 24},
+    {"clflushopt", back_clflushopt, 1u << 23},
+    {"clflush", back_clflush, 0},
+};
 
-/* Both work on any processor state; only the instructions must exist (leaf 7). */
-static void choose_write_back(void)
+static _Atomic(const struct write_back *) write_back = &write_backs[2];
+
+static const struct write_back *choose_write_back(const char *name)
 {
     unsigned a, b = 0, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d))
-        return;
-    if (b & 1u << 24)
-        write_back = back_clwb;
-    else if (b & 1u << 23)
-        write_back = back_clflushopt;
+        b = 0;
+    for (size_t i = 0; i < sizeof write_backs / sizeof *write_backs; i++)
+        if ((write_backs[i].bit & ~b) == 0 &&
+            (strcmp(name, "auto") == 0 || strcmp(name, write_backs[i].name) == 0))
+            return &write_backs[i];
+    return NULL;
 }
 
 enum { SSE42 = 1, AVX2 = 2, WIDE = 4, AVX512 = 8 };
@@ -93,7 +105,7 @@ static void machine_init(void)
 {
     find_features();
     kernel_x86_init();
-    choose_write_back();
+    atomic_store(&write_back, choose_write_back("auto"));
 }
 
 bool cpu_can_write_back(void) { return true; }
@@ -101,12 +113,22 @@ bool cpu_can_write_back(void) { return true; }
 void cpu_write_back(const void *start, size_t nbytes)
 {
     uintptr_t first = (uintptr_t)start & ~(uintptr_t)(LCK_LINE - 1);
-    write_back((const unsigned char *)first, (const unsigned char *)start + nbytes);
+    const struct write_back *chosen = atomic_load_explicit(&write_back, memory_order_relaxed);
+    chosen->lines((const unsigned char *)first, (const unsigned char *)start + nbytes);
 }
 
 void cpu_fence(void) { _mm_sfence(); }
 
-int32_t lck_has_clwb(void) { return write_back == back_clwb; }
+const char *lck_write_back_name(void) { return atomic_load(&write_back)->name; }
+
+int32_t lck_write_back_set(const char *name)
+{
+    const struct write_back *chosen = name == NULL ? NULL : choose_write_back(name);
+    if (chosen == NULL)
+        return LCK_EINVAL;
+    atomic_store(&write_back, chosen);
+    return LCK_OK;
+}
 
 #else
 
@@ -127,7 +149,12 @@ void cpu_write_back(const void *start, size_t nbytes)
 
 void cpu_fence(void) { atomic_thread_fence(memory_order_seq_cst); }
 
-int32_t lck_has_clwb(void) { return 0; }
+const char *lck_write_back_name(void) { return "none"; }
+
+int32_t lck_write_back_set(const char *name)
+{
+    return name != NULL && (strcmp(name, "auto") == 0 || strcmp(name, "none") == 0) ? LCK_OK : LCK_EINVAL;
+}
 
 #endif
 

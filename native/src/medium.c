@@ -53,18 +53,19 @@ static void *reserve(uint64_t nbytes)
     return space + before;
 }
 
-/* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to; where the
- * file system does not know it (tests on tmpfs), whoever chose the tier answers for it. */
+static bool writes_back(uint32_t tier) { return tier == LCK_TIER_PM || tier == LCK_TIER_PM_EMULATED; }
+
+/* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to. Where it is
+ * not granted a sync would promise too much, so there is no way round it. */
+static int map_flags(uint32_t tier)
+{
+    bool synced = tier == LCK_TIER_PM || tier == LCK_TIER_PM_EADR;
+    return synced ? MAP_SHARED_VALIDATE | MAP_SYNC : MAP_SHARED;
+}
+
 static void *map_at(void *address, int fd, const lck_extent *extent, uint32_t tier)
 {
-    const int access = PROT_READ | PROT_WRITE;
-    void *found = MAP_FAILED;
-    if (tier == LCK_TIER_PM)
-        found = mmap(address, extent->nbytes, access, MAP_FIXED | MAP_SHARED_VALIDATE | MAP_SYNC, fd,
-                     (off_t)extent->off);
-    if (found == MAP_FAILED)
-        found = mmap(address, extent->nbytes, access, MAP_FIXED | MAP_SHARED, fd, (off_t)extent->off);
-    return found;
+    return mmap(address, extent->nbytes, PROT_READ | PROT_WRITE, MAP_FIXED | map_flags(tier), fd, (off_t)extent->off);
 }
 
 /* A child that inherited the mapping could write into the pool of a parent that goes on. */
@@ -108,11 +109,11 @@ static void release(lck_medium *medium)
 int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t tier, lck_medium **out)
 {
     uint64_t nbytes;
-    if (fd < 0 || tier > LCK_TIER_PM || out == NULL || extents_total(extents, count, &nbytes) != LCK_OK)
+    if (fd < 0 || tier > LCK_TIER_PM_EMULATED || out == NULL || extents_total(extents, count, &nbytes) != LCK_OK)
         return LCK_EINVAL;
     if (!whole_pages(extents, count))
         return LCK_EINVAL;
-    if (tier == LCK_TIER_PM && !cpu_can_write_back())
+    if (writes_back(tier) && !cpu_can_write_back())
         return status_sys(ENOTSUP);
     if (file_too_short(fd, extents, count))
         return LCK_ESHORT;
@@ -167,7 +168,7 @@ void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes)
 {
     if (nbytes == 0)
         return;
-    if (medium->tier == LCK_TIER_PM)
+    if (writes_back(medium->tier))
         cpu_write_back(medium->base + off, nbytes);
     if (trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_FLUSH, off, nbytes, NULL);

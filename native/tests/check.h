@@ -60,7 +60,7 @@ static inline lck_medium *open_medium(int fd, uint64_t nbytes, uint32_t tier)
     lck_medium *medium = NULL;
     const lck_extent whole = {0, nbytes};
     int32_t status = lck_medium_open(fd, &whole, 1, tier, &medium);
-    if (tier == LCK_TIER_PM && status == LCK_ESYS && lck_last_errno() == ENOTSUP) /* a portable build */
+    if (tier == LCK_TIER_PM_EMULATED && status == LCK_ESYS && lck_last_errno() == ENOTSUP) /* a portable build */
         status = lck_medium_open(fd, &whole, 1, LCK_TIER_CACHE, &medium);
     CHECK_EQ(status, LCK_OK);
     return medium;

@@ -49,7 +49,7 @@ int main(void)
     got = malloc(SIZE);
     CHECK(source != NULL && got != NULL);
     fill_random(source, SIZE, 3);
-    for (uint32_t tier = LCK_TIER_CACHE; tier <= LCK_TIER_PM; tier += 2) {
+    for (uint32_t tier = LCK_TIER_CACHE; tier <= LCK_TIER_PM_EMULATED; tier += LCK_TIER_PM_EMULATED) {
         fd = open_memory(SIZE);
         medium = open_medium(fd, SIZE, tier);
         for (size_t i = 0; i < sizeof names / sizeof *names; i++)

@@ -46,7 +46,7 @@ static lck_engine *engine;
 static void setup(uint32_t threads)
 {
     fd = open_memory(SIZE);
-    medium = open_medium(fd, SIZE, LCK_TIER_PM);
+    medium = open_medium(fd, SIZE, LCK_TIER_PM_EMULATED);
     CHECK_EQ(lck_engine_open(threads, &engine), LCK_OK);
     CHECK_EQ(lck_trace_start(medium), LCK_OK);
 }

@@ -1,5 +1,6 @@
 /* The choke point: ranges, tiers, traces, faults, kills, and what a forked child may do (nothing). */
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -22,7 +23,7 @@ static void check_ranges(void)
     CHECK_EQ(lck_medium_open(fd, endless, 2, LCK_TIER_CACHE, &none), LCK_EINVAL);
     CHECK_EQ(lck_medium_open(fd, &whole, 0, LCK_TIER_CACHE, &none), LCK_EINVAL);
     CHECK_EQ(lck_medium_open(fd, NULL, 1, LCK_TIER_CACHE, &none), LCK_EINVAL);
-    CHECK_EQ(lck_medium_open(fd, &whole, 1, 3, &none), LCK_EINVAL);
+    CHECK_EQ(lck_medium_open(fd, &whole, 1, 5, &none), LCK_EINVAL);
     CHECK_EQ(lck_medium_open(-1, &whole, 1, LCK_TIER_CACHE, &none), LCK_EINVAL);
     CHECK_EQ(lck_medium_open(9999, &whole, 1, LCK_TIER_CACHE, &none), LCK_ESYS);
     CHECK_EQ(lck_last_errno(), EBADF);
@@ -83,6 +84,81 @@ static void check_disk(void)
     fclose(file);
 }
 
+/* Where the mapping of `name` with this many bytes lies, as the kernel says. */
+static uint64_t address_of(const char *name, uint64_t nbytes)
+{
+    FILE *maps = fopen("/proc/self/maps", "r");
+    CHECK(maps != NULL);
+    char line[512];
+    uint64_t found = 0;
+    while (fgets(line, sizeof line, maps) != NULL) {
+        unsigned long start, end;
+        if (strstr(line, name) != NULL && sscanf(line, "%lx-%lx", &start, &end) == 2 && end - start == nbytes)
+            found = start;
+    }
+    fclose(maps);
+    return found;
+}
+
+/* Bytes of address space that are held and cannot be used. */
+static uint64_t reserved(void)
+{
+    FILE *maps = fopen("/proc/self/maps", "r");
+    CHECK(maps != NULL);
+    char line[512];
+    uint64_t nbytes = 0;
+    while (fgets(line, sizeof line, maps) != NULL) {
+        unsigned long start, end;
+        if (strstr(line, " ---p ") != NULL && sscanf(line, "%lx-%lx", &start, &end) == 2)
+            nbytes += end - start;
+    }
+    fclose(maps);
+    return nbytes;
+}
+
+/* Huge pages need an address that is congruent with the offset; what was reserved around it is given back. */
+static void check_alignment(void)
+{
+    const uint64_t huge = 2 << 20;
+    for (uint64_t nbytes = huge - 4096; nbytes <= 4 * huge + 4096; nbytes += huge - 4096) {
+        int fd = open_memory(nbytes);
+        uint64_t before = reserved();
+        lck_medium *medium = open_medium(fd, nbytes, LCK_TIER_CACHE);
+        uint64_t start = address_of("lck-test", nbytes);
+        CHECK(start != 0);
+        CHECK(nbytes < huge || start % huge == 0);
+        CHECK_EQ(lck_m_store(medium, nbytes - 1, "z", 1), LCK_OK);
+        CHECK(reserved() <= before);
+        CHECK_EQ(lck_medium_close(medium), LCK_OK);
+        CHECK(reserved() <= before);
+        close(fd);
+    }
+    int fd = open_memory(4 * huge); /* what cannot be mapped leaves no reservation behind either */
+    uint64_t before = reserved();
+    lck_medium *medium = NULL;
+    CHECK_EQ(lck_medium_open(fd, &(const lck_extent){0, 4 * huge}, 1, LCK_TIER_PM_EADR, &medium), LCK_ESYS);
+    CHECK(reserved() <= before);
+    close(fd);
+}
+
+static void check_prewrite(void)
+{
+    FILE *file = tmpfile();
+    CHECK(file != NULL);
+    uint64_t nbytes = (2 << 20) + 4097;
+    CHECK_EQ(posix_fallocate(fileno(file), 0, (off_t)nbytes), 0);
+    CHECK_EQ(pwrite(fileno(file), "kept", 4, (off_t)nbytes), 4);
+    CHECK_EQ(pwrite(fileno(file), "gone", 4, (off_t)nbytes - 4), 4);
+    CHECK_EQ(lck_prewrite(fileno(file), nbytes), LCK_OK);
+    char got[8];
+    read_back(fileno(file), got, 8, nbytes - 4);
+    CHECK(memcmp(got, "\0\0\0\0kept", 8) == 0);
+    CHECK_EQ(lck_prewrite(-1, 1), LCK_EINVAL);
+    CHECK_EQ(lck_prewrite(9999, 1), LCK_ESYS);
+    CHECK_EQ(lck_last_errno(), EBADF);
+    fclose(file);
+}
+
 static lck_event event(const lck_medium *medium, uint64_t index)
 {
     lck_event out;
@@ -114,7 +190,7 @@ static void check_trace(void)
     fill_random(source, sizeof source, 5);
     fill_random(line, sizeof line, 6);
     int fd = open_memory(SIZE);
-    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_PM);
+    lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_PM_EMULATED);
     CHECK_EQ(lck_isa_set("sse2") == LCK_OK || lck_isa_set("portable") == LCK_OK, 1);
     int streams = strcmp(lck_isa_name(), "portable") != 0;
     CHECK_EQ(lck_m_store(medium, 0, "before", 6), LCK_OK); /* not recorded */
@@ -261,6 +337,8 @@ int main(void)
     check_ranges();
     check_extents();
     check_disk();
+    check_alignment();
+    check_prewrite();
     check_trace();
     check_faults();
     check_kills();

@@ -119,7 +119,7 @@ def refused(pool: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_on_a_pool_that_is_written_at_full_speed(command, pool, tmp_path):
+def test_each_command_on_a_pool_that_is_written_all_the_time(command, pool, tmp_path):
     stop = tmp_path / "stop"
 
     def work():
