@@ -18,10 +18,11 @@ import pytest
 from toys import adam, net, train
 
 import lightck
-from lightck.pool import durability
+from lightck.pool import durability, pmemobj
 from lightck.pool.durability import TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR, probe
 from lightck.pool.engine import Engine, Medium
 from lightck.pool.file import FileBackend
+from lightck.pool.pmdk import PmdkBackend
 
 MEMMAP = os.environ.get("LIGHTCK_GUEST_MEMMAP", "")
 VIRTIO = os.environ.get("LIGHTCK_GUEST_VIRTIO", "")
@@ -30,13 +31,14 @@ DOMAIN = os.environ["LIGHTCK_GUEST_DOMAIN"]
 TIER = TIER_PM_EADR if DOMAIN == "cpu_cache" else TIER_PM
 HUGE, PAGE = 2 << 20, 4096
 NBYTES = 16 * HUGE
+BACKENDS = [("file", 1), *([("pmdk", 2)] if pmemobj.is_available() else [])]
 
 
-def mapping(path: Path | str) -> tuple[int, str]:
-    """Address of the mapping of a file and its smaps entry."""
+def mappings(path: Path | str) -> list[tuple[int, str]]:
+    """Address and smaps entry of each mapping of a file."""
     entries = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-    (entry,) = [entry for entry in entries if entry.partition("\n")[0].endswith(str(path))]
-    return int(entry.partition("-")[0], 16), entry
+    found = [entry for entry in entries if entry.partition("\n")[0].endswith(str(path))]
+    return [(int(entry.partition("-")[0], 16), entry) for entry in found]
 
 
 def faults() -> int:
@@ -54,7 +56,7 @@ def present(address: int, nbytes: int) -> int:
 
 
 def store_to_each_page(medium: Medium) -> None:
-    for at in range(0, medium.nbytes, PAGE):
+    for at in range(0, NBYTES, PAGE):
         medium.store(at, b"stored")
 
 
@@ -69,7 +71,7 @@ def made(pool: Path) -> Iterator[Medium]:
     """The mapping of a new pool file, as the file backend makes it."""
     container = FileBackend().create(str(pool), NBYTES)
     container.publish()
-    medium = Medium(container.fd, NBYTES, FileBackend().probe(str(pool)).tier)
+    medium = Medium(container.fd, container.extents, FileBackend().probe(str(pool)).tier)
     yield medium
     medium.close()
     container.close()
@@ -87,19 +89,30 @@ def test_a_session_says_what_it_stands_on(pool):
     assert any(f"written back with {name}" in line for line in found.evidence) == (TIER == TIER_PM)
 
 
-def test_a_session_maps_its_pool_synchronously(pool):
+@pytest.mark.skipif(not pmemobj.is_available(), reason="libpmemobj is not installed")
+def test_a_new_pool_is_one_of_pmdk_s(pool):
     model = net()
-    with lightck.attach(model, pool, optimizer=adam(model)):
-        address, entry = mapping(pool)
-        (flags,) = re.findall(r"^VmFlags: (.*)$", entry, re.MULTILINE)
-        assert {"sf", "dc"} <= set(flags.split())  # "synchronous page fault", and not inherited by a fork
-        assert address % HUGE == 0
+    lightck.attach(model, pool, optimizer=adam(model)).close()
+    assert PmdkBackend().recognises(str(pool))
 
 
-def test_a_training_on_persistent_memory_is_recovered(pool):
+@pytest.mark.parametrize(("backend", "count"), BACKENDS)  # libpmemobj has a mapping of its own
+def test_a_session_maps_its_pool_synchronously(pool, backend, count):
+    model = net()
+    with lightck.attach(model, pool, optimizer=adam(model), backend=backend):
+        found = mappings(pool)
+        assert len(found) == count
+        for address, entry in found:
+            (flags,) = re.findall(r"^VmFlags: (.*)$", entry, re.MULTILINE)
+            assert {"sf", "dc"} <= set(flags.split())  # "synchronous page fault", and not inherited by a fork
+            assert address % HUGE == 0
+
+
+@pytest.mark.parametrize(("backend", "count"), BACKENDS)
+def test_a_training_on_persistent_memory_is_recovered(pool, backend, count):
     model = net()
     optimizer = adam(model)
-    with lightck.attach(model, pool, optimizer=optimizer):
+    with lightck.attach(model, pool, optimizer=optimizer, backend=backend):
         train(model, optimizer, 5)
     restored = net(seed=1)
     restored.load_state_dict(lightck.recover(pool).model)
@@ -122,7 +135,7 @@ def test_first_stores_into_a_new_pool_wait_for_no_journal(made, folder):
     fd = os.open(folder / "allocated", os.O_RDWR | os.O_CREAT, 0o600)
     os.posix_fallocate(fd, 0, NBYTES)
     os.fsync(fd)
-    medium = Medium(fd, NBYTES, TIER)
+    medium = Medium(fd, ((0, NBYTES),), TIER)
     before = journal_commits(folder)
     store_to_each_page(medium)
     assert journal_commits(folder) - before >= NBYTES // HUGE
@@ -132,7 +145,7 @@ def test_first_stores_into_a_new_pool_wait_for_no_journal(made, folder):
 
 def test_a_populated_pool_has_no_page_faults_left(made, pool):
     engine = Engine()
-    address, _ = mapping(pool)
+    ((address, _),) = mappings(pool)
     before = faults()
     engine.populate(made)
     deadline = time.monotonic() + 120
