@@ -112,11 +112,6 @@ class Contents:
         """name in the model -> entry."""
         return {n.removeprefix("model/"): e for n, e in self.entries.items() if n.startswith("model/")}
 
-    def state_keys(self, param: str) -> dict[str, Entry]:
-        """Tensors in the optimizer state of one parameter: key -> entry. Values inside lists are not among them."""
-        prefix = f"optimizer/{param}/"
-        return {n[len(prefix) :]: e for n, e in self.entries.items() if n.startswith(prefix)}
-
 
 def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:

@@ -146,10 +146,10 @@ def _match_tensors(contents: Contents, lives: list[Live], plan: Plan,
             continue
         if not _is_like(live.tensor, entry):
             plan.unfit.add(live.name.removeprefix("model/"))
-        if tuple(live.tensor.shape) != entry.shape:
-            reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
-        elif not _is_like(live.tensor, entry):
-            retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
+            if tuple(live.tensor.shape) != entry.shape:
+                reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
+            else:
+                retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and objects.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} live, and had values of its own when it was saved")

@@ -48,16 +48,19 @@ def plain(model: nn.Module, optimizers: Sequence[Any], number: int) -> torch.Ten
     return loss
 
 
-def with_closure(model: nn.Module, optimizers: Sequence[Any], number: int) -> torch.Tensor:
-    (optimizer,) = optimizers
-
+def closure_of(model: nn.Module, optimizer: Any, number: int) -> Callable[[], torch.Tensor]:
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = loss_of(model, number)
         loss.backward()
         return loss
 
-    return optimizer.step(closure)
+    return closure
+
+
+def with_closure(model: nn.Module, optimizers: Sequence[Any], number: int) -> torch.Tensor:
+    (optimizer,) = optimizers
+    return optimizer.step(closure_of(model, optimizer, number))
 
 
 def small_net(seed: int) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 import lookalikes as wild
 import pytest
 import torch
-from survival import Make, Training, assert_equal, loss_of, plain, survives, survives_kill_9
+from survival import Make, Training, assert_equal, closure_of, loss_of, plain, survives, survives_kill_9
 from torch import nn
 
 import lightck
@@ -41,13 +41,7 @@ def passing(kind: type) -> Make:
 def climbing(model: nn.Module, optimizers: Sequence[Any], number: int) -> torch.Tensor:
     """SAM's two passes, the second in the closure."""
     (optimizer,) = optimizers
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, number)
-        loss.backward()
-        return loss
-
+    closure = closure_of(model, optimizer, number)
     loss = closure()
     optimizer.step(closure)
     return loss
