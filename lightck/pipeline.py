@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from lightck.capture.inventory import Live, entry_of
@@ -28,7 +29,7 @@ from lightck.pool.layout import Entry
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
 from lightck.pool.writer import FullError, Pending, PoolWriter
-from lightck.split import Split, records_of
+from lightck.split import Split, columns_of
 from lightck.stats import Meter
 from lightck.table import in_order_of_need, room_for, spare_nbytes
 
@@ -140,13 +141,13 @@ class Pipeline:
         self._flights.append(flight)
 
     def _begin(self, writer: PoolWriter, closing: Closing) -> _Flight:
-        records = records_of(writer, closing.lives, self.finish)
+        parts = columns_of(writer, closing, self.resting.never, self.finish)
         slot = self._free_slot(writer)
-        split = Split(self.resting, writer, slot, closing, records)
+        split = Split(self.resting, writer, slot, parts)
         hidden = self.resting.audit(split.left_out, writer.superblock.block)
         if hidden is not None:  # one that does not rest is reason to trust none: this version is written whole
             self.resting.trust_none()
-            split = Split(self.resting, writer, slot, closing, records)
+            split = Split(self.resting, writer, slot, parts)
         pending = writer.begin(split.plan(closing), slot, split.keep)
         for live, number in split.stills:
             self.resting.written(live, writer.raw_crcs(slot, number))
@@ -313,7 +314,7 @@ class Pipeline:
         self._wait_or_fail(flight, COPIED)
         if self._drop_if_moved(flight):
             return
-        raw = [self.writer.raw_crcs(flight.pending.slot, number) for number in watched.numbers]
+        raw = partial(self.writer.raw_crcs, flight.pending.slot)
         self._turn += 1
         hidden = watched.audit(raw, self.writer.superblock.block, self._turn, self._check)
         if hidden is not None:

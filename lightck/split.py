@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightck.capture.inventory import Live, entry_of, is_plain, staged
@@ -52,14 +53,16 @@ class Record:
         )
 
 
-def records_of(writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], object]) -> list[Record]:
+def records_of(writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], object],
+               present: Sequence[Live]) -> list[Record]:  # fmt: skip
     """The record of each tensor, with an extent that fits it as it is now. Raises ``FullError``.
 
-    ``settle`` ends all versions in flight: it is called before new extents move the manifests in memory.
+    ``present``: all tensors of the version. ``settle`` ends all versions in flight: called before new extents move
+    the manifests in memory.
     """
     known = writer.known
-    if len(known) > len(lives):  # what is gone is not kept alive
-        for name in known.keys() - {live.name for live in lives}:
+    if len(known) > len(present):  # what is gone is not kept alive
+        for name in known.keys() - {live.name for live in present}:
             del known[name]
     records: list[Any] = [known.get(live.name) for live in lives]
     changed = {
@@ -72,7 +75,7 @@ def records_of(writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], o
     new = [entry for entry in changed.values() if not writer.fits(entry)]
     if new:
         settle()
-        writer.add(new, {live.name for live in lives})
+        writer.add(new, {live.name for live in present})
     for i, entry in changed.items():
         records[i] = known[entry.name] = _record(writer.numbers[entry.name], lives[i], entry)
     return records
@@ -86,30 +89,87 @@ def _record(number: int, live: Live, entry: Entry) -> Record:
                   at_once)  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How tensors are written whose records are known; worked out once for a roster, and used while that holds."""
+
+    token: object
+    """That of the roster; None where there is none."""
+    never: int
+    """How many tensors had moved unannounced when this was worked out."""
+    numbers: npt.NDArray[np.int64]
+    sources: npt.NDArray[np.uint64]
+    now: npt.NDArray[np.bool_]
+    keep: list[torch.Tensor]
+    background: list[Live]
+    background_numbers: list[int]
+    present: list[int]
+    single: list[tuple[Live, Record]]
+    """Those that are decided anew at each version: they may rest, or are copied by way of a staged copy."""
+
+
+def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], token: object = None) -> Columns:
+    """Sort tensors by how they are written. ``never``: names of those that are never left to a background copy."""
+    written: list[tuple[Live, Record, bool]] = []
+    present: list[int] = []
+    single: list[tuple[Live, Record]] = []
+    for live, record in zip(lives, records, strict=True):
+        if not record.nbytes:
+            present.append(record.number)
+        elif live.still or not record.plain:
+            single.append((live, record))
+        else:
+            written.append((live, record, record.at_once or live.name in never))
+    later = [(live, record.number) for live, record, now in written if not now]
+    return Columns(
+        token,
+        len(never),
+        np.array([record.number for _, record, _ in written], np.int64),
+        np.array([record.address for _, record, _ in written], np.uint64),
+        np.array([now for _, _, now in written], np.bool_),
+        [live.tensor for live, _, _ in written],
+        [live for live, _ in later],
+        [number for _, number in later],
+        present,
+        single,
+    )
+
+
+def columns_of(writer: PoolWriter, closing: Closing, never: set[str], settle: Callable[[], object]) -> list[Columns]:
+    """All tensors of a version in columns: those of its roster, and the rest. Raises ``FullError``; ``settle`` as in
+    ``records_of``."""
+    roster, known = closing.roster, writer.columns
+    n = 0 if roster is None else len(roster.lives)
+    if isinstance(known, Columns) and roster is not None and (known.token, known.never) == (roster.token, len(never)):
+        rest = closing.lives[n:]
+        return [known, columns(rest, records_of(writer, rest, settle, closing.lives), never)]
+    records = records_of(writer, closing.lives, settle, closing.lives)
+    first = columns(closing.lives[:n], records[:n], never, None if roster is None else roster.token)
+    writer.columns = first
+    return [first, columns(closing.lives[n:], records[n:], never)]
+
+
 class Split:
     """The tensors of one version, sorted by how they are written."""
 
-    def __init__(self, resting: Resting, writer: PoolWriter, slot: Slot, closing: Closing,
-                 records: list[Record]) -> None:  # fmt: skip
-        self.keep: list[torch.Tensor] = []
+    def __init__(self, resting: Resting, writer: PoolWriter, slot: Slot, parts: Sequence[Columns]) -> None:
+        self._parts = parts
+        self._keep: list[torch.Tensor] = []
         self.stills: list[tuple[Live, int]] = []
         self.left_out: list[Live] = []
-        self.background: list[Live] = []
-        self.background_numbers: list[int] = []
+        self.background = [live for part in parts for live in part.background]
+        self.background_numbers = [number for part in parts for number in part.background_numbers]
         self._numbers: list[int] = []
         self._sources: list[int] = []
         self._now: list[bool] = []
         self._kept: list[int] = []
-        self._present: list[int] = []
-        for live, record in zip(closing.lives, records, strict=True):
-            if not record.nbytes:
-                self._present.append(record.number)
-            elif live.still and _rests(resting, writer, slot, live, record.number):
-                self._kept.append(record.number)
-                self.left_out.append(live)
-            else:
-                now = record.at_once or live.still or live.name in resting.never
-                self._copy(live, record, now)
+        for part in parts:
+            for live, record in part.single:
+                if live.still and _rests(resting, writer, slot, live, record.number):
+                    self._kept.append(record.number)
+                    self.left_out.append(live)
+                else:
+                    self._copy(live, record, record.at_once or live.still or live.name in resting.never)
 
     def _copy(self, live: Live, record: Record, now: bool) -> None:
         source, address = live.tensor, record.address
@@ -119,22 +179,28 @@ class Split:
         self._numbers.append(record.number)
         self._sources.append(address)
         self._now.append(now)
-        self.keep.append(source)
+        self._keep.append(source)
         if live.still:
             self.stills.append((live, record.number))
         if not now:
             self.background.append(live)
             self.background_numbers.append(record.number)
 
+    @property
+    def keep(self) -> tuple[list[torch.Tensor], ...]:
+        """What the copies read from."""
+        return (*(part.keep for part in self._parts), self._keep)
+
     def plan(self, closing: Closing) -> VersionPlan:
+        parts = self._parts
         return VersionPlan(
             closing.step,
             closing.iteration,
-            np.array(self._numbers, np.int64),
-            np.array(self._sources, np.uint64),
-            np.array(self._now, np.bool_),
+            np.concatenate([*(part.numbers for part in parts), np.array(self._numbers, np.int64)]),
+            np.concatenate([*(part.sources for part in parts), np.array(self._sources, np.uint64)]),
+            np.concatenate([*(part.now for part in parts), np.array(self._now, np.bool_)]),
             np.array(self._kept, np.int64),
-            np.array(self._present, np.int64),
+            np.array([number for part in parts for number in part.present], np.int64),
             closing.state,
         )
 

@@ -72,6 +72,7 @@ class ModelView:
 
     def _build(self) -> None:
         self._homes: list[tuple[dict[str, Any], str, str, str, int]] = []
+        self._buffer_homes: list[tuple[dict[str, Any], str, str, str, int]] = []
         self._shape_of_tree: list[tuple[nn.Module, tuple[Any, ...]]] = []
         self.extra: list[tuple[str, nn.Module]] = []
         layers: dict[int, int] = {}
@@ -83,13 +84,16 @@ class ModelView:
             for key in module._buffers:
                 if key not in module._non_persistent_buffers_set:
                     self._homes.append((module._buffers, key, f"model/{dot}{key}", "buffer", layer))
+                    self._buffer_homes.append(self._homes[-1])
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 self.extra.append((f"{dot}_extra_state", module))
 
-    def refresh(self) -> None:
-        """Follow modules that were added, removed or replaced since the last look."""
-        if any(_children(module) != seen for module, seen in self._shape_of_tree):
+    def refresh(self) -> bool:
+        """Follow modules that were added, removed or replaced since the last look. Whether there were any."""
+        changed = any(_children(module) != seen for module, seen in self._shape_of_tree)
+        if changed:
             self._build()
+        return changed
 
     def tensors(self, trained: frozenset[int] | set[int]) -> list[Live]:
         """Every tensor once; a second name of the same tensor, or of the same memory, as an alias. ``trained``: ids of
@@ -113,14 +117,22 @@ class ModelView:
         _wake_shared(lives)
         return lives
 
+    @property
+    def has_buffers(self) -> bool:
+        return bool(self._buffer_homes)
+
     def buffers(self) -> Iterator[Live]:
         """Persistent buffers, each tensor once."""
         seen: set[int] = set()
-        for home, key, name, role, layer in self._homes:
-            tensor = home.get(key) if role == "buffer" else None
+        for home, key, name, role, layer in self._buffer_homes:
+            tensor = home.get(key)
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield Live(name, role, tensor, home, key, layer)
+
+    def buffers_or_none(self) -> list[torch.Tensor | None]:
+        """What each place of a persistent buffer holds."""
+        return [home.get(key) for home, key, _, _, _ in self._buffer_homes]
 
     def refuse_hidden_state(self) -> None:
         """Raises ``StateValueError`` for a module with state that is none of parameter, buffer and extra state."""
@@ -129,9 +141,13 @@ class ModelView:
 
     def vacant_buffers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Buffers that are registered as None now: name, and where they belong."""
-        for home, key, name, role, _ in self._homes:
-            if role == "buffer" and home.get(key) is None:
+        for home, key, name, _, _ in self._buffer_homes:
+            if home.get(key) is None:
                 yield name, home, key
+
+    def vacant(self) -> list[tuple[dict[str, Any], str]]:
+        """Places of parameters and buffers that hold None now."""
+        return [(home, key) for home, key, _, _, _ in self._homes if home.get(key) is None]
 
     def names_by_id(self) -> dict[int, str]:
         """id of each parameter -> its (first) name."""
@@ -164,13 +180,14 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _wake_shared(lives: list[Live]) -> None:
     """A still parameter in a storage that an update writes to, under whatever name, does not rest."""
     if any(live.still for live in lives):
-        written = {_storage(live.tensor) for live in lives if not live.still} - {0}
+        written = {storage_of(live.tensor) for live in lives if not live.still} - {0}
         for live in lives:
-            if live.still and _storage(live.tensor) in written:
+            if live.still and storage_of(live.tensor) in written:
                 live.still = False
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Where its storage begins; 0 where it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):
@@ -238,24 +255,24 @@ class OptimizerView:
             if not isinstance(home, dict):
                 continue
             for key, value in home.items():
-                if _is_direct(key, value):
+                if is_direct(key, value):
                     full = state_name(name, key)
                     one = first.setdefault(id(value), full)
                     yield Live(full, "optimizer", value, home, key, alias=None if one == full else one)
 
-    def state_values(self) -> dict[str, Any]:
+    def state_values(self, params: Sequence[tuple[str, torch.Tensor]] | None = None) -> dict[str, Any]:
         """The rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value. All of it, for a
-        wrapper; what is no dict as it is."""
+        wrapper; what is no dict as it is. ``params``: those that have any, where that is known."""
         state = self.optimizer.state
         values: dict[str, Any] = {}
-        for name, p in self.params:
+        for name, p in self.params if params is None or self.wraps else params:
             if p not in state:
                 continue
             home = state[p]
             if not isinstance(home, dict):
                 values[name] = home
                 continue
-            rest = {k: v for k, v in home.items() if self.wraps or not _is_direct(k, v)}
+            rest = {k: v for k, v in home.items() if self.wraps or not is_direct(k, v)}
             if rest or not home:
                 values[name] = rest
         return values
@@ -289,7 +306,7 @@ def optimizer_views(optimizers: Sequence[Any], names: dict[int, str], *, views: 
     return found
 
 
-def _is_direct(key: Any, value: Any) -> bool:
+def is_direct(key: Any, value: Any) -> bool:
     """A tensor under a key that can be part of an entry's name."""
     return isinstance(value, torch.Tensor) and type(key) is str and "/" not in key
 

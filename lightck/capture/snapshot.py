@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightck.capture import rng, values
 from lightck.capture.boundary import Event
+from lightck.capture.buffers import BufferCopies
 from lightck.capture.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
-from lightck.capture.storable import refuse_unstorable
+from lightck.capture.roster import Roster, roster_of
 from lightck.errors import StateValueError
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Closing:
     state: bytes
     at_once: frozenset[str] = frozenset()
     """Names of tensors that must not be left to background copies."""
+    roster: Roster | None = None
+    """Its tensors are the first of ``lives``; where it is that of an earlier version, they look as they did then."""
 
 
 class Capture:
@@ -64,8 +67,13 @@ class Capture:
         self.objects = dict(objects)
         self.loaders: list[SessionLoader] = []
         self.provisional: Provisional | None = None
+        self._buffer_copies = BufferCopies()
         self.elastic: set[str] = set()
         """Buffers that came, went or changed their size or dtype: a resume takes them as they were saved."""
+        self._roster: Roster | None = None
+        """What the last boundary found; None where something came or went since."""
+        self._noted: Roster | None = None
+        """The one whose buffers were compared with those that the model was built with."""
         self._built: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
         self.expected_state_nbytes = 0
         """Length of the small state when ``expected_tensors`` last looked."""
@@ -80,6 +88,7 @@ class Capture:
         views = optimizer_views(optimizers, self.model.names_by_id(), views=len(self.optimizers),
                                 followed=self._n_followed)  # fmt: skip
         self._n_followed += len(optimizers)
+        self._roster = None
         self.optimizers.extend(views)
         self._without_grad |= {view.index: self._torch_params(view) for view in views}
 
@@ -97,14 +106,17 @@ class Capture:
     def forget(self) -> None:
         """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
         self.model = ModelView(nn.Module())
-        self.provisional = None
+        self.provisional = self._roster = self._noted = None
+        self._buffer_copies = BufferCopies()
         for held in (self.objects, self.loaders, self.optimizers, self._without_grad):
             held.clear()
 
     def refresh(self) -> None:
         """Follow modules and parameter groups that changed."""
-        self.model.refresh()
+        if self.model.refresh():
+            self._roster = None
         if any(view.has_changed() for view in self.optimizers):
+            self._roster = None
             names = self.model.names_by_id()
             for view in self.optimizers:
                 view.refresh(names)
@@ -127,6 +139,7 @@ class Capture:
         for key in woken:
             del waiting[key]
         if woken:
+            self._roster = None
             self._seen_grad = self._seen_grad | frozenset(woken)
 
     def stepped_by_hand(self, index: int) -> None:
@@ -139,18 +152,13 @@ class Capture:
 
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
-        last = self.provisional.buffers if self.provisional is not None else {}
-        buffers = {}
-        for live in self.model.buffers():
-            refuse_unstorable(live.name, live.tensor)
-            buffers[live.name] = _clone(live.tensor, last.get(live.name))
-        self.provisional = provisional = Provisional(rng.capture(), buffers)
+        self.provisional = provisional = Provisional(rng.capture(), self._buffer_copies.take(self.model))
         for name, obj in self.objects.items():
             if is_loader(obj):
                 provisional.loaders[name] = self._object_bytes(name, obj, provisional.large)
         provisional.extra = self._extra_value(provisional.extra_large)
         for live in provisional.extra_large:
-            live.tensor = _clone(live.tensor, None)
+            live.tensor = staged(live.tensor).clone()
 
     # -- at the boundary ---------------------------------------------------------------------------------
 
@@ -158,13 +166,16 @@ class Capture:
         """The version that this event closes."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
-        lives = list(self.tensors())
-        self._note_elastic(before.buffers if event is Event.PRE_STEP and before is not None else None)
+        lives, roster = self.tensors(), self._roster
+        if roster is None or roster is not self._noted or event is Event.PRE_STEP:
+            self._noted = roster
+            self._note_elastic(before.buffers if event is Event.PRE_STEP and before is not None else None)
         self._tell_shared_memory(lives)
         small = self._small_state(event, explicit, never_rest, before, lives)
-        if event is Event.PRE_STEP and self.provisional is not None:
-            lives = self._with_buffers_of(self.provisional, lives)
-        return Closing(step, iteration, lives, small, self._written_before_the_gate(lives))
+        then = self.provisional
+        if event is Event.PRE_STEP and then is not None and (then.buffers or self.model.has_buffers):
+            lives, roster = self._with_buffers_of(then, lives), None
+        return Closing(step, iteration, lives, small, self._written_before_the_gate(lives), roster)
 
     def _tell_shared_memory(self, lives: list[Live]) -> None:
         """Once, when state is there: views of one buffer come back as tensors of their own."""
@@ -204,15 +215,20 @@ class Capture:
         buffers = [Live(name, "buffer", t, None, None) for name, t in provisional.buffers.items() if name not in tied]
         return [live for live in lives if live.role != "buffer" or live.alias is not None] + buffers
 
-    def tensors(self) -> Iterator[Live]:
+    def tensors(self) -> list[Live]:
         """Model and optimizer tensors as they are now."""
+        roster = self._roster
+        if roster is not None and roster.holds():
+            return list(roster.lives)
         trained = {
             id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._without_grad[view.index]
         }
-        yield from self.model.tensors(trained)
+        lives = self.model.tensors(trained)
         for view in self.optimizers:
-            yield from view.outside()
-            yield from view.state_tensors()
+            lives.extend(view.outside())
+            lives.extend(view.state_tensors())
+        self._roster = roster_of(lives, self.model.vacant(), self.optimizers)
+        return list(lives)
 
     def expected_tensors(self) -> Iterator[Live]:
         """As ``tensors``, with the large ones inside ``state``: for laying out a pool."""
@@ -246,12 +262,14 @@ class Capture:
     def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, Any]:
         view.refuse_nameless()
         path = _role("optimizer", view.index, len(self.optimizers))
+        with_values = None if self._roster is None else self._roster.with_values[view.index]
+        state = view.state_values(with_values)
         return {
             "class": view.class_name,
             "wraps": view.wraps,
             "names": view.names,
             "groups": values.pack(view.groups(), path=f"{path}/param_groups"),
-            "values": values.pack(view.state_values(), path=f"in {path}", large=_collector(lives, "optimizer")),
+            "values": values.pack(state, path=f"in {path}", large=_collector(lives, "optimizer")),
             "rest": values.pack(view.rest(), path=f"in {path}/rest", large=_collector(lives, "optimizer")),
         }
 
@@ -286,14 +304,6 @@ class Capture:
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
-
-
-def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """A copy; into the last one where it fits, since fresh memory costs a fault on every page."""
-    source = staged(tensor)
-    if last is not None and (last.shape, last.dtype, last.stride()) == (source.shape, source.dtype, source.stride()):
-        return last.copy_(source)
-    return source.clone()
 
 
 def _collector(lives: list[Live], role: str) -> Any:

@@ -7,7 +7,7 @@ writes do not move it): each version re-reads some bytes and compares checksums,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from lightck._native import ffi, lib
 from lightck.capture.inventory import Live, staged
+from lightck.capture.looks import Looks, Places, Versions
 from lightck.errors import StateChangedError
 
 Look = tuple[int, int, torch.Size]
@@ -42,18 +43,26 @@ class Watched:
 
     lives: list[Live]
     numbers: list[int]
-    looks: list[Look] = field(default_factory=list)
+    _seen: tuple[Looks, Versions, Places] = field(init=False)
+    _looks: list[Look] = field(init=False)
     forward_seen: bool = False
     _proofs: list[npt.NDArray[np.uint32]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.looks = [look(live.tensor) for live in self.lives]
+        tensors = [live.tensor for live in self.lives]
+        self._seen = Looks(tensors), Versions(tensors), Places(self.lives)
+        self._looks = [look(tensor) for tensor in tensors]
 
     def moved(self) -> list[int]:
         """Positions of the sources that no longer look as they did."""
+        try:
+            if all(seen.hold() for seen in self._seen):
+                return []
+        except KeyError:
+            pass  # one is gone from its place: which?
         return [
             i
-            for i, (live, seen) in enumerate(zip(self.lives, self.looks, strict=True))
+            for i, (live, seen) in enumerate(zip(self.lives, self._looks, strict=True))
             if look(live.tensor) != seen or not live.is_home()
         ]
 
@@ -61,16 +70,17 @@ class Watched:
         """Read all sources now, at the boundary: ``audit`` then also finds what was written before it was copied."""
         self._proofs = [checksums(live.tensor, block) for live in self.lives]
 
-    def audit(self, raw: Sequence[npt.NDArray[np.uint32]], block: int, turn: int, whole: bool) -> str | None:
+    def audit(self, raw: Callable[[int], npt.NDArray[np.uint32]], block: int, turn: int, whole: bool) -> str | None:
         """Re-read sources and compare with what was copied: one block (by ``turn``), or all of them.
 
-        Returns the name of a tensor whose bytes differ.
+        ``raw``: the checksums of what was copied, by the source's number. Returns the name of a tensor whose bytes
+        differ.
         """
         if not self.lives:
             return None
         positions = range(len(self.lives)) if whole else [turn % len(self.lives)]
         for i in positions:
-            tensor, copied = self.lives[i].tensor, raw[i]
+            tensor, copied = self.lives[i].tensor, raw(self.numbers[i])
             if self._proofs and not np.array_equal(self._proofs[i], copied):
                 return self.lives[i].name
             if whole:

@@ -84,6 +84,8 @@ class PoolWriter:
         """How many files came before this one in the session."""
         self.known: dict[str, object] = {}
         """name -> what the caller remembers of a tensor whose extent it compared before."""
+        self.columns: object = None
+        """What the caller remembers of all tensors of the last version."""
         self._generation: int = self.ring.generation if after is None else after._generation
         self.incarnation: int = self.ring.incarnation + 1 if after is None else after.incarnation
         self._last_position = max(self.ring.lines, key=lambda p: self.ring.lines[p].generation, default=-1)
