@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightck.checkpoint import Checkpoint
     from lightck.errors import LightckError
     from lightck.export import Exported, export_checkpoint
+    from lightck.interval import Auto
     from lightck.keep import Keep
     from lightck.pin import Pin
     from lightck.pool.durability import Durability
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Auto",
     "Checkpoint",
     "Drift",
     "Durability",
@@ -49,6 +51,7 @@ __all__ = [
     "recover",
 ]
 _HOMES = {
+    "Auto": "interval",
     "Checkpoint": "checkpoint",
     "Drift": "restore",
     "Durability": "pool.durability",

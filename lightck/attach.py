@@ -32,6 +32,7 @@ from lightck.errors import (
 )
 from lightck.finite import Finite
 from lightck.first_step import FirstStep
+from lightck.interval import Auto, cadence
 from lightck.keep import Keep, Keeper
 from lightck.pipeline import Pipeline
 from lightck.pool import durability
@@ -60,7 +61,7 @@ def attach(
     *,
     optimizer: Any = None,
     state: Mapping[str, Any] | None = None,
-    interval: int = 1,
+    interval: int | str | Auto = 1,
     resume: bool = False,
     overwrite: bool = False,
     strategy: FullState | None = None,
@@ -77,7 +78,7 @@ def attach(
         pool_path: the pool's file; it is made if it is not there. Its folder must exist.
         optimizer: an optimizer or a list of them. Not passed: looked for among live objects.
         state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}``: no.
-        interval: every how many updates a version is saved.
+        interval: every how many updates a version is saved; ``"auto"`` or ``lightck.Auto(...)``: by what it costs.
         resume: restore the newest version, if the pool holds one, and go on from it.
         overwrite: discard what the pool holds.
         strategy: what a version holds; ``FullState()``.
@@ -93,8 +94,8 @@ def attach(
         DriftError, CorruptPoolError: ``resume=True`` and the checkpoint does not fit, or none verifies.
         AmbiguousError, StateValueError, LateError, SessionError, MediumError, KeepError: see each.
     """
-    _check_arguments(model, state, interval, resume, overwrite, strategy)
-    _check_slots(slots, keep)
+    _check_arguments(model, state, resume, overwrite, strategy, slots, keep)
+    pace = cadence(interval)
     path = _pool_path(pool_path)
     kind = backend_for(path, backend)
     durable = kind.probe(path)
@@ -113,7 +114,7 @@ def attach(
         resumed = attachment.open(pipeline, slots)
         if resumed is not None:
             first.restored_now()
-        session = Session(model, found, capture, pipeline, lock, meter, interval=interval, resumed=resumed,
+        session = Session(model, found, capture, pipeline, lock, meter, cadence=pace, resumed=resumed,
                           first_step=first)  # fmt: skip
     except BaseException:
         pipeline.close()
@@ -126,12 +127,11 @@ def attach(
     return session
 
 
-def _check_arguments(model: Any, state: Any, interval: Any, resume: bool, overwrite: bool, strategy: Any) -> None:
+def _check_arguments(model: Any, state: Any, resume: bool, overwrite: bool, strategy: Any, slots: Any,
+                     keep: Any) -> None:  # fmt: skip
     refuse_other_than_module(model)
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
-    if type(interval) is not int or interval < 1:
-        raise ValueError(f"interval={interval!r}: it is the number of updates between versions, an int of at least 1.")
     if resume and overwrite:
         raise ValueError("resume=True and overwrite=True exclude each other: go on from the checkpoint, or discard it.")
     if strategy is not None and not isinstance(strategy, FullState):
@@ -143,6 +143,7 @@ def _check_arguments(model: Any, state: Any, interval: Any, resume: bool, overwr
             "A restore into this model failed half-way, and its parameters are NaN so that nobody trains on a mix. "
             "Build the model anew, or restore another checkpoint into it."
         )
+    _check_slots(slots, keep)
 
 
 def _check_slots(slots: Any, keep: Any) -> None:

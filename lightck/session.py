@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from lightck.capture.rng import RngState
 from lightck.capture.snapshot import Capture
 from lightck.errors import BackgroundError, FlushTimeoutError, LateError, SessionError
 from lightck.first_step import FirstStep
+from lightck.interval import Cadence
 from lightck.pin import Hold, Pin
 from lightck.pipeline import Pipeline
 from lightck.pool.durability import Durability
@@ -52,7 +54,7 @@ class Session:
         lock: PoolLock,
         meter: Meter,
         *,
-        interval: int,
+        cadence: Cadence,
         resumed: Resumed | None,
         first_step: FirstStep,
     ) -> None:
@@ -62,7 +64,7 @@ class Session:
         self._capture = capture
         self._pipeline = pipeline
         self._meter = meter
-        self._interval = interval
+        self._cadence = cadence
         self._resumed = resumed
         self._first_step: FirstStep | None = first_step
         self._boundary = (
@@ -119,7 +121,9 @@ class Session:
     def stats(self) -> Stats:
         """The session's counters as of now."""
         return self._meter.snapshot(
-            engine_cpu_seconds=self._pipeline.engine.cpu_seconds, committed=self.committed
+            engine_cpu_seconds=self._pipeline.engine.cpu_seconds,
+            committed=self.committed,
+            interval=self._cadence.interval,
         )
 
     def loader(self, loader: Any, *, name: str | None = None) -> SessionLoader:
@@ -320,8 +324,9 @@ class Session:
             return
         step = self._boundary.close(event)
         self._scaler_skipped()
-        due = step // self._interval > self._saved_step // self._interval
-        if due or event is Event.FLUSH:
+        is_saved = event is Event.FLUSH or self._cadence.is_due(step, self._saved_step)
+        self._cadence.passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
+        if is_saved:
             self._close_version(event, step)
 
     def _close_version(self, event: Event, step: int) -> None:

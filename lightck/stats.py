@@ -37,6 +37,8 @@ class Stats:
     """Tensors that the newest version did not have to write again."""
     kept: int = 0
     """Versions exported by ``keep=``."""
+    interval: int = 1
+    """Updates between versions, as of now."""
 
 
 class Meter:
@@ -71,7 +73,7 @@ class Meter:
         finally:
             self.wait_seconds += time.perf_counter() - start
 
-    def snapshot(self, *, engine_cpu_seconds: float, committed: int | None) -> Stats:
+    def snapshot(self, *, engine_cpu_seconds: float, committed: int | None, interval: int) -> Stats:
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
         cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + engine_cpu_seconds
-        return Stats(**own, cpu_seconds=cpu_seconds, committed=committed)
+        return Stats(**own, cpu_seconds=cpu_seconds, committed=committed, interval=interval)

@@ -26,6 +26,7 @@ LAYERS = {
     "interrupts": set(),
     "stats": {"interrupts"},
     "strategy": set(),
+    "interval": set(),
     "sessions": set(),
     "_lck_ffi": set(),
     "_native": {"_lck_ffi"},
@@ -47,18 +48,18 @@ LAYERS = {
     "checkpoint": DATA | {"contents", "restore", "restore_optimizer", "resume", "sessions"},
     "recover": DATA | {"contents", "restore", "resume", "checkpoint"},
     "export": DATA | {"contents", "checkpoint"},
-    "session": DATA | {"pipeline", "pin", "resume", "first_step", "sessions", "stats"},
-    "attach": DATA | {"checkpoint", "finite", "first_step", "keep", "pipeline", "recover", "resume", "session",
-                      "sessions", "stats", "strategy", "table"},
-    "": {"attach", "checkpoint", "errors", "export", "keep", "pin", "pool.durability", "recover", "restore", "session",
-         "stats", "strategy"},
+    "session": DATA | {"interval", "pipeline", "pin", "resume", "first_step", "sessions", "stats"},
+    "attach": DATA | {"checkpoint", "finite", "first_step", "interval", "keep", "pipeline", "recover", "resume",
+                      "session", "sessions", "stats", "strategy", "table"},
+    "": {"attach", "checkpoint", "errors", "export", "interval", "keep", "pin", "pool.durability", "recover", "restore",
+         "session", "stats", "strategy"},
     "demo": BASE | {""},
     "testing": DATA | {"", "_native"},
     "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo"},
     "__main__": {"cli"},
 }  # fmt: skip
 
-WITHOUT_TORCH = ("pool", "errors", "stats", "strategy", "_native")
+WITHOUT_TORCH = ("pool", "errors", "interval", "stats", "strategy", "_native")
 """Byte-level and plain parts: they never import torch."""
 
 LINES_MAX, FUNCTION_LINES_MAX = 400, 70
@@ -152,7 +153,7 @@ def test_byte_level_knows_nothing_of_torch():
 
 def test_public_surface_is_sealed():
     assert lightck.__all__ == [
-        "Checkpoint", "Drift", "Durability", "Exported", "FullState", "Keep", "LightckError", "Pin", "Session",
+        "Auto", "Checkpoint", "Drift", "Durability", "Exported", "FullState", "Keep", "LightckError", "Pin", "Session",
         "Stats", "attach", "export_checkpoint", "recover",
     ]  # fmt: skip
     for name in lightck.__all__:

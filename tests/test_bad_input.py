@@ -684,6 +684,7 @@ def test_two_gradient_scalers(folder, pool):
         ({"interval": 0}, ValueError, "interval=0"),
         ({"interval": True}, ValueError, "interval=True"),
         ({"interval": 1.5}, ValueError, "interval=1.5"),
+        ({"interval": "often"}, ValueError, "interval='often'"),
         ({"slots": 1}, ValueError, "slots=1"),
         ({"slots": 9}, ValueError, "slots=9"),
         ({"slots": "3"}, ValueError, "slots='3'"),
