@@ -15,8 +15,8 @@ from lightck.interval import Adaptive, cadence
 
 @dataclass
 class Loop:
-    """A training on a clock of its own: each step takes ``step`` seconds, and ``longer`` more behind a saved version, of
-    which ``stall`` are spent inside lightck."""
+    """A training on a clock of its own: each step takes ``step`` seconds, and ``longer`` more behind a saved version,
+    of which ``stall`` are spent inside lightck."""
 
     pace: Adaptive
     step: float = 1.0
