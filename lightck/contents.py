@@ -7,7 +7,7 @@ pool (``Version``, verified as it is read) and memory (``MemorySource``, a check
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,8 @@ class Source(Protocol):
 
     def read_into(self, name: str, address: int) -> None: ...
 
+    def read_many(self, places: Sequence[tuple[str, int]]) -> None: ...
+
 
 class MemorySource:
     """Tensors that were read and verified before, each in the layout of its entry."""
@@ -42,6 +44,10 @@ class MemorySource:
             tensor = empty_for(entry, "cpu").copy_(tensor)
         if entry.nbytes and address:
             ctypes.memmove(address, tensor.data_ptr(), entry.nbytes)
+
+    def read_many(self, places: Sequence[tuple[str, int]]) -> None:
+        for name, address in places:
+            self.read_into(name, address)
 
 
 @dataclass(frozen=True, slots=True)

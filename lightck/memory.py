@@ -91,6 +91,12 @@ def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
     return [[tensors[i] for i in sorted(group)] for group in groups if len(group) > 1]
 
 
+def lonely(tensors: Sequence[Named]) -> list[bool]:
+    """Of each tensor whether none of the others lies in its memory."""
+    crowded = {id(tensor) for group in _sharing(tensors) for _, tensor in group}
+    return [id(tensor) not in crowded for _, tensor in tensors]
+
+
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     low = tensor.data_ptr()
     if is_dense(tensor.shape, tensor.stride()):

@@ -20,7 +20,7 @@ from lightck.capture import values
 from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_views
 from lightck.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader
 from lightck.errors import DriftError, LightckError
-from lightck.fill import fill
+from lightck.fill import Fills
 from lightck.pool.layout import Entry
 from lightck.restore_optimizer import read_state, set_state
 
@@ -242,9 +242,11 @@ def apply(plan: Plan, source: Source) -> None:
     _refuse_contradiction(plan, source)
     fresh = {name: load_tensor(source, name) for name, _ in plan.elastic if name is not None}
     with torch.no_grad():
+        fills = Fills(source)
         for name, tensor in plan.tensors:
             plan.held[name] = tensor
-            fill(source, name, tensor)
+            fills.add(name, tensor)
+        fills.run()
         states = [
             read_state(saved, live, plan.contents, plan.unfit, plan.held, source) for saved, live in plan.optimizers
         ]

@@ -14,7 +14,7 @@ from lightck import memory
 from lightck.capture import values
 from lightck.capture.inventory import OptimizerView
 from lightck.contents import Contents, OptimizerContents, Source, empty_for, tensor_reader
-from lightck.fill import fill
+from lightck.fill import Fills
 from lightck.pool.layout import Entry
 
 
@@ -28,6 +28,7 @@ def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents
     rest = values.unpack(saved.values, tensor=tensor_reader(source, held))
     params = dict(live.params)
     filled: set[int] = set()
+    fills = Fills(source)
     state: dict[str, Any] = {}
     for name in saved.all_names:
         if name in unfit:
@@ -37,9 +38,10 @@ def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents
         new: dict[Any, Any] = {}
         for key, entry in keys.get(name, {}).items():
             now = present.get(key) if isinstance(present, dict) else None
-            new[key] = _state_tensor(now, entry, p.device, held, source, filled)
+            new[key] = _state_tensor(now, entry, p.device, held, fills, filled)
         if new or name in rest:
             state[name] = joined(new, rest, name)
+    fills.run()
     return state
 
 
@@ -50,20 +52,20 @@ def joined(tensors: dict[Any, Any], rest: Mapping[str, Any], name: str) -> Any:
 
 
 def _state_tensor(present: Any, entry: Entry, device: torch.device, held: dict[str, torch.Tensor],
-                  source: Source, filled: set[int]) -> torch.Tensor:  # fmt: skip
+                  fills: Fills, filled: set[int]) -> torch.Tensor:  # fmt: skip
     """``filled``: ids of the live tensors that were filled already. One that several parameters share live holds the
     values of one of them only, unless they shared it when it was saved."""
     if entry.alias is not None:
         known = held.get(entry.alias)
         if known is not None:
             return known
-        entry = source.entries[entry.alias]
+        entry = fills.source.entries[entry.alias]
     target = present if _fits(present, entry) and id(present) not in filled else None
     if target is None:
         target = empty_for(entry, "cpu" if entry.device == "cpu" else device)
     filled.add(id(target))
     held[entry.name] = target
-    fill(source, entry.name, target)
+    fills.add(entry.name, target)
     return target
 
 

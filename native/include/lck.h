@@ -38,10 +38,10 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 2 };
+enum { LCK_ABI_VERSION = 4 };
 
 uint32_t lck_abi_version(void);
-/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent), 0 for another
+/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read), 0 for another
  * id. */
 uint32_t lck_sizeof(uint32_t id);
 /* errno of the last LCK_ESYS that this thread saw. */
@@ -269,6 +269,20 @@ int32_t lck_job_forget(lck_engine *engine, uint64_t ticket);
 int32_t lck_read_verified(int32_t fd, const lck_extent *extents, uint64_t count, uint64_t off, void *dst,
                           uint64_t nbytes, uint64_t block, const uint32_t *crcs, uint64_t uuid_lo,
                           uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t *bad);
+
+typedef struct lck_read {
+    uint64_t off;         /* in the pool */
+    uint64_t dst;         /* address, 0: verify only */
+    uint64_t nbytes;
+    uint64_t crcs;        /* address of its blocks' checksums, uint32_t each */
+    uint64_t tensor, generation;
+} lck_read;
+
+/* The same for many at once, on up to `threads` threads, this one included. dst of no two may overlap. On a failure
+ * *bad_read and *bad_block name the first bad block in the order of the reads; all blocks before it are in place. */
+int32_t lck_read_many(int32_t fd, const lck_extent *extents, uint64_t count, const lck_read *reads, uint64_t n_reads,
+                      uint64_t block, uint64_t uuid_lo, uint64_t uuid_hi, uint32_t threads, uint64_t *bad_read,
+                      uint64_t *bad_block);
 
 /* ---- PMDK: libpmemobj as the container of a pool ------------------------------------------------------- */
 

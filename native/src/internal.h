@@ -99,6 +99,21 @@ int32_t extents_total(const lck_extent *extents, uint64_t count, uint64_t *nbyte
 /* The number of the one that holds pool offset off, and where in it; count where none does. */
 uint64_t extents_find(const lck_extent *extents, uint64_t count, uint64_t off, uint64_t *inside);
 
+/* ---- read.c ------------------------------------------------------------------------------------------ */
+
+/* A pool, as reads of it see it. */
+struct read_from {
+    int fd;
+    const lck_extent *extents;
+    uint64_t count, block, uuid_lo, uuid_hi;
+};
+
+/* LCK_EINVAL for what is no pool, and no read. */
+int32_t read_check(const struct read_from *from);
+int32_t read_check_one(const lck_read *what);
+/* One block of a read, by way of the buffer; stored only if it is right. The caller fences. */
+int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t index, unsigned char *buffer);
+
 /* ---- medium.c ---------------------------------------------------------------------------------------- */
 
 struct lck_medium {

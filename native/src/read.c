@@ -43,37 +43,56 @@ static int32_t read_pool(int fd, const lck_extent *extents, uint64_t count, unsi
 
 /* Verified in memory that nobody else can change, and not stored before: neither a bad medium nor a writer at
  * work can put a byte into dst that did not pass. */
+int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t index, unsigned char *buffer)
+{
+    uint64_t at = index * from->block;
+    uint64_t left = what->nbytes - at, n = left < from->block ? left : from->block;
+    int32_t status = read_pool(from->fd, from->extents, from->count, buffer, n, what->off + at);
+    if (status != LCK_OK)
+        return status;
+    uint32_t seed = lck_block_seed(from->uuid_lo, from->uuid_hi, what->tensor, what->generation, index);
+    if ((lck_crc32c(buffer, n) ^ seed) != ((const uint32_t *)(uintptr_t)what->crcs)[index])
+        return LCK_ECHECKSUM;
+    if (what->dst != 0) /* past the caches: what is read back next is something else */
+        (void)kernel_copy(kernel_current(), (unsigned char *)(uintptr_t)what->dst + at, buffer, n);
+    return LCK_OK;
+}
+
+int32_t read_check(const struct read_from *from)
+{
+    uint64_t total;
+    if (extents_total(from->extents, from->count, &total) != LCK_OK)
+        return LCK_EINVAL;
+    return from->block == 0 || from->block > LCK_MAX_BLOCK ? LCK_EINVAL : LCK_OK;
+}
+
+int32_t read_check_one(const lck_read *what)
+{
+    if (what->off > INT64_MAX || what->nbytes > INT64_MAX - what->off)
+        return LCK_EINVAL;
+    return what->nbytes > 0 && what->crcs == 0 ? LCK_EINVAL : LCK_OK;
+}
+
 int32_t lck_read_verified(int32_t fd, const lck_extent *extents, uint64_t count, uint64_t off, void *dst,
                           uint64_t nbytes, uint64_t block, const uint32_t *crcs, uint64_t uuid_lo, uint64_t uuid_hi,
                           uint64_t tensor, uint64_t generation, uint64_t *bad)
 {
-    uint64_t total;
-    if (extents_total(extents, count, &total) != LCK_OK)
-        return LCK_EINVAL;
-    if (block == 0 || block > LCK_MAX_BLOCK || off > INT64_MAX || nbytes > INT64_MAX - off)
+    const struct read_from from = {fd, extents, count, block, uuid_lo, uuid_hi};
+    const lck_read what = {off, (uint64_t)(uintptr_t)dst, nbytes, (uint64_t)(uintptr_t)crcs, tensor, generation};
+    if (read_check(&from) != LCK_OK || read_check_one(&what) != LCK_OK)
         return LCK_EINVAL;
     if (nbytes == 0)
         return LCK_OK;
-    if (crcs == NULL)
-        return LCK_EINVAL;
     unsigned char *buffer = malloc(nbytes < block ? nbytes : block);
     if (buffer == NULL)
         return LCK_ENOMEM;
     int32_t status = LCK_OK;
-    for (uint64_t index = 0, at = 0; at < nbytes; index++, at += block) {
-        uint64_t n = nbytes - at < block ? nbytes - at : block;
-        status = read_pool(fd, extents, count, buffer, n, off + at);
-        uint32_t seed = lck_block_seed(uuid_lo, uuid_hi, tensor, generation, index);
-        if (status == LCK_OK && (lck_crc32c(buffer, n) ^ seed) != crcs[index])
-            status = LCK_ECHECKSUM;
-        if (status != LCK_OK) {
-            if (bad != NULL)
-                *bad = index;
-            break;
-        }
-        if (dst != NULL)
-            memcpy((unsigned char *)dst + at, buffer, n);
+    for (uint64_t index = 0; status == LCK_OK && index < blocks_of(nbytes, block); index++) {
+        status = read_block(&from, &what, index, buffer);
+        if (status != LCK_OK && bad != NULL)
+            *bad = index;
     }
+    cpu_fence();
     free(buffer);
     return status;
 }

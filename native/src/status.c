@@ -21,6 +21,7 @@ uint32_t lck_sizeof(uint32_t id)
     case 2: return (uint32_t)sizeof(lck_job_info);
     case 3: return (uint32_t)sizeof(lck_event);
     case 4: return (uint32_t)sizeof(lck_extent);
+    case 5: return (uint32_t)sizeof(lck_read);
     default: return 0;
     }
 }
