@@ -43,7 +43,8 @@ class PoolReader:
     def __init__(self, container: Container, path: str) -> None:
         self.container = container
         self.path = path
-        self.extents = native(container.extents), len(container.extents)
+        fd, places = container.source
+        self.source = fd, native(places), len(places)
         self.superblock = self._read_superblock()
         self.table, self.entries = self._read_table()
 
@@ -213,7 +214,7 @@ class Version:
         bad = ffi.new("uint64_t *")
         crcs = ffi.cast("uint32_t *", self.crcs.ctypes.data + 4 * int(record["crc"]))
         status = lib.lck_read_verified(
-            self.reader.container.fd, *self.reader.extents, slot + entry.offset, ffi.cast("void *", address),
+            *self.reader.source, slot + entry.offset, ffi.cast("void *", address),
             entry.nbytes, sb.block, crcs, *uuid_words(self.header.origin), number, int(record["generation"]), bad,
         )  # fmt: skip
         if status == lib.LCK_ECHECKSUM:
