@@ -28,7 +28,8 @@ from lightck.pool import backends, devdax_head
 from lightck.pool.backend import Backend
 from lightck.pool.devdax import DevdaxBackend
 from lightck.pool.durability import TIER_CACHE, TIER_PM, TIER_PM_EADR, probe_device
-from lightck.pool.format import MAGIC, MIB
+from lightck.pool.format import MAGIC, MIB, DamagedError
+from lightck.pool.reader import Version, open_pool
 
 SMALL = 24 * MIB
 """Room for the head and two small pools."""
@@ -217,6 +218,27 @@ def test_a_record_that_names_an_impossible_place_is_not_followed(plugged):
             put(path, copy, record)
         with pytest.raises(CorruptPoolError, match="no pool can be"):
             lightck.recover(path)
+
+
+def test_a_record_with_an_impossible_sequence_does_not_count(plugged):
+    path, _, _ = plugged
+    for copy in devdax_head.RECORD_OFFSETS:
+        put(path, copy, devdax_head.Record((1 << 64) - 1, ALIGN, NBYTES, 64 * MIB).pack())
+    with pytest.raises(CorruptPoolError, match="damaged"):
+        lightck.recover(path)
+    trained(path, 1, overwrite=True)
+    assert lightck.recover(path).step == 1
+
+
+def test_a_reader_that_was_closed_touches_no_memory(plugged):
+    path, _, _ = plugged
+    trained(path)
+    reader = open_pool(path)
+    version = next(v for v in reader.versions() if isinstance(v, Version))
+    version.verify()
+    reader.close()
+    with pytest.raises(DamagedError, match="cannot be read"):
+        version.read_into("model/0.weight", 0)
 
 
 def test_a_namespace_that_was_made_anew_is_said(plugged):

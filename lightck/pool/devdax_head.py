@@ -8,7 +8,7 @@ or none. docs/format.md, "On a device-dax device", is the picture of this module
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lightck.pool.checksum import crc64
@@ -17,6 +17,7 @@ from lightck.pool.format import MIB, PAGE, align_up
 MAGIC = b"LCKDAX\x00\x01"
 RECORD_NBYTES = 64
 RECORD_OFFSETS = (0, PAGE)
+SEQUENCE_MAX = 1 << 63
 HEAD_NBYTES = 2 * MIB
 """What is looked at before a device without a record is written to, and kept free of pools."""
 
@@ -43,7 +44,7 @@ class Record:
         if len(data) < RECORD_NBYTES or data[:8] != MAGIC or crc64(data[:56]) != _U64.unpack(data[56:64])[0]:
             return None
         _, sequence, start, nbytes, device_nbytes, _ = _RECORD.unpack(data[:56])
-        return cls(sequence, start, nbytes, device_nbytes)
+        return cls(sequence, start, nbytes, device_nbytes) if sequence < SEQUENCE_MAX else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Head:
 
     @property
     def record(self) -> Record | None:
-        return max((copy for copy in self.copies if copy is not None), key=lambda r: r.sequence, default=None)
+        return newest(self.copies)
 
     @property
     def pool(self) -> Record | None:
@@ -68,6 +69,11 @@ class Head:
     @property
     def is_foreign(self) -> bool:
         return not self.is_signed and not self.is_blank
+
+
+def newest(copies: Iterable[Record | None]) -> Record | None:
+    """The one that counts."""
+    return max((copy for copy in copies if copy is not None), key=lambda r: r.sequence, default=None)
 
 
 def examine(read: Callable[[int, int], bytes]) -> Head:

@@ -80,8 +80,9 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
     if _is_pretended(region):
         return _process_only("memory (device-dax)", TIER_CACHE, seen, *_pretence([Device(device.name, region)]))
     if region.provider not in _REAL:
-        unasked = "a host that has to be asked to flush cannot be asked through a device" * (region.provider == _HOSTED)
-        return _process_only("unknown memory (device-dax)", TIER_CACHE, seen, unasked or _reports(region)[0])
+        unasked = ("its host has to be asked to flush, and a device has no way to ask",)
+        why = unasked if region.provider == _HOSTED else _reports(region)
+        return _process_only("unknown memory (device-dax)", TIER_CACHE, seen, *why)
     if system.write_back() is None:
         stuck = "lightck cannot write cache lines back on this processor, and there is no fdatasync on a device"
         return _process_only("persistent memory (device-dax)", TIER_CACHE, seen, *_reports(region), stuck)

@@ -73,8 +73,8 @@ def _asked(fd: int) -> Holder | None:
         return None
     if kind == fcntl.F_UNLCK:
         return None
-    holder = pid if pid > 0 else _ofd_holder(os.fstat(fd))
-    return Holder(None, "") if holder is None else Holder(holder, _command_of(holder))
+    owner = _ofd_holder(os.fstat(fd)) if pid == -1 else pid
+    return Holder(owner, _command_of(owner)) if owner is not None and owner > 0 else Holder(None, "")
 
 
 def _ofd_holder(st: os.stat_result) -> int | None:

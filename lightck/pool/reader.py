@@ -138,6 +138,8 @@ class PoolReader:
         return Version(self, line, header, manifest)
 
     def close(self) -> None:
+        """Reads fail from here on: also those that went by addresses."""
+        self.source = -1, *self.source[1:]
         self.container.close()
 
 
