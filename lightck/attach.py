@@ -75,14 +75,14 @@ def attach(
 
     Args:
         model: the root module. Attach after its optimizer and LR scheduler were built.
-        pool_path: the pool's file; it is made if it is not there. Its folder must exist.
+        pool_path: the pool's file, made if it is not there (its folder must exist); or a device-dax device.
         optimizer: an optimizer or a list of them. Not passed: looked for among live objects.
         state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}``: no.
         interval: every how many updates a version is saved; ``"auto"`` or ``lightck.Auto(...)``: by what it costs.
         resume: restore the newest version, if the pool holds one, and go on from it.
         overwrite: discard what the pool holds.
         strategy: what a version holds; ``FullState()``.
-        backend: ``"file"``, ``"pmdk"``, or ``"auto"``: PMDK for a new pool on persistent memory, else a file.
+        backend: ``"file"``, ``"pmdk"``, ``"devdax"``; ``"auto"``: by the path; a new one on persistent memory PMDK's.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that.
         slots: versions that the pool has room for, 2 to 8; by default 2, or what an existing pool has.
         keep: export a version every so often: ``lightck.Keep(every=1000, last=3, to=folder)``. It takes one more slot.
@@ -221,7 +221,9 @@ class _Attachment:
             reader = open_pool(self.path, self.backend.name, write=True)
         except PoolNotFoundError:
             return None
-        except NotAPoolError:
+        except NotAPoolError as err:
+            if self.overwrite and err.in_the_way:
+                return None
             raise
         except PoolError:
             if self.overwrite and self.backend.recognises(self.path):

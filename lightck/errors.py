@@ -66,6 +66,9 @@ class PoolLockedError(PoolError, BlockingIOError):
 class NoSpaceError(PoolError, OSError):
     """The medium cannot hold the pool. ``errno`` is ``ENOSPC``."""
 
+    in_the_way = False
+    """It could, once the pool that lies there is discarded."""
+
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.errno = errno.ENOSPC
@@ -85,6 +88,9 @@ class MediumError(PoolError, OSError):
 
 class NotAPoolError(PoolError, ValueError):
     """The file is not a lightck pool."""
+
+    in_the_way = False
+    """It is a device, which nothing but ``overwrite=True`` can clear."""
 
 
 class PoolTruncatedError(PoolError, EOFError):

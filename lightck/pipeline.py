@@ -112,7 +112,7 @@ class Pipeline:
     def _new_writer(self, entries: Sequence[Entry], state_nbytes: int, spare_nbytes: int = 0,
                     extras: Sequence[Entry] = ()) -> PoolWriter:  # fmt: skip
         container, _ = create(self._backend, self.path, entries, slots=self._n_slots, state_nbytes=state_nbytes,
-                              spare_nbytes=spare_nbytes, extras=extras)  # fmt: skip
+                              spare_nbytes=spare_nbytes, extras=extras, may_discard=self.writer is None)  # fmt: skip
         try:
             return PoolWriter(PoolReader(container, self.path), self.engine, self.durability, after=self.writer)
         except BaseException:

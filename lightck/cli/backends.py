@@ -13,7 +13,10 @@ from pathlib import Path
 
 from lightck.cli.checks import NOTE, OK, Line
 
-_ABOUT = {"file": "plain files on tmpfs, a disk or persistent memory"}
+_ABOUT = {
+    "file": "plain files on tmpfs, a disk or persistent memory",
+    "devdax": "device-dax devices: persistent memory without a file system",
+}
 
 
 def check() -> Iterator[Line]:

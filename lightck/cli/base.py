@@ -157,7 +157,8 @@ def _is_pool(path: str) -> bool:
     from lightck.pool.backends import BACKENDS
 
     try:
-        is_file = stat.S_ISREG(os.lstat(path).st_mode)
+        mode = os.lstat(path).st_mode
+        is_file = stat.S_ISREG(mode) or stat.S_ISCHR(mode)
     except OSError:
         return False
     return is_file and any(backend.recognises(path) for backend in BACKENDS.values())

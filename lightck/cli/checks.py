@@ -111,25 +111,45 @@ def media(machine: Machine, asked: str | None = None) -> Iterator[Line]:
     folders = [SHARED, machine.env.get("XDG_RUNTIME_DIR", ""), "/tmp", os.getcwd()]
     folders += [mount.point for mount in machine.mounts() if is_dax(mount.options)]
     lines = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
-    if asked is not None:
-        first = _asked_medium(machine, asked)
+    first = _asked_medium(machine, asked) if asked is not None else None
+    if first is not None:
         lines = [line for line in lines if line.topic != first.topic]
         yield first
     elif all(line.level == PROBLEM for line in lines):
         yield Line("media", PROBLEM, "no folder has room for a pool", "Free space, or: lightck doctor PATH.")
     for line in lines:
         yield line if line.level != PROBLEM else Line(line.topic, NOTE, line.said, line.cure)
-    devices = machine.listing("/sys/bus/dax/devices")
-    if devices:
-        yield Line("device-dax", NOTE, ", ".join(devices), "A pool can lie on a file system with DAX: ndctl makes one.")
+    for name in machine.listing("/sys/bus/dax/devices"):
+        device = _device(machine, f"/dev/{name}")
+        if device is not None and (first is None or device.topic != first.topic):
+            yield device if device.level != PROBLEM else Line(device.topic, NOTE, device.said, device.cure)
 
 
 def is_dax(options: tuple[str, ...]) -> bool:
     return "dax" in options or "dax=always" in options
 
 
+def _device(machine: Machine, path: str) -> Line | None:
+    """A device-dax device; None where the path is none."""
+    try:
+        found = machine.device(path)
+    except (LightckError, OSError) as error:
+        return Line(path, PROBLEM, str(error), "Choose another place for the pool.")
+    if found is None:
+        return None
+    nbytes, medium = found
+    survived = ", ".join(words for name, words in SURVIVED.items() if getattr(medium, name))
+    said = f"{medium.medium}, {size(nbytes)}; survives {survived}"
+    if medium.os:
+        return Line(path, OK, said)
+    return Line(path, NOTE, said, f"It promises no more because {medium.evidence[-1]}.")
+
+
 def _asked_medium(machine: Machine, path: str) -> Line:
     folder = os.path.abspath(path)
+    device = _device(machine, folder)
+    if device is not None:
+        return device
     if not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder):

@@ -74,7 +74,7 @@ def _geometry(reader: PoolReader, backend: str) -> dict[str, Any]:
         "backend": backend,
         "format": _format(reader),
         "uuid": sb.uuid.hex(),
-        "file_nbytes": os.stat(reader.path).st_size,
+        "file_nbytes": os.stat(reader.path).st_size or sb.nbytes,  # a device has no size of its own
         "nbytes": sb.nbytes,
         "slots": len(sb.slots),
         "slot_nbytes": sb.slot_nbytes,

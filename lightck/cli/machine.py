@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightck.pool import durability
+from lightck.pool.backends import DEVDAX
 from lightck.pool.durability import Durability
 
 UNLIMITED = 1 << 60
@@ -34,6 +35,11 @@ def space_of(folder: str) -> Space | None:
     except OSError:
         return None
     return Space(st.f_bavail * st.f_frsize, st.f_blocks * st.f_frsize)
+
+
+def device_at(path: str) -> tuple[int, Durability] | None:
+    """Bytes of a device-dax device, and what a pool there survives; None where the path is none."""
+    return DEVDAX.look(path) if DEVDAX.claims(path) else None
 
 
 def limit_of(name: str) -> int | None:
@@ -66,6 +72,7 @@ class Machine:
     space: Callable[[str], Space | None] = space_of
     limit: Callable[[str], int | None] = limit_of
     medium: Callable[[str], Durability] = durability.probe
+    device: Callable[[str], tuple[int, Durability] | None] = device_at
     writable: Callable[[str], bool] = is_writable
 
     def text(self, path: str) -> str:

@@ -15,7 +15,7 @@ from lightck.pool.extents import Extents
 
 
 class Container(Protocol):
-    """The bytes of one pool: ``nbytes`` of them, in ``extents`` of the file behind ``fd``."""
+    """The bytes of one pool: ``nbytes`` of them, in ``extents`` of the file behind ``fd`` (which may have more)."""
 
     @property
     def fd(self) -> int: ...
@@ -25,6 +25,11 @@ class Container(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def source(self) -> tuple[int, Extents]:
+        """What verified reads go by: ``fd`` and ``extents``; where the medium has no read(), ``LCK_MEMORY`` and
+        addresses."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the pool; fewer where the file ends."""

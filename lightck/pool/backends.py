@@ -1,5 +1,6 @@
-"""Which backend a path gets: the one whose signature an existing pool has; a new pool is a PMDK pool on persistent
-memory where PMDK is installed, else a plain file. ``$LIGHTCK_BACKEND`` names another one for new pools.
+"""Which backend a path gets: a device-dax device its own; else the one whose signature an existing pool has; a new pool
+is a PMDK pool on persistent memory where PMDK is installed, else a plain file. ``$LIGHTCK_BACKEND`` names another one
+for new pools that are files.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from pathlib import Path
 from lightck.errors import PoolError
 from lightck.pool import pmdk, pmemobj
 from lightck.pool.backend import Backend
+from lightck.pool.devdax import DevdaxBackend
 from lightck.pool.file import FileBackend
 from lightck.pool.pmdk import PmdkBackend
 
-BACKENDS: dict[str, Backend] = {"file": FileBackend(), "pmdk": PmdkBackend()}
+DEVDAX = DevdaxBackend()
+BACKENDS: dict[str, Backend] = {"file": FileBackend(), "pmdk": PmdkBackend(), "devdax": DEVDAX}
 BACKEND_VARIABLE = "LIGHTCK_BACKEND"
 
 
@@ -21,6 +24,8 @@ def backend_for(path: str, name: str = "auto") -> Backend:
     """The backend for a pool path. ``name`` is ``"auto"`` or a backend's name."""
     if name != "auto":
         return _named(name, f"backend={name!r}")
+    if DEVDAX.claims(path):
+        return BACKENDS["devdax"]
     found = next((b for b in BACKENDS.values() if b.recognises(path)), None)
     if found is None and pmdk.claims(path):
         return BACKENDS["pmdk"]  # which says why it is none of ours

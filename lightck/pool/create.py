@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from lightck.errors import NoSpaceError, NotAPoolError
 from lightck.pool import layout
 from lightck.pool.backend import Backend, Container
 from lightck.pool.engine import Medium
@@ -36,14 +37,15 @@ def create(
     state_nbytes: int,
     spare_nbytes: int = 0,
     extras: Sequence[Entry] = (),
+    may_discard: bool = False,
 ) -> tuple[Container, Superblock]:
     """Allocate a pool for these entries and write its static part. It becomes visible by ``container.publish()``.
 
     ``state_nbytes`` is the expected length of the small state; ``spare_nbytes`` are added to the reserve; ``extras``
-    fit into it besides.
+    fit into it besides. ``may_discard``: what lies at the path is empty or given up, and may go where it is in the way.
     """
     sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras)
-    container = backend.create(path, sb.nbytes)
+    container = _allocated(backend, path, sb.nbytes, may_discard)
     try:
         medium = Medium(container.fd, container.extents, backend.probe(path).tier)
         try:
@@ -58,6 +60,16 @@ def create(
         container.close()
         raise
     return container, sb
+
+
+def _allocated(backend: Backend, path: str, nbytes: int, may_discard: bool) -> Container:
+    try:
+        return backend.create(path, nbytes)
+    except (NoSpaceError, NotAPoolError) as err:
+        if not may_discard or not err.in_the_way:
+            raise
+    backend.discard(path)
+    return backend.create(path, nbytes)
 
 
 def _geometry(

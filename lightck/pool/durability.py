@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lightck.errors import MediumError
-from lightck.pool.system import Dax, Device, Region, System
+from lightck.pool.system import Dax, DaxDevice, Device, Region, System
 
 _MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 _ON_A_DEVICE = {0xEF53: "ext2/3/4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0xF2F52010: "f2fs"}
@@ -67,6 +67,26 @@ class Durability:
 def probe(folder: str, file: str | None = None, *, system: System | None = None) -> Durability:
     """Evidence for a pool in this existing folder: for ``file`` where that exists, else for a new file."""
     return _probe(folder, file, system or System(), _LOOPS_MAX)
+
+
+def probe_device(device: DaxDevice, *, system: System | None = None) -> Durability:
+    """Evidence for a pool on a device-dax device. Nobody can be asked to flush there, so a store is durable by the
+    processor alone or not at all."""
+    system, region = system or System(), device.region
+    seen = f"{device.name} is a device-dax device of {device.nbytes} bytes: its mapping is the memory itself"
+    if region is None:
+        volatile = "it is not on the NVDIMM bus (hmem, CXL): it is taken for memory that ends with the system"
+        return _process_only("memory (device-dax)", TIER_CACHE, seen, volatile)
+    if _is_pretended(region):
+        return _process_only("memory (device-dax)", TIER_CACHE, seen, *_pretence([Device(device.name, region)]))
+    if region.provider not in _REAL:
+        unasked = ("its host has to be asked to flush, and a device has no way to ask",)
+        why = unasked if region.provider == _HOSTED else _reports(region)
+        return _process_only("unknown memory (device-dax)", TIER_CACHE, seen, *why)
+    if system.write_back() is None:
+        stuck = "lightck cannot write cache lines back on this processor, and there is no fdatasync on a device"
+        return _process_only("persistent memory (device-dax)", TIER_CACHE, seen, *_reports(region), stuck)
+    return _persistent_memory("device-dax", (seen,), [region], system)
 
 
 def require(durability: Durability, level: str | None) -> None:
@@ -159,7 +179,8 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
         dax = system.dax(folder, file)
     regions = [d.region for d in devices if d.region is not None]
     if dax.map_sync and system.write_back() is not None and all(region.provider in _REAL for region in regions):
-        return _persistent_memory(name, seen, regions, system)
+        granted = "the kernel granted a MAP_SYNC mapping: what a page fault changes in the file system is durable first"
+        return _persistent_memory(f"{name}, DAX", (f"{seen}, mounted with DAX", granted), regions, system)
     durable = _disk(name, seen, *_why_not_mapped(dax, regions, system), "each commit waits for two fdatasync", _FLUSH)
     durable = _without_barriers(durable, folder, system)
     for device in devices:
@@ -225,10 +246,9 @@ def _below(device: Device, system: System, loops: int) -> Durability:
 # -- persistent memory -------------------------------------------------------------------------------------
 
 
-def _persistent_memory(name: str, seen: str, regions: list[Region], system: System) -> Durability:
-    """DAX with MAP_SYNC on regions that are what they say."""
-    granted = "the kernel granted a MAP_SYNC mapping: what a page fault changes in the file system is durable first"
-    evidence = [f"{seen}, mounted with DAX", granted]
+def _persistent_memory(name: str, seen: tuple[str, ...], regions: list[Region], system: System) -> Durability:
+    """Mapped, on regions that are what they say, so that no store waits for anything but the processor."""
+    evidence = [*seen]
     for region in regions:
         evidence += _reports(region)
     is_eadr = all(region.persistence_domain == "cpu_cache" for region in regions)
@@ -238,7 +258,7 @@ def _persistent_memory(name: str, seen: str, regions: list[Region], system: Syst
         evidence.append("this is a virtual machine: its host answers for what its persistent memory is")
     nodes = {region.numa_node for region in regions}
     return Durability(
-        True, True, all(map(_is_power_safe, regions)), False, f"persistent memory ({name}, DAX)", tuple(evidence),
+        True, True, all(map(_is_power_safe, regions)), False, f"persistent memory ({name})", tuple(evidence),
         TIER_PM_EADR if is_eadr else TIER_PM, nodes.pop() if len(nodes) == 1 else None,
     )  # fmt: skip
 

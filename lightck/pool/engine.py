@@ -19,6 +19,7 @@ from lightck.pool.extents import Extents, native
 
 COPIED, ENDED = 2, 3
 _SLICE_MS = 100
+_ZEROS = 1 << 20
 
 
 def check(status: int, what: str) -> None:
@@ -52,6 +53,13 @@ class Medium:
         """Ordinary store, written back; ordered by the next ``sync``."""
         check(lib.lck_m_store(self.handle, offset, data, len(data)), "storing")
         check(lib.lck_m_flush(self.handle, offset, len(data)), "flushing")
+
+    def zero(self, offset: int, nbytes: int) -> None:
+        """Zeros, streamed past the caches; ordered by the next ``sync``."""
+        zeros = ffi.new("char[]", min(nbytes, _ZEROS))
+        for at in range(offset, offset + nbytes, _ZEROS):
+            n = min(_ZEROS, offset + nbytes - at)
+            check(lib.lck_m_copy(self.handle, at, zeros, n, ffi.NULL), "writing zeros")
 
     def sync(self) -> None:
         check(lib.lck_m_sync(self.handle), "making the pool durable")

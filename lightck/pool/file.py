@@ -33,9 +33,8 @@ _NO_FILE = (
     "directory: add '/run.pool'."
 )
 _NO_DEVICE = (
-    "{path!r} is a device. A pool is one regular file, also on persistent memory. Make a file system on the device "
-    "(of a device-dax namespace: ndctl create-namespace -f -e NAMESPACE -m fsdax; then mkfs.ext4, mount -o dax) and "
-    "name a file there."
+    "{path!r} is a device. A pool of this backend is one regular file. Make a file system on the device and name a "
+    'file there; a device-dax device (/dev/dax0.0) takes a pool by itself with backend="auto".'
 )
 
 
@@ -49,6 +48,10 @@ class FileContainer:
         self.extents: Extents = ((0, nbytes),)
         self._temporary = temporary
         self._pid = os.getpid()
+
+    @property
+    def source(self) -> tuple[int, Extents]:
+        return self.fd, self.extents
 
     def read(self, offset: int, nbytes: int) -> bytes:
         return extents.read(self.fd, self.extents, offset, nbytes)

@@ -1,8 +1,9 @@
-"""One writer per pool: a POSIX record lock on ``<pool>.lock``, and a registry inside this process.
+"""One writer per pool: a record lock on ``<pool>.lock`` (on a device: on itself), and a registry inside this process.
 
 A record lock belongs to the process, not to the open file: a DataLoader worker that outlives a killed trainer does
 not keep it (flock and OFD locks do stay with a forked child: measured). The price is that closing any descriptor of
-the lock file drops it, so nothing else in this process may open that file; the registry makes that so.
+the lock file drops it, so nothing else in this process may open that file; the registry makes that so. A device
+is opened by its readers too, and its folder is not its owner's: there an OFD lock is used, which a forked child closes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import fcntl
 import gc
 import os
+import stat
 import struct
 import threading
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from lightck.errors import PoolLockedError, PoolPermissionError
 _held: dict[tuple[int, int], str] = {}
 # Re-entrant: a collection while it is held may end a forgotten session, which releases its lock.
 _guard = threading.RLock()
+_on_devices: set[int] = set()
+"""Descriptors that hold an OFD lock."""
 _FLOCK = struct.Struct("hhqqi4x")
 
 
@@ -33,7 +37,7 @@ class Holder:
 
 def holder_of(pool_path: str) -> Holder | None:
     """Who has this pool open for writing, or None. Takes no lock, and makes no lock file where there is none."""
-    path = pool_path + ".lock"
+    path = _place(pool_path)
     with _guard:
         try:
             st = os.stat(path, follow_symlinks=False)
@@ -48,6 +52,18 @@ def holder_of(pool_path: str) -> Holder | None:
             os.close(fd)
 
 
+def _place(pool_path: str) -> str:
+    """What is locked for this pool."""
+    return pool_path if _is_device(pool_path) else pool_path + ".lock"
+
+
+def _is_device(path: str) -> bool:
+    try:
+        return stat.S_ISCHR(os.stat(path, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
 def _asked(fd: int) -> Holder | None:
     """The answer of the kernel: who holds a lock that would keep a writer out."""
     probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -57,7 +73,22 @@ def _asked(fd: int) -> Holder | None:
         return None
     if kind == fcntl.F_UNLCK:
         return None
-    return Holder(pid, _command_of(pid)) if pid > 0 else Holder(None, "")
+    owner = _ofd_holder(os.fstat(fd)) if pid == -1 else pid
+    return Holder(owner, _command_of(owner)) if owner is not None and owner > 0 else Holder(None, "")
+
+
+def _ofd_holder(st: os.stat_result) -> int | None:
+    """An OFD lock has no pid; whose descriptor it is stands in procfs, as far as we may look."""
+    file = f"{os.major(st.st_dev):02x}:{os.minor(st.st_dev):02x}:{st.st_ino} "
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            for number in os.listdir(f"/proc/{pid}/fdinfo"):
+                with open(f"/proc/{pid}/fdinfo/{number}") as f:
+                    if any(line.startswith("lock:") and "OFDLCK" in line and file in line for line in f):
+                        return int(pid)
+        except OSError:
+            continue
+    return None
 
 
 def _command_of(pid: int) -> str:
@@ -72,16 +103,20 @@ class PoolLock:
     """Holds the lock of one pool from construction until ``release``."""
 
     def __init__(self, pool_path: str) -> None:
-        self.path = pool_path + ".lock"
+        self.path = _place(pool_path)
+        self._is_device = self.path == pool_path
         self._pool_path = pool_path
         self._pid = os.getpid()
         self._fd = -1
         with _guard:
             self._refuse_second_session()
             self._fd = self._open()
+            if self._is_device:
+                _on_devices.add(self._fd)
             try:
                 self._key = self._lock()
             except BaseException:
+                _on_devices.discard(self._fd)
                 os.close(self._fd)
                 raise
             _held[self._key] = pool_path
@@ -103,6 +138,8 @@ class PoolLock:
         return (st.st_dev, st.st_ino) in _held
 
     def _open(self) -> int:
+        if self._is_device:
+            return self._open_device()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             fd = os.open(self.path, flags, 0o600)
@@ -119,9 +156,21 @@ class PoolLock:
             )
         return fd
 
+    def _open_device(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as err:
+            raise PoolPermissionError(
+                f"The device {self.path!r} cannot be opened to be locked: {err.strerror}. Every writer of a pool locks "
+                "it. Have the device given to you: chown."
+            ) from err
+
     def _lock(self) -> tuple[int, int]:
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._is_device:
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            else:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as err:
             if err.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
@@ -144,9 +193,12 @@ class PoolLock:
         with _guard:
             if self._fd < 0:
                 return
-            if os.getpid() == self._pid:
+            is_ours = os.getpid() == self._pid
+            if is_ours:
                 _held.pop(self._key, None)
-            os.close(self._fd)
+                _on_devices.discard(self._fd)
+            if is_ours or not self._is_device:  # a forked child has closed a device's at its start
+                os.close(self._fd)
             self._fd = -1
 
 
@@ -155,6 +207,8 @@ def _forget_in_child() -> None:
     global _guard
     _guard = threading.RLock()
     _held.clear()
+    while _on_devices:  # an OFD lock is held as long as any process has the descriptor
+        os.close(_on_devices.pop())
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -45,6 +45,10 @@ class PmdkContainer:
     def fd(self) -> int:
         return self._file.fd
 
+    @property
+    def source(self) -> tuple[int, Extents]:
+        return self.fd, self.extents
+
     def read(self, offset: int, nbytes: int) -> bytes:
         return extents.read(self.fd, self.extents, offset, nbytes)
 

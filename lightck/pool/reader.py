@@ -49,7 +49,8 @@ class PoolReader:
     def __init__(self, container: Container, path: str) -> None:
         self.container = container
         self.path = path
-        self.extents = native(container.extents), len(container.extents)
+        fd, places = container.source
+        self.source = fd, native(places), len(places)
         self.superblock = self._read_superblock()
         self.table, self.entries = self._read_table()
 
@@ -143,6 +144,8 @@ class PoolReader:
         return Version(self, line, header, manifest)
 
     def close(self) -> None:
+        """Reads fail from here on: also those that went by addresses."""
+        self.source = -1, *self.source[1:]
         self.container.close()
 
 
@@ -217,9 +220,9 @@ class Version:
         bad = ffi.new("uint64_t *")
         crcs = ffi.cast("uint32_t *", self._crcs_at(number))
         status = lib.lck_read_verified(
-            self.reader.container.fd, *self.reader.extents, self._offset_of(entry), ffi.cast("void *", address),
-            entry.nbytes, self.reader.superblock.block, crcs, *uuid_words(self.header.origin), number,
-            int(record["generation"]), bad,
+            *self.reader.source, self._offset_of(entry), ffi.cast("void *", address), entry.nbytes,
+            self.reader.superblock.block, crcs, *uuid_words(self.header.origin), number, int(record["generation"]),
+            bad,
         )  # fmt: skip
         _refuse_bad(status, name, bad[0])
 
@@ -240,7 +243,7 @@ class Version:
         reads["generation"] = self.records["generation"][numbers]
         bad = ffi.new("uint64_t[2]")
         status = lib.lck_read_many(
-            self.reader.container.fd, *self.reader.extents, ffi.cast("lck_read *", reads.ctypes.data), len(reads),
+            *self.reader.source, ffi.cast("lck_read *", reads.ctypes.data), len(reads),
             self.reader.superblock.block, *uuid_words(self.header.origin), _processors(), bad, bad + 1,
         )  # fmt: skip
         _refuse_bad(status, places[bad[0]][0], bad[1])

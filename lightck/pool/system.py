@@ -63,6 +63,18 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class DaxDevice:
+    """A character device of device-dax: memory that can only be mapped, without a file system."""
+
+    name: str
+    nbytes: int
+    align: int
+    """Offsets, lengths and addresses of a mapping are multiples of this."""
+    region: Region | None
+    """Where it is a namespace of persistent memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Dax:
     """How files at a place are mapped."""
 
@@ -152,6 +164,23 @@ class System:
             return tuple(self._bottom(folder, _DEPTH_MAX))
         except OSError:
             return ()
+
+    def character_device(self, st: os.stat_result) -> tuple[int, int] | None:
+        """Number of the character device that was looked at."""
+        return (os.major(st.st_rdev), os.minor(st.st_rdev)) if stat.S_ISCHR(st.st_mode) else None
+
+    def dax_device(self, st: os.stat_result) -> DaxDevice | None:
+        """The device-dax device that was looked at; None where it is none, or one that cannot be mapped."""
+        number = self.character_device(st)
+        if number is None:
+            return None
+        folder = os.path.realpath(f"{self.sys}/dev/char/{number[0]}:{number[1]}")
+        if os.path.basename(os.path.realpath(f"{folder}/subsystem")) != "dax":
+            return None
+        nbytes, align = (self._read(f"{folder}/{name}").strip() for name in ("size", "align"))
+        if not nbytes.isdecimal() or not align.isdecimal() or not 0 < int(align) <= int(nbytes):
+            return None
+        return DaxDevice(os.path.basename(folder), int(nbytes), int(align), self._region(folder))
 
     def _bottom(self, folder: str, depth: int) -> Iterator[Device]:
         if depth == 0 or not os.path.isdir(folder):

@@ -26,6 +26,10 @@ class MemoryContainer:
         self._path = path
         self._is_new = is_new
 
+    @property
+    def source(self) -> tuple[int, Extents]:
+        return self.fd, self.extents
+
     def read(self, offset: int, nbytes: int) -> bytes:
         return extents.read(self.fd, self.extents, offset, nbytes)
 

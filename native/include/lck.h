@@ -41,8 +41,8 @@ enum {
 enum { LCK_ABI_VERSION = 4 };
 
 uint32_t lck_abi_version(void);
-/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read), 0 for another
- * id. */
+/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read), 0 for
+ * another id. */
 uint32_t lck_sizeof(uint32_t id);
 /* errno of the last LCK_ESYS that this thread saw. */
 int32_t lck_last_errno(void);
@@ -102,7 +102,8 @@ enum {
 int32_t lck_prewrite(int32_t fd, uint64_t nbytes);
 
 /* Map these extents of fd back to back, from an address that is a multiple of 2 MiB, so that huge pages fit (shared,
- * read and write, MADV_DONTFORK, MADV_DONTDUMP). LCK_EINVAL unless their offsets, and all lengths but the last, are
+ * read and write, MADV_DONTFORK, MADV_DONTDUMP). Of a character device (device-dax) there is one extent, in multiples
+ * of its alignment, and its address is the kernel's choice. LCK_EINVAL unless their offsets, and all lengths but the last, are
  * whole pages; LCK_ESHORT if the file is shorter; LCK_ESYS with EOPNOTSUPP where MAP_SYNC is not granted and the tier
  * needs it, with ENOTSUP where lines have to be written back and the processor cannot. The fd is duplicated (O_CLOEXEC)
  * for fdatasync on LCK_TIER_DISK and is not needed afterwards. */
@@ -262,10 +263,16 @@ int32_t lck_job_forget(lck_engine *engine, uint64_t ticket);
 
 /* ---- verified reads ---------------------------------------------------------------------------------- */
 
+enum { LCK_MEMORY = -2 };
+/* The first nbytes of fd, mapped to be read (shared, left out of core dumps), for such a device; and its end. */
+int32_t lck_map(int32_t fd, uint64_t nbytes, const void **out);
+int32_t lck_unmap(const void *address, uint64_t nbytes);
+
 /* Read nbytes at offset off of a pool in fd into dst, block by block (at most 1 MiB each): pread into a private buffer,
  * verify against crcs[i] (seeded as in lck_block_seed), only then store. LCK_ECHECKSUM, LCK_ESHORT (the file or the
  * extents end early) or LCK_ESYS at the first bad block: *bad (may be NULL) is its number, blocks before it are in dst, nothing of it or after it is. dst
- * NULL verifies only. Does not need a medium: recovery maps nothing, so a truncated file is an error, not SIGBUS. */
+ * NULL verifies only. Does not need a medium: recovery maps no file, so a truncated one is an error, not SIGBUS.
+ * With fd LCK_MEMORY the offsets of the extents are addresses in this process: a device that has no read() is mapped. */
 int32_t lck_read_verified(int32_t fd, const lck_extent *extents, uint64_t count, uint64_t off, void *dst,
                           uint64_t nbytes, uint64_t block, const uint32_t *crcs, uint64_t uuid_lo,
                           uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t *bad);

@@ -69,8 +69,32 @@ static void *map_at(void *address, int fd, const lck_extent *extent, uint32_t ti
 }
 
 /* A child that inherited the mapping could write into the pool of a parent that goes on. */
+static int32_t keep_from_children(void *address, uint64_t nbytes)
+{
+    if (madvise(address, nbytes, MADV_DONTFORK) != 0)
+        return status_sys(errno);
+    (void)madvise(address, nbytes, MADV_DONTDUMP);
+    return LCK_OK;
+}
+
+/* device-dax wants addresses of its own alignment, up to 1 GiB, which the kernel knows best. */
+static int32_t map_device(lck_medium *medium, int fd, const lck_extent *extents, uint64_t count)
+{
+    if (count != 1)
+        return LCK_EINVAL;
+    void *base = mmap(NULL, extents->nbytes, PROT_READ | PROT_WRITE, map_flags(medium->tier), fd, (off_t)extents->off);
+    if (base == MAP_FAILED)
+        return status_sys(errno);
+    medium->base = base;
+    medium->reserved = extents->nbytes;
+    return keep_from_children(base, extents->nbytes);
+}
+
 static int32_t map_privately(lck_medium *medium, int fd, const lck_extent *extents, uint64_t count)
 {
+    struct stat st;
+    if (fstat(fd, &st) == 0 && S_ISCHR(st.st_mode))
+        return map_device(medium, fd, extents, count);
     uint64_t inside = (uint64_t)sysconf(_SC_PAGESIZE) - 1, at = 0;
     uint64_t nbytes = (medium->nbytes + inside) & ~inside;
     unsigned char *base = reserve(nbytes);
@@ -81,9 +105,9 @@ static int32_t map_privately(lck_medium *medium, int fd, const lck_extent *exten
     for (uint64_t i = 0; i < count; at += extents[i].nbytes, i++) {
         if (map_at(base + at, fd, &extents[i], medium->tier) == MAP_FAILED)
             return status_sys(errno);
-        if (madvise(base + at, extents[i].nbytes, MADV_DONTFORK) != 0)
-            return status_sys(errno);
-        (void)madvise(base + at, extents[i].nbytes, MADV_DONTDUMP);
+        int32_t status = keep_from_children(base + at, extents[i].nbytes);
+        if (status != LCK_OK)
+            return status;
     }
     return LCK_OK;
 }

@@ -2,11 +2,16 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "internal.h"
 
 static int32_t read_all(int fd, unsigned char *buffer, uint64_t nbytes, uint64_t off)
 {
+    if (fd == LCK_MEMORY) {
+        memcpy(buffer, (const void *)(uintptr_t)off, nbytes);
+        return LCK_OK;
+    }
     while (nbytes > 0) {
         ssize_t got = pread(fd, buffer, nbytes, (off_t)off);
         if (got < 0 && errno == EINTR)
@@ -39,6 +44,23 @@ static int32_t read_pool(int fd, const lck_extent *extents, uint64_t count, unsi
         nbytes -= n;
     }
     return LCK_OK;
+}
+
+int32_t lck_map(int32_t fd, uint64_t nbytes, const void **out)
+{
+    if (nbytes == 0 || out == NULL)
+        return LCK_EINVAL;
+    void *address = mmap(NULL, nbytes, PROT_READ, MAP_SHARED, fd, 0);
+    if (address == MAP_FAILED)
+        return status_sys(errno);
+    (void)madvise(address, nbytes, MADV_DONTDUMP);
+    *out = address;
+    return LCK_OK;
+}
+
+int32_t lck_unmap(const void *address, uint64_t nbytes)
+{
+    return munmap((void *)(uintptr_t)address, nbytes) == 0 ? LCK_OK : status_sys(errno);
 }
 
 /* Verified in memory that nobody else can change, and not stored before: neither a bad medium nor a writer at

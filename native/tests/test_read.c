@@ -51,6 +51,33 @@ static void check_good(void)
     CHECK_EQ(lck_read_verified(fd, parts, PARTS, OFF, dst, 0, BLOCK, NULL, 1, 2, 3, 4, NULL), LCK_OK);
 }
 
+/* The same bytes where they are mapped, as of a device that has no read(). */
+static void check_memory(void)
+{
+    unsigned char *pool = malloc(OFF + SIZE);
+    lck_extent here[2] = {{(uint64_t)(uintptr_t)pool, OFF + 100}, {(uint64_t)(uintptr_t)pool + OFF + 100, SIZE - 100}};
+    uint64_t bad = 99;
+    CHECK(pool != NULL);
+    memcpy(pool + OFF, data, SIZE);
+    memset(dst, 0xEE, SIZE);
+    CHECK_EQ(lck_read_verified(LCK_MEMORY, here, 2, OFF, dst, SIZE, BLOCK, crcs, 11, 22, 3, 77, &bad), LCK_OK);
+    CHECK(memcmp(dst, data, SIZE) == 0);
+    pool[OFF + 4 * BLOCK] ^= 1;
+    memset(dst, 0xEE, SIZE);
+    CHECK_EQ(lck_read_verified(LCK_MEMORY, here, 2, OFF, dst, SIZE, BLOCK, crcs, 11, 22, 3, 77, &bad), LCK_ECHECKSUM);
+    CHECK_EQ(bad, 4);
+    CHECK_EQ(dst[4 * BLOCK], 0xEE);
+    CHECK_EQ(lck_read_verified(LCK_MEMORY, here, 2, OFF + SIZE, dst, 10, BLOCK, crcs, 1, 2, 3, 4, &bad), LCK_ESHORT);
+    free(pool);
+    const void *mapped;
+    CHECK_EQ(lck_map(fd, OFF + SIZE, &mapped), LCK_OK);
+    if (parts == whole)
+        CHECK(memcmp((const unsigned char *)mapped + OFF, data, SIZE) == 0);
+    CHECK_EQ(lck_unmap(mapped, OFF + SIZE), LCK_OK);
+    CHECK_EQ(lck_map(fd, 0, &mapped), LCK_EINVAL);
+    CHECK_EQ(lck_map(9999, 4096, &mapped), LCK_ESYS);
+}
+
 static void check_untouched_from(size_t block)
 {
     CHECK(memcmp(dst, data, block * BLOCK) == 0);
@@ -116,6 +143,7 @@ int main(void)
         parts = places[i];
         setup();
         check_good();
+        check_memory();
         check_bad();
         check_short();
         check_arguments();

@@ -10,6 +10,7 @@ from calls import call, call_json
 
 from lightck.cli import backends, checks, doctor
 from lightck.cli.machine import Machine, Space
+from lightck.errors import PoolPermissionError
 from lightck.pool.durability import Durability
 
 GB = 10**9
@@ -25,6 +26,7 @@ class Fake:
         self.root = root
         self.spaces = {"/dev/shm": Space(8 * GB, 16 * GB), "/tmp": Space(50 * GB, 90 * GB)}
         self.media = {"/dev/shm": TMPFS}
+        self.devices: dict[str, tuple[int, Durability] | PoolPermissionError] = {}
         self.limits: dict[str, int | None] = {}
         self.env: dict[str, str] = {"USER": "ada"}
         self.uid = 1000
@@ -44,8 +46,15 @@ class Fake:
             space=lambda folder: self.spaces.get(folder, Space(9 * GB, 10 * GB)),
             limit=lambda name: self.limits.get(name),
             medium=lambda folder: self.media.get(folder, DISK),
+            device=self.device,
             writable=lambda folder: folder in self.spaces or Path(folder).is_dir(),
         )  # fmt: skip
+
+    def device(self, path: str) -> tuple[int, Durability] | None:
+        found = self.devices.get(path)
+        if isinstance(found, PoolPermissionError):
+            raise found
+        return found
 
     def lines(self, path: str | None = None) -> dict[str, checks.Line]:
         return {line.topic: line for line in doctor.examine(self.machine(), path)}
@@ -124,6 +133,26 @@ def test_a_file_system_with_dax_is_a_candidate(fake):
               "37 35 259:2 / /mnt/other rw,relatime - ext4 /dev/sda1 rw,dax=never\n")  # fmt: skip
     assert fake.lines()["/mnt/pm em"].level == "ok"
     assert "/mnt/other" not in fake.lines()
+
+
+def test_each_device_has_a_line_with_what_it_survives(fake):
+    fake.file("/sys/bus/dax/devices/dax0.0")
+    fake.file("/sys/bus/dax/devices/dax1.0")
+    fake.devices["/dev/dax0.0"] = 64 * GB, Durability(True, True, True, False, "persistent memory", ("made up",), 2)
+    fake.devices["/dev/dax1.0"] = 8 * GB, Durability(True, False, False, False, "memory", ("made up", "so it is"), 0)
+    lines = fake.lines()
+    assert (lines["/dev/dax0.0"].level, "a power cut" in lines["/dev/dax0.0"].said) == ("ok", True)
+    assert "64" in lines["/dev/dax0.0"].said
+    assert (lines["/dev/dax1.0"].level, "so it is" in lines["/dev/dax1.0"].cure) == ("note", True)
+    asked = fake.lines("/dev/dax0.0")
+    assert (asked["/dev/dax0.0"].level, list(asked).count("/dev/dax0.0")) == ("ok", 1)
+
+
+def test_a_device_that_cannot_be_used_says_why(fake):
+    fake.file("/sys/bus/dax/devices/dax0.0")
+    fake.devices["/dev/dax0.0"] = PoolPermissionError("The device is not yours.")
+    assert (fake.lines()["/dev/dax0.0"].level, fake.lines()["/dev/dax0.0"].said) == ("note", "The device is not yours.")
+    assert fake.lines("/dev/dax0.0")["/dev/dax0.0"].level == "problem"
 
 
 def test_limits_of_files(fake):

@@ -1,13 +1,16 @@
 """A training that ends when its power is cut, and what is found afterwards. Run by test_guest.py inside a guest.
 
-``endless.py train POOL FILE`` writes the newest committed step into FILE after every iteration; ``endless.py check
+``endless.py train POOL FILE`` writes the newest committed step into FILE after every iteration (with a third argument
+it forks a child first, which outlives it; its pid goes into ``worker`` beside FILE); ``endless.py check
 POOL FILE`` recovers, trains anew up to the same step and compares every bit, then goes on for two steps.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,11 +26,21 @@ def endless(pool: str, file: Path) -> None:
     optimizer = adam(model)
     number = 0
     with lightck.attach(model, pool, optimizer=optimizer, require="power") as session:
+        if len(sys.argv) > 4:
+            fork_a_worker(file.parent / "worker")
         (file.parent / "durability").write_text(json.dumps([str(session.durability), *session.durability.evidence]))
         while True:
             train(model, optimizer, 1, start=number)
             number += 1
             file.write_text(f"{session.committed} \n")
+
+
+def fork_a_worker(file: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(3600)
+        os._exit(0)
+    file.write_text(str(pid))
 
 
 def check(pool: str, file: Path) -> None:

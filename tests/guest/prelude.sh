@@ -14,6 +14,12 @@ make_fsdax() {
     ndctl create-namespace -f -e "$namespace" -m fsdax >/out/ndctl.json
 }
 
+# The same namespace without a block device: it can only be mapped. It stays over a boot.
+make_devdax() {
+    namespace=$(basename "$(dirname "$(dirname "$(readlink -f "/sys/block/$(device ACPI.NFIT)")")")")
+    ndctl create-namespace -f -e "$namespace" -m devdax >/out/ndctl.json
+}
+
 # make_and_mount PROVIDER FOLDER: a new ext4 with DAX.
 make_and_mount() {
     mkdir -p "$2"

@@ -145,14 +145,50 @@ def test_a_training_survives_a_power_cut_on_persistent_memory(tmp_path, nvdimm):
     assert found["step"] >= committed
 
 
+def test_a_device_without_a_file_system_holds_a_pool_and_survives_a_power_cut(tmp_path, nvdimm):
+    """One boot runs on_devdax.py on a device-dax device and then trains until qemu gets SIGKILL; a second one looks."""
+    out = tmp_path / "out"
+    script, device = f"$PYTHON {GUEST / 'endless.py'}", "/dev/dax0.0"
+    pytest_command = "$PYTHON -m pytest -p no:cacheprovider --basetemp=/dev/shm/tmp --junitxml=/out/junit.xml"
+    paths = f"export LIGHTCK_GUEST_DEVICE={device} PYTHONPATH=$PYTHONPATH:{ROOT / 'tests' / 'cli'}"
+    suite = f"{pytest_command} tests/guest/on_devdax.py >/out/pytest 2>&1"
+    train = f"{script} train {device} /out/committed >/out/train 2>&1"
+    wipe = f"$PYTHON -c 'from lightck.pool.backends import DEVDAX; DEVDAX.discard(\"{device}\")'"
+    booted = machine.boot(job("memory_controller", "make_devdax", paths, suite, wipe, train), out, nvdimm)
+    try:
+        committed = _wait_for(booted, out / "committed", 6, SUITE_S)
+    except AssertionError:
+        report = out / "pytest"
+        print(report.read_text()[-6000:] if report.exists() else "no report")
+        raise
+    finally:
+        booted.kill()
+    committed = max(committed, _number(out / "committed"))
+    found = outcomes(out / "junit.xml")
+    assert len(found) >= 20
+    assert set(found.values()) == {"passed"}, found
+    evidence = (out / "durability").read_text()
+    assert "device-dax" in evidence
+    assert "memory_controller" in evidence
+
+    check = f"{script} check {device} /out/found.json >/out/check 2>&1"
+    status = machine.boot(job("memory_controller", check), out, nvdimm).wait(BOOT_S)
+    assert status == 0, (out / "check").read_text()[-3000:]
+    found = json.loads((out / "found.json").read_text())
+    print(f"committed before the power cut: {committed}; found: {found}")
+    assert found["exact"]
+    assert found["goes_on"]
+    assert found["step"] >= committed
+
+
 def _number(file: Path) -> int:
     """The number that the guest wrote last; a file that is being written has none."""
     words = file.read_text().split() if file.exists() else []
     return int(words[0]) if words and words[0].isdecimal() else 0
 
 
-def _wait_for(booted: machine.Boot, file: Path, number: int) -> int:
-    deadline = time.monotonic() + BOOT_S
+def _wait_for(booted: machine.Boot, file: Path, number: int, seconds: float = BOOT_S) -> int:
+    deadline = time.monotonic() + seconds
     while _number(file) < number:
         assert time.monotonic() < deadline, f"the training did not come so far:\n{booted.console[-2000:]}"
         assert booted.process.poll() is None, f"the guest ended:\n{booted.console[-2000:]}"
