@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -177,11 +178,23 @@ def difference(plan: Plan, step: int, model: Any, optimizer: Any) -> str | None:
     return None
 
 
+def is_whole(plan: Plan, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the live parameters and their state are those after this step; the next forward may have begun."""
+    held, found = expected(plan, step), dict(model.state_dict())
+    found |= {f"momentum {i}": s["momentum_buffer"] for i, s in optimizer.state_dict()["state"].items()}
+    return all(torch.equal(found[name], held[name]) for name in held.keys() - {"grown", "late"})
+
+
 # -- the training ----------------------------------------------------------------------------------------------------
 
 
-def train(plan: Plan, path: str, tell: Tell, *, steps: int, slots: int, backend: str) -> None:
-    """Go on from what the pool holds, for ``steps`` updates, and close. Tells all that it does.
+Aside: TypeAlias = Callable[[int, lightck.Session, Known, torch.optim.Optimizer], None]
+
+
+def train(plan: Plan, path: str, tell: Tell, *, steps: int, slots: int, backend: str,
+          aside: Aside | None = None) -> None:  # fmt: skip
+    """Go on from what the pool holds, for ``steps`` updates, and close. Tells all that it does; ``aside`` is called
+    after each update.
 
     Raises ``AssertionError`` where what was restored is not what its step holds."""
     model, optimizer = build(plan)
@@ -198,6 +211,8 @@ def train(plan: Plan, path: str, tell: Tell, *, steps: int, slots: int, backend:
         model.make_gradients(step)
         optimizer.step()
         tell("finished", step)
+        if aside is not None:
+            aside(step, session, model, optimizer)
         if plan.closes == "end_step":
             session.end_step()
         pin = _hold(plan, session, pin, step, tell)

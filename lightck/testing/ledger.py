@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import lightck
-from lightck.errors import LightckError, NoCheckpointError, PoolNotFoundError
+from lightck.errors import CorruptPoolError, LightckError, NoCheckpointError, PoolNotFoundError
 from lightck.testing import known
 from lightck.testing.known import Plan
 from lightck.testing.victims import Story
@@ -35,6 +35,8 @@ class Ledger:
     """The newest that can be there."""
     held: set[int] = field(default_factory=set)
     """Pinned by the process that died last."""
+    is_lost: bool = False
+    """Damage was done to the only version: a typed error is right."""
 
     def note(self, story: Story, slots: int) -> None:
         """Raises ``BrokenError`` where what it told is wrong already."""
@@ -70,6 +72,8 @@ class Ledger:
                 return 0
             raise BrokenError(f"step {self.least} has to be there: {type(err).__name__}: {err}") from err
         except LightckError as err:
+            if self.is_lost and isinstance(err, CorruptPoolError):
+                return 0
             raise BrokenError(f"recovery failed: {type(err).__name__}: {err}") from err
         if step is None and not self.least <= checkpoint.step <= self.most:
             passed_over = "; ".join(map(str, checkpoint.rejected)) or "nothing was passed over"

@@ -16,6 +16,7 @@ import select
 import signal
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -39,7 +40,7 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """How a victim dies: ``delay`` seconds after the ``nth`` message ``after`` (after its fork where that is empty); or,
+    """How a victim dies: ``delay`` seconds after the ``nth`` message ``after`` (empty: after its fork); or,
     where ``site`` names a kill point, by itself at the ``nth`` passing of it."""
 
     after: str = ""
@@ -83,6 +84,9 @@ class Victim:
 
     def __init__(self, work: Work, kill: Kill | None = None) -> None:
         self.story = Story()
+        self._is_reaped = False
+        self._partial = b""
+        self._waiting: deque[tuple[str, Any]] = deque()
         self._kill = kill
         self._pipe, write = os.pipe()
         self.pid = os.fork()
@@ -94,29 +98,37 @@ class Victim:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
-    def hear(self, word: str) -> Any:
-        """Wait for this word. Raises ``AssertionError`` where it ends without it."""
+    def hear(self, word: str, nth: int = 1) -> Any:
+        """Wait for the nth message with this word; None where it ends before."""
         for said, value in self.messages():
-            if said == word:
+            nth -= said == word
+            if not nth:
                 return value
-        raise AssertionError(f"the process never told {word!r}: {self.end()}")
+        return None
+
+    def wait(self) -> None:
+        """Wait for its death, whoever still holds its pipe."""
+        if not self._is_reaped:
+            self.story.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self._is_reaped = True
 
     def messages(self) -> Iterator[tuple[str, Any]]:
-        """What it tells, until it is dead, or those that it forked are. One that the kill cut short was not told."""
-        partial = b""
-        while True:
-            ready, _, _ = select.select([self._pipe], [], [], HANG_SECONDS)
-            if not ready:
-                self.kill()
-                raise AssertionError(f"the process said nothing for {HANG_SECONDS:.0f} s: {self.story}")
-            chunk = os.read(self._pipe, 1 << 16)
-            if not chunk:
-                return
-            *lines, partial = (partial + chunk).split(b"\n")
-            for line in lines:
-                word, value = json.loads(line)
-                self.story.told.append((word, value))
-                yield word, value
+        """What it tells, until it is dead, and those that it forked are. One that the kill cut short was not told."""
+        while self._waiting or self._read():
+            while self._waiting:
+                message = self._waiting.popleft()
+                self.story.told.append(message)
+                yield message
+
+    def _read(self) -> bool:
+        ready, _, _ = select.select([self._pipe], [], [], HANG_SECONDS)
+        if not ready:
+            self.kill()
+            raise AssertionError(f"the process said nothing for {HANG_SECONDS:.0f} s: {self.story}")
+        chunk = os.read(self._pipe, 1 << 16)
+        *lines, self._partial = (self._partial + chunk).split(b"\n")
+        self._waiting.extend(tuple(json.loads(line)) for line in lines)
+        return bool(chunk)
 
     def end(self) -> Story:
         """Its whole story; kills it when its time has come."""
@@ -130,7 +142,7 @@ class Victim:
                 time.sleep(kill.delay)
                 self.kill()
         os.close(self._pipe)
-        self.story.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.wait()
         return self.story
 
 
@@ -139,9 +151,11 @@ def story(work: Work, kill: Kill | None = None) -> Story:
     return Victim(work, kill).end()
 
 
-def be_ready() -> None:
+def be_ready(backend: str) -> None:
     """To be called before the first fork: what a victim needs is imported, the heap is quick to search, one thread."""
     torch.set_num_threads(1)
+    if backend == "pmdk":
+        os.environ.setdefault("PMEM_IS_PMEM_FORCE", "1")  # libpmemobj flushes on tmpfs as on persistent memory
     for name in ("attach", "recover", "restore", "session"):
         import_module(f"lightck.{name}")
     weight = torch.nn.Parameter(torch.ones(2))
@@ -152,8 +166,9 @@ def be_ready() -> None:
 
 
 def _be_victim(work: Work, pipe: int, kill: Kill | None) -> None:
+    global _tell
     status = 1
-    tell = _teller(pipe)
+    _tell = tell = _teller(pipe)
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         # attach would thaw, collect and search half a million objects that the imports left: nothing is among them.
@@ -168,6 +183,15 @@ def _be_victim(work: Work, pipe: int, kill: Kill | None) -> None:
         tell("error", traceback.format_exc()[-3000:])
     finally:
         os._exit(status)
+
+
+def telling() -> Tell:
+    """In a victim: what its work tells with."""
+    assert _tell is not None, "called in a victim"
+    return _tell
+
+
+_tell: Tell | None = None
 
 
 def _teller(pipe: int) -> Tell:

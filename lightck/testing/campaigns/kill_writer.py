@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import os
 import random
-from functools import partial
 
 from lightck.testing import known, victims
 from lightck.testing.campaign import Campaign, Order, Tally
 from lightck.testing.known import Plan
-from lightck.testing.ledger import BrokenError, Ledger
-from lightck.testing.victims import VERSION_SITES, Kill, Story, story
+from lightck.testing.ledger import BrokenError
+from lightck.testing.lives import Life
+from lightck.testing.victims import VERSION_SITES, Kill, Story
 
 KILLS = 20
 """In the life of one pool."""
-_STEPS = 40
-"""That a process makes if nothing kills it."""
 
 
 def run(order: Order) -> Tally:
     tally = Tally()
-    victims.be_ready()
-    if order.backend == "pmdk":
-        os.environ.setdefault("PMEM_IS_PMEM_FORCE", "1")  # libpmemobj flushes on tmpfs as on persistent memory
+    victims.be_ready(order.backend)
     for trial in order.trials:
-        _life(order, trial, tally)
+        try:
+            _life(order, trial, tally)
+        except BrokenError as err:
+            tally.found(trial, str(err))
         if trial % 10 == 9:
             order.say(f"{trial + 1} pools, {tally.counts['kills']} kills, {len(tally.findings)} findings")
     return tally
@@ -36,34 +35,18 @@ def run(order: Order) -> Tally:
 
 def _life(order: Order, trial: int, tally: Tally) -> None:
     rng = order.rng(trial)
-    path = os.path.join(order.folder, f"{trial}.pool")
     plan = known.draw(rng)
-    ledger = Ledger(plan, path)
     usual = rng.choice((2, 2, 3))
+    life = Life(plan, os.path.join(order.folder, f"{trial}.pool"), order.backend)
     tally.counts["pools"] += 1
-    for number in range(KILLS):
-        kill, slots = draw_kill(rng, plan, is_first=not number), usual if rng.random() < 0.8 else 5 - usual
-        file = _file_of(path)
-        told = story(partial(_train, plan, path, slots, order.backend), kill)
-        try:
-            ledger.note(told, slots)
-            found = ledger.judge(closely=number % 8 == 0)
-        except BrokenError as err:
-            tally.found(trial, f"kill {number} ({kill}, {slots} slots): {err}; {told}; {plan}")
-            break
-        _count(tally, told, kill, found)
-        tally.counts["processes that moved the pool to a new file"] += file not in (None, _file_of(path))
-    for left in (path, path + ".lock", path + ".new"):
-        if os.path.exists(left):
-            os.unlink(left)
-
-
-def _train(plan: Plan, path: str, slots: int, backend: str, tell: victims.Tell) -> None:
-    known.train(plan, path, tell, steps=_STEPS, slots=slots, backend=backend)
-
-
-def _file_of(path: str) -> int | None:
-    return os.stat(path).st_ino if os.path.exists(path) else None
+    with life.told():
+        for number in range(KILLS):
+            kill, slots = draw_kill(rng, plan, is_first=not number), usual if rng.random() < 0.8 else 5 - usual
+            file = life.file
+            told = life.train(kill, slots)
+            _count(tally, told, kill, life.ledger.least)
+            tally.counts["processes that moved the pool to a new file"] += file not in (None, life.file)
+    life.remove()
 
 
 def draw_kill(rng: random.Random, plan: Plan, *, is_first: bool) -> Kill:
@@ -95,7 +78,7 @@ def _count(tally: Tally, told: Story, kill: Kill, found: int) -> None:
 CAMPAIGN = Campaign(
     "kill-writer",
     "SIGKILL anywhere in a step: what was acknowledged is there, nothing is invented, every byte is its step's",
-    small=5,
+    small=2,
     long=560,
     run=run,
 )
