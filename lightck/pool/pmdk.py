@@ -56,7 +56,8 @@ class PmdkContainer:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.close()
+            if os.fstat(self.fd).st_size >= self._file.nbytes:  # else libpmemobj would store into what is not there
+                self._pool.close()
             self._pool = None
         self._file.close()
 

@@ -79,6 +79,6 @@ CAMPAIGN = Campaign(
     "kill-writer",
     "SIGKILL anywhere in a step: what was acknowledged is there, nothing is invented, every byte is its step's",
     small=2,
-    long=560,
+    long=510,
     run=run,
 )
