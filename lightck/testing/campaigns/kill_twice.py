@@ -9,6 +9,7 @@ import random
 import resource
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -22,7 +23,7 @@ from lightck.testing.lives import Life
 from lightck.testing.rooms import small_room
 from lightck.testing.victims import VERSION_SITES, Kill, Tell
 
-PAIRS = 8
+PAIRS = 4
 """In the life of one pool."""
 _RING_LINES = 16
 
@@ -90,12 +91,13 @@ def in_adoption(life: Life, rng: random.Random, counts: Counter[str]) -> None:
 def in_a_move(life: Life, rng: random.Random, counts: Counter[str]) -> None:
     """Each process asks for another number of slots, and dies about when the pool moves to a new file."""
     life.plan = life.ledger.plan = replace(life.plan, pins_every=0)
+    life.train(None, 2, steps=3)
     for number in range(PAIRS):
         if rng.random() < 0.5:
             kill = Kill(site=rng.choice(VERSION_SITES), nth=rng.randint(1, 2))
         else:
             kill = Kill("finished", 1, delay=rng.uniform(0.0, 0.02))
-        counts["kills about a move to a new file"] += life.train(kill, 2 + number % 2).was_killed
+        counts["kills about a move to a new file"] += life.train(kill, 3 - number % 2).was_killed
     life.train(None, 2, steps=3)
 
 
@@ -177,6 +179,8 @@ def _small_tmpfs(life: Life, seed: int, tell: Tell) -> None:
                 life.train(_in_a_step(rng), 2)
                 if life.file is None:
                     continue
+                with suppress(FileNotFoundError):
+                    os.unlink(life.path + ".new")  # what a kill left there, as the next attach does
                 resize(os.stat(life.path).st_size + (3 << 20))
                 kill = Kill("finished", 1, delay=rng.uniform(0.0, 0.004)) if rng.random() < 0.5 else None
                 told = life.train(kill, 5, 5, refusal=NoSpaceError)
@@ -208,6 +212,6 @@ CAMPAIGN = Campaign(
     "kill-twice",
     "a kill and another fault: in recovery, adoption, a move, creation; with a flipped bit; on a full medium",
     small=7,
-    long=210,
+    long=420,
     run=run,
 )

@@ -78,7 +78,7 @@ def _count(tally: Tally, told: Story, kill: Kill, found: int) -> None:
 CAMPAIGN = Campaign(
     "kill-writer",
     "SIGKILL anywhere in a step: what was acknowledged is there, nothing is invented, every byte is its step's",
-    small=2,
+    small=1,
     long=510,
     run=run,
 )

@@ -27,7 +27,7 @@ from lightck.testing.ledger import BrokenError
 from lightck.testing.lives import Life
 from lightck.testing.victims import Story, Tell, Victim
 
-ROUNDS = 6
+ROUNDS = 3
 """On one pool."""
 _WORDS = ("attaches", "attached", "begins", "finished", "committed")
 
@@ -231,6 +231,6 @@ CAMPAIGN = Campaign(
     "two-processes",
     "a pool that others touch: a second process, a worker that outlives its parent, a deleted or truncated file",
     small=5,
-    long=200,
+    long=300,
     run=run,
 )
