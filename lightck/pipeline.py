@@ -349,6 +349,7 @@ class Pipeline:
         except LightckError:
             self._flights.remove(flight)
             self.writer.given_up(flight.pending, bad=True)
+            self.writer.refuse_lost_pool()  # says more, where that is the reason
             raise
 
     def _reap(self) -> None:

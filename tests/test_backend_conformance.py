@@ -102,6 +102,14 @@ class BackendContract:
         old.close()
         new.close()
 
+    def test_a_container_that_lost_bytes_is_not_current(self, backend: Backend, path: str) -> None:
+        self.published(backend, path)
+        container = backend.open(path, write=False)
+        assert container.is_current()
+        os.truncate(f"/proc/self/fd/{container.fd}", os.fstat(container.fd).st_size - 1)
+        assert not container.is_current()
+        container.close()
+
     def test_closing_what_was_not_published_leaves_nothing(self, backend: Backend, path: str) -> None:
         self.made(backend, path).close()
         assert not backend.recognises(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -234,12 +235,16 @@ def test_a_hook_of_the_user_that_raises_leaves_the_session_sound(pool):
     assert lightck.recover(pool).step == 3
 
 
-@pytest.mark.parametrize("loss", ["removed", "moved", "replaced"])
+@pytest.mark.parametrize("loss", ["removed", "moved", "replaced", "truncated", "emptied"])
 def test_pool_that_disappears_while_it_is_in_use_is_told(folder, pool, loss):
     """As a cleaner of temporary files does it: the mapping goes on, and a crash would find nothing."""
     model, optimizer, session, _ = started(pool)
     if loss == "removed":
         pool.unlink()
+    elif loss == "truncated":
+        os.truncate(pool, pool.stat().st_size // 2)
+    elif loss == "emptied":
+        os.truncate(pool, 0)
     else:
         pool.rename(folder / "elsewhere.pool")
     if loss == "replaced":
@@ -250,7 +255,9 @@ def test_pool_that_disappears_while_it_is_in_use_is_told(folder, pool, loss):
     with pytest.raises(BackgroundError):
         session.close()
     assert session.committed == 2
-    if loss == "moved":
+    if loss in ("truncated", "emptied"):
+        pool.unlink()
+    if loss != "replaced":
         with lightck.attach(model, pool, optimizer=optimizer) as session:
             train(model, optimizer, 1)
         assert lightck.recover(pool).step == 1

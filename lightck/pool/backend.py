@@ -38,7 +38,7 @@ class Container(Protocol):
         """Make the container durable (data, then its name) and visible at its path, atomically. Once only."""
 
     def is_current(self) -> bool:
-        """Whether the path still names this very container (nobody deleted or replaced it)."""
+        """Whether the path still names this very container, whole (nobody deleted, replaced or truncated it)."""
 
     def close(self) -> None:
         """Give up the descriptor; a container that was never published disappears."""

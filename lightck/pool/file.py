@@ -72,7 +72,7 @@ class FileContainer:
         except OSError:
             return False
         here = os.fstat(self.fd)
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+        return (there.st_dev, there.st_ino, here.st_size >= self.nbytes) == (here.st_dev, here.st_ino, True)
 
     def close(self) -> None:
         if self.fd < 0:

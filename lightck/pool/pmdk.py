@@ -60,7 +60,8 @@ class PmdkContainer:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.close()
+            is_whole = os.fstat(self.fd).st_size >= self._file.nbytes
+            (self._pool.close if is_whole else self._pool.abandon)()
             self._pool = None
         self._file.close()
 

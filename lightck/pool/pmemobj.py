@@ -23,6 +23,8 @@ log = logging.getLogger("lightck")
 _turn = threading.RLock()
 _open: dict[int, Any] = {}
 """The handles of this process's pools."""
+_abandoned: list[Pool] = []
+"""Pools that cannot be closed any more."""
 
 
 class MissingError(Exception):
@@ -86,6 +88,11 @@ class Pool:
                 _open.pop(id(self), None)
                 lib.lck_pmdk_close(handle)
                 _tell()
+
+    def abandon(self) -> None:
+        """Its file lost bytes, and libpmemobj would store into them: it is not asked to close, and keeps what it has
+        until the process ends."""
+        _abandoned.append(self)
 
 
 def _check(status: int) -> None:

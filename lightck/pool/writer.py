@@ -231,7 +231,9 @@ class PoolWriter:
         status = lib.lck_job_submit(self._engine.handle, self.medium.handle, array, len(copies), commit, ticket)
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
-            raise _submit_error(status)
+            error = _submit_error(status)
+            self.refuse_lost_pool()  # says more, where that is the reason
+            raise error
         slot.manifest_index = 1 - slot.manifest_index
         job = Job(self._engine, int(ticket[0]), (keep, copies))
         line = CommitLine(generation, self.incarnation, plan.step, generation, 0, image_nbytes, KIND_VERSION,
@@ -297,13 +299,14 @@ class PoolWriter:
         pending.slot.image.in_slot[:] = False
 
     def refuse_lost_pool(self) -> None:
-        """A mapping outlives its file: without this look a training would go on saving into nothing."""
+        """A mapping outlives its file: without this look a training would go on saving into nothing. Raises
+        ``BackgroundError``."""
         if self.reader.container.is_current():
             return
         error = BackgroundError(
-            f"The pool {self.reader.path!r} was removed, moved or replaced while it was in use. What is committed now "
-            "could not be found after a crash. Keep cleaners of temporary files away from it; close this session, and "
-            "attach again: the training in memory is whole."
+            f"The pool {self.reader.path!r} was removed, moved, replaced or truncated while it was in use. What is "
+            "committed now could not be found after a crash. Keep cleaners of temporary files away from it; close this "
+            "session, and attach again: the training in memory is whole."
         )
         error.errno = errno.ENOENT
         raise error

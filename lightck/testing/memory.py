@@ -40,7 +40,8 @@ class MemoryContainer:
 
     def is_current(self) -> bool:
         known = self._backend.pools.get(self._path)
-        return known is not None and os.path.sameopenfile(known, self.fd)
+        is_whole = os.fstat(self.fd).st_size >= self.nbytes
+        return known is not None and os.path.sameopenfile(known, self.fd) and is_whole
 
     def close(self) -> None:
         if self.fd >= 0:

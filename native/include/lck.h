@@ -85,7 +85,10 @@ typedef struct lck_extent {
 /* ---- medium: the choke point ------------------------------------------------------------------------- */
 
 /* Every byte that lightck writes into a pool goes through the functions of this section. They can record what
- * they do (lck_trace_...) and fail or kill on request (lck_fault, lck_kill). */
+ * they do (lck_trace_...) and fail or kill on request (lck_fault, lck_kill). Where a page of the mapping is not there any
+ * more (the file was truncated, the medium failed), the SIGBUS of the store is caught: from then on every copy and every
+ * sync of this medium is LCK_ESYS with EIO. The handler is installed by the first lck_medium_open of a process, and
+ * passes on what is not a store into a medium. */
 
 typedef struct lck_medium lck_medium;
 

@@ -68,6 +68,7 @@ static int32_t start_workers(lck_engine *engine, uint32_t threads)
 {
     sigset_t all, before;
     sigfillset(&all);
+    sigdelset(&all, SIGBUS); /* a fault that is blocked ends the process: see guard.c */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = 0;
     while (error == 0 && engine->threads < threads) {

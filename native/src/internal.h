@@ -3,6 +3,7 @@
 #define LCK_INTERNAL_H
 
 #include <pthread.h>
+#include <setjmp.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -71,6 +72,21 @@ enum kill_site { KILL_HEADER, KILL_BLOCK, KILL_MANIFEST, KILL_SEALED, KILL_BODY,
 int32_t fault_take(uint32_t op); /* the errno to fail with now, or 0 */
 void kill_point(enum kill_site site);
 
+/* ---- guard.c ----------------------------------------------------------------------------------------- */
+
+/* Between enter and leave a SIGBUS of this thread inside the range goes back to the sigsetjmp(guard.back, 0) that stands
+ * before the enter, and the guard is left. No lock may be held meanwhile. (0: the mask is put back by the handler, so that
+ * a store costs no system call.) */
+struct guard {
+    sigjmp_buf back;
+    uintptr_t start;
+    uint64_t nbytes;
+};
+
+void guard_init(void); /* installs the handler, once per process */
+void guard_enter(struct guard *guard, const void *start, uint64_t nbytes);
+void guard_leave(void);
+
 /* ---- trace.c ----------------------------------------------------------------------------------------- */
 
 struct trace {
@@ -123,6 +139,7 @@ struct lck_medium {
     uint32_t tier;
     int fd;    /* for fdatasync; -1 where the tier needs none */
     pid_t pid; /* the process in which the mapping exists */
+    _Atomic bool lost; /* pages of it are not there: from then on every copy and every sync fails */
     struct trace trace;
 };
 

@@ -148,6 +148,7 @@ int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, u
     medium->tier = tier;
     medium->fd = -1;
     medium->pid = getpid();
+    guard_init();
     trace_init(&medium->trace);
     int32_t status = duplicate_fd(medium, fd);
     if (status == LCK_OK)
@@ -172,20 +173,52 @@ uint64_t lck_medium_size(const lck_medium *medium) { return medium_check(medium)
 
 /* ---- operations -------------------------------------------------------------------------------------- */
 
+/* A store that meets a page that is not there ends half-way. Its version never commits: what follows every store, a
+ * copy or a sync, fails from then on. */
+static void lose(lck_medium *medium) { atomic_store(&medium->lost, true); }
+
+static bool is_lost(lck_medium *medium) { return LCK_UNLIKELY(atomic_load(&medium->lost)); }
+
 void medium_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes)
 {
+    struct guard guard;
     if (nbytes == 0)
         return;
+    if (sigsetjmp(guard.back, 0) != 0) {
+        lose(medium);
+        return;
+    }
+    guard_enter(&guard, medium->base, medium->nbytes);
     memcpy(medium->base + off, src, nbytes);
+    guard_leave();
     if (trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_STORE, off, nbytes, medium->base + off);
 }
 
 void medium_store8(lck_medium *medium, uint64_t off, uint64_t value)
 {
+    struct guard guard;
+    if (sigsetjmp(guard.back, 0) != 0) {
+        lose(medium);
+        return;
+    }
+    guard_enter(&guard, medium->base, medium->nbytes);
     __atomic_store_n((uint64_t *)(void *)(medium->base + off), value, __ATOMIC_RELEASE);
+    guard_leave();
     if (trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_STORE, off, 8, &value);
+}
+
+static void write_back(lck_medium *medium, uint64_t off, uint64_t nbytes)
+{
+    struct guard guard;
+    if (sigsetjmp(guard.back, 0) != 0) {
+        lose(medium);
+        return;
+    }
+    guard_enter(&guard, medium->base, medium->nbytes);
+    cpu_write_back(medium->base + off, nbytes);
+    guard_leave();
 }
 
 void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes)
@@ -193,7 +226,7 @@ void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes)
     if (nbytes == 0)
         return;
     if (writes_back(medium->tier))
-        cpu_write_back(medium->base + off, nbytes);
+        write_back(medium, off, nbytes);
     if (trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_FLUSH, off, nbytes, NULL);
 }
@@ -213,13 +246,29 @@ static void flush_copied(lck_medium *medium, const struct kernel *kernel, uint64
     medium_flush(medium, last_whole, end - last_whole);
 }
 
+static uint32_t copy_guarded(lck_medium *medium, const struct kernel *kernel, uint64_t off, const void *src,
+                             uint64_t nbytes)
+{
+    struct guard guard;
+    if (sigsetjmp(guard.back, 0) != 0) {
+        lose(medium);
+        return 0;
+    }
+    guard_enter(&guard, medium->base, medium->nbytes);
+    uint32_t sum = kernel_copy(kernel, medium->base + off, src, nbytes);
+    guard_leave();
+    return sum;
+}
+
 int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
 {
     int32_t error = fault_take(LCK_OP_COPY);
     if (LCK_UNLIKELY(error != 0))
         return status_sys(error);
     const struct kernel *kernel = kernel_current();
-    uint32_t sum = kernel_copy(kernel, medium->base + off, src, nbytes);
+    uint32_t sum = copy_guarded(medium, kernel, off, src, nbytes);
+    if (is_lost(medium))
+        return status_sys(EIO);
     if (crc != NULL)
         *crc = sum;
     if (nbytes == 0)
@@ -246,6 +295,8 @@ int32_t medium_sync(lck_medium *medium)
         return status_sys(error);
     if (medium->tier == LCK_TIER_DISK && fdatasync(medium->fd) != 0)
         return status_sys(errno);
+    if (is_lost(medium))
+        return status_sys(EIO);
     if (trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_SYNC, 0, 0, NULL);
     return LCK_OK;

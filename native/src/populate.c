@@ -15,9 +15,14 @@ enum { STEP = 256 << 10, WAIT_NS = 200000 };
 /* For kernels before 5.14. Adding nothing, atomically, is safe while others store to the same page. */
 static void touch(unsigned char *start, uint64_t nbytes)
 {
+    struct guard guard;
+    if (sigsetjmp(guard.back, 0) != 0)
+        return;
+    guard_enter(&guard, start, nbytes);
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     for (uint64_t at = 0; at < nbytes; at += page)
         __atomic_fetch_or(start + at, 0, __ATOMIC_RELAXED);
+    guard_leave();
 }
 
 static bool populate_range(lck_medium *medium, uint64_t at)

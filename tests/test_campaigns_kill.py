@@ -1,0 +1,126 @@
+"""The kill campaigns in small, on both kinds of pools; and that each finds a bug that is planted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightck.pipeline import Pipeline
+from lightck.pool.file import FileContainer
+from lightck.pool.lock import PoolLock
+from lightck.pool.reader import Version
+from lightck.pool.slots import Slot, Slots
+from lightck.pool.writer import PoolWriter
+from lightck.resume import Resumed
+from lightck.session import Session
+from lightck.testing import campaigns
+from lightck.testing.campaign import Order, Tally
+
+
+def play(name: str, folder: Path, backend: str = "file", trials: range | None = None) -> Tally:
+    campaign = campaigns.named(name)
+    return campaign.run(Order(1, trials or range(campaign.small), backend, str(folder)))
+
+
+def found(name: str, folder: Path, trials: Iterable[int]) -> list[str]:
+    """What the first of these trials that finds something found."""
+    for trial in trials:
+        findings = play(name, folder, trials=range(trial, trial + 1)).findings
+        if findings:
+            return [finding.reason for finding in findings]
+    return []
+
+
+@pytest.fixture(params=["file", "pmdk"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "pmdk":
+        request.getfixturevalue("pmdk")
+    return str(request.param)
+
+
+# -- what holds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kills"), [("kill-writer", 15), ("kill-training", 6)])
+def test_nothing_that_was_acknowledged_is_lost_to_a_kill(folder, backend, name, kills):
+    tally = play(name, folder, backend)
+    assert not tally.findings
+    assert tally.counts["kills"] >= kills
+
+
+def test_a_kill_and_another_fault_leave_an_exact_version(folder, backend):
+    tally = play("kill-twice", folder, backend)
+    assert not tally.findings
+    for pair in ("in a recovery after a kill", "in an adoption after a kill", "about a move to a new file",
+                 "while the pool was made"):  # fmt: skip
+        assert tally.counts[f"kills {pair}"], pair
+    assert tally.counts["flips after a kill"]
+    assert tally.counts["the file could not grow: refused, the version before is exact"]
+
+
+def test_a_pool_that_others_touch_is_never_written_by_two_and_never_the_end_of_the_process(folder, backend):
+    tally = play("two-processes", folder, backend)
+    assert not tally.findings
+    for what in ("refused by name", "truncated in use: the training was told", "deleted in use: the training was told"):
+        assert tally.counts[what], what
+
+
+# -- what is found ---------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_that_is_reused_too_early_is_found(folder, monkeypatch):
+    def choose(self: Slots) -> Slot | None:
+        return self.slots[self.protected or 0]
+
+    monkeypatch.setattr(Slots, "choose", choose)
+    (reason,) = found("kill-writer", folder, range(4))
+    assert "has to be there" in reason or "were possible" in reason or "No version" in reason
+
+
+def test_a_flush_that_waits_for_nothing_is_found(folder, monkeypatch):
+    monkeypatch.setattr(Session, "_finish", lambda self, timeout: None)
+    (reason,) = found("kill-writer", folder, range(6))
+    assert "has to be there" in reason or "were possible" in reason
+
+
+def test_a_resume_that_skips_the_random_states_is_found(folder, monkeypatch):
+    monkeypatch.setattr(Resumed, "set_rng", lambda self: None)
+    (reason,) = found("kill-training", folder, (1, 4))
+    assert "the loss of update" in reason
+
+
+def test_a_new_file_that_is_published_before_its_first_version_is_found(folder, monkeypatch):
+    new_writer, publish = Pipeline._new_writer, FileContainer.publish
+
+    def publishing(self: Pipeline, *arguments: Any, **options: Any) -> PoolWriter:
+        writer = new_writer(self, *arguments, **options)
+        writer.reader.container.publish()
+        return writer
+
+    monkeypatch.setattr(Pipeline, "_new_writer", publishing)
+    monkeypatch.setattr(FileContainer, "publish", lambda self: publish(self) if self._temporary else None)
+    (reason,) = found("kill-twice", folder, (2, 9))
+    assert "has to be there" in reason
+
+
+def test_a_reader_that_believes_what_it_reads_is_found(folder, monkeypatch):
+    import ctypes
+
+    def read_into(self: Version, name: str, address: int) -> None:
+        number = self._index[name]
+        at = self.reader.superblock.slots[self.line.slot][0] + self._all[number].offset
+        data = self.reader.read(at, self._all[number].nbytes)
+        if address:
+            ctypes.memmove(address, data, len(data))
+
+    monkeypatch.setattr(Version, "read_into", read_into)
+    (reason,) = found("kill-twice", folder, (4, 11, 18))
+    assert "invented bytes" in reason
+
+
+def test_a_lock_that_keeps_nobody_out_is_found(folder, monkeypatch):
+    monkeypatch.setattr(PoolLock, "_lock", lambda self: (0, self._fd))
+    assert found("two-processes", folder, (0, 5))
