@@ -196,6 +196,8 @@ struct lck_engine {
     _Atomic uint32_t pulse;
     _Atomic uint32_t sleepers;
     _Atomic bool stop;
+    _Atomic bool spans_on;
+    _Atomic(struct span_queue *) spans; /* made at the first start; freed with the engine */
     pthread_mutex_t submit_lock; /* order of tickets; taken by callers only, never by a worker */
     uint64_t tickets;
     struct job jobs[ENGINE_JOBS];
@@ -224,7 +226,7 @@ enum role {
 /* Do one piece of work for the jobs with tickets up to `upto`, oldest first; false if there was none. */
 bool work_once(lck_engine *engine, uint64_t upto, enum role role);
 /* Copy all blocks of these on the calling thread, fenced. */
-int32_t work_copy_now(struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags);
+int32_t work_copy_now(lck_engine *engine, struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags);
 void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket);
 /* Let a drop that came in the meantime take effect on a copied job. */
 void work_settle(lck_engine *engine, struct job *job, uint64_t ticket);
@@ -249,12 +251,31 @@ void job_fail(struct job *job, int32_t status);
 int32_t job_failure(struct job *job); /* its status; lck_last_errno follows */
 uint64_t blocks_of(uint64_t nbytes, uint64_t block);
 
+/* -- spans.c -- */
+
+struct span {
+    uint64_t begin_ns, cpu_ns;
+};
+
+void span_start(struct span *span);
+void span_end(lck_engine *engine, const struct span *span, uint32_t kind, uint64_t generation, uint64_t tensor,
+              uint64_t nbytes, bool helped);
+
+/* Whether a span has begun: then it is to be ended. */
+static inline bool span_begin(lck_engine *engine, struct span *span)
+{
+    if (LCK_LIKELY(!atomic_load_explicit(&engine->spans_on, memory_order_acquire)))
+        return false;
+    span_start(span);
+    return true;
+}
+
 /* -- submit.c, seal.c, populate.c -- */
 
 bool copies_fit(const lck_medium *medium, const lck_commit *commit, const lck_copy *copies, uint64_t count);
 
 void seal_header(lck_medium *medium, const lck_commit *commit);
-int32_t seal_job(struct job *job, bool helped);
+int32_t seal_job(lck_engine *engine, struct job *job, bool helped);
 bool populate_step(lck_engine *engine);
 
 #endif
