@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 from lightck.interrupts import deferred
 
@@ -39,18 +40,28 @@ class Stats:
     """Versions exported by ``keep=``."""
 
 
+class Observer(Protocol):
+    """What a trace wants to know as it happens. Times in seconds of ``time.perf_counter``."""
+
+    def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None: ...
+
+    def version(self, generation: int, step: int, entries: Sequence[Any]) -> None: ...
+
+
 class Meter:
     """The running counters behind ``Stats``."""
 
     def __init__(self) -> None:
+        self.observer: Observer | None = None
+        """There while a trace is recorded."""
         self.stall_seconds = self.wait_seconds = self.hook_cpu_seconds = self.keep_cpu_seconds = 0.0
         self.kept = 0
         self.bytes_written = self.bytes_helped = self.versions = self.skipped = self.recopied = self.left_out = 0
         self._depth = 0
 
     @contextmanager
-    def stall(self) -> Iterator[None]:
-        """Time on the training thread; Ctrl-C waits for its end. Nested uses count once."""
+    def stall(self, what: str = "lightck") -> Iterator[None]:
+        """Time on the training thread; Ctrl-C waits for its end. Nested uses count once. ``what`` is for a trace."""
         if self._depth:
             yield
             return
@@ -60,8 +71,11 @@ class Meter:
                 yield
             finally:
                 self._depth = 0
-                self.stall_seconds += time.perf_counter() - wall
+                now = time.perf_counter()
+                self.stall_seconds += now - wall
                 self.hook_cpu_seconds += time.thread_time() - cpu
+                if self.observer is not None:
+                    self.observer.stalled(what, wall, now)
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -69,7 +83,10 @@ class Meter:
         try:
             yield
         finally:
-            self.wait_seconds += time.perf_counter() - start
+            now = time.perf_counter()
+            self.wait_seconds += now - start
+            if self.observer is not None:
+                self.observer.stalled("wait", start, now)
 
     def snapshot(self, *, engine_cpu_seconds: float, committed: int | None) -> Stats:
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}

@@ -47,14 +47,15 @@ LAYERS = {
     "checkpoint": DATA | {"contents", "restore", "restore_optimizer", "resume", "sessions"},
     "recover": DATA | {"contents", "restore", "resume", "checkpoint"},
     "export": DATA | {"contents", "checkpoint"},
-    "session": DATA | {"pipeline", "pin", "resume", "first_step", "sessions", "stats"},
+    "trace": DATA | {"_native", "export", "stats"},
+    "session": DATA | {"pipeline", "pin", "resume", "first_step", "sessions", "stats", "trace"},
     "attach": DATA | {"checkpoint", "finite", "first_step", "keep", "pipeline", "recover", "resume", "session",
                       "sessions", "stats", "strategy", "table"},
     "": {"attach", "checkpoint", "errors", "export", "keep", "pin", "pool.durability", "recover", "restore", "session",
          "stats", "strategy"},
     "demo": BASE | {""},
     "testing": DATA | {"", "_native"},
-    "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo"},
+    "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo", "trace"},
     "__main__": {"cli"},
 }  # fmt: skip
 
