@@ -105,10 +105,11 @@ def _range(trace: Trace, steps: list[StepFacts], step: int | None, begin: float 
            end: float | None) -> tuple[int, int, str]:  # fmt: skip
     last = max((event.end for event in trace.events), default=0)
     if begin is not None or end is not None:
-        left, right = round((begin or 0.0) * 1e6), round(end * 1e6) if end is not None else last
-        if not 0 <= left < right or left > last:
+        left, right = min((begin or 0.0) * 1e6, 1e18), min(end * 1e6, 1e18) if end is not None else last
+        if not 0 <= left < right or left > last:  # not a number is neither
             trouble(f"--from and --to leave nothing to draw: the trace is {last / 1e6:.3f} ms long.")
-        return left, min(right, last), f"{left / 1e6:g} to {min(right, last) / 1e6:g} ms"
+        right = min(right, last)
+        return round(left), round(right), f"{left / 1e6:g} to {right / 1e6:g} ms"
     known = trace.steps()
     middle = median_step(steps)
     if step is not None and step not in known:
