@@ -121,7 +121,8 @@ class Session:
     def stats(self) -> Stats:
         """The session's counters as of now."""
         return self._meter.snapshot(
-            engine_cpu_seconds=self._pipeline.engine.cpu_seconds, committed=self.committed
+            engine_cpu_seconds=self._pipeline.engine.cpu_seconds, committed=self.committed,
+            emulated=self.durability.emulated,
         )
 
     def loader(self, loader: Any, *, name: str | None = None) -> SessionLoader:

@@ -38,6 +38,8 @@ class Stats:
     """Tensors that the newest version did not have to write again."""
     kept: int = 0
     """Versions exported by ``keep=``."""
+    emulated: str | None = None
+    """The memory whose speed was emulated (``LIGHTCK_EMULATE``): none of these times is the medium's own."""
 
 
 class Observer(Protocol):
@@ -88,7 +90,7 @@ class Meter:
             if self.observer is not None:
                 self.observer.stalled("wait", start, now)
 
-    def snapshot(self, *, engine_cpu_seconds: float, committed: int | None) -> Stats:
+    def snapshot(self, *, engine_cpu_seconds: float, committed: int | None, emulated: str | None = None) -> Stats:
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
         cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + engine_cpu_seconds
-        return Stats(**own, cpu_seconds=cpu_seconds, committed=committed)
+        return Stats(**own, cpu_seconds=cpu_seconds, committed=committed, emulated=emulated)

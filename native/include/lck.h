@@ -168,6 +168,15 @@ int32_t lck_fault(uint32_t op, uint64_t nth, int32_t error);
  * "ack" (line synced). LCK_EINVAL for another name. */
 int32_t lck_kill(const char *site, uint64_t nth);
 
+/* -- the speed of another memory, process-wide, for benches and tests -- */
+
+enum { LCK_EMULATED_FENCE_MAX = 1000000000 }; /* ns */
+/* From now on, media that are opened and all verified reads take at least the time that a memory of this bandwidth
+ * (bytes per second; 0: no limit) needs, which moves whole units (a power of two, at most 1 MiB, or 0) and takes
+ * fence_ns for each fence and sync. Threads share it; the media each have it for their copies, reads together have it
+ * once. What CPU time the memory would take is not emulated. Media that are open stay as they are. */
+int32_t lck_emulate(uint64_t write_bps, uint64_t read_bps, uint64_t fence_ns, uint64_t unit);
+
 /* ---- engine: background copies and the commit -------------------------------------------------------- */
 
 typedef struct lck_engine lck_engine;

@@ -99,6 +99,27 @@ int32_t extents_total(const lck_extent *extents, uint64_t count, uint64_t *nbyte
 /* The number of the one that holds pool offset off, and where in it; count where none does. */
 uint64_t extents_find(const lck_extent *extents, uint64_t count, uint64_t off, uint64_t *inside);
 
+/* ---- emulate.c --------------------------------------------------------------------------------------- */
+
+struct bucket {
+    _Atomic uint64_t free_at; /* clock_ns() at which the emulated memory is free again */
+};
+
+/* What a medium emulates; all 0 where nothing. */
+struct shape {
+    uint64_t write_bps, fence_ns, unit;
+    struct bucket writes;
+};
+
+void emulate_open(struct shape *shape);
+/* When a transfer that begins now is over; 0 where reads are not emulated. */
+uint64_t emulate_write(struct shape *shape, uint64_t off, uint64_t nbytes);
+uint64_t emulate_read(uint64_t off, uint64_t nbytes);
+void emulate_wait(uint64_t time);
+void emulate_fence(const struct shape *shape);
+uint64_t bucket_take(struct bucket *bucket, uint64_t now, uint64_t nbytes, uint64_t bps);
+uint64_t whole_units(uint64_t off, uint64_t nbytes, uint64_t unit);
+
 /* ---- medium.c ---------------------------------------------------------------------------------------- */
 
 struct lck_medium {
@@ -109,6 +130,7 @@ struct lck_medium {
     int fd;    /* for fdatasync; -1 where the tier needs none */
     pid_t pid; /* the process in which the mapping exists */
     struct trace trace;
+    struct shape shape;
 };
 
 /* The same as lck_m_..., for callers that have checked handle and range. */

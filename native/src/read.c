@@ -62,7 +62,10 @@ int32_t lck_read_verified(int32_t fd, const lck_extent *extents, uint64_t count,
     int32_t status = LCK_OK;
     for (uint64_t index = 0, at = 0; at < nbytes; index++, at += block) {
         uint64_t n = nbytes - at < block ? nbytes - at : block;
+        uint64_t over = emulate_read(off + at, n);
         status = read_pool(fd, extents, count, buffer, n, off + at);
+        if (LCK_UNLIKELY(over != 0))
+            emulate_wait(over);
         uint32_t seed = lck_block_seed(uuid_lo, uuid_hi, tensor, generation, index);
         if (status == LCK_OK && (lck_crc32c(buffer, n) ^ seed) != crcs[index])
             status = LCK_ECHECKSUM;
