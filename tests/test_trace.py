@@ -458,6 +458,6 @@ def test_the_facts_of_a_step_are_those_of_its_events():
     one, two = facts(trace)
     assert (one.step, one.time_ms, one.forward_ms, one.backward_ms, one.update_ms) == (7, 100, 30, 40, 10)
     assert (one.stall_ms, one.copy_ms, one.commit_ms) == (20, 48, 1)
-    assert one.overlap == round(35 / 48, 4)
+    assert one.overlap == round((300 * 30 / 30 + 50 * 5 / 10) / 500, 4)  # 20 to 50 is in it, and half of 85 to 95
     assert (one.copied_nbytes, one.helped_nbytes) == (500, 150)
     assert (two.time_ms, two.overlap, two.copied_nbytes) == (60, None, 0)

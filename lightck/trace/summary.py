@@ -37,7 +37,8 @@ class StepFacts:
     copy_ms: float
     """Wall time in which at least one thread copied."""
     overlap: float | None
-    """The part of it in which a copy thread worked beside forward, backward, communication or update; None: no copy."""
+    """The share of the bytes that copy threads copied beside forward, backward, communication or update; None: no copy.
+    Of bytes, not of time: a copy thread of idle priority may hold a block for long without a processor."""
     copied_nbytes: int
     helped_nbytes: int
     """The part of them that the training thread copied."""
@@ -65,14 +66,15 @@ def _facts(trace: Trace, number: int, step: Event) -> StepFacts:
         return united((max(e.begin, step.begin), min(e.end, step.end)) for e in inside if e.row in rows)
 
     threads = sorted({event.row for event in inside if event.row.startswith(COPY)})
-    copying, beside = union(HELPED, *threads), union(*threads)
+    copying = union(HELPED, *threads)
     compute = union(FORWARD, BACKWARD, COMMUNICATION, UPDATE)
     by_threads, by_trainer = _nbytes(inside, step, *threads), _nbytes(inside, step, HELPED)
+    beside = sum(_share(e, compute) * e.args.get("bytes", 0) for e in _ended(inside, step, *threads))
+    copied = by_threads + by_trainer
     return StepFacts(
         number, ms(step.end - step.begin), ms(length(union(FORWARD))), ms(length(union(BACKWARD))),
         ms(length(union(COMMUNICATION))), ms(length(union(UPDATE))), ms(length(union(STALL))), ms(length(copying)),
-        round(length(common(beside, compute)) / length(copying), 4) if copying else None,
-        by_threads + by_trainer, by_trainer, ms(length(union(COMMIT))),
+        round(beside / copied, 4) if copied else None, copied, by_trainer, ms(length(union(COMMIT))),
     )  # fmt: skip
 
 
@@ -80,13 +82,20 @@ def ms(ns: int) -> float:
     return round(ns / 1e6, 4)
 
 
+def _ended(events: Iterable[Event], step: Event, *rows: str) -> list[Event]:
+    """The copies that ended in the step; what was copied at once is one of them, and its parts are none."""
+    return [e for e in events if e.row in rows and step.begin < e.end <= step.end and not is_part(e)]
+
+
 def _nbytes(events: Iterable[Event], step: Event, *rows: str) -> int:
-    """Bytes of the copies that ended in the step; what was copied at once is counted with its whole."""
-    return sum(
-        event.args.get("bytes", 0)
-        for event in events
-        if event.row in rows and step.begin < event.end <= step.end and not is_part(event)
-    )
+    return sum(event.args.get("bytes", 0) for event in _ended(events, step, *rows))
+
+
+def _share(event: Event, others: Intervals) -> float:
+    """How much of it lies in the others."""
+    if event.end <= event.begin:
+        return float(any(begin <= event.begin <= end for begin, end in others))
+    return length(common([(event.begin, event.end)], others)) / (event.end - event.begin)
 
 
 def is_part(event: Event) -> bool:
