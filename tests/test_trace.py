@@ -148,9 +148,16 @@ def test_spans_of_the_users_own_make_rows(pool, out):
             pass
         with trace.span("augment", row="data"):
             pass
+        for row in ("step", "forward", "copy: thread 1"):
+            with pytest.raises(ValueError), trace.span("mine", row=row):
+                pass
+        for number in range(100):
+            with trace.span("x" * 20_000, row=f"row {number}"):
+                pass
     found = read(out)
+    assert found.about["dropped"] == 52
     assert [e.name for e in found.of(COMMUNICATION)] == ["all_reduce"]
-    assert found.rows()[-1] == "data"
+    assert found.rows()[1] == "data"
 
 
 def test_a_waiting_training_thread_is_seen_to_copy(pool, out):
@@ -403,12 +410,32 @@ def test_a_session_that_ends_ends_its_trace(pool, out):
 
 
 def test_what_found_no_room_is_counted_and_told(pool, out, monkeypatch, caplog):
-    monkeypatch.setattr(spans, "_CELLS", 16)
     monkeypatch.setattr(events, "EVENTS_MAX", 40)
-    trace = traced(pool, out, steps=4)
+    trace = traced(pool, out, steps=6)
     assert trace.about["dropped"] > 0
     assert "lacks" in caplog.text
     assert len([e for e in trace.events if e.row in (FORWARD, BACKWARD)]) < 20
+    assert len(trace.events) <= 40
+
+
+def test_a_full_queue_of_the_engine_is_counted(pool, out, monkeypatch):
+    monkeypatch.setattr(spans, "_CELLS", 4)
+    trace = traced(pool, out, steps=3)
+    assert trace.about["dropped"] > 0
+    assert sorted(trace.steps()) == [3, 4, 5]
+
+
+def test_no_memory_for_it_is_an_error_before_it_begins(pool, out, monkeypatch):
+    model = net()
+    with lightck.attach(model, pool) as session:
+        before = hooks_of(model), session._hooks.listener
+        monkeypatch.setattr(spans, "_CELLS", 3)  # not a power of two: refused like a failed allocation
+        with pytest.raises(TraceError):
+            session.trace(out)
+        assert (hooks_of(model), session._hooks.listener, session._meter.observer) == (*before, None)
+        monkeypatch.undo()
+        session.trace(out).close()
+    assert out.exists()
 
 
 def test_a_pool_that_moves_to_another_file_meanwhile(pool, out):

@@ -28,8 +28,8 @@ FORMAT = 1
 FILE_NBYTES_MAX = 1 << 30
 EVENTS_MAX = 2_000_000
 """Also of a recording: what comes later is counted as dropped."""
-_TEXT_MAX = 10_000
-_ROWS_MAX = 200
+TEXT_MAX = 10_000
+ROWS_MAX = 200
 _US_MAX = 1e13
 """Four months: beyond it, numbers lose their nanoseconds."""
 
@@ -64,6 +64,11 @@ class Trace:
         return {event.args["step"]: event for event in self.of(STEP)}
 
 
+def is_own(row: str) -> bool:
+    """Whether lightck fills this row, and nobody else may."""
+    return row.startswith("copy") or (row in _ORDER and row != COMMUNICATION)
+
+
 def _place(row: str) -> tuple[int, str]:
     kind = COPY if row.startswith(COPY) else row
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), row)
@@ -76,7 +81,8 @@ def write(trace: Trace, file: IO[bytes]) -> None:
     """As JSON, a line per event."""
     about = json.dumps({"lightck_trace": FORMAT, **trace.about})
     file.write(f'{{"displayTimeUnit": "ms", "otherData": {about},\n"traceEvents": [\n'.encode())
-    file.write(",\n".join(_lines(trace)).encode())
+    for number, line in enumerate(_lines(trace)):
+        file.write((",\n" if number else "").encode() + line.encode())
     file.write(b"\n]}\n")
 
 
@@ -140,7 +146,7 @@ def _trace(found: Any) -> Trace:
     if about.get("lightck_trace") != FORMAT:
         raise ValueError(f"otherData does not say lightck_trace {FORMAT}")
     raw = found.get("traceEvents")
-    if not isinstance(raw, list) or len(raw) > EVENTS_MAX + 3 * _ROWS_MAX:
+    if not isinstance(raw, list) or len(raw) > EVENTS_MAX + 3 * ROWS_MAX:
         raise ValueError("traceEvents is no list of events, or too long")
     if not all(isinstance(each, dict) for each in raw):
         raise ValueError("an event is no object")
@@ -155,7 +161,7 @@ def _row_names(raw: Iterable[dict[str, Any]]) -> dict[int, str]:
         if each.get("ph") == "M" and each.get("name") == "thread_name":
             args = each.get("args")
             rows[_whole(each.get("tid"), "tid")] = _text(args.get("name") if isinstance(args, dict) else None)
-    if len(rows) > _ROWS_MAX:
+    if len(rows) > ROWS_MAX:
         raise ValueError("it has too many rows")
     return rows
 
@@ -192,6 +198,6 @@ def _time(value: Any) -> float:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _TEXT_MAX:
+    if not isinstance(value, str) or len(value) > TEXT_MAX:
         raise ValueError("a name is no text, or too long")
     return value

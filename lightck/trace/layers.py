@@ -45,8 +45,13 @@ class Layers:
         self.compiled: list[str] = []
         """Modules of compiled code, in which no hook is called."""
         self._handles: list[Any] = []
-        for number, (name, module) in enumerate(self._computing(model)):
+        self._modules = list(self._computing(model))
+
+    def install(self) -> None:
+        """``remove`` takes out what is there, also after a failure in here."""
+        for number, (name, module) in enumerate(self._modules):
             self._hook(module, name or self._model, number)
+        self._modules.clear()
 
     def _computing(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         inside: set[int] = set()

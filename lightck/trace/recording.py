@@ -28,6 +28,8 @@ from lightck.trace.layers import Layers
 from lightck.trace.spans import Spans
 
 log = logging.getLogger("lightck")
+_OWN_ROWS_MAX, _NAME_MAX = 50, 200
+"""Rows of the user's own, and letters of their names."""
 
 
 class Recording:
@@ -46,12 +48,20 @@ class Recording:
         self._about = {**about, "pid": self._pid, "model": type(model).__name__}
         self._events: list[tuple[str, str, int, int, Mapping[str, Any]]] = []
         self._dropped = 0
+        self._rows: set[str] = set()
         self._failure: LightckError | None = None
         self._hooks, self._meter = hooks, meter
         self._update_since = 0
         self._start = self._step_since = time.monotonic_ns()
+        self.is_on = False
         self._spans = Spans(engine)
         self._layers = Layers(model, self.add, self._guarded)
+        try:
+            self._layers.install()
+            self._spans.start()
+        except Exception as err:
+            self._layers.remove()
+            raise _error(self.path, err) from err
         self._inner = hooks.relay(_Relay(self, hooks.listener))
         meter.observer = self
         self.is_on = True
@@ -61,11 +71,17 @@ class Recording:
     @contextmanager
     def span(self, name: str, row: str = COMMUNICATION) -> Iterator[None]:
         """Show this block of the loop in a row, for what lightck cannot see by itself: a collective, the data."""
+        if events.is_own(row):
+            raise ValueError(f"span(row={row!r}): lightck fills this row. Name another.")
+        self._rows.add(row)
         begin = time.monotonic_ns()
         try:
             yield
         finally:
-            self.add(str(row), str(name), begin, time.monotonic_ns(), {})
+            if len(self._rows) <= _OWN_ROWS_MAX:
+                self.add(row[:_NAME_MAX], name[:_NAME_MAX], begin, time.monotonic_ns(), {})
+            else:
+                self._dropped += 1
 
     def close(self) -> None:
         """End the recording and write its file. Raises ``TraceError`` where it could not be written."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lightck._native import check, ffi, lib
 from lightck.pool.engine import Engine
 from lightck.pool.layout import Entry
+from lightck.trace import events
 from lightck.trace.events import COMMIT, COPY, HELPED, STALL, Event
 
 SPAN_DTYPE = np.dtype(
@@ -39,17 +40,20 @@ class _Version:
 class Spans:
     """The engine's spans of one recording."""
 
-    def __init__(self, engine: Engine, cells: int = _CELLS) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._taken: list[npt.NDArray[Any]] = []
+        self._count = 0
         self._versions: dict[int, _Version] = {}
-        self._buffer = np.zeros(min(cells, 1 << 14), SPAN_DTYPE)
+        self._buffer = np.zeros(1 << 14, SPAN_DTYPE)
         self._trainer = threading.get_native_id()
         self.dropped = 0
+
+    def start(self) -> None:
         self.take()  # what an earlier recording left in the queue
         self._taken.clear()
-        self.dropped = 0
-        check(lib.lck_spans_start(engine.handle, cells), "recording spans")
+        self.dropped = self._count = 0
+        check(lib.lck_spans_start(self._engine.handle, _CELLS), "recording spans")
 
     def version(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
         """A version begins; ``entries`` by record number, as they are now."""
@@ -64,10 +68,16 @@ class Spans:
         while True:
             check(lib.lck_spans_take(self._engine.handle, array, len(self._buffer), count, dropped), "taking spans")
             self.dropped += int(dropped[0])
-            if count[0]:
-                self._taken.append(self._buffer[: count[0]].copy())
+            self._keep(_merged(self._buffer[: count[0]]))
             if count[0] < len(self._buffer):
                 return
+
+    def _keep(self, spans: npt.NDArray[Any]) -> None:
+        if self._count + len(spans) > events.EVENTS_MAX // 2:
+            self.dropped += len(spans)
+            return
+        self._count += len(spans)
+        self._taken.append(spans)
 
     def stop(self) -> None:
         if self._engine.handle is not None:
@@ -113,9 +123,9 @@ def module_of(name: str) -> str:
 
 
 def _merged(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Neighbours of one thread, version and tensor as one span: its bytes and processor time are their sum."""
+    """A new array: neighbours of one thread, version and tensor as one span, with the bytes and processor time of all."""
     if not len(spans):
-        return spans
+        return spans.copy()
     spans = spans[np.lexsort((spans["begin"], spans["kind"], spans["thread"]))]
     last, this = spans[:-1], spans[1:]
     same = (this["kind"] == lib.LCK_SPAN_COPY) & (this["begin"] < last["end"] + np.uint64(_PAUSE_NS))
