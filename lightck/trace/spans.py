@@ -123,7 +123,7 @@ def module_of(name: str) -> str:
 
 
 def _merged(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A new array: neighbours of one thread, version and tensor as one span, with the bytes and processor time of all."""
+    """A new array: blocks of one thread, version and tensor as one, with the bytes and processor time of all."""
     if not len(spans):
         return spans.copy()
     spans = spans[np.lexsort((spans["begin"], spans["kind"], spans["thread"]))]

@@ -210,7 +210,7 @@ def _legend(rows: Sequence[str], y: int) -> Iterator[str]:
             x += 10
         yield f'<text x="{x + 5:.0f}" y="{y}" fill="#444" font-size="11">{_text(label, 40)}</text>'
         x += 5 + 5.6 * len(label) + 16
-    told = "light to dark: first to last layer; pale: a copy whose thread mostly waited, for a processor or emulated memory"
+    told = "light to dark: first to last layer; pale: a copy that mostly waited, for a processor or emulated memory"
     yield f'<text x="14" y="{y + 18}" fill="#777" font-size="11">{told}</text>'
 
 
