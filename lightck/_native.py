@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span")
+"""By the numbers that lck_sizeof knows them by."""
 _REBUILD = "Run `pip install .` in the source folder (or reinstall the wheel) to build both anew."
 
 
@@ -64,7 +66,7 @@ def _check_abi(ffi: Any, lib: Any) -> None:
             f"lightck's native library has interface {found}, its Python bindings have {lib.LCK_ABI_VERSION}. One of "
             f"the two is left over from another version. {_REBUILD}"
         )
-    for number, name in enumerate(("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read")):
+    for number, name in enumerate(_STRUCTS):
         if lib.lck_sizeof(number) != ffi.sizeof(name):
             raise ImportError(
                 f"struct {name} has {lib.lck_sizeof(number)} bytes in lightck's native library and "

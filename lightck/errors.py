@@ -30,7 +30,9 @@ message gives the fact, the reason and the cure, in that order.
     ├── FlushTimeoutError             (TimeoutError)        flush(timeout=) ran out of time
     ├── ExportError                   (OSError)             an exported file could not be written
     │   ├── ExportExistsError         (FileExistsError)     there is a file already; say overwrite
-    │   └── KeepError                 (OSError)             keep= could not export a version
+    │   ├── KeepError                 (OSError)             keep= could not export a version
+    │   └── TraceError                (OSError)             session.trace() could not write its file
+    ├── TraceFormatError              (ValueError)          a file that is no trace, or a damaged one
     └── BackgroundError               (OSError)             a background copy or commit failed
 """
 
@@ -159,6 +161,14 @@ class ExportExistsError(ExportError, FileExistsError):
 
 class KeepError(ExportError):
     """A version could not be exported by ``keep=``. The pool is intact, and the training may go on."""
+
+
+class TraceError(ExportError):
+    """A trace could not be recorded or written. Training and pool are as if there were none."""
+
+
+class TraceFormatError(LightckError, ValueError):
+    """The file is not a trace that ``session.trace`` wrote, or it is damaged."""
 
 
 class BackgroundError(LightckError, OSError):

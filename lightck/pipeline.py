@@ -153,6 +153,8 @@ class Pipeline:
             self.resting.written(live, writer.raw_crcs(slot, number))
         self.resting.keep([*split.left_out, *(live for live, _ in split.stills)])
         self._meter.left_out = len(split.left_out)
+        if self._meter.observer is not None:
+            self._meter.observer.version(pending.line.generation, closing.step, writer.entries)
         flight = _Flight(pending, Watched(split.background, split.background_numbers), closing.step)
         if self._check:
             flight.watched.prove(writer.superblock.block)

@@ -7,7 +7,6 @@ writes it. Invariant: whatever goes wrong in the background reaches the training
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import time
@@ -36,8 +35,9 @@ from lightck.pipeline import Pipeline
 from lightck.pool.durability import Durability
 from lightck.pool.lock import PoolLock
 from lightck.resume import Resumed
-from lightck.sessions import Proxy
+from lightck.sessions import Proxy, abandon_at_exit
 from lightck.stats import Meter, Stats
+from lightck.trace.recording import Recording, Traces
 
 log = logging.getLogger("lightck")
 
@@ -83,9 +83,10 @@ class Session:
         self._scaler_stepped = False
         self._scaler_skipped()
         self._hooks = Hooks(Proxy(self), model, found.optimizers)
+        self._traces = Traces(self._hooks, pipeline.engine, meter)
         self._finalizer = weakref.finalize(self, _finalize, os.getpid(), pipeline, lock, self._hooks.handles)
         self._finalizer.atexit = False
-        _living.add(self)
+        abandon_at_exit(self)
 
     # -- what a user reads -------------------------------------------------------------------------------
 
@@ -124,6 +125,7 @@ class Session:
             engine_cpu_seconds=self._pipeline.engine.cpu_seconds,
             committed=self.committed,
             interval=self._cadence.interval,
+            emulated=self.durability.emulated,
         )
 
     def loader(self, loader: Any, *, name: str | None = None) -> SessionLoader:
@@ -149,7 +151,7 @@ class Session:
         """Close the version here: the last statement of the loop. From the first call on, only this, ``flush`` and
         ``close`` are boundaries."""
         self._check_usable()
-        with self._meter.stall():
+        with self._meter.stall("end_step"):
             self._raise_failure()
             self._event(Event.END_STEP)
 
@@ -158,7 +160,7 @@ class Session:
         self._check_usable()
         if self._paused:
             raise SessionError("flush() inside paused(): the weights are not the training's now. Leave paused() first.")
-        with self._meter.stall():
+        with self._meter.stall("flush"):
             self._raise_failure()
             self._commit_current(timeout)
         return self._pipeline.committed
@@ -170,7 +172,7 @@ class Session:
         file. With ``pause_on_nonfinite`` the last good version is held.
         """
         self.flush()
-        with self._meter.stall():
+        with self._meter.stall("pin"):
             pinned: list[Hold] = []
             self._guard(lambda: pinned.append(self._pipeline.pin()))
         return Pin(pinned[0], self._pipeline.unpin)
@@ -184,18 +186,28 @@ class Session:
             return
         try:
             if not self.is_forked and self._failure is None:
-                with self._meter.stall():
+                with self._meter.stall("close"):
                     self._commit_current(None, also_step_0=False)
         finally:
             self._release()
         self._raise_failure()
         self._raise_keep_failure()
+        self._traces.close()
+
+    def trace(self, path: str | os.PathLike[str], *, steps: int | None = 20, overwrite: bool = False) -> Recording:
+        """Record what the next ``steps`` steps do (None: until it is closed), for Perfetto and ``lightck trace``.
+
+        Ends by itself; as a context manager or by its ``close`` earlier. A failure of it never stops the training.
+        """
+        self._check_usable()
+        about = {"medium": str(self.durability), "interval": self._cadence.interval}
+        return self._traces.start(path, steps, overwrite, self._model(), about)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """For weights that are swapped and swapped back (EMA for evaluation): no boundary and no copy meanwhile."""
         self._check_usable()
-        with self._meter.stall():
+        with self._meter.stall("paused"):
             self._guard(self._pipeline.copies_done)
         self._paused += 1
         try:
@@ -212,13 +224,13 @@ class Session:
         if error is None:
             self.close()
         else:
-            self._abandon()
+            self.abandon()
 
     # -- events (from the hooks and loaders) -------------------------------------------------------------
 
     def before_step(self, index: int, by_hand: bool) -> None:
         """Pre-step hook, before the gate. ``by_hand``: an optimizer is stepped outside the ``step`` of its wrapper."""
-        with self._meter.stall():
+        with self._meter.stall("before the update"):
             self._raise_failure()
             self._raise_keep_failure()
             if by_hand:
@@ -233,13 +245,13 @@ class Session:
 
     def gate(self) -> None:
         """Nothing may be updated before this returns."""
-        with self._meter.stall():
+        with self._meter.stall("gate"):
             self._raise_failure()
             self._guard(self._pipeline.gate)
 
     def after_step(self, index: int) -> None:
         """Post-step hook of a step that changed something."""
-        with self._meter.stall():
+        with self._meter.stall("after the update"):
             self._boundary.updated(index)
             self._scaler_stepped = True
             self._capture.before_update(index)  # again: a closure makes its gradients inside the step
@@ -254,7 +266,7 @@ class Session:
         if self._paused:
             return
         self._forward_fires = True
-        with self._meter.stall():
+        with self._meter.stall("forward begins"):
             if self._failure is None:
                 self._guard(self._pipeline.forward_begins)
                 self._event(Event.FORWARD)
@@ -263,7 +275,7 @@ class Session:
 
     def forward_ended(self) -> None:
         """End of a training forward: copies that are done need not wait for the gate."""
-        with self._meter.stall():
+        with self._meter.stall("forward ended"):
             if self._failure is None:
                 self._guard(self._pipeline.poll)
 
@@ -292,7 +304,7 @@ class Session:
         model = self._model()
         if model is not None and not model.training and not loader.is_training:
             return  # an evaluation: the version stays open until the training goes on
-        with self._meter.stall():
+        with self._meter.stall("next"):
             self._raise_failure()
             self._event(Event.NEXT)
             self._guard(self._pipeline.poll)
@@ -300,7 +312,7 @@ class Session:
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """A pass ended: an evaluation with swapped weights may follow, so the copies end first."""
         if self._failure is None:
-            with self._meter.stall():
+            with self._meter.stall("pass ended"):
                 self._guard(self._pipeline.copies_done)
 
     def take_restored_rng(self) -> RngState | None:
@@ -331,10 +343,12 @@ class Session:
 
     def _close_version(self, event: Event, step: int) -> None:
         def run() -> None:
-            never = self._pipeline.resting.never
+            never, began = self._pipeline.resting.never, time.perf_counter()
             closing = self._capture.close(
                 event, step, self._boundary.iteration, explicit=self._boundary.explicit, never_rest=never
             )
+            if self._meter.observer is not None:
+                self._meter.observer.stalled(f"state of step {step}", began, time.perf_counter(), is_state=True)
             self._pipeline.close_version(closing)
 
         self._saved_step = step
@@ -402,13 +416,14 @@ class Session:
         if self.is_forked:
             raise SessionError("This session belongs to the parent process. A forked child cannot use it.")
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Finish the closed versions, drop the open one: after an exception, or at exit."""
         if not self._is_open:
             return
         self._release()
 
     def _release(self) -> None:
+        self._traces.end()
         self._is_open = False
         self._finalizer()
         self._capture.forget()
@@ -429,12 +444,3 @@ def _finalize(pid: int, pipeline: Pipeline, lock: PoolLock, handles: list[Any]) 
         pipeline.close()
     finally:
         lock.release()
-
-
-_living: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-@atexit.register
-def _at_exit() -> None:
-    for session in list(_living):
-        session._abandon()

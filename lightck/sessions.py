@@ -1,7 +1,8 @@
-"""Which models have an open session in this process."""
+"""Which models have an open session in this process, and what happens to it when the process ends."""
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from typing import Any
 
@@ -22,6 +23,20 @@ def has_open_session(model: nn.Module) -> bool:
         if session is not None and session.is_open and (other in mine or model in set(other.modules())):
             return True
     return False
+
+
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def abandon_at_exit(session: Any) -> None:
+    """Its ``abandon`` is called when the interpreter ends, if it lives until then."""
+    _living.add(session)
+
+
+@atexit.register
+def _at_exit() -> None:
+    for session in list(_living):
+        session.abandon()
 
 
 class Proxy:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 from lightck.interrupts import deferred
 
@@ -39,20 +40,32 @@ class Stats:
     """Versions exported by ``keep=``."""
     interval: int = 1
     """Updates between versions, as of now."""
+    emulated: str | None = None
+    """The memory whose speed was emulated (``LIGHTCK_EMULATE``): none of these times is the medium's own."""
+
+
+class Observer(Protocol):
+    """What a trace wants to know as it happens. Times in seconds of ``time.perf_counter``."""
+
+    def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None: ...
+
+    def version(self, generation: int, step: int, entries: Sequence[Any]) -> None: ...
 
 
 class Meter:
     """The running counters behind ``Stats``."""
 
     def __init__(self) -> None:
+        self.observer: Observer | None = None
+        """There while a trace is recorded."""
         self.stall_seconds = self.wait_seconds = self.hook_cpu_seconds = self.keep_cpu_seconds = 0.0
         self.kept = 0
         self.bytes_written = self.bytes_helped = self.versions = self.skipped = self.recopied = self.left_out = 0
         self._depth = 0
 
     @contextmanager
-    def stall(self) -> Iterator[None]:
-        """Time on the training thread; Ctrl-C waits for its end. Nested uses count once."""
+    def stall(self, what: str = "lightck") -> Iterator[None]:
+        """Time on the training thread; Ctrl-C waits for its end. Nested uses count once. ``what`` is for a trace."""
         if self._depth:
             yield
             return
@@ -62,8 +75,11 @@ class Meter:
                 yield
             finally:
                 self._depth = 0
-                self.stall_seconds += time.perf_counter() - wall
+                now = time.perf_counter()
+                self.stall_seconds += now - wall
                 self.hook_cpu_seconds += time.thread_time() - cpu
+                if self.observer is not None:
+                    self.observer.stalled(what, wall, now)
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -71,9 +87,13 @@ class Meter:
         try:
             yield
         finally:
-            self.wait_seconds += time.perf_counter() - start
+            now = time.perf_counter()
+            self.wait_seconds += now - start
+            if self.observer is not None:
+                self.observer.stalled("wait", start, now)
 
-    def snapshot(self, *, engine_cpu_seconds: float, committed: int | None, interval: int) -> Stats:
+    def snapshot(self, *, engine_cpu_seconds: float, committed: int | None, interval: int,
+                 emulated: str | None = None) -> Stats:  # fmt: skip
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
         cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + engine_cpu_seconds
-        return Stats(**own, cpu_seconds=cpu_seconds, committed=committed, interval=interval)
+        return Stats(**own, cpu_seconds=cpu_seconds, committed=committed, interval=interval, emulated=emulated)

@@ -72,6 +72,15 @@ class Hooks:
         """torch's handles of all hooks, now and later: ``remove`` takes them out without needing this object."""
         return self._handles
 
+    @property
+    def listener(self) -> Listener:
+        return self._listener
+
+    def relay(self, listener: Listener) -> Listener:
+        """Report to another listener from now on, which passes on what it hears to the one that is returned."""
+        before, self._listener = self._listener, listener
+        return before
+
     def forget(self) -> None:
         """Let go of the optimizers, after ``remove``."""
         self._optimizers.clear()

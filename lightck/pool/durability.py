@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lightck.errors import MediumError
+from lightck.pool import emulation
 from lightck.pool.system import Dax, DaxDevice, Device, Region, System
 
 _MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
@@ -53,6 +54,8 @@ class Durability:
     tier: int
     numa_node: int | None = None
     """Of persistent memory: the node whose processors reach it fastest."""
+    emulated: str | None = None
+    """The name of the memory whose speed is emulated here (``pool.emulation``): no speed seen here is the medium's."""
 
     @property
     def is_persistent_memory(self) -> bool:
@@ -66,7 +69,16 @@ class Durability:
 
 def probe(folder: str, file: str | None = None, *, system: System | None = None) -> Durability:
     """Evidence for a pool in this existing folder: for ``file`` where that exists, else for a new file."""
-    return _probe(folder, file, system or System(), _LOOPS_MAX)
+    return _labelled(_probe(folder, file, system or System(), _LOOPS_MAX))
+
+
+def _labelled(found: Durability) -> Durability:
+    profile = emulation.used()
+    if profile is None:
+        return found
+    told = f"its speed is emulated: that of {profile.name} ({profile.source}). What it survives is not"
+    medium = f"{found.medium}, {emulation.label()}"
+    return replace(found, medium=medium, evidence=(*found.evidence, told), emulated=profile.name)
 
 
 def probe_device(device: DaxDevice, *, system: System | None = None) -> Durability:

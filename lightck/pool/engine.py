@@ -15,6 +15,7 @@ from typing import Any
 from lightck._native import NativeError, ffi, lib
 from lightck._native import check as _check
 from lightck.errors import BackgroundError
+from lightck.pool import emulation
 from lightck.pool.extents import Extents, native
 
 COPIED, ENDED = 2, 3
@@ -43,6 +44,7 @@ class Medium:
 
     def __init__(self, fd: int, extents: Extents, tier: int) -> None:
         out = ffi.new("lck_medium **")
+        emulation.used()  # a choice that cannot be met fails here
         status = lib.lck_medium_open(fd, native(extents), len(extents), tier, out)
         check(status, "mapping the pool")
         self.handle: Any = out[0]

@@ -15,7 +15,7 @@ import numpy as np
 
 from lightck._native import ffi, lib
 from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolError, PoolTruncatedError
-from lightck.pool import layout
+from lightck.pool import emulation, layout
 from lightck.pool.backend import Container
 from lightck.pool.checksum import uuid_words
 from lightck.pool.extents import native
@@ -282,6 +282,7 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
     """Open an existing pool for reading (``write``: its container may be written afterwards)."""
     from lightck.pool.backends import backend_for
 
+    emulation.used()  # verified reads follow it
     container = backend_for(path, backend).open(path, write=write)
     try:
         reader = PoolReader(container, path)

@@ -38,11 +38,11 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 4 };
+enum { LCK_ABI_VERSION = 5 };
 
 uint32_t lck_abi_version(void);
-/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read), 0 for
- * another id. */
+/* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
+ * 6 lck_span), 0 for another id. */
 uint32_t lck_sizeof(uint32_t id);
 /* errno of the last LCK_ESYS that this thread saw. */
 int32_t lck_last_errno(void);
@@ -172,6 +172,15 @@ int32_t lck_fault(uint32_t op, uint64_t nth, int32_t error);
  * "ack" (line synced). LCK_EINVAL for another name. */
 int32_t lck_kill(const char *site, uint64_t nth);
 
+/* -- the speed of another memory, process-wide, for benches and tests -- */
+
+enum { LCK_EMULATED_FENCE_MAX = 1000000000 }; /* ns */
+/* From now on, media that are opened and all verified reads take at least the time that a memory of this bandwidth
+ * (bytes per second; 0: no limit) needs, which moves whole units (a power of two, at most 1 MiB, or 0) and takes
+ * fence_ns for each fence and sync. Threads share it; the media each have it for their copies, reads together have it
+ * once. What CPU time the memory would take is not emulated. Media that are open stay as they are. */
+int32_t lck_emulate(uint64_t write_bps, uint64_t read_bps, uint64_t fence_ns, uint64_t unit);
+
 /* ---- engine: background copies and the commit -------------------------------------------------------- */
 
 typedef struct lck_engine lck_engine;
@@ -263,6 +272,40 @@ int32_t lck_job_wait(lck_engine *engine, uint64_t ticket, uint32_t until, uint32
 int32_t lck_job_info_get(lck_engine *engine, uint64_t ticket, lck_job_info *out);
 /* Free the entry of a job that has ended. At most 16 entries exist. */
 int32_t lck_job_forget(lck_engine *engine, uint64_t ticket);
+
+/* -- spans: who worked on a version, and when -- */
+
+enum {
+    LCK_SPAN_HEADER = 1,   /* the slot header was written and fenced */
+    LCK_SPAN_NOW = 2,      /* all LCK_NOW copies of a version, inside lck_job_submit */
+    LCK_SPAN_COPY = 3,     /* one block; LCK_NOW ones only where they are whole blocks */
+    LCK_SPAN_MANIFEST = 4, /* the manifest was stored and written back */
+    LCK_SPAN_SYNC = 5,     /* payload and manifest were made durable */
+    LCK_SPAN_LINE = 6      /* the commit line was written and made durable */
+};
+
+enum { LCK_SPANS_MAX = 1 << 20 };
+
+typedef struct lck_span {
+    uint64_t begin_ns, end_ns; /* CLOCK_MONOTONIC */
+    uint64_t cpu_ns;           /* of which its thread had a processor (CLOCK_THREAD_CPUTIME_ID) */
+    uint64_t generation;       /* of the version */
+    uint64_t tensor;           /* COPY: its record number */
+    uint64_t nbytes;           /* NOW, COPY, MANIFEST: bytes stored */
+    uint32_t kind;             /* LCK_SPAN_... */
+    uint32_t thread;           /* the kernel's number of the thread */
+    uint32_t helped;           /* 1: by a thread inside lck_job_wait */
+    uint32_t zero;
+} lck_span;
+
+/* Record spans from now on, in a queue of so many cells (a power of two, at most LCK_SPANS_MAX) that is kept until the
+ * engine is closed: a later start uses it as it is. While none is recorded, the cost is one load and one branch each. */
+int32_t lck_spans_start(lck_engine *engine, uint64_t cells);
+/* Begin no more spans; one that has begun may still arrive. */
+int32_t lck_spans_stop(lck_engine *engine);
+/* Take up to `most` spans, in the order of their ends on each thread. *dropped: how many found no free cell since the
+ * last call. One caller at a time. */
+int32_t lck_spans_take(lck_engine *engine, lck_span *out, uint64_t most, uint64_t *count, uint64_t *dropped);
 
 /* ---- verified reads ---------------------------------------------------------------------------------- */
 

@@ -96,6 +96,7 @@ static void release(lck_engine *engine)
         free(engine->jobs[i].copies);
         free(engine->jobs[i].ends);
     }
+    free(atomic_load(&engine->spans));
     pthread_mutex_destroy(&engine->submit_lock);
     free(engine);
 }

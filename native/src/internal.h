@@ -130,6 +130,27 @@ int32_t read_check_one(const lck_read *what);
 /* One block of a read, by way of the buffer; stored only if it is right. The caller fences. */
 int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t index, unsigned char *buffer);
 
+/* ---- emulate.c --------------------------------------------------------------------------------------- */
+
+struct bucket {
+    _Atomic uint64_t free_at; /* clock_ns() at which the emulated memory is free again */
+};
+
+/* What a medium emulates; all 0 where nothing. */
+struct shape {
+    uint64_t write_bps, fence_ns, unit;
+    struct bucket writes;
+};
+
+void emulate_open(struct shape *shape);
+/* When a transfer that begins now is over; 0 where reads are not emulated. */
+uint64_t emulate_write(struct shape *shape, uint64_t off, uint64_t nbytes);
+uint64_t emulate_read(uint64_t off, uint64_t nbytes);
+void emulate_wait(uint64_t time);
+void emulate_fence(const struct shape *shape);
+uint64_t bucket_take(struct bucket *bucket, uint64_t now, uint64_t nbytes, uint64_t bps);
+uint64_t whole_units(uint64_t off, uint64_t nbytes, uint64_t unit);
+
 /* ---- medium.c ---------------------------------------------------------------------------------------- */
 
 struct lck_medium {
@@ -141,6 +162,7 @@ struct lck_medium {
     pid_t pid; /* the process in which the mapping exists */
     _Atomic bool lost; /* pages of it are not there: from then on every copy and every sync fails */
     struct trace trace;
+    struct shape shape;
 };
 
 /* The same as lck_m_..., for callers that have checked handle and range. */
@@ -228,6 +250,8 @@ struct lck_engine {
     _Atomic uint32_t pulse;
     _Atomic uint32_t sleepers;
     _Atomic bool stop;
+    _Atomic bool spans_on;
+    _Atomic(struct span_queue *) spans; /* made at the first start; freed with the engine */
     pthread_mutex_t submit_lock; /* order of tickets; taken by callers only, never by a worker */
     uint64_t tickets;
     struct job jobs[ENGINE_JOBS];
@@ -256,7 +280,7 @@ enum role {
 /* Do one piece of work for the jobs with tickets up to `upto`, oldest first; false if there was none. */
 bool work_once(lck_engine *engine, uint64_t upto, enum role role);
 /* Copy all blocks of these on the calling thread, fenced. */
-int32_t work_copy_now(struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags);
+int32_t work_copy_now(lck_engine *engine, struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags);
 void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket);
 /* Let a drop that came in the meantime take effect on a copied job. */
 void work_settle(lck_engine *engine, struct job *job, uint64_t ticket);
@@ -281,12 +305,31 @@ void job_fail(struct job *job, int32_t status);
 int32_t job_failure(struct job *job); /* its status; lck_last_errno follows */
 uint64_t blocks_of(uint64_t nbytes, uint64_t block);
 
+/* -- spans.c -- */
+
+struct span {
+    uint64_t begin_ns, cpu_ns;
+};
+
+void span_start(struct span *span);
+void span_end(lck_engine *engine, const struct span *span, uint32_t kind, uint64_t generation, uint64_t tensor,
+              uint64_t nbytes, bool helped);
+
+/* Whether a span has begun: then it is to be ended. */
+static inline bool span_begin(lck_engine *engine, struct span *span)
+{
+    if (LCK_LIKELY(!atomic_load_explicit(&engine->spans_on, memory_order_acquire)))
+        return false;
+    span_start(span);
+    return true;
+}
+
 /* -- submit.c, seal.c, populate.c -- */
 
 bool copies_fit(const lck_medium *medium, const lck_commit *commit, const lck_copy *copies, uint64_t count);
 
 void seal_header(lck_medium *medium, const lck_commit *commit);
-int32_t seal_job(struct job *job, bool helped);
+int32_t seal_job(lck_engine *engine, struct job *job, bool helped);
 bool populate_step(lck_engine *engine);
 
 #endif

@@ -170,7 +170,7 @@ static int32_t recopy(lck_engine *engine, struct job *job, uint64_t ticket, cons
     int32_t status = begin_recopy(engine, job, ticket);
     if (status != LCK_OK)
         return status;
-    status = work_copy_now(job, copies, count, 0);
+    status = work_copy_now(engine, job, copies, count, 0);
     if (status != LCK_OK)
         job_fail(job, status);
     job_move(engine, job, ticket, PHASE_RECOPYING, status == LCK_OK ? PHASE_COPIED : PHASE_FAILED);

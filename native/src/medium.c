@@ -150,6 +150,7 @@ int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, u
     medium->pid = getpid();
     guard_init();
     trace_init(&medium->trace);
+    emulate_open(&medium->shape);
     int32_t status = duplicate_fd(medium, fd);
     if (status == LCK_OK)
         status = map_privately(medium, fd, extents, count);
@@ -265,6 +266,7 @@ int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t 
     int32_t error = fault_take(LCK_OP_COPY);
     if (LCK_UNLIKELY(error != 0))
         return status_sys(error);
+    uint64_t over = LCK_UNLIKELY(medium->shape.write_bps != 0) ? emulate_write(&medium->shape, off, nbytes) : 0;
     const struct kernel *kernel = kernel_current();
     uint32_t sum = copy_guarded(medium, kernel, off, src, nbytes);
     if (is_lost(medium))
@@ -276,12 +278,21 @@ int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t 
     if (trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_COPY, off, nbytes, medium->base + off);
     flush_copied(medium, kernel, off, nbytes);
+    if (LCK_UNLIKELY(over != 0))
+        emulate_wait(over);
     return LCK_OK;
+}
+
+static void fence(lck_medium *medium)
+{
+    cpu_fence();
+    if (LCK_UNLIKELY(medium->shape.fence_ns != 0))
+        emulate_fence(&medium->shape);
 }
 
 void medium_fence(lck_medium *medium)
 {
-    cpu_fence();
+    fence(medium);
     if (trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_FENCE, 0, 0, NULL);
 }
@@ -289,7 +300,7 @@ void medium_fence(lck_medium *medium)
 /* Not repeated, not even after EINTR: a second fdatasync may succeed although the first lost pages. */
 int32_t medium_sync(lck_medium *medium)
 {
-    cpu_fence();
+    fence(medium);
     int32_t error = fault_take(LCK_OP_SYNC);
     if (LCK_UNLIKELY(error != 0))
         return status_sys(error);

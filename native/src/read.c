@@ -69,7 +69,10 @@ int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t 
 {
     uint64_t at = index * from->block;
     uint64_t left = what->nbytes - at, n = left < from->block ? left : from->block;
+    uint64_t over = emulate_read(what->off + at, n);
     int32_t status = read_pool(from->fd, from->extents, from->count, buffer, n, what->off + at);
+    if (LCK_UNLIKELY(over != 0))
+        emulate_wait(over);
     if (status != LCK_OK)
         return status;
     uint32_t seed = lck_block_seed(from->uuid_lo, from->uuid_hi, what->tensor, what->generation, index);

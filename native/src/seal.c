@@ -45,7 +45,6 @@ void seal_header(lck_medium *medium, const lck_commit *commit)
     kill_point(KILL_HEADER);
 }
 
-/* Every copying thread fenced its own stores; the sync makes payload and manifest durable before the line. */
 static int32_t write_manifest(struct job *job)
 {
     const lck_commit *commit = &job->commit;
@@ -55,7 +54,13 @@ static int32_t write_manifest(struct job *job)
         return status;
     medium_flush(job->medium, commit->manifest_off, commit->image_nbytes);
     kill_point(KILL_MANIFEST);
-    status = medium_sync(job->medium);
+    return LCK_OK;
+}
+
+/* Every copying thread fenced its own stores; the sync makes payload and manifest durable before the line. */
+static int32_t sync_payload(struct job *job)
+{
+    int32_t status = medium_sync(job->medium);
     if (status == LCK_OK)
         kill_point(KILL_SEALED);
     return status;
@@ -79,15 +84,29 @@ static int32_t write_line(struct job *job)
     return medium_line(job->medium, commit->line_off, &line);
 }
 
-int32_t seal_job(struct job *job, bool helped)
+static int32_t part(lck_engine *engine, struct job *job, uint32_t kind, int32_t (*step)(struct job *), uint64_t nbytes,
+                    bool helped)
 {
-    int32_t status = write_manifest(job);
+    struct span span;
+    bool spanned = span_begin(engine, &span);
+    int32_t status = step(job);
+    if (spanned)
+        span_end(engine, &span, kind, job->commit.generation, 0, nbytes, helped);
+    return status;
+}
+
+int32_t seal_job(lck_engine *engine, struct job *job, bool helped)
+{
+    uint64_t nbytes = job->commit.image_nbytes;
+    int32_t status = part(engine, job, LCK_SPAN_MANIFEST, write_manifest, nbytes, helped);
+    if (status == LCK_OK)
+        status = part(engine, job, LCK_SPAN_SYNC, sync_payload, 0, helped);
     if (status != LCK_OK)
         return status;
-    atomic_fetch_add(&job->nbytes, job->commit.image_nbytes);
+    atomic_fetch_add(&job->nbytes, nbytes);
     if (helped)
-        atomic_fetch_add(&job->nbytes_helped, job->commit.image_nbytes);
-    status = write_line(job);
+        atomic_fetch_add(&job->nbytes_helped, nbytes);
+    status = part(engine, job, LCK_SPAN_LINE, write_line, LCK_LINE, helped);
     if (status == LCK_OK)
         medium_mark(job->medium, LCK_MARK_ACK, job->commit.generation);
     return status;

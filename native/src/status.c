@@ -22,6 +22,7 @@ uint32_t lck_sizeof(uint32_t id)
     case 3: return (uint32_t)sizeof(lck_event);
     case 4: return (uint32_t)sizeof(lck_extent);
     case 5: return (uint32_t)sizeof(lck_read);
+    case 6: return (uint32_t)sizeof(lck_span);
     default: return 0;
     }
 }
@@ -32,3 +33,4 @@ _Static_assert(sizeof(lck_commit) == 136, "lck_commit");
 _Static_assert(sizeof(lck_job_info) == 40, "lck_job_info");
 _Static_assert(sizeof(lck_event) == 40, "lck_event");
 _Static_assert(sizeof(lck_extent) == 16, "lck_extent");
+_Static_assert(sizeof(lck_span) == 64, "lck_span");

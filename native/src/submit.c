@@ -118,11 +118,15 @@ static bool build(struct job *job, lck_medium *medium, const lck_copy *copies, u
 
 /* ---- begin ------------------------------------------------------------------------------------------- */
 
-static int32_t begin(struct job *job, const lck_copy *copies, uint64_t count)
+static int32_t begin(lck_engine *engine, struct job *job, const lck_copy *copies, uint64_t count)
 {
+    struct span span;
+    bool spanned = span_begin(engine, &span);
     medium_mark(job->medium, LCK_MARK_BEGIN, job->commit.generation);
     seal_header(job->medium, &job->commit);
-    return work_copy_now(job, copies, count, LCK_NOW);
+    if (spanned)
+        span_end(engine, &span, LCK_SPAN_HEADER, job->commit.generation, 0, LCK_LINE, false);
+    return work_copy_now(engine, job, copies, count, LCK_NOW);
 }
 
 int32_t lck_job_submit(lck_engine *engine, lck_medium *medium, const lck_copy *copies, uint64_t count,
@@ -141,7 +145,7 @@ int32_t lck_job_submit(lck_engine *engine, lck_medium *medium, const lck_copy *c
     struct job *job = take_entry(engine, &drawn);
     if (job == NULL)
         return LCK_EBUSY;
-    status = build(job, medium, copies, count, commit) ? begin(job, copies, count) : LCK_ENOMEM;
+    status = build(job, medium, copies, count, commit) ? begin(engine, job, copies, count) : LCK_ENOMEM;
     if (status == LCK_OK) {
         *ticket = drawn;
         job_move(engine, job, drawn, PHASE_BUILDING, job->total > 0 ? PHASE_COPYING : PHASE_COPIED);

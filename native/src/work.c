@@ -17,8 +17,10 @@ static void put_checksum(struct job *job, const lck_copy *copy, uint64_t index, 
 }
 
 /* A fence orders the stores of its own processor only, so it stands here, not where the version is committed. */
-static int32_t copy_block(struct job *job, const lck_copy *copy, uint64_t index, bool helped)
+static int32_t copy_block(lck_engine *engine, struct job *job, const lck_copy *copy, uint64_t index, bool helped)
 {
+    struct span span;
+    bool spanned = ((copy->flags & LCK_NOW) == 0 || copy->nbytes >= job->commit.block) && span_begin(engine, &span);
     uint64_t start = index * job->commit.block;
     uint64_t left = copy->nbytes - start;
     uint64_t nbytes = left < job->commit.block ? left : job->commit.block;
@@ -34,22 +36,36 @@ static int32_t copy_block(struct job *job, const lck_copy *copy, uint64_t index,
     if (helped)
         atomic_fetch_add_explicit(&job->nbytes_helped, nbytes, memory_order_relaxed);
     kill_point(KILL_BLOCK);
+    if (spanned)
+        span_end(engine, &span, LCK_SPAN_COPY, job->commit.generation, copy->tensor, nbytes, helped);
     return LCK_OK;
 }
 
-int32_t work_copy_now(struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags)
+static int32_t copy_flagged(lck_engine *engine, struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags)
 {
     for (uint64_t i = 0; i < count; i++) {
         if ((copies[i].flags & flags) != flags)
             continue;
         uint64_t blocks = blocks_of(copies[i].nbytes, job->commit.block);
         for (uint64_t index = 0; index < blocks; index++) {
-            int32_t status = copy_block(job, &copies[i], index, false);
+            int32_t status = copy_block(engine, job, &copies[i], index, false);
             if (status != LCK_OK)
                 return status;
         }
     }
     return LCK_OK;
+}
+
+int32_t work_copy_now(lck_engine *engine, struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags)
+{
+    struct span span;
+    bool spanned = span_begin(engine, &span);
+    uint64_t before = atomic_load_explicit(&job->nbytes, memory_order_relaxed);
+    int32_t status = copy_flagged(engine, job, copies, count, flags);
+    if (spanned)
+        span_end(engine, &span, LCK_SPAN_NOW, job->commit.generation, 0,
+                 atomic_load_explicit(&job->nbytes, memory_order_relaxed) - before, false);
+    return status;
 }
 
 /* ---- the queue of a job ------------------------------------------------------------------------------ */
@@ -101,7 +117,7 @@ static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum
         return false;
     uint64_t which = copy_with(job, block);
     uint64_t first = which == 0 ? 0 : job->ends[which - 1];
-    int32_t status = copy_block(job, &job->copies[which], block - first, role != ROLE_WORKER);
+    int32_t status = copy_block(engine, job, &job->copies[which], block - first, role != ROLE_WORKER);
     if (status != LCK_OK) {
         job_fail(job, status);
         work_skip_rest(engine, job, ticket);
@@ -142,7 +158,7 @@ static bool try_seal(lck_engine *engine, struct job *job, uint64_t ticket, enum 
         return false;
     if (!job_move(engine, job, ticket, PHASE_COPIED, PHASE_SEALING))
         return false;
-    int32_t status = seal_job(job, role != ROLE_WORKER);
+    int32_t status = seal_job(engine, job, role != ROLE_WORKER);
     if (status != LCK_OK)
         job_fail(job, status);
     job_move(engine, job, ticket, PHASE_SEALING, status == LCK_OK ? PHASE_COMMITTED : PHASE_FAILED);

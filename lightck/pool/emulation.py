@@ -1,0 +1,83 @@
+"""The speed of other memories, for benches and tests on machines that have none: named profiles and their sources.
+
+Chosen by ``LIGHTCK_EMULATE=name`` or ``use(name)``, never by default. Slows copies into pools that are opened
+afterwards, their fences, and verified reads; what a pool survives stays as it is, and all that names its medium says
+"emulated". It limits bandwidth and latency and is no model of a device: no cache, no contention, no CPU time of stalls.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from lightck._native import check, lib
+
+VARIABLE = "LIGHTCK_EMULATE"
+_IZRAELEVITZ = "Izraelevitz et al., Basic Performance Measurements of the Intel Optane DC PMM, 2019"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a memory can do. Bandwidths in bytes per second."""
+
+    name: str
+    write: int
+    read: int
+    fence_ns: int
+    """What each fence and each sync takes."""
+    unit: int
+    """Bytes that it moves at least, a power of two: a part of a unit costs a whole one."""
+    source: str
+    """Where the figures come from, and which are assumed."""
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("optane-1", 2_300_000_000, 6_500_000_000, 100, 256,
+                f"a sixth of optane-6: bandwidth grows with the number of modules ({_IZRAELEVITZ})"),
+        Profile("optane-6", 13_900_000_000, 39_400_000_000, 100, 256,
+                f"six interleaved modules: {_IZRAELEVITZ}. 100 ns per fence: assumed, a store's way to the controller"),
+        Profile("cxl-ssd", 2_000_000_000, 6_000_000_000, 1_500, 4096,
+                "a memory-semantic SSD whose cache is full. Latency: below 1.5 us on average (Zeng et al., Samsung CXL "
+                "Memory Module Hybrid Prototype, 2025). Bandwidth and unit: assumed, those of NAND behind PCIe"),
+        Profile("dram", 128_000_000_000, 128_000_000_000, 0, 64,
+                "nominal rate of six channels of DDR4-2666: most machines do not reach it. For comparison: with it "
+                "nothing but the label should change"),
+    )
+}  # fmt: skip
+
+_used: Profile | None = None
+_is_chosen = False
+
+
+def use(profile: str | Profile | None) -> None:
+    """Emulate this memory from now on, or none. Pools that are open stay as they are."""
+    global _used, _is_chosen
+    if isinstance(profile, str):
+        if profile not in PROFILES:
+            raise ValueError(f"The memory {profile!r} is not known. These can be emulated: {', '.join(PROFILES)}.")
+        profile = PROFILES[profile]
+    numbers = (0, 0, 0, 0) if profile is None else (profile.write, profile.read, profile.fence_ns, profile.unit)
+    check(lib.lck_emulate(*numbers), "emulating a memory")
+    _used, _is_chosen = profile, True
+
+
+def used() -> Profile | None:
+    """What is emulated now. To be asked before a pool is opened: the first time, it looks at the environment."""
+    if not _is_chosen:
+        _honour(os.environ.get(VARIABLE))
+    return _used
+
+
+def label() -> str | None:
+    """For example ``emulated optane-1``; None where nothing is emulated."""
+    profile = used()
+    return None if profile is None else f"emulated {profile.name}"
+
+
+def _honour(name: str | None) -> None:
+    try:
+        use(name or None)
+    except ValueError as error:
+        raise ImportError(f"{VARIABLE}={name!r} cannot be used: {error} Unset {VARIABLE} or correct it.") from error

@@ -1,0 +1,203 @@
+"""A trace as plain values and as a file: JSON of the Trace Event Format, which Perfetto and chrome://tracing open.
+
+Complete events (``"ph": "X"``), one ``tid`` per row, named and ordered by metadata events; times in microseconds from
+the start of the trace. A file may come from anywhere: it is checked as it is read, and a bad one is a
+``TraceFormatError``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, NoReturn
+
+from lightck.errors import TraceFormatError
+
+STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, HELPED, COMMIT = (
+    "step", "forward", "backward", "communication", "update", "lightck on the training thread", "small state",
+    "copy: training thread", "commit",
+)  # fmt: skip
+COPY = "copy: thread "
+"""A row per copy thread: this and its number."""
+_ORDER = (STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, COPY, HELPED, COMMIT)
+FORMAT = 1
+FILE_NBYTES_MAX = 1 << 30
+EVENTS_MAX = 2_000_000
+"""Also of a recording: what comes later is counted as dropped."""
+TEXT_MAX = 10_000
+ROWS_MAX = 200
+_US_MAX = 1e13
+"""Four months: beyond it, numbers lose their nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that took time. Times in nanoseconds from the start of the trace."""
+
+    row: str
+    name: str
+    begin: int
+    end: int
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What was recorded, ordered by begin; ``about`` says of what, and what is missing."""
+
+    events: tuple[Event, ...]
+    about: Mapping[str, Any]
+
+    def rows(self) -> list[str]:
+        """Those that have events, in the order in which they are shown."""
+        return sorted({event.row for event in self.events}, key=_place)
+
+    def of(self, *rows: str) -> list[Event]:
+        return [event for event in self.events if event.row in rows]
+
+    def steps(self) -> dict[int, Event]:
+        """Number -> the whole step: from the end of the update before it to the end of its own."""
+        return {event.args["step"]: event for event in self.of(STEP)}
+
+
+def is_own(row: str) -> bool:
+    """Whether lightck fills this row, and nobody else may."""
+    return row.startswith("copy") or (row in _ORDER and row != COMMUNICATION)
+
+
+def _place(row: str) -> tuple[int, str]:
+    kind = COPY if row.startswith(COPY) else row
+    return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), row)
+
+
+# -- to a file -------------------------------------------------------------------------------------------------------
+
+
+def write(trace: Trace, file: IO[bytes]) -> None:
+    """As JSON, a line per event."""
+    about = json.dumps({"lightck_trace": FORMAT, **trace.about})
+    file.write(f'{{"displayTimeUnit": "ms", "otherData": {about},\n"traceEvents": [\n'.encode())
+    for number, line in enumerate(_lines(trace)):
+        file.write((",\n" if number else "").encode() + line.encode())
+    file.write(b"\n]}\n")
+
+
+def _lines(trace: Trace) -> Iterator[str]:
+    pid = trace.about.get("pid", 1)
+    tids = {row: number for number, row in enumerate(trace.rows(), 1)}
+
+    def meta(kind: str, tid: int, args: dict[str, Any]) -> str:
+        return json.dumps({"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args})
+
+    yield meta("process_name", 0, {"name": f"lightck: {trace.about.get('model', 'training')}"})
+    for row, tid in tids.items():
+        yield meta("thread_name", tid, {"name": row})
+        yield meta("thread_sort_index", tid, {"sort_index": tid})
+    for event in trace.events:
+        yield json.dumps({
+            "name": event.name, "cat": event.row, "ph": "X", "ts": event.begin / 1000,
+            "dur": (event.end - event.begin) / 1000, "pid": pid, "tid": tids[event.row], "args": dict(event.args),
+        })  # fmt: skip
+
+
+# -- from a file -----------------------------------------------------------------------------------------------------
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """The trace in a file. Raises ``TraceFormatError``, or the ``OSError`` of opening it."""
+    with open(path, "rb", opener=_open_regular) as file:
+        if os.fstat(file.fileno()).st_size > FILE_NBYTES_MAX:
+            raise _foreign(path, f"it is larger than {FILE_NBYTES_MAX >> 20} MiB")
+        data = file.read(FILE_NBYTES_MAX + 1)
+    try:
+        return _trace(json.loads(data, parse_constant=_no_number))
+    except (ValueError, RecursionError) as err:  # json's and unicode's errors are ValueErrors
+        reason = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
+        raise _foreign(path, reason[:200]) from err
+
+
+def _open_regular(path: str, flags: int) -> int:
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise _foreign(path, "it is not a regular file")
+
+
+def _foreign(path: str | os.PathLike[str], reason: str) -> TraceFormatError:
+    return TraceFormatError(
+        f"{os.fspath(path)!r} is not a trace that lightck wrote: {reason}. Record one with session.trace(path)."
+    )
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a number")
+
+
+def _trace(found: Any) -> Trace:
+    """Checked in full: everything after this may rely on types, order and bounds."""
+    if not isinstance(found, dict) or not isinstance(found.get("otherData"), dict):
+        raise ValueError("there is no otherData in it")
+    about = found["otherData"]
+    if about.get("lightck_trace") != FORMAT:
+        raise ValueError(f"otherData does not say lightck_trace {FORMAT}")
+    raw = found.get("traceEvents")
+    if not isinstance(raw, list) or len(raw) > EVENTS_MAX + 3 * ROWS_MAX:
+        raise ValueError("traceEvents is no list of events, or too long")
+    if not all(isinstance(each, dict) for each in raw):
+        raise ValueError("an event is no object")
+    rows = _row_names(raw)
+    events = sorted((_event(each, rows) for each in raw if each.get("ph") == "X"), key=lambda e: (e.begin, -e.end))
+    return Trace(tuple(events), about)
+
+
+def _row_names(raw: Iterable[dict[str, Any]]) -> dict[int, str]:
+    rows: dict[int, str] = {}
+    for each in raw:
+        if each.get("ph") == "M" and each.get("name") == "thread_name":
+            args = each.get("args")
+            rows[_whole(each.get("tid"), "tid")] = _text(args.get("name") if isinstance(args, dict) else None)
+    if len(rows) > ROWS_MAX:
+        raise ValueError("it has too many rows")
+    return rows
+
+
+def _event(each: dict[str, Any], rows: Mapping[int, str]) -> Event:
+    tid = _whole(each.get("tid"), "tid")
+    if tid not in rows:
+        raise ValueError("an event is in no row")
+    begin, duration = _time(each.get("ts")), _time(each.get("dur"))
+    args = each.get("args", {})
+    if not isinstance(args, dict):
+        raise ValueError("args of an event are no object")
+    if rows[tid] == STEP or "step" in args:
+        _whole(args.get("step"), "step")
+    for key in ("bytes", "layer"):
+        if key in args:
+            _whole(args[key], key)
+    if "module" in args:
+        _text(args["module"])
+    start = round(begin * 1000)
+    return Event(rows[tid], _text(each.get("name")), start, start + round(duration * 1000), args)
+
+
+def _whole(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"a {what} is not a whole number")
+    return value
+
+
+def _time(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= _US_MAX or not math.isfinite(value):
+        raise ValueError("a time is not a number of microseconds")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > TEXT_MAX:
+        raise ValueError("a name is no text, or too long")
+    return value

@@ -1,0 +1,97 @@
+/* emulate.c: another memory's speed, for benches and tests on ordinary machines. What is slower than the emulated memory
+ * is not made faster, and nothing is promised beyond what the file is.
+ *
+ * A bucket is the time at which the emulated memory is free again. Who transfers bytes takes the time that they last,
+ * from then or from now on, and returns when it is over: threads share the bandwidth, and idle time is no credit. */
+#include <errno.h>
+#include <time.h>
+
+#include "internal.h"
+
+/* Below it a sleep would be late by more than it lasts. */
+#define SPIN_NS ((uint64_t)50 * 1000)
+
+static struct {
+    _Atomic uint64_t write_bps, read_bps, fence_ns, unit;
+} profile;
+
+static struct bucket reads;
+
+int32_t lck_emulate(uint64_t write_bps, uint64_t read_bps, uint64_t fence_ns, uint64_t unit)
+{
+    if ((unit & (unit - 1)) != 0 || unit > LCK_MAX_BLOCK || fence_ns > LCK_EMULATED_FENCE_MAX)
+        return LCK_EINVAL;
+    atomic_store(&profile.write_bps, write_bps);
+    atomic_store(&profile.read_bps, read_bps);
+    atomic_store(&profile.fence_ns, fence_ns);
+    atomic_store(&profile.unit, unit);
+    return LCK_OK;
+}
+
+void emulate_open(struct shape *shape)
+{
+    shape->write_bps = atomic_load(&profile.write_bps);
+    shape->fence_ns = atomic_load(&profile.fence_ns);
+    shape->unit = atomic_load(&profile.unit);
+    atomic_store(&shape->writes.free_at, 0);
+}
+
+/* ---- buckets ----------------------------------------------------------------------------------------- */
+
+/* When a transfer of nbytes that wants to begin now is over. */
+uint64_t bucket_take(struct bucket *bucket, uint64_t now, uint64_t nbytes, uint64_t bps)
+{
+    uint64_t lasts = (uint64_t)((double)nbytes * 1e9 / (double)bps);
+    uint64_t free_at = atomic_load(&bucket->free_at), over;
+    do
+        over = (free_at > now ? free_at : now) + lasts;
+    while (!atomic_compare_exchange_weak(&bucket->free_at, &free_at, over));
+    return over;
+}
+
+/* The memory moves whole units: a part of one costs as much. */
+uint64_t whole_units(uint64_t off, uint64_t nbytes, uint64_t unit)
+{
+    if (unit == 0 || nbytes == 0)
+        return nbytes;
+    uint64_t first = off & ~(unit - 1), end = (off + nbytes + unit - 1) & ~(unit - 1);
+    return end - first;
+}
+
+/* ---- time -------------------------------------------------------------------------------------------- */
+
+static void spin_until(uint64_t time)
+{
+    while (clock_ns() < time) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+}
+
+void emulate_wait(uint64_t time)
+{
+    uint64_t now = clock_ns();
+    if (now + SPIN_NS < time) {
+        uint64_t wake = time - SPIN_NS;
+        struct timespec at = {.tv_sec = (time_t)(wake / 1000000000u), .tv_nsec = (long)(wake % 1000000000u)};
+        while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL) == EINTR)
+            continue;
+    }
+    spin_until(time);
+}
+
+uint64_t emulate_write(struct shape *shape, uint64_t off, uint64_t nbytes)
+{
+    return bucket_take(&shape->writes, clock_ns(), whole_units(off, nbytes, shape->unit), shape->write_bps);
+}
+
+void emulate_fence(const struct shape *shape) { emulate_wait(clock_ns() + shape->fence_ns); }
+
+uint64_t emulate_read(uint64_t off, uint64_t nbytes)
+{
+    uint64_t bps = atomic_load_explicit(&profile.read_bps, memory_order_relaxed);
+    if (LCK_LIKELY(bps == 0))
+        return 0;
+    return bucket_take(&reads, clock_ns(), whole_units(off, nbytes, atomic_load(&profile.unit)), bps);
+}
