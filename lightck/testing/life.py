@@ -141,12 +141,12 @@ class Life:
             if not self._persist(session, training, lambda step=step: training.update(step)):  # type: ignore[misc]
                 return False
             self.updates = max(self.updates, step + 1)
-            self._acknowledge(session)
+            self.acknowledge(session)
             if step == 1 and not self._persist(session, training, session.flush):
                 return False
             if step == 3 and not self._persist(session, training, lambda: session.pin().release()):
                 return False
-            self._acknowledge(session)
+            self.acknowledge(session)
         return True
 
     def _persist(self, session: lightck.Session, training: Training, work: Callable[[], object]) -> bool:
@@ -176,7 +176,7 @@ class Life:
         error = self._told(session.close)
         if self._has_failed and error is None:
             self.broken.append("a failure of the background was told by the step and not by close")
-        self._acknowledge(session)
+        self.acknowledge(session)
         if error is None and session.committed != self.updates:
             self.broken.append(f"close went well at step {self.updates}, and {session.committed} is what is committed")
         return error is None
@@ -186,7 +186,7 @@ class Life:
         lightck.export_checkpoint(checkpoint, os.path.join(self.folder, "out.safetensors"), overwrite=True)
         lightck.export_checkpoint(checkpoint, os.path.join(self.folder, "out.pt"), format="torch")
 
-    def _acknowledge(self, session: lightck.Session) -> None:
+    def acknowledge(self, session: lightck.Session) -> None:
         self.acknowledged = max(self.acknowledged, session.committed or 0)
         Path(f"{self.folder}.acknowledged").write_text(str(self.acknowledged))
 
@@ -233,6 +233,9 @@ class Life:
         self.updates = self.acknowledged = LAST
         self._recovered()
         self.litter = self._litter()
+
+    def truth_at(self, step: int) -> str:
+        return self._truth[step]
 
     def _recovered(self) -> None:
         training = Training(seed=2)

@@ -172,19 +172,15 @@ def _child(request: Any, write: int) -> None:
         os.write(write, json.dumps(result).encode())
         os.close(write)
 
-    status = 0
     try:
         result = _named_function(request["scene"])(*request["arguments"])
-        if callable(result):  # it tells by itself, and this interpreter ends as a program does
-            result(say)
-            return
-        say(result)
+        if not callable(result):
+            say(result)
+            os._exit(0)
     except BaseException:
         traceback.print_exc()
-        status = 1
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    os._exit(status)
+        os._exit(1)
+    result(say)  # it tells by itself, and then this interpreter ends as that of a program does
 
 
 def _ended(pid: int, read: int, request: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from lightck.testing.campaign import Campaign
 
-NAMES: tuple[str, ...] = ("syscalls",)
+NAMES: tuple[str, ...] = ("syscalls", "truncations", "full", "exits")
 
 
 def named(name: str) -> Campaign:
