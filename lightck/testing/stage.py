@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,17 @@ def _named(status: int) -> str:
 class Stage:
     """The process with its children; ``with`` ends it."""
 
-    def __init__(self, *, interposed: bool = False, setup: str | None = None, path: str | None = None) -> None:
-        """``setup``: a function ``module:name``, called once before the first scene (tests plant bugs by it);
-        ``path`` is a folder in which its module is found."""
+    def __init__(self, *, interposed: bool = False, path: str | None = None) -> None:
+        """``path``: a folder beside lightck's in which modules are found."""
+        self.plant: str | None = None
+        """A function ``module:name`` that is called before each scene, in its process: tests plant bugs by it."""
         self._texts = tempfile.TemporaryDirectory(prefix="lightck-stage-")
         environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(_paths(path))}
         if interposed:
             library = interpose.build(self._texts.name)
             before = os.environ.get("LD_PRELOAD")  # a sanitizer's library has to stay the first
             environment["LD_PRELOAD"] = f"{before}:{library}" if before else library
-        command = [sys.executable, "-m", "lightck.testing.stage", setup or ""]
+        command = [sys.executable, "-m", "lightck.testing.stage"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._answer()
 
@@ -75,7 +77,8 @@ class Stage:
         """Run ``module:name`` with these arguments in a child, and wait until the process is gone."""
         text = os.path.join(self._texts.name, "stderr")
         assert self._process.stdin is not None
-        request = {"scene": scene, "arguments": arguments, "text": text, "seconds": seconds}
+        request = {"scene": scene, "arguments": arguments, "text": text, "seconds": seconds,
+                   "plant": self.plant}  # fmt: skip
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
         answer = self._answer()
@@ -105,15 +108,23 @@ def _paths(path: str | None) -> list[str]:
     return [p for p in (path, own, os.environ.get("PYTHONPATH")) if p]
 
 
+@contextmanager
+def staged(stage: Stage | None, *, interposed: bool = False) -> Iterator[Stage]:
+    """The stage that is given, or one for this block."""
+    if stage is not None:
+        yield stage
+        return
+    with Stage(interposed=interposed) as own:
+        yield own
+
+
 # -- in the stage's process -----------------------------------------------------------------------------------------
 
 
-def serve(setup: str) -> None:
+def serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _warm()
-    if setup:
-        _named_function(setup)()
     gc.collect()
     gc.freeze()
     gc.get_freeze_count = lambda: 0  # attach would unfreeze, to search what was imported for optimizers
@@ -173,6 +184,8 @@ def _child(request: Any, write: int) -> None:
         os.close(write)
 
     try:
+        if request["plant"]:
+            _named_function(request["plant"])()
         result = _named_function(request["scene"])(*request["arguments"])
         if not callable(result):
             say(result)
@@ -206,4 +219,4 @@ def _ended(pid: int, read: int, request: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve()

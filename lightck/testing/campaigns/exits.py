@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightck.testing.campaign import Campaign, Order, Tally
-from lightck.testing.stage import Stage
+from lightck.testing.stage import Stage, staged
 
 if TYPE_CHECKING:
     from lightck.testing.life import Life, Training
@@ -30,9 +30,9 @@ _CODES = {"os._exit": 7, "exit": 0, "exit with a daemon": 0, "sys.exit": 3, "SIG
 _STEPS = 6
 
 
-def run(order: Order, *, setup: str | None = None, path: str | None = None) -> Tally:
+def run(order: Order, stage: Stage | None = None) -> Tally:
     tally = Tally()
-    with Stage(setup=setup, path=path) as stage:
+    with staged(stage) as stage:
         for trial in order.trials:
             rng = order.rng(trial)
             ways = (*RAISED, "ctrl-c", *ENDS)

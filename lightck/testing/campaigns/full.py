@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightck.testing.campaign import Campaign, Order, Tally
-from lightck.testing.stage import Stage
+from lightck.testing.stage import Stage, staged
 
 if TYPE_CHECKING:
     from lightck.testing.life import Life
@@ -27,9 +27,9 @@ _CLONE_NEWNS, _MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 0x20000, 1, 32, 0x
 _NOBODY = 65534
 
 
-def run(order: Order, *, setup: str | None = None, path: str | None = None) -> Tally:
+def run(order: Order, stage: Stage | None = None) -> Tally:
     tally = Tally()
-    with Stage(setup=setup, path=path) as stage:
+    with staged(stage) as stage:
         folder = os.path.join(order.folder, "life")
         ending = stage.play(f"{_HERE}:measured", folder, order.backend)
         shutil.rmtree(folder, ignore_errors=True)

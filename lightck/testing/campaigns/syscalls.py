@@ -19,7 +19,7 @@ from typing import Any
 
 from lightck.testing import interpose
 from lightck.testing.campaign import Campaign, Order, Tally
-from lightck.testing.stage import Stage
+from lightck.testing.stage import Stage, staged
 
 _DISK = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR)
 _WRITE = (*_DISK, interpose.SHORT)
@@ -71,9 +71,9 @@ class Fault:
         return f"{self.medium}, {self.call} number {self.nth} fails with {interpose.name_of(self.error)} {often}"
 
 
-def run(order: Order, *, setup: str | None = None, path: str | None = None) -> Tally:
+def run(order: Order, stage: Stage | None = None) -> Tally:
     tally = Tally()
-    with Stage(interposed=True, setup=setup, path=path) as stage:
+    with staged(stage, interposed=True) as stage:
         faults = _in_turns(_faults(stage, order, tally), random.Random(order.seed))
         for trial in order.trials:
             _trial(stage, order, tally, trial, faults[trial % len(faults)])

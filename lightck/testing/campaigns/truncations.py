@@ -30,7 +30,7 @@ from lightck.pool.format import LINE_NBYTES, MAGIC, PAGE, SUPERBLOCK_NBYTES, SUP
 from lightck.pool.layout import blocks_of
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.testing.campaign import Campaign, Order, Tally
-from lightck.testing.stage import Stage
+from lightck.testing.stage import Stage, staged
 
 STEPS = 4
 _HERE = "lightck.testing.campaigns.truncations"
@@ -57,10 +57,10 @@ class Damage:
         return f"{self.what} in superblocks {list(self.copies)}" if self.kind == "field" else self.what
 
 
-def run(order: Order, *, setup: str | None = None, path: str | None = None) -> Tally:
+def run(order: Order, stage: Stage | None = None) -> Tally:
     tally = Tally()
     template = os.path.join(order.folder, "template.pool")
-    with Stage(setup=setup, path=path) as stage:
+    with staged(stage) as stage:
         ending = stage.play(f"{_HERE}:made", template, order.backend)
         if ending.trouble():
             tally.found(-1, f"the pool was not made: {ending.trouble()}")
