@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 
-from lightck import _native, pipeline, session
-from lightck.errors import BackgroundError, NotAPoolError, PoolTruncatedError
+from lightck import pipeline, session
+from lightck.errors import BackgroundError, PoolTruncatedError
 from lightck.pool import engine, extents, file, reader
+from lightck.pool.lock import PoolLock
 
 
 def short_reads_are_believed() -> None:
@@ -15,9 +17,7 @@ def short_reads_are_believed() -> None:
 
 
 def a_refused_attach_keeps_its_lock() -> None:
-    from lightck import attach
-
-    attach.PoolLock.release = lambda self: None
+    PoolLock.release = lambda self: None
 
 
 def a_failed_sync_is_good() -> None:
@@ -27,11 +27,6 @@ def a_failed_sync_is_good() -> None:
 
 def a_failure_is_told_once() -> None:
     session.Session._raise_failure = lambda self: None
-
-
-def memory_errors_pass_versions_over() -> None:
-    """No memory is taken for a bad block: an older version is used though the newest is sound."""
-    reader.is_of_medium = lambda code: True
 
 
 def nothing_is_allocated() -> None:
@@ -62,10 +57,6 @@ def an_interrupt_ends_the_session() -> None:
 
 
 def nothing_is_finished_at_exit() -> None:
-    """The interpreter ends under threads that go on."""
-    import signal
-
+    """The interpreter's end is not survived."""
     session.Session._abandon = lambda self: os.kill(os.getpid(), signal.SIGSEGV)
 
-
-__all__ = ["NotAPoolError", "_native"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,10 +13,11 @@ import pytest
 from lightck.testing.campaign import Order, Tally
 from lightck.testing.campaigns import exits, full, syscalls, truncations
 from lightck.testing.campaigns.syscalls import Fault
+from lightck.testing.campaigns.truncations import Damage
 from lightck.testing.interpose import EVER, SHORT
 from lightck.testing.stage import Stage
 
-EIO, ENOMEM = 5, 12
+EIO = errno.EIO
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +54,10 @@ def test_no_failed_system_call_does_harm(stage, folder, backend):
 
 
 BUGS = {
-    "short_reads_are_believed": (Fault("memory", "pread", 6, SHORT, 1), "without a fault, or with it"),
-    "a_refused_attach_keeps_its_lock": (Fault("memory", "posix_fallocate", 1, EIO, 1), ""),
-    "a_failed_sync_is_good": (Fault("disk", "fdatasync", 5, EIO, EVER), ""),
-    "a_failure_is_told_once": (Fault("disk", "fdatasync", 5, EIO, EVER), "was not told"),
+    "short_reads_are_believed": (Fault("memory", "pread", 150, SHORT, EVER), "Error"),
+    "a_refused_attach_keeps_its_lock": (Fault("memory", "posix_fallocate", 1, EIO, 1), "PoolLockedError"),
+    "a_failed_sync_is_good": (Fault("disk", "fdatasync", 5, EIO, EVER), "step"),
+    "a_failure_is_told_once": (Fault("disk", "fdatasync", 5, EIO, EVER), "told by the step and not by close"),
 }
 
 
@@ -75,8 +78,11 @@ def test_no_cut_or_foreign_file_is_believed(stage, folder, backend):
 
 
 @pytest.mark.parametrize("plant", ["size_is_not_compared", "a_cut_file_is_foreign"])
-def test_a_planted_bug_is_found_by_a_cut_file(stage, folder, plant):
-    assert played(truncations, stage, folder, range(27, 30), plant=plant).findings
+def test_a_planted_bug_is_found_by_a_cut_file(stage, folder, monkeypatch, plant):
+    monkeypatch.setattr(truncations, "_damages", lambda path: [Damage("cut", os.path.getsize(path) - 1, "the end")])
+    sound = played(truncations, stage, folder, range(1))
+    assert not sound.findings, findings(sound)
+    assert played(truncations, stage, folder, range(1), plant=plant).findings
 
 
 def test_limits_of_the_system_are_told(stage, folder):
