@@ -7,6 +7,7 @@ once, because in cffi's ABI mode nothing else would notice.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
@@ -20,12 +21,12 @@ _REBUILD = "Run `pip install .` in the source folder (or reinstall the wheel) to
 
 
 class NativeError(OSError):
-    """A call of the native library failed. ``status`` is its LCK_E... number; ``errno`` is set for LCK_ESYS."""
+    """A call of the native library failed. ``status`` is its LCK_E... number; ``errno`` is set where there is one."""
 
-    def __init__(self, status: int, message: str, errno: int | None = None) -> None:
+    def __init__(self, status: int, message: str, code: int | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.errno = errno
+        self.errno = code
 
 
 def _bindings() -> ModuleType:
@@ -159,7 +160,19 @@ def check(status: int, what: str) -> None:
     """Raise `NativeError` unless status is LCK_OK. To be called on the thread that made the native call."""
     if status == OK:
         return
+    raise NativeError(status, f"{what}: {reason(status)}", errno_of(status))
+
+
+def reason(status: int) -> str:
+    """Why a native call failed, for people. On the thread that made it."""
+    code = errno_of(status)
+    if status == ESYS and code:
+        return os.strerror(code)
+    return _REASONS.get(status, f"status {status}")
+
+
+def errno_of(status: int) -> int | None:
+    """The errno behind a status, if there is one. On the thread that made the call."""
     if status == ESYS:
-        error: int = lib.lck_last_errno()
-        raise NativeError(status, f"{what}: {os.strerror(error)}", error)
-    raise NativeError(status, f"{what}: {_REASONS.get(status, f'status {status}')}")
+        return int(lib.lck_last_errno()) or None
+    return errno.ENOMEM if status == ENOMEM else None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,25 +107,33 @@ def attach(
     lock = PoolLock(path)
     meter = Meter()
     finite = Finite(found.state) if pause_on_nonfinite else None
-    pipeline = Pipeline(path, kind, durable, slots or 2, meter, finite, check=os.environ.get(CHECK_VARIABLE) == "1")
-    try:
-        pipeline.keep(Keeper(keep, path, meter) if keep is not None else None)
-        kind.remove_stale(path)
-        first = _first_step(found, state)
-        resumed = attachment.open(pipeline, slots)
-        if resumed is not None:
-            first.restored_now()
-        session = Session(model, found, capture, pipeline, lock, meter, cadence=pace, resumed=resumed,
-                          first_step=first)  # fmt: skip
-    except BaseException:
-        pipeline.close()
-        lock.release()
-        raise
+    is_checked = os.environ.get(CHECK_VARIABLE) == "1"
+    with _undone(lock.release):
+        pipeline = Pipeline(path, kind, durable, slots or 2, meter, finite, check=is_checked)
+        with _undone(pipeline.close):
+            pipeline.keep(Keeper(keep, path, meter) if keep is not None else None)
+            kind.remove_stale(path)
+            first = _first_step(found, state)
+            resumed = attachment.open(pipeline, slots)
+            if resumed is not None:
+                first.restored_now()
+            session = Session(model, found, capture, pipeline, lock, meter, cadence=pace, resumed=resumed,
+                              first_step=first)  # fmt: skip
     if resumed is not None:
         resumed.set_rng()
     sessions.opened(model, session)
     _tell(session, path, resumed)
     return session
+
+
+@contextmanager
+def _undone(undo: Callable[[], None]) -> Iterator[None]:
+    """Give up what was taken, where this block fails."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 def _check_arguments(model: Any, state: Any, resume: bool, overwrite: bool, strategy: Any, slots: Any,

@@ -12,6 +12,7 @@ message gives the fact, the reason and the cure, in that order.
     │   ├── PoolPermissionError       (PermissionError)     not readable, not writable, or not safely ours
     │   ├── PoolLockedError           (BlockingIOError)     open in another session, here or in another process
     │   ├── NoSpaceError              (OSError, ENOSPC)     the medium cannot hold the pool
+    │   ├── PoolIOError               (OSError)             the system failed a call on the pool's file: errno
     │   ├── LibraryMissingError       (ImportError)         PMDK's library, which writing a PMDK pool needs
     │   ├── MediumError               (OSError, ENOTSUP)    the medium does not survive what require= asks for
     │   ├── NotAPoolError             (ValueError)          foreign or empty file
@@ -74,6 +75,15 @@ class NoSpaceError(PoolError, OSError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.errno = errno.ENOSPC
+
+
+class PoolIOError(PoolError, OSError):
+    """The system failed a call that the pool needs: a bad medium, or no memory, descriptors or threads left. ``errno``
+    says which."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = code
 
 
 class LibraryMissingError(PoolError, ImportError):

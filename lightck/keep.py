@@ -9,6 +9,7 @@ lock while a busy machine lets it starve. Files that this module did not write a
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -17,8 +18,7 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from hashlib import blake2b
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
+from typing import Any
 
 from lightck.contents import load_tensor
 from lightck.errors import ExportError, KeepError
@@ -33,6 +33,8 @@ from lightck.stats import Meter
 
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _MARK = "lightck_kept_by"
+_HEADER_NBYTES_MAX = 100_000_000
+"""As in the safetensors library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,10 @@ class Keeper:
 
     def start_at(self, step: int) -> None:
         """Go on counting where the exports up to this step left off."""
-        self._last = max((at for at, _ in self._own() if at <= step), default=0)
+        try:
+            self._last = max((at for at, _ in self._own() if at <= step), default=0)
+        except OSError as err:
+            raise _error(f"Versions cannot be kept in {str(self._folder)!r}", err.strerror or str(err), err) from err
         self._newest = step
 
     # -- on the training thread --------------------------------------------------------------------------
@@ -99,7 +104,8 @@ class Keeper:
             return
         self._collect(writer, holds)
         if self._is_due(step):
-            self._start(writer, holds)
+            with self._told(step):
+                self._start(writer, holds)
 
     def wait(self, writer: PoolWriter | None, holds: Holds) -> None:
         """Until no export reads the pool."""
@@ -113,9 +119,9 @@ class Keeper:
             return
         self.wait(writer, holds)
         if writer is not None and writer.slots.protected is not None and self._is_due(self._newest):
-            self._hold = hold = holds.take(writer)
-            self._last = hold.step
-            self._run(writer.reader, hold.line)  # here: an interpreter that ends starts no threads
+            with self._told(self._newest):
+                self._hold = hold = holds.take(writer)
+                self._run(writer.reader, hold.line)  # here: an interpreter that ends starts no threads
             self._collect(writer, holds)
 
     def raise_failure(self, *, at_close: bool) -> None:
@@ -130,11 +136,24 @@ class Keeper:
 
     def _start(self, writer: PoolWriter, holds: Holds) -> None:
         self._hold = hold = holds.take(writer)
-        self._last = hold.step
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run_named, args=(writer.reader, hold.line), name="lightck-keep", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
+
+    @contextlib.contextmanager
+    def _told(self, step: int) -> Iterator[None]:
+        """What fails in here is the failure of this step's export, and not of the training; it is not tried again."""
+        self._last = step
+        try:
+            yield
+        except Exception as err:
+            self._failed(step, err)
+
+    def _failed(self, step: int, err: Exception) -> None:
+        reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
+        self._is_told, self._failure = False, _error(f"Step {step} could not be kept", reason, err)
 
     def _collect(self, writer: PoolWriter | None, holds: Holds) -> None:
         self._thread = None
@@ -154,8 +173,7 @@ class Keeper:
         try:
             self._export(reader, line)
         except Exception as err:
-            reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
-            self._is_told, self._failure = False, _error(f"Step {line.step} could not be kept", reason, err)
+            self._failed(line.step, err)
         else:
             self._failure = None
             self._meter.kept += 1
@@ -194,10 +212,21 @@ class Keeper:
         if path.is_symlink() or not path.is_file():
             return False
         try:
-            with safe_open(path, "pt") as file:
-                return (file.metadata() or {}).get(_MARK) == self._mark
-        except (OSError, SafetensorError):
+            return _metadata(path).get(_MARK) == self._mark
+        except (OSError, ValueError):
             return False
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of itself. Not by safe_open, which maps the file for that: where there is no memory
+    for it, it raises what it likes and leaves a descriptor open."""
+    with path.open("rb") as file:
+        nbytes = int.from_bytes(file.read(8), "little")
+        if nbytes > min(_HEADER_NBYTES_MAX, os.fstat(file.fileno()).st_size - 8):
+            raise ValueError("not a safetensors file")
+        header = json.loads(file.read(nbytes))
+    found = header.get("__metadata__") if isinstance(header, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _error(fact: str, reason: str, err: BaseException) -> KeepError:

@@ -6,6 +6,7 @@ that it exports. Invariant: two slots beside the held ones stay for the training
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +18,7 @@ import torch
 from lightck.contents import load_tensor
 from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.engine import ENDED
+from lightck.pool.failures import io_error
 from lightck.pool.format import SLOTS_MAX, CommitLine, DamagedError
 from lightck.pool.reader import Version
 from lightck.pool.writer import PoolWriter, VersionPlan
@@ -58,10 +60,7 @@ class Holds:
         """Hold the version in the protected slot: the newest that the writer knows to be committed."""
         assert writer.slots.protected is not None, "a version was committed"
         slot = writer.slots.slots[writer.slots.protected]
-        ring = writer.reader.ring()
-        here = (slot.index, slot.generation)
-        lines = [line for line in ring.lines.values() if (line.slot, line.payload_generation) == here]
-        line = max(lines, key=lambda line: line.generation)
+        line = _line_of(writer, slot.index, slot.generation)
         hold = Hold(line.step, line, is_pin)
         self._held.append(hold)
         self._tell(writer)
@@ -119,7 +118,16 @@ def _carry(version: Version, hold: Hold, writer: PoolWriter) -> CommitLine:
     writer.committed(pending)
     writer.slots.held |= {slot.index}
     pending.job.forget()
-    return next(ln for ln in writer.reader.ring().lines.values() if ln.generation == pending.line.generation)
+    return _line_of(writer, slot.index, pending.line.generation)
+
+
+def _line_of(writer: PoolWriter, slot: int, generation: int | None) -> CommitLine:
+    """The newest line of what a slot holds, read back. Raises ``PoolIOError`` where the medium lost it."""
+    ring, here = writer.reader.ring(), (slot, generation)
+    lines = [line for line in ring.lines.values() if (line.slot, line.payload_generation) == here]
+    if not lines:
+        raise io_error(f"The newest version in the pool {writer.reader.path!r} cannot be read back", errno.EIO)
+    return max(lines, key=lambda line: line.generation)
 
 
 def _numbers(version: Version, writer: PoolWriter) -> dict[str, int]:

@@ -91,8 +91,12 @@ class Pipeline:
         self.writer = writer
 
     def open(self, reader: PoolReader) -> PoolWriter:
-        """Go on in an existing pool."""
-        self.writer = PoolWriter(reader, self.engine, self.durability)
+        """Go on in an existing pool. The reader is the writer's from here on, or closed."""
+        try:
+            self.writer = PoolWriter(reader, self.engine, self.durability)
+        except BaseException:
+            reader.close()
+            raise
         self._n_slots = len(reader.superblock.slots)
         return self.writer
 
@@ -385,11 +389,13 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the threads and unmap. Versions that are not released are dropped; others were finished before."""
-        if self.keeper is not None:
-            self.keeper.end(self.writer, self.holds)
-        self.engine.close()
-        self._flights.clear()
-        self.resting = Resting()
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
+        try:
+            if self.keeper is not None:
+                self.keeper.end(self.writer, self.holds)
+        finally:
+            self.engine.close()
+            self._flights.clear()
+            self.resting = Resting()
+            if self.writer is not None:
+                self.writer.close()
+                self.writer = None

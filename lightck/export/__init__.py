@@ -68,11 +68,13 @@ def export_checkpoint(
     value = for_torch(checkpoint.model if what == "model" else everything(checkpoint))
     with written(path, overwrite=overwrite) as file:
         torch.save(value, file)
-    return Exported(path, os.stat(path).st_size, count_tensors(value), MappingProxyType({}))
+        nbytes = file.tell()
+    return Exported(path, nbytes, count_tensors(value), MappingProxyType({}))
 
 
 def export_chosen(chosen: Chosen, path: str, *, overwrite: bool, temporary: str | None = None) -> Exported:
     """Write what was chosen of a version as safetensors, one tensor in memory at a time."""
     with written(path, overwrite=overwrite, temporary=temporary) as file:
         write_tensors(file, chosen.tensors, chosen.metadata)
-    return Exported(path, os.stat(path).st_size, len(chosen.tensors), MappingProxyType(dict(chosen.tied)))
+        nbytes = file.tell()
+    return Exported(path, nbytes, len(chosen.tensors), MappingProxyType(dict(chosen.tied)))

@@ -8,15 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, Any
 
 from lightck.errors import ExportError, ExportExistsError
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+
+
+class _Noting(io.FileIO):
+    """Remembers why a write failed: torch.save makes a RuntimeError of it that does not say."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as err:
+            self.failure = err
+            raise
 
 
 @contextmanager
@@ -30,11 +44,11 @@ def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iter
     temporary = temporary or f"{path}.{secrets.token_hex(4)}.tmp"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.fdopen(os.open(temporary, flags, 0o666), "wb")
+        raw = _Noting(os.open(temporary, flags, 0o666), "wb")
     except OSError as err:
         raise _error(path, err) from err
     try:
-        with file:
+        with io.BufferedWriter(raw) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -44,6 +58,10 @@ def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iter
         raise
     except OSError as err:
         raise _error(path, err) from err
+    except RuntimeError as err:
+        if raw.failure is not None:
+            raise _error(path, raw.failure) from err
+        raise
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightck._native import NativeError, ffi, lib
+from lightck._native import NativeError, errno_of, ffi, lib, reason
 from lightck._native import check as _check
 from lightck.errors import BackgroundError
 from lightck.pool import emulation
 from lightck.pool.extents import Extents, native
+from lightck.pool.failures import io_error
 
 COPIED, ENDED = 2, 3
 _SLICE_MS = 100
@@ -46,7 +47,8 @@ class Medium:
         out = ffi.new("lck_medium **")
         emulation.used()  # a choice that cannot be met fails here
         status = lib.lck_medium_open(fd, native(extents), len(extents), tier, out)
-        check(status, "mapping the pool")
+        if status != lib.LCK_OK:
+            raise io_error("The pool cannot be mapped into memory", errno_of(status), reason(status))
         self.handle: Any = out[0]
         if Medium.trace_from_start:
             check(lib.lck_trace_start(self.handle), "starting a trace")
@@ -89,7 +91,9 @@ class Engine:
     def __init__(self, threads: int | None = None) -> None:
         out = ffi.new("lck_engine **")
         n = threads or (1 if (os.cpu_count() or 1) <= 4 else 2)
-        check(lib.lck_engine_open(n, out), "starting the copy threads")
+        status = lib.lck_engine_open(n, out)
+        if status != lib.LCK_OK:
+            raise io_error("The threads that copy versions cannot be started", errno_of(status), reason(status))
         self.handle: Any = out[0]
         self._pid = os.getpid()
 
@@ -178,9 +182,9 @@ class Job:
         out = ffi.new("lck_job_info *")
         lib.lck_job_info_get(self._engine.handle, self._ticket, out)
         code = int(out.error)
-        reason = os.strerror(code) if code else f"status {status}"
+        why = os.strerror(code) if code else reason(status)
         error = BackgroundError(
-            f"A checkpoint could not be written: {reason}. The versions committed before are intact; this one was "
+            f"A checkpoint could not be written: {why}. The versions committed before are intact; this one was "
             "never called good. Look at the pool's medium (space, health), then start again with resume=True."
         )
         error.errno = code or None

@@ -23,10 +23,18 @@ def read(fd: int, extents: Extents, offset: int, nbytes: int) -> bytes:
     """Bytes of the pool; fewer where the file or the pool ends."""
     data = b""
     for at, n in runs(extents, offset, nbytes):
-        part = os.pread(fd, n, at)
+        part = _run(fd, at, n)
         data = data + part if data else part
         if len(part) < n:
             break
+    return data
+
+
+def _run(fd: int, at: int, nbytes: int) -> bytes:
+    """A call may give less than it was asked for; only nothing at all is the end of the file."""
+    data = os.pread(fd, nbytes, at)
+    while len(data) < nbytes and (more := os.pread(fd, nbytes - len(data), at + len(data))):
+        data += more
     return data
 
 

@@ -11,12 +11,13 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from lightck._native import NativeError, check, lib
 from lightck.errors import (
     NoSpaceError,
     NotAPoolError,
+    PoolError,
     PoolNotFoundError,
     PoolPathError,
     PoolPermissionError,
@@ -24,10 +25,14 @@ from lightck.errors import (
 )
 from lightck.pool import durability, extents
 from lightck.pool.extents import Extents
+from lightck.pool.failures import TRANSIENT, io_error, told
 from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 from lightck.pool.pmdk_file import is_pmdk
 
 TEMPORARY_SUFFIX = ".new"
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EBUSY,
+            errno.ETXTBSY, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # fmt: skip
+"""Errors about the path, and who may do what there; all others are the system's."""
 _NO_FILE = (
     "{path!r} is a directory or a special file. A pool is one regular file. Name a file, for example one in that "
     "directory: add '/run.pool'."
@@ -58,20 +63,18 @@ class FileContainer:
 
     def publish(self) -> None:
         assert self._temporary is not None, "published once"
-        os.fsync(self.fd)
-        try:
+        with _making(self.path):
+            os.fsync(self.fd)
             os.rename(self._temporary, self.path)
-        except OSError as err:
-            raise _cannot_write(self.path, err) from err
-        self._temporary = None
-        _fsync_folder(os.path.dirname(self.path))
+            self._temporary = None
+            _fsync_folder(os.path.dirname(self.path))
 
     def is_current(self) -> bool:
         try:
             there = os.stat(self.path, follow_symlinks=False)
-        except OSError:
-            return False
-        here = os.fstat(self.fd)
+            here = os.fstat(self.fd)
+        except OSError as err:
+            return err.errno in TRANSIENT  # then it is not known to be lost, and asked again at the next version
         return (there.st_dev, there.st_ino, here.st_size >= self.nbytes) == (here.st_dev, here.st_ino, True)
 
     def close(self) -> None:
@@ -101,20 +104,20 @@ class FileBackend:
 
     def discard(self, path: str) -> None:
         if _unlink(path):
-            _fsync_folder(os.path.dirname(path))
+            with told(f"The pool {path!r} was removed, but its folder cannot be synced"):
+                _fsync_folder(os.path.dirname(path))
 
     def create(self, path: str, nbytes: int) -> FileContainer:
         checked_folder(path)
         temporary = path + TEMPORARY_SUFFIX
         self.remove_stale(path)
-        try:
+        with _making(path):
             fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as err:
-            raise _cannot_write(path, err) from err
         container = FileContainer(path, fd, nbytes, temporary)
         try:
-            os.fchmod(fd, 0o600)
-            _allocate(path, fd, nbytes)
+            with _making(path):
+                os.fchmod(fd, 0o600)
+                _allocate(path, fd, nbytes)
             if durability.probe(os.path.dirname(path), temporary).is_persistent_memory:
                 _prewrite(path, fd, nbytes)
         except BaseException:
@@ -138,24 +141,32 @@ def opened(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> File
     except OSError as err:
         raise _cannot_open(path, err, write) from err
     try:
-        return FileContainer(path, fd, _checked_size(path, fd, nbytes_min))
+        with told(f"The pool {path!r} cannot be opened"):
+            return FileContainer(path, fd, _checked_size(path, fd, nbytes_min))
     except BaseException:
         os.close(fd)
         raise
 
 
 def peeked(path: str, question: Callable[[int], bool]) -> bool:
-    """The answer for the file at this path, by its descriptor; False where it cannot be read."""
+    """The answer for the file at this path, by its descriptor; False where there is none that could be read. Raises
+    ``PoolIOError`` where the system cannot answer now: a pool must not be taken for one of another kind."""
     try:
         fd = _open(path, os.O_RDONLY)
-    except OSError:
-        return False
+    except OSError as err:
+        return _unanswered(path, err)
     try:
         return question(fd)
-    except OSError:
-        return False
+    except OSError as err:
+        return _unanswered(path, err)
     finally:
         os.close(fd)
+
+
+def _unanswered(path: str, err: OSError) -> bool:
+    if err.errno in TRANSIENT:
+        raise io_error(f"The file {path!r} cannot be read", err.errno, err.strerror) from err
+    return False
 
 
 def _has_magic(fd: int) -> bool:
@@ -168,6 +179,8 @@ def checked_folder(path: str) -> str:
     try:
         st = os.stat(folder)
     except OSError as err:
+        if err.errno in TRANSIENT:
+            raise io_error(f"The folder of the pool {path!r} cannot be looked at", err.errno, err.strerror) from err
         raise PoolNotFoundError(
             f"The pool {path!r} cannot be made: its folder {folder!r} is not there ({err.strerror}). lightck makes "
             "the file, not the folder. Create the folder first."
@@ -230,14 +243,19 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as err:
         if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
-            raise _cannot_write(path, err) from err
-        space = os.fstatvfs(fd)
-        free = space.f_bavail * space.f_frsize
+            raise
         raise NoSpaceError(
-            f"The pool {path!r} needs {nbytes / 1e6:,.1f} MB and its file system has {free / 1e6:,.1f} MB left "
-            f"({err.strerror}). A pool is allocated in full when it is made. Free space, choose another medium, or "
-            "use fewer slots."
+            f"The pool {path!r} needs {nbytes / 1e6:,.1f} MB and {_free(fd)} ({err.strerror}). A pool is allocated in "
+            "full when it is made. Free space, choose another medium, or use fewer slots."
         ) from err
+
+
+def _free(fd: int) -> str:
+    try:
+        space = os.fstatvfs(fd)
+    except OSError:
+        return "cannot have them"
+    return f"its file system has {space.f_bavail * space.f_frsize / 1e6:,.1f} MB left"
 
 
 def _prewrite(path: str, fd: int, nbytes: int) -> None:
@@ -269,13 +287,27 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
     if err.errno in (errno.EISDIR, errno.ENXIO):
         return PoolPathError(_NO_FILE.format(path=path))
     what = "written" if write else "read"
+    if err.errno not in _REFUSED:
+        return io_error(f"The pool {path!r} cannot be {what}", err.errno, err.strerror)
     return PoolPermissionError(
         f"The pool {path!r} cannot be {what}: {err.strerror}. Check its owner and mode, and that the file system is "
         "not mounted read-only."
     )
 
 
+@contextlib.contextmanager
+def _making(path: str) -> Iterator[None]:
+    try:
+        yield
+    except PoolError:
+        raise
+    except OSError as err:
+        raise _cannot_write(path, err) from err
+
+
 def _cannot_write(path: str, err: OSError) -> Exception:
+    if err.errno not in _REFUSED:
+        return io_error(f"The pool {path!r} cannot be made", err.errno, err.strerror)
     return PoolPermissionError(
         f"The pool {path!r} cannot be made: {err.strerror or err}. lightck writes a file beside it first and renames "
         "it. Choose a folder that you can write to."
@@ -288,6 +320,8 @@ def _unlink(path: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError as err:
+        if err.errno not in _REFUSED:
+            raise io_error(f"{path!r} cannot be removed", err.errno, err.strerror) from err
         raise PoolPermissionError(
             f"{path!r} cannot be removed: {err.strerror}. It is in the way of a new pool. Remove it yourself, or "
             "choose another path."

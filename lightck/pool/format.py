@@ -185,6 +185,8 @@ class CommitLine:
     @classmethod
     def unpack(cls, data: bytes, uuid: bytes) -> CommitLine | None:
         """The line, None where none was ever completed; ``DamagedError`` where its check fails."""
+        if len(data) < LINE_NBYTES:
+            raise DamagedError("commit line cut off")
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
             # Its last store was cut off, or a bit of it was lost: a version's generation stands in the line twice, and
@@ -210,6 +212,8 @@ def pack_slot_header(generation: int, slot: int, uuid: bytes) -> bytes:
 
 def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
     """The generation that the slot's bytes belong to; None where the header proves nothing (fresh or damaged)."""
+    if len(data) < LINE_NBYTES:
+        return None
     body, (check,) = data[:56], _U64.unpack(data[56:64])
     if crc64(uuid + body) != check:
         return None

@@ -18,6 +18,7 @@ import threading
 from dataclasses import dataclass
 
 from lightck.errors import PoolLockedError, PoolPermissionError
+from lightck.pool.failures import TRANSIENT, io_error, told
 
 _held: dict[tuple[int, int], str] = {}
 # Re-entrant: a collection while it is held may end a forgotten session, which releases its lock.
@@ -133,7 +134,9 @@ class PoolLock:
     def _is_held_here(self) -> bool:
         try:
             st = os.stat(self.path, follow_symlinks=False)
-        except OSError:
+        except OSError as err:
+            if err.errno in TRANSIENT:  # not known is not no: another descriptor would take our own lock away
+                raise io_error(f"The lock file {self.path!r} cannot be looked at", err.errno, err.strerror) from err
             return False
         return (st.st_dev, st.st_ino) in _held
 
@@ -144,17 +147,26 @@ class PoolLock:
         try:
             fd = os.open(self.path, flags, 0o600)
         except OSError as err:
+            if err.errno in (*TRANSIENT, errno.ENOSPC, errno.EDQUOT):
+                raise io_error(f"The lock file {self.path!r} cannot be opened", err.errno, err.strerror) from err
             raise PoolPermissionError(
                 f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer of a pool locks it. "
                 "Give the pool a folder that you can write to."
             ) from err
-        if os.fstat(fd).st_uid != os.geteuid():
+        try:
+            with told(f"The lock file {self.path!r} cannot be looked at"):
+                self._refuse_foreign(os.fstat(fd).st_uid)
+        except BaseException:
             os.close(fd)
+            raise
+        return fd
+
+    def _refuse_foreign(self, owner: int) -> None:
+        if owner != os.geteuid():
             raise PoolPermissionError(
                 f"The lock file {self.path!r} belongs to another user. Someone else could hold the pool. "
                 "Choose a pool path in a folder of your own, or remove the file."
             )
-        return fd
 
     def _open_device(self) -> int:
         try:
@@ -173,12 +185,13 @@ class PoolLock:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as err:
             if err.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
+                raise io_error(f"The pool {self._pool_path!r} cannot be locked", err.errno, err.strerror) from err
             raise PoolLockedError(
                 f"The pool {self._pool_path!r} is open in another process ({self._owner()}). A pool has one writer. "
                 "Wait for it, end it, or use another pool; lightck.recover() can read meanwhile."
             ) from err
-        st = os.fstat(self._fd)
+        with told(f"The lock file {self.path!r} cannot be looked at"):
+            st = os.fstat(self._fd)
         return st.st_dev, st.st_ino
 
     def _owner(self) -> str:

@@ -24,6 +24,7 @@ from lightck.errors import (
 from lightck.pool import extents, pmdk_file, pmemobj
 from lightck.pool.durability import Durability
 from lightck.pool.extents import Extents
+from lightck.pool.failures import io_error, told
 from lightck.pool.file import FileBackend, FileContainer, opened, peeked
 from lightck.pool.pmdk_file import Arena
 
@@ -113,12 +114,14 @@ class PmdkBackend:
     def open(self, path: str, *, write: bool) -> PmdkContainer:
         file = opened(path, write=write, nbytes_min=0)
         try:
-            places = pmdk_file.read_extents(file.fd, path, file.nbytes)
+            with told(f"The PMDK pool {path!r} cannot be read"):
+                places = pmdk_file.read_extents(file.fd, path, file.nbytes)
+                shutdown_state = pmdk_file.has_shutdown_state(file.fd)
             if not write:
                 return PmdkContainer(file, places)
             _load(path)
             durability = self.probe(path)
-            pool = _opened(path, file, shutdown_state=pmdk_file.has_shutdown_state(file.fd))
+            pool = _opened(path, file, shutdown_state=shutdown_state)
         except BaseException:
             file.close()
             raise
@@ -134,7 +137,8 @@ def claims(path: str) -> bool:
 def _opened(path: str, file: FileContainer, *, create: bool = False, shutdown_state: bool) -> pmemobj.Pool:
     """libpmemobj's hold on the very file that was checked: by its descriptor, not by its path again."""
     here = f"/proc/self/fd/{file.fd}"
-    size = os.fstat(file.fd).st_size
+    with told(f"The PMDK pool {path!r} cannot be looked at"):
+        size = os.fstat(file.fd).st_size
     try:
         return pmemobj.Pool(here, pmdk_file.LAYOUT, size, create=create, shutdown_state=shutdown_state)
     except pmemobj.PmemobjError as err:
@@ -148,7 +152,8 @@ def _allocate(pool: pmemobj.Pool, file: FileContainer, lengths: list[int]) -> Ex
     for number, length in enumerate(lengths):
         place = pmdk_file.arena_place(root, number)
         pool.alloc(place, pmdk_file.object_nbytes(length), ARENA_KIND)
-        uuid_lo, offset = pmdk_file.read_object(file.fd, place)
+        with told(f"The PMDK pool {file.path!r} cannot be read back"):
+            uuid_lo, offset = pmdk_file.read_object(file.fd, place)
         arenas.append(Arena(uuid_lo, offset, pmdk_file.arena_start(offset), length))
     pool.store(root, pmdk_file.pack_root(arenas, file.nbytes))
     return tuple((arena.start, arena.nbytes) for arena in arenas)
@@ -179,6 +184,8 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
             f"({reason}): libpmemobj tells pools apart by an identity that a copy shares. Close the other one first, "
             "or open this one in a process of its own."
         )
+    if err.errno in (errno.EIO, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN):
+        return io_error(f"libpmemobj cannot open the PMDK pool {path!r}", err.errno, reason)
     if err.errno in (errno.ENOSPC, errno.ENOMEM):
         return NoSpaceError(
             f"libpmemobj has no room for the pool {path!r} ({reason}). A pool is allocated in full when it is made. "

@@ -7,18 +7,21 @@ start all use this one reader.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lightck import _native
 from lightck._native import ffi, lib
-from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolError, PoolTruncatedError
+from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolTruncatedError
 from lightck.pool import emulation, layout
 from lightck.pool.backend import Container
 from lightck.pool.checksum import uuid_words
 from lightck.pool.extents import native
+from lightck.pool.failures import io_error, is_of_medium
 from lightck.pool.format import (
     LINE_NBYTES,
     RO_COMPAT_KNOWN,
@@ -35,6 +38,7 @@ from lightck.pool.format import (
 from lightck.pool.layout import Entry, blocks_of
 from lightck.pool.ring import Ring, candidates, read_ring
 
+log = logging.getLogger("lightck")
 RECORD_DTYPE = np.dtype([("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("zero", "<u4")])
 READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation")])
 """``lck_read``."""
@@ -51,6 +55,7 @@ class PoolReader:
         self.path = path
         fd, places = container.source
         self.source = fd, native(places), len(places)
+        self._unreadable: OSError | None = None
         self.superblock = self._read_superblock()
         self.table, self.entries = self._read_table()
 
@@ -59,8 +64,32 @@ class PoolReader:
         return not self.superblock.ro_compat & ~RO_COMPAT_KNOWN
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the pool; fewer where the file ends."""
+        """Bytes of the pool; fewer where the file ends, none where the medium cannot read them. What is then missing
+        fails its check. Raises ``PoolIOError`` where the system cannot read now, which says nothing of the pool."""
+        try:
+            return self._read_twice(offset, nbytes)
+        except OSError as err:
+            if not is_of_medium(err.errno):
+                raise io_error(f"The pool {self.path!r} cannot be read", err.errno, err.strerror) from err
+            log.warning("lightck: %d bytes at %d of the pool %r cannot be read: %s", nbytes, offset, self.path,
+                        err.strerror)  # fmt: skip
+            self._unreadable = err
+            return b""
+
+    def _read_twice(self, offset: int, nbytes: int) -> bytes:
+        """A medium that failed once may not do so again (unlike a failed sync, that is no lie)."""
+        try:
+            return self.container.read(offset, nbytes)
+        except OSError as err:
+            if not is_of_medium(err.errno):
+                raise
         return self.container.read(offset, nbytes)
+
+    def _refuse_unreadable(self) -> None:
+        """Where nothing is left to go on with: what could not be read is no proof that it is damaged, or foreign."""
+        if self._unreadable is not None:
+            fact = f"The pool {self.path!r} cannot be read at its beginning"
+            raise io_error(fact, self._unreadable.errno, self._unreadable.strerror) from self._unreadable
 
     def _read_superblock(self) -> Superblock:
         problems: list[Exception] = []
@@ -75,6 +104,7 @@ class PoolReader:
         for problem in problems:
             if isinstance(problem, FormatError):
                 raise FormatError(f"{self.path!r}: {problem}") from problem
+        self._refuse_unreadable()
         if all(isinstance(problem, NotAPoolError) for problem in problems):
             raise NotAPoolError(
                 f"The file {self.path!r} is not a lightck pool: it has no lightck signature. Nothing was changed. "
@@ -100,7 +130,11 @@ class PoolReader:
                 try:
                     return table, layout.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
                 except DamagedError as err:
-                    raise CorruptPoolError(f"The pool {self.path!r} has an impossible layout ({err}).") from err
+                    raise CorruptPoolError(
+                        f"The pool {self.path!r} has an impossible layout ({err}). Whoever wrote it was no lightck, or "
+                        "a broken one. Use another copy of the pool."
+                    ) from err
+        self._refuse_unreadable()
         raise CorruptPoolError(
             f"Both layout tables of the pool {self.path!r} are damaged. Without one, no tensor can be found. Use a "
             "copy of the pool if there is one."
@@ -224,7 +258,7 @@ class Version:
             self.reader.superblock.block, crcs, *uuid_words(self.header.origin), number, int(record["generation"]),
             bad,
         )  # fmt: skip
-        _refuse_bad(status, name, bad[0])
+        self._refuse_bad(status, name, bad[0])
 
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
         """The same for many tensors, whose memory does not overlap, on as many threads as there are processors. Of bad
@@ -246,7 +280,7 @@ class Version:
             *self.reader.source, ffi.cast("lck_read *", reads.ctypes.data), len(reads),
             self.reader.superblock.block, *uuid_words(self.header.origin), _processors(), bad, bad + 1,
         )  # fmt: skip
-        _refuse_bad(status, places[bad[0]][0], bad[1])
+        self._refuse_bad(status, places[bad[0]][0], bad[1])
 
     def _offset_of(self, entry: Entry) -> int:
         return self.reader.superblock.slots[self.line.slot][0] + entry.offset
@@ -254,6 +288,15 @@ class Version:
     def _crcs_at(self, number: int) -> int:
         """Address of the first checksum of a record."""
         return int(self.crcs.ctypes.data) + 4 * int(self.records[number]["crc"])
+
+    def _refuse_bad(self, status: int, name: str, block: int) -> None:
+        if status == lib.LCK_ECHECKSUM:
+            raise DamagedError(f"block {block} of {name!r} does not match its checksum")
+        if status == lib.LCK_ESHORT or is_of_medium(_native.errno_of(status)):
+            raise DamagedError(f"block {block} of {name!r} cannot be read: {_native.reason(status)}")
+        if status != lib.LCK_OK:
+            fact = f"{name!r} in the pool {self.reader.path!r} cannot be read"
+            raise io_error(fact, _native.errno_of(status), _native.reason(status))
 
     def is_intact(self) -> bool:
         """Whether the slot still holds this version: it may be in use by a writer."""
@@ -265,13 +308,6 @@ class Version:
         self.read_many([(name, 0) for name in self._index])
         if not self.is_intact():
             raise DamagedError("its slot was reused while it was read")
-
-
-def _refuse_bad(status: int, name: str, block: int) -> None:
-    if status == lib.LCK_ECHECKSUM:
-        raise DamagedError(f"block {block} of {name!r} does not match its checksum")
-    if status != lib.LCK_OK:
-        raise DamagedError(f"block {block} of {name!r} cannot be read (status {status})")
 
 
 def _processors() -> int:
@@ -293,6 +329,6 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
                 "lightck.recover() reads it."
             )
         return reader
-    except PoolError:
+    except BaseException:
         container.close()
         raise

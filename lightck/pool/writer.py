@@ -8,7 +8,6 @@ commit itself, the line written last, is native/src/commit.c.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightck._native import ffi, lib
+from lightck._native import errno_of, ffi, lib, reason
 from lightck.errors import BackgroundError
 from lightck.pool import layout
 from lightck.pool.checksum import uuid_words
@@ -91,12 +90,20 @@ class PoolWriter:
         self._last_position = max(self.ring.lines, key=lambda p: self.ring.lines[p].generation, default=-1)
         self._engine = engine
         self.medium = Medium(reader.container.fd, reader.container.extents, durability.tier)
+        try:
+            self._get_ready()
+        except BaseException:
+            self.medium.close()
+            raise
+
+    def _get_ready(self) -> None:
+        sb = self.superblock
         self._index_entries()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
         # Beyond the slots' too: so what a version that never committed left there is older than the adoption, and dead.
         self._generation = max(self._generation, *(slot.generation or 0 for slot in self.slots.slots))
-        if durability.tier != TIER_DISK:  # there it would read the whole pool and mark it dirty
-            engine.populate(self.medium)
+        if self.durability.tier != TIER_DISK:  # there it would read the whole pool and mark it dirty
+            self._engine.populate(self.medium)
 
     def _slot(self, index: int) -> Slot:
         image = SlotImage(len(self.entries), self._n_crcs, self.superblock.manifest_nbytes)
@@ -330,11 +337,10 @@ class Pending:
 
 
 def _submit_error(status: int) -> Exception:
-    code = int(lib.lck_last_errno()) if status == lib.LCK_ESYS else 0
     error = BackgroundError(
-        f"A checkpoint could not be begun: {os.strerror(code) if code else f'status {status}'}. The versions "
-        "committed before are intact. Look at the pool's medium, then start again with resume=True."
+        f"A checkpoint could not be begun: {reason(status)}. The versions committed before are intact. Look at the "
+        "pool's medium, then start again with resume=True."
     )
-    error.errno = code or None
+    error.errno = errno_of(status)
     return error
 

@@ -6,7 +6,16 @@ from importlib import import_module
 
 from lightck.testing.campaign import Campaign
 
-NAMES: tuple[str, ...] = ("kill-writer", "kill-training", "kill-twice", "two-processes")
+NAMES: tuple[str, ...] = (
+    "kill-writer",
+    "kill-training",
+    "kill-twice",
+    "two-processes",
+    "syscalls",
+    "truncations",
+    "full",
+    "exits",
+)
 
 
 def named(name: str) -> Campaign:

@@ -1,0 +1,62 @@
+"""Bugs that the fault campaigns have to find: each undoes one thing that the library does, in the stage's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from lightck import pipeline, session
+from lightck.errors import BackgroundError, PoolTruncatedError
+from lightck.pool import engine, extents, file, reader
+from lightck.pool.lock import PoolLock
+
+
+def short_reads_are_believed() -> None:
+    """A call that gives less than asked for is taken for the end of the file."""
+    extents._run = lambda fd, at, nbytes: os.pread(fd, nbytes, at)
+
+
+def a_refused_attach_keeps_its_lock() -> None:
+    PoolLock.release = lambda self: None
+
+
+def a_failed_sync_is_good() -> None:
+    """The engine says that a version failed, and nobody listens."""
+    engine.Job._raise = lambda self, status: None
+
+
+def a_failure_is_told_once() -> None:
+    session.Session._raise_failure = lambda self: None
+
+
+def nothing_is_allocated() -> None:
+    """The file is made long, and has no space behind it."""
+    file._allocate = lambda path, fd, nbytes: os.ftruncate(fd, nbytes)
+
+
+def size_is_not_compared() -> None:
+    reader.PoolReader._check_size = lambda self, superblock: None
+
+
+def a_cut_file_is_foreign() -> None:
+    """The wrong one of lightck's own errors."""
+
+    def wrong(self: reader.PoolReader, superblock: object) -> None:
+        try:
+            right(self, superblock)
+        except PoolTruncatedError as err:
+            raise BackgroundError(str(err)) from err
+
+    right = reader.PoolReader._check_size
+    reader.PoolReader._check_size = wrong
+
+
+def an_interrupt_ends_the_session() -> None:
+    """Whatever is raised in the loop, the version of the step is thrown away with it."""
+    pipeline.Pipeline.finish = lambda self, timeout=None: (self._flights.clear(), True)[1]
+
+
+def nothing_is_finished_at_exit() -> None:
+    """The interpreter's end is not survived."""
+    session.Session._abandon = lambda self: os.kill(os.getpid(), signal.SIGSEGV)
+
