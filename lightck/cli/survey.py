@@ -120,7 +120,7 @@ def _examined(reader: PoolReader, line: CommitLine, state: str) -> Held | None:
 
 def still_there(reader: PoolReader, line: CommitLine) -> bool:
     """Whether the slot still holds the bytes that this line names, or its header proves nothing."""
-    return reader.slot_generation(line.slot) in (None, line.payload_generation)
+    return not reader.is_reused(line)
 
 
 def newest(versions: tuple[Held, ...], step: int | None) -> Held | None:
@@ -131,6 +131,14 @@ def newest(versions: tuple[Held, ...], step: int | None) -> Held | None:
 
 def unfinished(reader: PoolReader) -> list[tuple[int, int]]:
     """(slot, generation) of versions that were begun and not committed: under way, given up, or cut off by a kill."""
-    committed = {(line.slot, line.payload_generation) for line in reader.ring().lines.values()}
+    newest = newest_generations(reader)
     headers = [(slot, reader.slot_generation(slot)) for slot in range(len(reader.superblock.slots))]
-    return [(slot, gen) for slot, gen in headers if gen is not None and (slot, gen) not in committed]
+    return [(slot, gen) for slot, gen in headers if gen is not None and gen > newest.get(slot, 0)]
+
+
+def newest_generations(reader: PoolReader) -> dict[int, int]:
+    """slot -> generation of the newest version of which a line says that it was committed there."""
+    found: dict[int, int] = {}
+    for line in reader.ring().lines.values():
+        found[line.slot] = max(found.get(line.slot, 0), line.payload_generation)
+    return found

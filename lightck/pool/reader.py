@@ -109,6 +109,11 @@ class PoolReader:
             return None
         return unpack_slot_header(data, slot, self.superblock.uuid)
 
+    def is_reused(self, line: CommitLine) -> bool:
+        """Whether the slot's header names a newer version than this line. An older one proves nothing: a header is
+        durable before any line that counts on it, so a later write of it was lost."""
+        return (self.slot_generation(line.slot) or 0) > line.payload_generation
+
     def versions(self, step: int | None = None) -> Iterator[Version | Rejected]:
         """Versions from the newest on (or those of one step), each with its manifest checked, not its payload."""
         for line in candidates(self.ring(), step):
@@ -120,8 +125,7 @@ class PoolReader:
     def version(self, line: CommitLine) -> Version:
         """The version that a line names. Raises ``DamagedError`` with the reason where it is not (all) there."""
         sb = self.superblock
-        generation = self.slot_generation(line.slot)
-        if generation is not None and generation != line.payload_generation:
+        if self.is_reused(line):
             raise DamagedError("its slot was reused by a newer version")
         if line.manifest_nbytes > sb.manifest_nbytes:
             raise DamagedError("its manifest is larger than the place for it")
@@ -223,8 +227,7 @@ class Version:
 
     def is_intact(self) -> bool:
         """Whether the slot still holds this version: it may be in use by a writer."""
-        generation = self.reader.slot_generation(self.line.slot)
-        return generation is None or generation == self.line.payload_generation
+        return not self.reader.is_reused(self.line)
 
     def verify(self) -> None:
         """Read and verify every block. Raises ``DamagedError``."""

@@ -32,7 +32,8 @@ class Base:
 
     @classmethod
     def of(cls, file: bytes) -> Base:
-        (at,), (count,) = _U64.unpack_from(file, ROOT_AT), struct.unpack_from("<I", file, _U64.unpack_from(file, ROOT_AT)[0] + 12)
+        (at,) = _U64.unpack_from(file, ROOT_AT)
+        (count,) = struct.unpack_from("<I", file, at + 12)
         end = at + _ROOT_NBYTES + count * _ARENA_NBYTES + 8
         return cls(file[:HEADER_NBYTES], file[LAYOUT_AT : LAYOUT_AT + LAYOUT_NBYTES], file[ROOT_AT : ROOT_AT + 24], at,
                    file[at:end], len(file))  # fmt: skip

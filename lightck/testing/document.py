@@ -160,7 +160,8 @@ class Document:
         manifest.is_changed = True
         base, sb = manifest.base, self.base.sb
         payload = self.base.payload[base.slot]
-        records, crcs = [], []
+        records: list[bytes] = []
+        crcs: list[int] = []
         for number, entry in enumerate(entries):
             records.append(_RECORD.pack(base.generation, base.generation, entry.offset, len(crcs), 0))
             if entry.nbytes > _CHECKED_MAX:

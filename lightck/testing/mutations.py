@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 import struct
+import sys
 from collections.abc import Callable
+from functools import lru_cache
 
 from lightck.pool.format import LINE_NBYTES, MANIFEST_HEADER_NBYTES, RECORD_NBYTES, SUPERBLOCK_OFFSETS
 from lightck.testing import messages
@@ -16,11 +18,12 @@ from lightck.testing.document import Document, Manifest, Patch
 from lightck.testing.messages import BIN, EXT, LIST, MAP, STR, Node
 
 Change = Callable[[random.Random, Document], None]
-EDGES = (0, 1, 2, 3, 63, 64, 255, 256, 4095, 4096, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 53) + 1,
-         (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
-NAMES = ("", "..", ".", "/", "../../../tmp/evil", "/etc/passwd", "model/../../x", "a\0b", "model/", "optimizer/", "state/",
-         "\x1b[2J\x1b]0;x\x07", "\u202e\u2066", "\n\r", "x" * 5000, "\U0001f4a5" * 300, "__metadata__", "model/__metadata__",
-         "C:\\x", "rng/torch", "model/0.weight", "optimizer/0.weight/momentum_buffer", "#2")  # fmt: skip
+EDGES = (0, 1, 2, 3, 63, 64, 255, 256, 4095, 4096, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32,
+         (1 << 53) + 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
+NAMES = ("", "..", ".", "/", "../../../tmp/evil", "/etc/passwd", "model/../../x", "a\0b", "model/", "optimizer/",
+         "state/", "\x1b[2J\x1b]0;x\x07", "\u202e\u2066", "\n\r", "x" * 5000, "\U0001f4a5" * 300, "__metadata__",
+         "model/__metadata__", "C:\\x", "rng/torch", "model/0.weight", "optimizer/0.weight/momentum_buffer",
+         "#2")  # fmt: skip
 NOT_TEXT = (b"\xff\xfe", b"\xed\xa0\x80", b"\xc0\x80", b"\xf8\x88\x80\x80\x80", b"model/\xff")
 DTYPES = ("float32", "int32", "bits8", "bits1x8", "float4_e2m1fn_x2", "float8_e8m0fnu", "complex32", "uint16", "quint8",
           "object", "<f4", "<c8", "|b1", ">u2", "<f2", "<m8[ns]")  # fmt: skip
@@ -113,7 +116,7 @@ def manifest_header(rng: random.Random, doc: Document) -> None:
     data = bytearray(manifest.header)
     for _ in range(rng.choice((1, 1, 2))):
         word(rng, data, 8, MANIFEST_HEADER_NBYTES, len(manifest.state))
-    manifest.over = [(at, data[at : at + 1]) for at in range(len(data)) if data[at] != manifest.header[at]]
+    manifest.over = [(at, bytes(data[at : at + 1])) for at in range(len(data)) if data[at] != manifest.header[at]]
 
 
 def records(rng: random.Random, doc: Document) -> None:
@@ -230,13 +233,18 @@ def changed_tree(rng: random.Random, tree: Node) -> bytes:
 
 
 def some_changes(rng: random.Random, tree: Node) -> dict[int, bytes]:
-    nodes = list(tree.walk())
+    nodes = _nodes(tree)
     node = rng.choice(nodes)
     if node.children and rng.random() < 0.4:
         return {node.first: _reordered(rng, node)}
     if rng.random() < 0.3:
         return {node.first: rng.choice(nodes).raw}
     return {node.first: value(rng, node)}
+
+
+@lru_cache(maxsize=64)
+def _nodes(tree: Node) -> list[Node]:
+    return list(tree.walk())
 
 
 def _reordered(rng: random.Random, node: Node) -> bytes:
@@ -273,6 +281,7 @@ def value(rng: random.Random, old: Node) -> bytes:
         lambda: messages.extension(rng.choice((9, 11)), _array(rng)),
         lambda: messages.extension(12, messages.text(rng.choice(NAMES))),
         lambda: _deep(rng, old),
+        lambda: _colliding() if rng.random() < 0.2 else _deep(rng, old),
         lambda: messages.head(rng.choice((LIST, MAP, STR, BIN, EXT)), rng.choice(EDGES), rng.randrange(16)) + old.raw,
         lambda: messages.head(LIST, 3) + 3 * old.raw,
         lambda: messages.extension(rng.choice((2, 6)), messages.head(LIST, 2) + 2 * (b"\x92" + old.raw + b"\xc0")),
@@ -291,7 +300,17 @@ def _deep(rng: random.Random, old: Node) -> bytes:
     inner, code = old.raw, rng.choice((None, 1, 2, 6, 7, 8, 9, 10, 11, 13))
     for _ in range(rng.choice((31, 32, 33, 200, 600))):
         inner = b"\x91" + inner if code is None else messages.extension(code, inner)
+    if rng.random() < 0.3:  # each list says that all the bytes are its items
+        inner = messages.head(LIST, rng.choice((1 << 12, 1 << 14, 1 << 16))) * 900 + inner.ljust(1 << 14, b"\xc0")
     return inner
+
+
+@lru_cache(maxsize=1)
+def _colliding() -> bytes:
+    """A dict of many keys with the same hash."""
+    keys = ((k * sys.hash_info.modulus).to_bytes(10, "little") for k in range(10, 12_010))
+    pairs = (b"\x92" + messages.extension(8, b"\xc4\x0a" + key) + b"\xc0" for key in keys)
+    return messages.extension(2, messages.head(LIST, 12_000) + b"".join(pairs))
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:

@@ -26,6 +26,7 @@ from lightck.pool.format import (
 )
 from lightck.testing import container, mutations
 from lightck.testing.document import Base
+from lightck.testing.messages import Node, parse
 
 _U64 = struct.Struct("<Q")
 
@@ -101,10 +102,8 @@ class Inputs:
         pmdk_file.read_extents(self._fd, "it", base.file_nbytes)
 
 
-def _part(base: Base, key: bytes) -> mutations.Node:
+def _part(base: Base, key: bytes) -> Node:
     """The value of a key of the small state, as a tree of its own."""
-    from lightck.testing.messages import parse
-
     pairs = base.versions[0].state_tree.children[0].children
     return parse(next(pair.children[1].raw for pair in pairs if pair.children[0].raw == key))
 

@@ -1,4 +1,4 @@
-"""Hostile pools: structures changed by rule and sealed again, so that no checksum stands before the reader's own checks.
+"""Hostile pools: structures changed by rule and sealed again, so that no checksum stands before a reader's own checks.
 
 Every input goes through the whole of ``lightck.recover`` (loaded, and every value of it looked at); some also through
 ``inspect``, ``verify --deep``, ``export`` and a restore into a live model; every fourth trial brings an input to one of
@@ -34,7 +34,7 @@ from lightck.testing.images import ImageFile, pages_of
 STEPS = 5
 SOMETIMES = 1 / 24
 """How often an input goes through each of the other readers."""
-UNTOUCHED_EVERY = 200
+UNTOUCHED_EVERY = 1000
 """After so many inputs the whole file is compared."""
 
 
@@ -44,11 +44,11 @@ def grow_nbytes(file_nbytes: int) -> int:
 
 
 def make_pool(path: str, backend: str) -> None:
-    """A small pool of three slots, with tied weights, a state with a large tensor, and a restart in it."""
+    """A small pool of two slots, with tied weights, a state with a large tensor, and a restart in it."""
     backends.BACKENDS["pmdk"] = pmdk.PmdkBackend(arena_nbytes=4 * MIB)
     for first, last in ((1, 3), (4, STEPS)):
         model, optimizer, kept = parts()
-        with lightck.attach(model, path, optimizer=optimizer, state={"kept": kept}, slots=3, backend=backend,
+        with lightck.attach(model, path, optimizer=optimizer, state={"kept": kept}, slots=2, backend=backend,
                             resume=first > 1) as session:  # fmt: skip
             for step in range(first, last + 1):
                 kept.value = {"at": step, "large": torch.full((40, 40), float(step)), "list": [(1, 2.5), {"a"}, b"x"]}
@@ -73,7 +73,7 @@ class Kept:
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, Kept]:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3, affine=False))
     model[1].weight = model[0].weight
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), Kept()
 
@@ -147,8 +147,8 @@ def export(path: str, rng: random.Random, folder: str) -> str:
     os.mkdir(folder)
     try:
         target = os.path.join(folder, "it")
-        chosen = {"format": rng.choice(("safetensors", "torch")), "what": rng.choice(("model", "all"))}
-        lightck.export_checkpoint(lightck.recover(path), target, **chosen)
+        kind, what = rng.choice(("safetensors", "torch")), rng.choice(("model", "all"))
+        lightck.export_checkpoint(lightck.recover(path), target, format=kind, what=what)
         assert os.listdir(folder) == ["it"], "an export wrote beside its target"
     finally:
         shutil.rmtree(folder)
@@ -160,7 +160,7 @@ def command(*words: str) -> str:
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
         status = main.main(list(words), prog_name="lightck", standalone_mode=False)
     text = out.getvalue()
-    assert all(c.isprintable() or c == "\n" for c in text), f"it printed {ascii(text)}"
+    assert text.replace("\n", "").isprintable(), f"it printed {text!a}"
     assert status in (0, 1, 2), f"exit status {status}"
     return f"{words[0]} {status}"
 
@@ -228,7 +228,7 @@ def play(order: Order) -> Tally:
 
 CAMPAIGN = Campaign(
     name="fuzz",
-    summary="hostile pools, sealed again, through every reader: an answer or an error of ours, bounded, nothing written",
+    summary="hostile pools, sealed again, through every reader: an answer or an error of ours, bounded, no write",
     small=1500,
     long=1_000_000,
     run=play,
