@@ -6,6 +6,7 @@ The size of the address space is what the kernel counts, whoever asked for memor
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -55,11 +56,14 @@ class Limits:
 def run(trials: range, play: Callable[[int, Tally], None], grow_nbytes: int, say: Callable[[str], None]) -> Tally:
     """``play`` of every trial, in children. A trial may take a second of CPU, and so many bytes of memory."""
     tally = Tally()
-    left = trials
+    left, seen = trials, 0
     while left:
         chunk, left = left[:CHUNK], left[CHUNK:]
         while chunk:
             chunk = _child(chunk, play, grow_nbytes, tally)
+        for finding in tally.findings[seen:]:
+            say(f"found {finding}")
+        seen = len(tally.findings)
         say(f"{trials.index(left[0]) if left else len(trials):,} of {len(trials):,}, {len(tally.findings)} findings")
     return _condensed(tally)
 
@@ -110,6 +114,7 @@ def _in_child(chunk: range, play: Callable[[int, Tally], None], grow_nbytes: int
     try:
         tally, done = Tally(), 0
         limits = Limits(grow_nbytes)
+        gc.freeze()  # what came before is not searched for garbage again and again
         for trial in chunk:
             now[:] = _NUMBER.pack(done)
             begun = time.process_time()

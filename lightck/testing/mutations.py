@@ -45,6 +45,8 @@ def number(rng: random.Random, old: int, width: int, nbytes: int) -> int:
 
 def word(rng: random.Random, data: bytearray, start: int, end: int, nbytes: int) -> None:
     """Change one aligned integer of a structure, or put another one in its place."""
+    if start == end:
+        return
     width = rng.choice((1, 2, 4, 4, 8, 8, 8))
     at = rng.randrange(start // width, end // width) * width
     if rng.random() < 0.15:
