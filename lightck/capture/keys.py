@@ -16,6 +16,8 @@ PLAIN = frozenset((type(None), bool, float, bytes))
 _SCALARS = frozenset((*PLAIN, int, str, *NUMPY_SCALARS))
 _GROUPS = frozenset((tuple, frozenset))
 COLLIDING_MAX = 100
+INT_NBYTES_MAX = 1700
+"""Python makes no text of an int of more than 4300 digits, and an error or a report may have to name one."""
 
 
 def is_key(value: object) -> bool:

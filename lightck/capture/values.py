@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 import torch
 
-from lightck.capture.keys import NUMPY_CODES, NUMPY_SCALARS, PLAIN, collide, is_key
+from lightck.capture.keys import INT_NBYTES_MAX, NUMPY_CODES, NUMPY_SCALARS, PLAIN, collide, is_key
 from lightck.capture.storable import why_not
 from lightck.errors import CorruptPoolError, StateValueError
 from lightck.pool.layout import ITEM_NBYTES
@@ -138,7 +138,10 @@ class _Packer:
     def integer(self, value: int) -> bytes:
         if -(1 << 63) <= value < 1 << 64:
             return self._native(value)
-        return self.ext(BIG_INT, self.plain(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)))
+        nbytes = value.bit_length() // 8 + 1
+        if nbytes > INT_NBYTES_MAX:
+            raise self.refused(value, f"it has more than {INT_NBYTES_MAX} bytes, more than Python prints")
+        return self.ext(BIG_INT, self.plain(value.to_bytes(nbytes, "little", signed=True)))
 
     def text(self, value: str) -> bytes:
         try:
@@ -441,7 +444,10 @@ class _Reader:
 
 
 def _raise_big_int(reader: _Reader, _depth: int) -> int:
-    return int.from_bytes(reader.exactly(bytes), "little", signed=True)
+    raw = reader.exactly(bytes)
+    if len(raw) > INT_NBYTES_MAX:
+        raise _corrupt(f"an int has {len(raw)} bytes")
+    return int.from_bytes(raw, "little", signed=True)
 
 
 def _raise_deque(reader: _Reader, depth: int) -> deque[Any]:

@@ -98,8 +98,12 @@ def _look(reader: PoolReader, ring: Ring) -> Iterator[Held]:
         if (line.slot, line.payload_generation) not in known:
             known.add((line.slot, line.payload_generation))
             dead.append(line)
+    newest = newest_generations(ring)
     for lines, state in ((live, COMMITTED), (dead, DEAD)):
         for line in lines:
+            is_superseded = line.payload_generation < newest[line.slot]
+            if is_superseded and reader.slot_generation(line.slot) != line.payload_generation:
+                continue  # a newer version was committed over it, whatever became of the slot's header since
             each = _examined(reader, line, state)
             if each is not None:
                 yield each
@@ -131,14 +135,14 @@ def newest(versions: tuple[Held, ...], step: int | None) -> Held | None:
 
 def unfinished(reader: PoolReader) -> list[tuple[int, int]]:
     """(slot, generation) of versions that were begun and not committed: under way, given up, or cut off by a kill."""
-    newest = newest_generations(reader)
+    newest = newest_generations(reader.ring())
     headers = [(slot, reader.slot_generation(slot)) for slot in range(len(reader.superblock.slots))]
     return [(slot, gen) for slot, gen in headers if gen is not None and gen > newest.get(slot, 0)]
 
 
-def newest_generations(reader: PoolReader) -> dict[int, int]:
+def newest_generations(ring: Ring) -> dict[int, int]:
     """slot -> generation of the newest version of which a line says that it was committed there."""
     found: dict[int, int] = {}
-    for line in reader.ring().lines.values():
+    for line in ring.lines.values():
         found[line.slot] = max(found.get(line.slot, 0), line.payload_generation)
     return found

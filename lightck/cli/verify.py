@@ -152,7 +152,7 @@ def _passes(generation: int, data: bytes, uuid: bytes) -> bool:
 
 def _header_reason(reader: PoolReader, slot: int) -> Reason:
     never_written = reader.read(reader.superblock.slots[slot][0], LINE_NBYTES) == bytes(LINE_NBYTES)
-    newest = survey.newest_generations(reader).get(slot, 0)
+    newest = survey.newest_generations(reader.ring()).get(slot, 0)
     generation = reader.slot_generation(slot)
     if generation is not None and generation < newest:
         return f"it names generation {generation}, and {newest} was committed: a write of it was lost", False

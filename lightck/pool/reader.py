@@ -57,12 +57,14 @@ class PoolReader:
 
     def _read_superblock(self) -> Superblock:
         problems: list[Exception] = []
+        found: list[Superblock] = []
         for offset in SUPERBLOCK_OFFSETS:
             try:
-                superblock = Superblock.unpack(self.read(offset, SUPERBLOCK_NBYTES))
+                found.append(Superblock.unpack(self.read(offset, SUPERBLOCK_NBYTES)))
             except (DamagedError, NotAPoolError, FormatError) as err:
                 problems.append(err)
-                continue
+        if found:
+            superblock = self._ours(found[0], found[-1])
             self._check_size(superblock)
             return superblock
         for problem in problems:
@@ -77,6 +79,12 @@ class PoolReader:
             f"Both superblocks of the pool {self.path!r} are damaged ({problems[0]}; {problems[1]}). Without them "
             "nothing in it can be found. Use a copy of the pool if there is one."
         )
+
+    def _ours(self, first: Superblock, last: Superblock) -> Superblock:
+        """Of two that differ one is another pool's, written here by mistake: no line passes with its uuid."""
+        if first != last and not read_ring(first, self.read).lines and read_ring(last, self.read).lines:
+            return last
+        return first
 
     def _check_size(self, superblock: Superblock) -> None:
         if superblock.nbytes != self.container.nbytes:

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from lightck.testing.campaign import Campaign
 
-NAMES: tuple[str, ...] = ("fuzz",)
+NAMES: tuple[str, ...] = ("flips", "fuzz")
 
 
 def named(name: str) -> Campaign:

@@ -229,7 +229,7 @@ def play(order: Order) -> Tally:
 CAMPAIGN = Campaign(
     name="fuzz",
     summary="hostile pools, sealed again, through every reader: an answer or an error of ours, bounded, no write",
-    small=1500,
+    small=800,
     long=1_000_000,
     run=play,
 )
