@@ -11,6 +11,7 @@ import errno
 import fcntl
 import gc
 import os
+import stat
 import struct
 import threading
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class PoolLock:
         return (st.st_dev, st.st_ino) in _held
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(self.path, flags, 0o600)
         except OSError as err:
@@ -111,7 +112,13 @@ class PoolLock:
                 f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer of a pool locks it. "
                 "Give the pool a folder that you can write to."
             ) from err
-        if os.fstat(fd).st_uid != os.geteuid():
+        st = os.fstat(fd)
+        if not stat.S_ISREG(st.st_mode):
+            os.close(fd)
+            raise PoolPermissionError(
+                f"The lock file {self.path!r} is a special file. Only a regular file can be locked. Remove it."
+            )
+        if st.st_uid != os.geteuid():
             os.close(fd)
             raise PoolPermissionError(
                 f"The lock file {self.path!r} belongs to another user. Someone else could hold the pool. "

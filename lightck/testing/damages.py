@@ -20,7 +20,7 @@ from lightck.pool.format import LINE_NBYTES, PAGE, Superblock
 
 Write = tuple[int, bytes]
 """Offset in the file, and what is put there."""
-PAYLOAD_BITS, PLACED = 10_000, 6000
+PAYLOAD_BITS, PLACED = 10_000, 3000
 """Random payload bits, and draws of each kind of larger damage."""
 CONTAINER = "container"
 
