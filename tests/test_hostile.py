@@ -45,12 +45,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-@pytest.fixture
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The campaigns set it for themselves: here it comes back."""
-    monkeypatch.setattr(verify, "_PAUSE_SECONDS", 0.0)
-
-
 def play(campaign: Any, folder: Path, count: int, backend: str = "file", seed: int = 7) -> Tally:
     return campaign.run(Order(seed, range(count), backend, str(folder)))
 
@@ -58,14 +52,14 @@ def play(campaign: Any, folder: Path, count: int, backend: str = "file", seed: i
 # -- the campaigns ---------------------------------------------------------------------------------------------------
 
 
-def test_flips(folder, backend, no_pause):
+def test_flips(folder, backend):
     tally = play(flips.CAMPAIGN, folder, flips.CAMPAIGN.small, backend)
     assert not tally.findings
     for seen in ("newest, exact", "older, exact", "reported by verify --deep", "lost write", "misdirected write"):
         assert tally.counts[seen], seen
 
 
-def test_fuzz(folder, backend, no_pause):
+def test_fuzz(folder, backend):
     tally = play(fuzz.CAMPAIGN, folder, fuzz.CAMPAIGN.small, backend)
     assert not tally.findings
     for seen in ("loaded", "older", "CorruptPoolError from recover", "inputs to single parsers"):
@@ -75,7 +69,7 @@ def test_fuzz(folder, backend, no_pause):
 # -- planted bugs ----------------------------------------------------------------------------------------------------
 
 
-def test_flips_find_a_reader_that_does_not_look_at_manifest_hashes(folder, no_pause, monkeypatch):
+def test_flips_find_a_reader_that_does_not_look_at_manifest_hashes(folder, monkeypatch):
     monkeypatch.setattr(reader, "manifest_hash", lambda uuid, manifest: Same())
     assert play(flips.CAMPAIGN, folder, 150).findings
 
@@ -92,7 +86,7 @@ class Same(int):
     __hash__ = int.__hash__
 
 
-def test_flips_find_a_reader_that_takes_blocks_as_they_are(folder, no_pause, monkeypatch):
+def test_flips_find_a_reader_that_takes_blocks_as_they_are(folder, monkeypatch):
     real = Version.read_into
 
     def lenient(version: Version, name: str, address: int) -> None:
@@ -103,13 +97,13 @@ def test_flips_find_a_reader_that_takes_blocks_as_they_are(folder, no_pause, mon
     assert any("other values" in f.reason for f in play(flips.CAMPAIGN, folder, 150).findings)
 
 
-def test_flips_find_a_verify_that_leaves_something_out(folder, no_pause, monkeypatch):
+def test_flips_find_a_verify_that_leaves_something_out(folder, monkeypatch):
     monkeypatch.setattr(verify, "_header_reason", lambda *_: (None, True))
     found = play(flips.CAMPAIGN, folder, 300).findings
     assert any("nothing is damaged" in f.reason for f in found)
 
 
-def test_fuzz_finds_a_manifest_whose_bounds_are_not_checked(folder, no_pause, monkeypatch):
+def test_fuzz_finds_a_manifest_whose_bounds_are_not_checked(folder, monkeypatch):
     real = ManifestHeader.unpack.__func__  # type: ignore[attr-defined]
 
     def unchecked(cls: type, manifest: bytes) -> ManifestHeader:
@@ -126,7 +120,7 @@ class Endless(bytes):
         return 1 << 60
 
 
-def test_fuzz_finds_a_type_that_is_believed(folder, no_pause, monkeypatch):
+def test_fuzz_finds_a_type_that_is_believed(folder, monkeypatch):
     monkeypatch.setattr(contents, "_typed", lambda value, kind: value)
     assert play(fuzz.CAMPAIGN, folder, 800).findings
 

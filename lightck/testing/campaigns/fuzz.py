@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -194,7 +195,6 @@ def judge(trial: int, name: str, read: Callable[[], str], tally: Tally) -> None:
 def play(order: Order) -> Tally:
     bench = Bench(order.folder, order.backend)
     alone = parsers.Inputs(bench.base, bench.good)
-    verify._PAUSE_SECONDS = 0.0  # nobody else writes here
 
     def trial(number: int, tally: Tally) -> None:
         rng = order.rng(number)
@@ -221,7 +221,8 @@ def play(order: Order) -> Tally:
             for name, read in readers(bench, random.Random(0)):
                 judge(0, name, read, Tally())
             command("inspect", bench.path), command("verify", bench.path)
-        return confined.run(order.trials, trial, grow_nbytes(bench.nbytes), order.say)
+        with patch.object(verify, "_LOOKS", 1):  # nobody else writes here
+            return confined.run(order.trials, trial, grow_nbytes(bench.nbytes), order.say)
     finally:
         bench.close()
 
