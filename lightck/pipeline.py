@@ -61,8 +61,7 @@ class Pipeline:
         self.path = path
         self.durability = durability
         self.committed: int | None = None
-        self.resting = Resting()
-        self.engine = Engine()
+        self.resting, self.engine = Resting(), Engine()
         self.writer: PoolWriter | None = None
         self._backend = backend
         self.holds, self.finite = Holds(), finite
@@ -294,7 +293,7 @@ class Pipeline:
         return True
 
     def finish_quietly(self) -> None:
-        """As ``finish``, where nobody is left to raise to: an error is logged, and its version stays uncommitted."""
+        """As ``finish``, where nobody is left to raise to: an error is logged, its version stays uncommitted."""
         try:
             self.finish()
         except Exception as err:

@@ -113,7 +113,7 @@ def _nothing_left(reader: PoolReader, ring: Ring, step: int | None, rejected: li
             f"The pool {reader.path!r} holds no checkpoint yet. The training that made it committed no step so far. "
             "If it has ended, start it afresh; attach(..., resume=True) does that by itself."
         )
-    held = {ln.step for ln in ring.lines.values() if reader.slot_generation(ln.slot) in (None, ln.payload_generation)}
+    held = {line.step for line in ring.lines.values() if not reader.is_reused(line)}
     if step is not None and step not in held:
         return NoCheckpointError(
             f"The pool {reader.path!r} does not hold step {step}. It holds {', '.join(map(str, sorted(held)))}: older "

@@ -319,7 +319,7 @@ class Pool:
 
     def version(self, line: Fields) -> Version | None:
         sb = self.superblock
-        if self.slot_generation(line["slot"]) not in (None, line["payload_generation"]):
+        if (self.slot_generation(line["slot"]) or 0) > line["payload_generation"]:
             return None
         base = self.slots[line["slot"]][0]
         at = base + sb["manifest_offset"] + line["manifest_index"] * sb["manifest_nbytes"]

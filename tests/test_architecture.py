@@ -55,7 +55,7 @@ LAYERS = {
     "": {"attach", "checkpoint", "errors", "export", "interval", "keep", "pin", "pool.durability", "recover", "restore",
          "session", "stats", "strategy"},
     "demo": BASE | {""},
-    "testing": DATA | {"", "_native"},
+    "testing": DATA | {"", "_native", "cli", "contents"},
     "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo", "trace"},
     "__main__": {"cli"},
 }  # fmt: skip

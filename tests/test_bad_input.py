@@ -11,6 +11,8 @@ import ctypes
 import gc
 import os
 import re
+import socket
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,8 +45,10 @@ from toys import (
 import lightck
 from lightck import errors
 from lightck.pool.checksum import crc64
+from lightck.pool.file import FileBackend
 from lightck.pool.format import SUPERBLOCK_NBYTES
 from lightck.pool.lock import PoolLock
+from lightck.pool.pmdk import PmdkBackend
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -270,6 +274,96 @@ def test_symbolic_link_is_refused(folder, pool):
     with refused(errors.PoolPathError, IsADirectoryError, link):
         lightck.recover(link)
     assert link.is_symlink()
+
+
+def test_symbolic_link_in_the_middle_is_resolved_once(folder):
+    """The pool and its lock are those of the real folder, whatever becomes of the link."""
+    (folder / "real").mkdir()
+    (folder / "link").symlink_to(folder / "real")
+    pool_with(folder / "link" / "run.pool")
+    assert lightck.recover(folder / "real" / "run.pool").step == 3
+    model, optimizer = anything()
+    with lightck.attach(model, folder / "link" / "run.pool", optimizer=optimizer, resume=True):
+        (folder / "link").unlink()
+        with refused(errors.PoolLockedError, BlockingIOError, folder / "real" / "run.pool"):
+            pool_with(folder / "real" / "run.pool", resume=True)
+        train(model, optimizer, 1)
+    assert lightck.recover(folder / "real" / "run.pool").step == 4
+
+
+def test_pool_of_another_user_is_refused(folder, pool):
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a file away")
+    model, optimizer = pool_with(pool)
+    os.chown(pool, 65534, 65534)
+    for call in (lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True), lambda: lightck.recover(pool)):
+        with refused(errors.PoolPermissionError, PermissionError, pool, "65534", folder=folder, path=pool, model=model):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["socket", "device"])
+def test_path_that_is_a_socket_or_a_device(folder, pool, kind):
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as s:
+            s.bind(str(pool))
+    else:
+        try:
+            os.mknod(pool, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # zeros without end
+            os.close(os.open(pool, os.O_RDONLY))
+        except OSError:
+            pytest.skip("making a device is not permitted here")
+    model, optimizer = anything()
+    for call in (lambda: lightck.attach(model, pool, optimizer=optimizer), lambda: lightck.recover(pool)):
+        with refused(errors.PoolPathError, IsADirectoryError, pool, folder=folder, path=pool, model=model):
+            call()
+
+
+@pytest.mark.parametrize("by", ["link", "hard link", "others' file", "directory", "fifo"])
+def test_file_that_is_replaced_after_it_was_looked_at(folder, pool, by, monkeypatch):
+    """What counts is what the descriptor says, not what the path said before."""
+    pool_with(pool)
+    os.rename(pool, folder / "aside")
+    pool_with(pool)
+    real = FileBackend.open
+
+    def swapped(backend, path, **options):
+        os.unlink(pool)
+        if by == "link":
+            pool.symlink_to(folder / "aside")
+        elif by == "hard link":
+            os.link(folder / "aside", pool)
+        elif by == "others' file":
+            pool.write_bytes((folder / "aside").read_bytes())
+            pool.chmod(0o666)
+        elif by == "directory":
+            pool.mkdir()
+        else:
+            os.mkfifo(pool)
+        return real(backend, path, **options)
+
+    if is_pmdk(pool):
+        real = PmdkBackend.open
+        monkeypatch.setattr(PmdkBackend, "open", swapped)
+    else:
+        monkeypatch.setattr(FileBackend, "open", swapped)
+    with pytest.raises((errors.PoolPathError, errors.PoolPermissionError)):
+        lightck.recover(pool)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "link"])
+def test_lock_file_that_is_none(folder, pool, kind):
+    lock = Path(f"{pool}.lock")
+    if kind == "fifo":
+        os.mkfifo(lock)
+    elif kind == "directory":
+        lock.mkdir()
+    else:
+        lock.symlink_to(folder / "elsewhere")
+    model, optimizer = anything()
+    with refused(errors.PoolPermissionError, PermissionError, lock, folder=folder, model=model):
+        lightck.attach(model, pool, optimizer=optimizer)
+    assert not (folder / "elsewhere").exists()
+    assert not pool.exists()
 
 
 def test_hard_link_is_refused(folder, pool):

@@ -340,6 +340,18 @@ def test_file_that_is_there_is_not_replaced_unasked(format, pool, folder):
     assert sorted(p.name for p in folder.iterdir()) == ["run.pool", "run.pool.lock", "there"]
 
 
+def test_a_link_in_the_place_of_the_file_is_not_followed(pool, folder):
+    pool_with(pool)
+    target, elsewhere = folder / "model.safetensors", folder / "elsewhere"
+    target.symlink_to(elsewhere)
+    with pytest.raises(lightck.LightckError):
+        lightck.export_checkpoint(lightck.recover(pool), target)
+    assert not elsewhere.exists()
+    lightck.export_checkpoint(lightck.recover(pool), target, overwrite=True)
+    assert not elsewhere.exists()
+    assert not target.is_symlink()
+
+
 def test_mode_is_what_the_umask_leaves(pool, folder):
     pool_with(pool)
 

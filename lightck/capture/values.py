@@ -19,6 +19,7 @@ import msgpack
 import numpy as np
 import torch
 
+from lightck.capture.keys import INT_NBYTES_MAX, NUMPY_CODES, NUMPY_SCALARS, PLAIN, collide, is_key
 from lightck.capture.storable import why_not
 from lightck.errors import CorruptPoolError, StateValueError
 from lightck.pool.layout import ITEM_NBYTES
@@ -28,6 +29,8 @@ BIG_INT, ARRAY, SCALAR, TENSOR, LARGE_TENSOR, FROZENSET = 8, 9, 10, 11, 12, 13
 MAX_DEPTH = 32
 """Containers in containers, the outermost included."""
 MAX_DIMS = 64
+_LEAF = MAX_DEPTH + 1
+"""The depth of what can hold nothing else: an extension in an extension in an extension would never end."""
 _MANY = 16
 """Items from which on it pays to look whether all are of one type."""
 
@@ -38,10 +41,8 @@ _MANY = 16
 # One table says what can be stored: a dtype that a later torch brings is refused until it has a line there.
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_NBYTES if hasattr(torch, name)}
 _DTYPE_NAMES = {item: name for name, item in _DTYPES.items()}
-_NUMPY_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
-_NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in _NUMPY_CODES for order in "<>"}
-_NUMPY_SCALARS: dict[type, str] = {np.dtype(code).type: np.dtype(code).str for code in _NUMPY_CODES}
-_SCALAR_DTYPES = {name: np.dtype(name) for name in _NUMPY_SCALARS.values()}
+_NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in NUMPY_CODES for order in "<>"}
+_SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -58,17 +59,6 @@ def dtype_from_name(name: str) -> torch.dtype:
         return _DTYPES[name]
     except (KeyError, TypeError):
         raise ValueError(f"{name!r} is no dtype of torch {torch.__version__} that can be stored") from None
-
-
-_PLAIN = frozenset((type(None), bool, float, bytes))
-_KEY_SCALARS = frozenset((*_PLAIN, int, str, *_NUMPY_SCALARS))
-_KEY_GROUPS = frozenset((tuple, frozenset))
-
-
-def _is_key(value: object) -> bool:
-    """Whether a value may be a dict's key or a set's item: hashed by its value, all the way down."""
-    kind = type(value)
-    return kind in _KEY_SCALARS or (kind in _KEY_GROUPS and all(map(_is_key, value)))  # type: ignore[call-overload]
 
 
 # --------------------------------------------------------------------------------------------------- packing
@@ -148,7 +138,10 @@ class _Packer:
     def integer(self, value: int) -> bytes:
         if -(1 << 63) <= value < 1 << 64:
             return self._native(value)
-        return self.ext(BIG_INT, self.plain(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)))
+        nbytes = value.bit_length() // 8 + 1
+        if nbytes > INT_NBYTES_MAX:
+            raise self.refused(value, f"it has more than {INT_NBYTES_MAX} bytes, more than Python prints")
+        return self.ext(BIG_INT, self.plain(value.to_bytes(nbytes, "little", signed=True)))
 
     def text(self, value: str) -> bytes:
         try:
@@ -177,9 +170,11 @@ class _Packer:
 
     def pairs(self, value: Mapping[object, object]) -> bytes:
         self._check_depth(value)
+        if collide(value):
+            raise self.refused(value, "its keys have the same hash")
         path, out = self._path, [self.header(len(value))]
         for key, item in value.items():
-            if not _is_key(key):
+            if not is_key(key):
                 raise self.refused(value, f"a key of it is a {type(key).__qualname__}, which is not equal by value")
             path.append(key)
             out += (_PAIR, self.encode(key), self.encode(item))
@@ -188,8 +183,10 @@ class _Packer:
 
     def members(self, value: Collection[object]) -> bytes:
         for item in value:
-            if not _is_key(item):
+            if not is_key(item):
                 raise self.refused(value, f"an item of it is a {type(item).__qualname__}, which is not equal by value")
+        if collide(value):
+            raise self.refused(value, "its items have the same hash")
         # Sorted, so that equal sets give equal bytes whatever the hash seed.
         return self.header(len(value)) + b"".join(sorted(self.items(value)))
 
@@ -207,7 +204,7 @@ class _Packer:
         return b"".join((b"\x93", self._native(dtype), self.header(len(shape)), sizes, self.plain(raw)))
 
     def scalar(self, value: np.generic) -> bytes:
-        return self.ext(SCALAR, _PAIR + self._native(_NUMPY_SCALARS[type(value)]) + self._native(value.tobytes()))
+        return self.ext(SCALAR, _PAIR + self._native(NUMPY_SCALARS[type(value)]) + self._native(value.tobytes()))
 
     def tensor(self, value: torch.Tensor) -> bytes:
         why = why_not(value)
@@ -272,8 +269,8 @@ _ENCODE: dict[type, Callable[[_Packer, Any], bytes]] = {
     np.ndarray: _Packer.array,
     torch.Tensor: _Packer.tensor,
     torch.nn.Parameter: _Packer.tensor,
-    **dict.fromkeys(_NUMPY_SCALARS, _Packer.scalar),
-    **dict.fromkeys(_PLAIN, _Packer.plain),
+    **dict.fromkeys(NUMPY_SCALARS, _Packer.scalar),
+    **dict.fromkeys(PLAIN, _Packer.plain),
 }
 
 
@@ -378,8 +375,8 @@ class _Reader:
     def _extension(self, size: int, depth: int) -> Any:
         code = self._take(1)[0]
         read = _RAISE.get(code)
-        if read is None:
-            raise _corrupt(f"extension type {code} is not known")
+        if read is None or depth >= _LEAF:
+            raise _corrupt(f"extension type {code} is not known here")
         outer, self._end = self._end, self._pos + size
         if self._end > outer:
             raise _corrupt("it ends too early")
@@ -399,20 +396,21 @@ class _Reader:
         count = self._count()
         if 3 * count > self._end - self._pos:
             raise _corrupt("a dict is longer than its bytes")
-        out: dict[Any, Any] = {}
+        keys, items = [], []
         for _ in range(count):
             self.fields(2)
-            key = self.value(depth + 1)
-            if not _is_key(key):
-                raise _corrupt(f"a {type(key).__qualname__} is the key of a dict")
-            out[key] = self.value(depth + 1)
+            keys.append(self.value(depth + 1))
+            if not is_key(keys[-1]):
+                raise _corrupt(f"a {type(keys[-1]).__qualname__} is the key of a dict")
+            items.append(self.value(depth + 1))
+        out = dict(zip(keys, items, strict=True)) if not collide(keys) else {}
         if len(out) != count:
-            raise _corrupt("a dict has a key twice")
+            raise _corrupt("a dict has a key twice, or too many of one hash")
         return out
 
     def members(self, depth: int) -> list[Any]:
         items = self.sequence(depth)
-        if not all(map(_is_key, items)) or len(set(items)) != len(items):
+        if not all(map(is_key, items)) or collide(items) or len(set(items)) != len(items):
             raise _corrupt("a set holds an item twice, or one that cannot be in a set")
         return items
 
@@ -421,7 +419,7 @@ class _Reader:
             raise _corrupt("a payload has the wrong number of fields")
 
     def exactly(self, kind: type) -> Any:
-        value = self.value(MAX_DEPTH)
+        value = self.value(_LEAF)
         if type(value) is not kind:
             raise _corrupt(f"a {type(value).__qualname__} stands where a {kind.__qualname__} belongs")
         return value
@@ -446,12 +444,15 @@ class _Reader:
 
 
 def _raise_big_int(reader: _Reader, _depth: int) -> int:
-    return int.from_bytes(reader.exactly(bytes), "little", signed=True)
+    raw = reader.exactly(bytes)
+    if len(raw) > INT_NBYTES_MAX:
+        raise _corrupt(f"an int has {len(raw)} bytes")
+    return int.from_bytes(raw, "little", signed=True)
 
 
 def _raise_deque(reader: _Reader, depth: int) -> deque[Any]:
     reader.fields(2)
-    limit = reader.value(MAX_DEPTH)
+    limit = reader.value(_LEAF)
     items = reader.sequence(depth)
     if limit is not None and (type(limit) is not int or not len(items) <= limit < 1 << 63):
         raise _corrupt("a deque has a wrong maxlen")

@@ -1,6 +1,6 @@
 """The ``lightck`` command. Each command parses, asks the library, and turns the answer into text or JSON and an exit
-status (``cli/base.py``). No command writes to a pool or takes its lock, so all of them work on a pool in use. Torch is
-imported only by the commands that need it.
+status (``cli/base.py``). No command writes to a pool or takes its lock, so all of them work on a pool in use;
+``inject`` writes to the copy that it made. Torch is imported only by the commands that need it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 import click
 
-from lightck.cli import completion, demo, diff, doctor, export, inspect, trace, verify
+from lightck.cli import completion, demo, diff, doctor, export, inject, inspect, trace, verify
 from lightck.cli.base import Group
 
 
@@ -37,5 +37,5 @@ def main(ctx: click.Context) -> None:
         ctx.color = False
 
 
-for _module in (demo, inspect, verify, diff, export, trace, doctor, completion):
+for _module in (demo, inspect, verify, diff, export, inject, trace, doctor, completion):
     main.add_command(_module.command)

@@ -98,8 +98,12 @@ def _look(reader: PoolReader, ring: Ring) -> Iterator[Held]:
         if (line.slot, line.payload_generation) not in known:
             known.add((line.slot, line.payload_generation))
             dead.append(line)
+    newest = newest_generations(ring)
     for lines, state in ((live, COMMITTED), (dead, DEAD)):
         for line in lines:
+            is_superseded = line.payload_generation < newest[line.slot]
+            if is_superseded and reader.slot_generation(line.slot) != line.payload_generation:
+                continue  # a newer version was committed over it, whatever became of the slot's header since
             each = _examined(reader, line, state)
             if each is not None:
                 yield each
@@ -120,7 +124,7 @@ def _examined(reader: PoolReader, line: CommitLine, state: str) -> Held | None:
 
 def still_there(reader: PoolReader, line: CommitLine) -> bool:
     """Whether the slot still holds the bytes that this line names, or its header proves nothing."""
-    return reader.slot_generation(line.slot) in (None, line.payload_generation)
+    return not reader.is_reused(line)
 
 
 def newest(versions: tuple[Held, ...], step: int | None) -> Held | None:
@@ -131,6 +135,14 @@ def newest(versions: tuple[Held, ...], step: int | None) -> Held | None:
 
 def unfinished(reader: PoolReader) -> list[tuple[int, int]]:
     """(slot, generation) of versions that were begun and not committed: under way, given up, or cut off by a kill."""
-    committed = {(line.slot, line.payload_generation) for line in reader.ring().lines.values()}
+    newest = newest_generations(reader.ring())
     headers = [(slot, reader.slot_generation(slot)) for slot in range(len(reader.superblock.slots))]
-    return [(slot, gen) for slot, gen in headers if gen is not None and (slot, gen) not in committed]
+    return [(slot, gen) for slot, gen in headers if gen is not None and gen > newest.get(slot, 0)]
+
+
+def newest_generations(ring: Ring) -> dict[int, int]:
+    """slot -> generation of the newest version of which a line says that it was committed there."""
+    found: dict[int, int] = {}
+    for line in ring.lines.values():
+        found[line.slot] = max(found.get(line.slot, 0), line.payload_generation)
+    return found

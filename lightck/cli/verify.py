@@ -152,7 +152,11 @@ def _passes(generation: int, data: bytes, uuid: bytes) -> bool:
 
 def _header_reason(reader: PoolReader, slot: int) -> Reason:
     never_written = reader.read(reader.superblock.slots[slot][0], LINE_NBYTES) == bytes(LINE_NBYTES)
-    if never_written or reader.slot_generation(slot) is not None:
+    newest = survey.newest_generations(reader.ring()).get(slot, 0)
+    generation = reader.slot_generation(slot)
+    if generation is not None and generation < newest:
+        return f"it names generation {generation}, and {newest} was committed: a write of it was lost", False
+    if generation is not None or (never_written and not newest):
         return None, True
     return "it fails its check; its version is judged by its manifest and blocks", False
 

@@ -23,6 +23,7 @@ KIB, MIB = 1 << 10, 1 << 20
 SUPERBLOCK_NBYTES = 4 * KIB
 SUPERBLOCK_OFFSETS = (0, SUPERBLOCK_NBYTES)
 RING_OFFSET, RING_LINES, RING_STRIDE = 8 * KIB, 16, 256
+RING_LINES_MAX = 64
 TABLE_OFFSET = 16 * KIB
 SLOT_ALIGN = 2 * MIB
 PAGE = 4 * KIB
@@ -138,7 +139,7 @@ class Superblock:
             and self.ring_stride >= LINE_NBYTES
             and self.ring_stride % 8 == 0
             and self.ring_offset % 8 == 0
-            and 2 * len(self.slots) <= self.ring_lines <= 4096
+            and 2 * len(self.slots) <= self.ring_lines <= RING_LINES_MAX
             and self.ring_offset + self.ring_lines * self.ring_stride <= self.slots[0][0]
             and self.table_nbytes <= TABLE_NBYTES_MAX
             and all(off + self.table_nbytes <= self.slots[0][0] for off in self.table_offsets)

@@ -7,7 +7,7 @@ table into bytes and back. ``decode`` takes untrusted bytes: everything is check
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -93,10 +93,7 @@ def encode_extras(entries: Sequence[Entry]) -> bytes:
 
 def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
     """The entries of a layout table; every extent lies in [low, high) of a slot. Raises ``DamagedError``."""
-    raw = _unpack(table)
-    if not isinstance(raw, dict) or set(raw) != {"entries"}:
-        raise DamagedError("layout table: not a map of entries")
-    entries = _checked(raw["entries"], low, high)
+    entries = _checked(_items(table, is_table=True), low, high)
     names = {e.name: e for e in entries}
     if len(names) != len(entries):
         raise DamagedError("layout table: a name occurs twice")
@@ -107,7 +104,7 @@ def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
 def decode_extras(data: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
     """Entries that appeared later. A name may come again, where a tensor changed its kind more than once, and an alias
     may name an entry of the table: ``check_aliases`` is for those that are present in a version."""
-    return _checked(_unpack(data), low, high) if data else ()
+    return _checked(_items(data, is_table=False), low, high) if data else ()
 
 
 def check_aliases(present: Mapping[str, Entry]) -> None:
@@ -117,17 +114,32 @@ def check_aliases(present: Mapping[str, Entry]) -> None:
             raise DamagedError(f"layout table: {entry.name!r} is tied to nothing")
 
 
-def _unpack(data: bytes) -> Any:
+def _items(data: bytes, *, is_table: bool) -> Iterator[Any]:
+    """What the list of entries holds, one by one: msgpack makes room for as many items as a list says it has, so the
+    long list is not left to it, and the lists in an entry are short."""
+    unpacker = msgpack.Unpacker(
+        raw=False, strict_map_key=True, max_ext_len=0, max_bin_len=0, max_str_len=NAME_NBYTES_MAX,
+        max_array_len=NDIM_MAX, max_map_len=len(_KEYS), max_buffer_size=len(data),
+    )  # fmt: skip
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+        unpacker.feed(data)
+        if is_table and (unpacker.read_map_header() != 1 or unpacker.unpack() != "entries"):
+            raise DamagedError("layout table: not a map of entries")
+        count = unpacker.read_array_header()
+        if count > ENTRIES_MAX:
+            raise DamagedError("layout table: too many entries")
+        for _ in range(count):
+            yield unpacker.unpack()
+        if unpacker.tell() != len(data):
+            raise DamagedError("layout table: bytes are left")
+    except DamagedError:
+        raise
     except Exception as err:
-        raise DamagedError(f"layout table: {err}") from err
+        raise DamagedError(f"layout table: {err or type(err).__name__}") from err
 
 
-def _checked(raw: Any, low: int, high: int) -> tuple[Entry, ...]:
-    if not isinstance(raw, list) or len(raw) > ENTRIES_MAX:
-        raise DamagedError("layout table: bad list of entries")
-    entries = tuple(_entry(item) for item in raw)
+def _checked(items: Iterator[Any], low: int, high: int) -> tuple[Entry, ...]:
+    entries = tuple(map(_entry, items))
     at = low
     for entry in sorted((e for e in entries if e.nbytes), key=lambda e: e.offset):
         if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:

@@ -143,7 +143,7 @@ class PoolLock:
     def _open(self) -> int:
         if self._is_device:
             return self._open_device()
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(self.path, flags, 0o600)
         except OSError as err:
@@ -155,7 +155,12 @@ class PoolLock:
             ) from err
         try:
             with told(f"The lock file {self.path!r} cannot be looked at"):
-                self._refuse_foreign(os.fstat(fd).st_uid)
+                st = os.fstat(fd)
+            if not stat.S_ISREG(st.st_mode):
+                raise PoolPermissionError(
+                    f"The lock file {self.path!r} is a special file. Only a regular file can be locked. Remove it."
+                )
+            self._refuse_foreign(st.st_uid)
         except BaseException:
             os.close(fd)
             raise

@@ -93,12 +93,14 @@ class PoolReader:
 
     def _read_superblock(self) -> Superblock:
         problems: list[Exception] = []
+        found: list[Superblock] = []
         for offset in SUPERBLOCK_OFFSETS:
             try:
-                superblock = Superblock.unpack(self.read(offset, SUPERBLOCK_NBYTES))
+                found.append(Superblock.unpack(self.read(offset, SUPERBLOCK_NBYTES)))
             except (DamagedError, NotAPoolError, FormatError) as err:
                 problems.append(err)
-                continue
+        if found:
+            superblock = self._ours(found[0], found[-1])
             self._check_size(superblock)
             return superblock
         for problem in problems:
@@ -114,6 +116,12 @@ class PoolReader:
             f"Both superblocks of the pool {self.path!r} are damaged ({problems[0]}; {problems[1]}). Without them "
             "nothing in it can be found. Use a copy of the pool if there is one."
         )
+
+    def _ours(self, first: Superblock, last: Superblock) -> Superblock:
+        """Of two that differ one is another pool's, written here by mistake: no line passes with its uuid."""
+        if first != last and not read_ring(first, self.read).lines and read_ring(last, self.read).lines:
+            return last
+        return first
 
     def _check_size(self, superblock: Superblock) -> None:
         if superblock.nbytes != self.container.nbytes:
@@ -150,6 +158,11 @@ class PoolReader:
             return None
         return unpack_slot_header(data, slot, self.superblock.uuid)
 
+    def is_reused(self, line: CommitLine) -> bool:
+        """Whether the slot's header names a newer version than this line. An older one proves nothing: a header is
+        durable before any line that counts on it, so a later write of it was lost."""
+        return (self.slot_generation(line.slot) or 0) > line.payload_generation
+
     def versions(self, step: int | None = None) -> Iterator[Version | Rejected]:
         """Versions from the newest on (or those of one step), each with its manifest checked, not its payload."""
         for line in candidates(self.ring(), step):
@@ -161,8 +174,7 @@ class PoolReader:
     def version(self, line: CommitLine) -> Version:
         """The version that a line names. Raises ``DamagedError`` with the reason where it is not (all) there."""
         sb = self.superblock
-        generation = self.slot_generation(line.slot)
-        if generation is not None and generation != line.payload_generation:
+        if self.is_reused(line):
             raise DamagedError("its slot was reused by a newer version")
         if line.manifest_nbytes > sb.manifest_nbytes:
             raise DamagedError("its manifest is larger than the place for it")
@@ -300,8 +312,7 @@ class Version:
 
     def is_intact(self) -> bool:
         """Whether the slot still holds this version: it may be in use by a writer."""
-        generation = self.reader.slot_generation(self.line.slot)
-        return generation is None or generation == self.line.payload_generation
+        return not self.reader.is_reused(self.line)
 
     def verify(self) -> None:
         """Read and verify every block. Raises ``DamagedError``."""

@@ -110,8 +110,8 @@ class PoolWriter:
         lines = [ln for ln in self.ring.lines.values() if ln.slot == index]
         newest = max(lines, key=lambda ln: ln.generation, default=None)
         generation = self.reader.slot_generation(index)
-        if generation is None and newest is not None:
-            generation = newest.payload_generation
+        if newest is not None:
+            generation = max(generation or 0, newest.payload_generation)
         return Slot(index, self.superblock.slots[index][0], generation, image,
                     0 if newest is None else 1 - newest.manifest_index)  # fmt: skip
 

@@ -15,6 +15,8 @@ NAMES: tuple[str, ...] = (
     "truncations",
     "full",
     "exits",
+    "flips",
+    "fuzz",
 )
 
 

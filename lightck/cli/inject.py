@@ -1,0 +1,233 @@
+"""``lightck inject``: damage on purpose, on a copy, so that users can see for themselves what is found and kept.
+
+The pool itself is only read. The copy is a new file; the damage is drawn from the seed, so that it can be repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+
+from lightck.cli.base import OK, POOL, Command, json_option, trouble
+from lightck.cli.text import listed, say, say_json, size
+from lightck.errors import ExportError, ExportExistsError
+from lightck.pool import anatomy
+from lightck.pool.anatomy import Part
+from lightck.pool.backends import pool_path
+from lightck.pool.extents import runs, total
+from lightck.pool.format import PAGE
+from lightck.pool.reader import PoolReader, open_pool
+
+ANYWHERE = "anywhere"
+_WHERE = f"an offset in the pool (0x2000), {', '.join(anatomy.KINDS)}, or the name of a tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What was done. ``offset`` counts from the start of the pool, ``file_offset`` from that of the file."""
+
+    said: str
+    offset: int | None = None
+    file_offset: int | None = None
+    nbytes: int | None = None
+    bit: int | None = None
+    tensor: str | None = None
+    step: int | None = None
+
+
+@click.command("inject", cls=Command, short_help="Damage a copy of a pool, to see what is found and what is kept.")
+@click.argument("pool", type=POOL)
+@click.argument("copy", type=click.Path())
+@click.option("--flip", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Flip one bit.")
+@click.option("--zero-page", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Zero a page of 4 KiB.")
+@click.option("--torn-slot", is_flag=True, help="Put older bytes into the rest of the newest version.")
+@click.option("--truncate", type=int, metavar="N", help="Cut the file to N bytes; -N: by N bytes.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Draw the same damage again. [default: another one]")
+@json_option
+def command(pool: str, copy: str, flip: str | None, zero_page: str | None, torn_slot: bool, truncate: int | None,
+            seed: int | None, as_json: bool) -> int:  # fmt: skip
+    """Copy POOL to COPY, which must not exist, and damage the copy. POOL is only read.
+
+    WHERE is an offset in the pool, or a structure of the newest version: superblock, table, line, header, manifest,
+    payload, or the name of a tensor. Without WHERE it is drawn. Options without WHERE stand behind COPY.
+    """
+    if [flip, zero_page, torn_slot or None, truncate].count(None) != 3:
+        trouble("Say one of --flip, --zero-page, --torn-slot, --truncate.")
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    with copied(pool, copy) as made:
+        rng = random.Random(seed)
+        damage = cut(made, truncate) if truncate is not None else inject(made, rng, flip, zero_page)
+    facts = {"pool": pool_path(pool), "copy": pool_path(copy), "seed": seed, "damage": asdict(damage)}
+    if as_json:
+        say_json(facts)
+    else:
+        _show(facts, pool, copy, damage)
+    return OK
+
+
+# -- the copy --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def copied(pool: str, copy: str) -> Iterator[str]:
+    """A new file with the bytes of the pool; removed again where the block fails."""
+    reader = open_pool(pool_path(pool))
+    target = pool_path(copy)
+    try:
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileExistsError as err:
+        reader.close()
+        raise ExportExistsError(
+            f"{target!r} exists. Only a new file is damaged, never one that somebody may need. Name another."
+        ) from err
+    except OSError as err:
+        reader.close()
+        raise ExportError(f"{target!r} cannot be made: {err.strerror}. Name a file in a folder of yours.") from err
+    try:
+        with os.fdopen(fd, "wb") as out:
+            _copy(reader, out.fileno())
+        yield target
+    except BaseException as err:
+        with contextlib.suppress(OSError):
+            os.unlink(target)
+        if isinstance(err, OSError) and not isinstance(err, ExportError) and err.errno:
+            raise ExportError(f"{target!r} cannot be written: {err.strerror}. Nothing is left of it.") from err
+        raise
+    finally:
+        reader.close()
+
+
+def _copy(reader: PoolReader, out: int) -> None:
+    fd, at, end = reader.container.fd, 0, os.fstat(reader.container.fd).st_size
+    os.ftruncate(out, end)
+    while at < end:
+        at += os.pwrite(out, os.pread(fd, 1 << 20, at), at)
+
+
+# -- the damage ------------------------------------------------------------------------------------------------------
+
+
+def cut(path: str, nbytes: int) -> Damage:
+    before = os.stat(path).st_size
+    after = nbytes if nbytes >= 0 else before + nbytes
+    if not 0 <= after < before:
+        trouble(f"--truncate {nbytes}: the pool has {before} bytes.")
+    os.truncate(path, after)
+    return Damage(f"cut from {before} to {after} bytes", nbytes=before - after)
+
+
+def inject(path: str, rng: random.Random, flip: str | None, zero_page: str | None) -> Damage:
+    """Damage the file at this path, which is a pool and nobody's but ours."""
+    reader = open_pool(path)
+    try:
+        parts = anatomy.parts_of(reader)
+        if flip is not None:
+            return _flip(reader, parts, _offset(reader, parts, flip, rng), rng)
+        if zero_page is not None:
+            return _zero(reader, parts, _offset(reader, parts, zero_page, rng))
+        return _tear(reader, parts, rng)
+    finally:
+        reader.close()
+
+
+def _flip(reader: PoolReader, parts: Sequence[Part], offset: int, rng: random.Random) -> Damage:
+    bit = rng.randrange(8)
+    at = _write(reader, offset, bytes([reader.read(offset, 1)[0] ^ 1 << bit]))
+    hit = _hit(parts, offset, 1)
+    return Damage(f"flipped bit {bit} of byte {offset:#x}: {_words(hit)}", offset, at, 1, bit, *_whose(hit))
+
+
+def _zero(reader: PoolReader, parts: Sequence[Part], offset: int) -> Damage:
+    start = offset - offset % PAGE
+    nbytes = min(PAGE, total(reader.container.extents) - start)
+    if not reader.read(start, nbytes).strip(b"\0"):
+        trouble(f"The page at {start:#x} holds zeros already. Name another WHERE.")
+    at = _write(reader, start, bytes(nbytes))
+    hit = _hit(parts, start, nbytes)
+    return Damage(f"zeroed {nbytes} bytes from {start:#x}: {_words(hit)}", start, at, nbytes, None, *_whose(hit))
+
+
+def _tear(reader: PoolReader, parts: Sequence[Part], rng: random.Random) -> Damage:
+    """From some point of the newest payload on, the bytes of another slot: a write that stopped and was believed."""
+    mine = sorted(_named(parts, anatomy.TENSOR), key=lambda part: part.offset)
+    sb, slot = reader.superblock, mine[0].slot
+    assert slot is not None, "a payload lies in a slot"
+    base, other = sb.slots[slot][0], sb.slots[(slot + 1) % len(sb.slots)][0]
+    differing = [p for p in mine if reader.read(p.offset, p.nbytes) != reader.read(p.offset - base + other, p.nbytes)]
+    if not differing:
+        trouble("The other slot holds the same bytes: nothing would be torn. Use --flip payload.")
+    first = rng.choice(differing)
+    start, end = first.offset, mine[-1].end
+    at = _write(reader, start, reader.read(start - base + other, end - start))
+    said = f"tore slot {slot}: from {first.words} on, {end - start} bytes of another version"
+    return Damage(said, start, at, end - start, None, *_whose([first]))
+
+
+def _offset(reader: PoolReader, parts: Sequence[Part], where: str, rng: random.Random) -> int:
+    """An offset in the pool."""
+    try:
+        offset = int(where, 0)
+    except ValueError:
+        part = rng.choice(_named(parts, where))
+        return part.offset + rng.randrange(part.nbytes)
+    if not 0 <= offset < total(reader.container.extents):
+        trouble(f"Offset {where}: the pool has {total(reader.container.extents)} bytes.")
+    return offset
+
+
+def _named(parts: Sequence[Part], where: str) -> list[Part]:
+    """The parts that a word stands for: of the newest version, where they belong to one."""
+    if where in (anatomy.SUPERBLOCK, anatomy.TABLE):
+        return [part for part in parts if part.kind == where]
+    newest = next((part.generation for part in parts if part.kind == anatomy.MANIFEST), None)
+    found = [
+        part for part in parts
+        if part.generation == newest is not None and where in (ANYWHERE, part.kind, part.tensor)
+    ]  # fmt: skip
+    if not found:
+        trouble(f"{where!r} is not in the newest version of this pool. WHERE is {_WHERE} (lightck inspect --tensors).")
+    return found
+
+
+def _hit(parts: Sequence[Part], start: int, nbytes: int) -> list[Part]:
+    return [part for part in parts if part.offset < start + nbytes and start < part.end]
+
+
+def _words(hit: Sequence[Part]) -> str:
+    return listed(part.words for part in hit) or "nothing that is read"
+
+
+def _whose(hit: Sequence[Part]) -> tuple[str | None, int | None]:
+    return (hit[0].tensor, hit[0].step) if hit else (None, None)
+
+
+def _write(reader: PoolReader, offset: int, data: bytes) -> int:
+    """Into the copy. Returns where in its file."""
+    places = runs(reader.container.extents, offset, len(data))
+    with open(reader.path, "r+b") as file:
+        for at, n in places:
+            file.seek(at)
+            file.write(data[:n])
+            data = data[n:]
+    return places[0][0]
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def _show(facts: dict[str, Any], pool: str, copy: str, damage: Damage) -> None:
+    say(f"copied {pool} to {copy}, {size(os.stat(copy).st_size)}; the pool itself was only read")
+    say(f"{damage.said} (seed {facts['seed']})")
+    say()
+    name = shlex.quote(copy)
+    say(f"Next: lightck verify --deep {name}")
+    say(f"      lightck inspect {name}")

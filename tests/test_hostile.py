@@ -1,0 +1,274 @@
+"""Damage and hostile files: the small campaigns, each with a planted bug that it must find, and what they found once.
+
+The long runs are kept in docs/evidence/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import struct
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import pool_with
+
+import lightck
+from lightck import contents
+from lightck.capture import values
+from lightck.cli import verify
+from lightck.errors import CorruptPoolError, LightckError
+from lightck.pool import layout, reader
+from lightck.pool.format import CommitLine, DamagedError, ManifestHeader, Superblock, pack_slot_header
+from lightck.pool.reader import PoolReader, Version, open_pool
+from lightck.testing import confined, messages
+from lightck.testing.campaign import Order, Tally
+from lightck.testing.campaigns import flips, fuzz
+
+BACKENDS = ["file", "pmdk"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "pmdk":
+        request.getfixturevalue("pmdk")
+        monkeypatch.setenv("PMEM_IS_PMEM_FORCE", "1")
+    return str(request.param)
+
+
+def play(campaign: Any, folder: Path, count: int, backend: str = "file", seed: int = 7) -> Tally:
+    return campaign.run(Order(seed, range(count), backend, str(folder)))
+
+
+# -- the campaigns ---------------------------------------------------------------------------------------------------
+
+
+def test_flips(folder, backend):
+    tally = play(flips.CAMPAIGN, folder, flips.CAMPAIGN.small, backend)
+    assert not tally.findings
+    for seen in ("newest, exact", "older, exact", "reported by verify --deep", "lost write", "misdirected write"):
+        assert tally.counts[seen], seen
+
+
+def test_fuzz(folder, backend):
+    tally = play(fuzz.CAMPAIGN, folder, fuzz.CAMPAIGN.small, backend)
+    assert not tally.findings
+    for seen in ("loaded", "older", "CorruptPoolError from recover", "inputs to single parsers"):
+        assert tally.counts[seen], seen
+
+
+# -- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+def test_flips_find_a_reader_that_does_not_look_at_manifest_hashes(folder, monkeypatch):
+    monkeypatch.setattr(reader, "manifest_hash", lambda uuid, manifest: Same())
+    assert play(flips.CAMPAIGN, folder, 150).findings
+
+
+class Same(int):
+    """Equal to every hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+def test_flips_find_a_reader_that_takes_blocks_as_they_are(folder, monkeypatch):
+    real = Version.read_into
+
+    def lenient(version: Version, name: str, address: int) -> None:
+        with contextlib.suppress(DamagedError):
+            real(version, name, address)
+
+    monkeypatch.setattr(Version, "read_into", lenient)
+    assert any("other values" in f.reason for f in play(flips.CAMPAIGN, folder, 150).findings)
+
+
+def test_flips_find_a_verify_that_leaves_something_out(folder, monkeypatch):
+    monkeypatch.setattr(verify, "_header_reason", lambda *_: (None, True))
+    found = play(flips.CAMPAIGN, folder, 300).findings
+    assert any("nothing is damaged" in f.reason for f in found)
+
+
+def test_fuzz_finds_a_manifest_whose_bounds_are_not_checked(folder, monkeypatch):
+    real = ManifestHeader.unpack.__func__  # type: ignore[attr-defined]
+
+    def unchecked(cls: type, manifest: bytes) -> ManifestHeader:
+        return real(cls, Endless(manifest))
+
+    monkeypatch.setattr(ManifestHeader, "unpack", classmethod(unchecked))
+    assert play(fuzz.CAMPAIGN, folder, 1500).findings
+
+
+class Endless(bytes):
+    """Bytes behind whose end nothing lies."""
+
+    def __len__(self) -> int:
+        return 1 << 60
+
+
+def test_fuzz_finds_a_type_that_is_believed(folder, monkeypatch):
+    monkeypatch.setattr(contents, "_typed", lambda value, kind: value)
+    assert play(fuzz.CAMPAIGN, folder, 800).findings
+
+
+def test_a_trial_that_crashes_hangs_or_eats_memory_is_a_finding_and_the_others_are_played(monkeypatch):
+    monkeypatch.setattr(confined, "HUNG_SECONDS", 2)
+    seen = []
+
+    def trial(number: int, tally: Tally) -> None:
+        tally.counts["played"] += 1
+        if number == 3:
+            faulthandler.disable()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if number == 6:
+            time.sleep(3600)
+        if number == 9:
+            seen.append(bytes(64 << 20))
+
+    tally = confined.run(range(12), trial, 32 << 20, lambda _: None)
+    assert {f.trial: f.reason for f in tally.findings} == {
+        3: "the process ended with SIGSEGV", 6: "it hung", 9: "it took more memory than allowed",
+    }  # fmt: skip
+
+
+# -- what they found -------------------------------------------------------------------------------------------------
+
+
+def test_extensions_that_hold_only_each_other_are_refused():
+    for code in (7, 8, 9, 10, 11, 12):
+        data = b"\xc4\x00"
+        for _ in range(2000):
+            inner = b"\x92" + data + b"\x90" if code == 7 else data
+            data = messages.extension(code, inner)
+        with pytest.raises(CorruptPoolError):
+            values.unpack(data)
+
+
+def test_many_keys_of_one_hash_are_refused():
+    """A dict of them would take minutes."""
+    keys = {k * sys.hash_info.modulus for k in range(20, 3000)}
+    pairs = b"".join(
+        b"\x92" + messages.extension(8, b"\xc4\x0a" + key.to_bytes(10, "little", signed=True)) + b"\xc0" for key in keys
+    )
+    with pytest.raises(CorruptPoolError, match="hash"):
+        values.unpack(messages.extension(2, messages.head(messages.LIST, len(keys)) + pairs))
+    for refused in (dict.fromkeys(keys), keys):
+        with pytest.raises(LightckError, match="same hash"):
+            values.pack(refused, path="state/x")
+    fine = {k: k for k in range(-200, 200)}
+    assert values.unpack(values.pack(fine, path="state/x")) == fine
+
+
+def test_an_int_that_python_would_not_print_is_refused():
+    for nbytes, is_taken in ((1700, True), (1701, False)):
+        raw = (nbytes - 1) * b"\xff" + b"\x7f"
+        data = messages.extension(8, messages.head(messages.BIN, nbytes) + raw)
+        number = int.from_bytes(raw, "little")
+        if is_taken:
+            assert values.unpack(data) == number
+            assert values.pack(number, path="x") is not None
+            assert str(number)
+        else:
+            with pytest.raises(CorruptPoolError):
+                values.unpack(data)
+            with pytest.raises(LightckError):
+                values.pack(number, path="x")
+
+
+def test_a_list_in_a_layout_table_gets_no_room_for_items_that_are_not_there():
+    lie = messages.head(messages.LIST, 90_000)
+    table = (b"\x81\xa7entries" + 900 * lie).ljust(100_000, b"\xc0")
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedError):
+            layout.decode(table, low=0, high=1 << 40)
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(table)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_ring_has_at_most_64_lines(pool):
+    """What a reader does with a ring grows with the square of its lines."""
+    pool_with(pool)
+    sb = open_pool(str(pool)).superblock
+    good = {field: getattr(sb, field) for field in sb.__slots__}
+    assert Superblock.unpack(Superblock(**{**good, "ring_lines": 64, "ring_stride": 64}).pack()).ring_lines == 64
+    with pytest.raises(DamagedError):
+        Superblock.unpack(Superblock(**{**good, "ring_lines": 65, "ring_stride": 64}).pack())
+
+
+@pytest.mark.parametrize("copy", [0, 4096])
+def test_a_superblock_of_another_pool_costs_nothing(pool, folder, copy):
+    pool_with(pool)
+    pool_with(folder / "other.pool")
+    toys.poke(pool, copy, toys.content(folder / "other.pool")[copy : copy + 4096])
+    assert lightck.recover(pool).step == 3
+    facts = verify.pool_facts(str(pool), None, True)
+    assert [s["name"] for s in facts["structures"] if s["damaged"]] == [f"superblock {'AB'[copy > 0]}"]
+
+
+def test_a_slot_header_whose_last_write_was_lost_costs_nothing(pool):
+    pool_with(pool, steps=4)
+    newest = toys.versions(pool)[0]
+    sb, slot = newest.reader.superblock, newest.line.slot
+    toys.poke(pool, sb.slots[slot][0], pack_slot_header(2, slot, sb.uuid))
+    assert lightck.recover(pool).step == 4
+    facts = verify.pool_facts(str(pool), None, True)
+    assert [s["name"] for s in facts["structures"] if s["damaged"]] == [f"header of slot {slot}"]
+    assert [(v["step"], v["blocks"]) for v in facts["versions"]] == [(4, "verified"), (3, "verified")]
+    pool_with(pool, steps=0, resume=True)
+    assert lightck.recover(pool).step == 4
+
+
+# -- single parsers --------------------------------------------------------------------------------------------------
+
+
+PLAIN = st.none() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+WORDS = st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 300), min_size=1, max_size=20)
+
+
+@settings(max_examples=300, deadline=None)
+@given(WORDS)
+def test_any_words_make_a_structure_or_an_error_of_ours(words):
+    data = struct.pack(f"<{len(words)}Q", *words)
+    body = (b"LIGHTCK\x01" + struct.pack("<IHH", 0x01020304, 1, 0) + data).ljust(4088, b"\0")[:4088]
+    line = data.ljust(56, b"\0")[:56]
+    sealed_line = line + struct.pack("<Q", reader.manifest_hash(bytes(16), line))
+    for parse in (
+        lambda: Superblock.unpack(body + struct.pack("<Q", reader.manifest_hash(b"", body))),
+        lambda: CommitLine.unpack(sealed_line, bytes(16)),
+        lambda: ManifestHeader.unpack((b"LCKMANI1" + data).ljust(200, b"\0")),
+    ):
+        with contextlib.suppress(DamagedError, LightckError):
+            parse()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=4), max_leaves=20), st.integers(0, 400),
+    st.binary(min_size=1, max_size=8),
+)  # fmt: skip
+def test_a_message_with_other_bytes_somewhere_is_a_value_or_an_error_of_ours(value, at, junk):
+    packed = bytearray(values.pack(value, path="x"))
+    packed[at % len(packed) : at % len(packed) + len(junk)] = junk
+    with contextlib.suppress(CorruptPoolError):
+        values.unpack(bytes(packed))
+
+
+def test_the_reader_is_the_one_under_test():
+    """Planted bugs are put where the campaigns really read."""
+    assert PoolReader.version.__globals__["manifest_hash"] is reader.manifest_hash
