@@ -19,7 +19,7 @@ import click
 
 from lightck.cli.base import OK, POOL, Command, json_option, trouble
 from lightck.cli.text import listed, say, say_json, size
-from lightck.errors import ExportError, ExportExistsError
+from lightck.errors import ExportError, ExportExistsError, LightckError, PoolTruncatedError
 from lightck.pool import anatomy
 from lightck.pool.anatomy import Part
 from lightck.pool.backends import pool_path
@@ -28,6 +28,7 @@ from lightck.pool.format import PAGE
 from lightck.pool.reader import PoolReader, open_pool
 
 ANYWHERE = "anywhere"
+TORN_NBYTES_MAX = 64 << 20
 _WHERE = f"an offset in the pool (0x2000), {', '.join(anatomy.KINDS)}, or the name of a tensor"
 
 
@@ -99,7 +100,7 @@ def copied(pool: str, copy: str) -> Iterator[str]:
     except BaseException as err:
         with contextlib.suppress(OSError):
             os.unlink(target)
-        if isinstance(err, OSError) and not isinstance(err, ExportError) and err.errno:
+        if isinstance(err, OSError) and not isinstance(err, LightckError):
             raise ExportError(f"{target!r} cannot be written: {err.strerror}. Nothing is left of it.") from err
         raise
     finally:
@@ -110,7 +111,12 @@ def _copy(reader: PoolReader, out: int) -> None:
     fd, at, end = reader.container.fd, 0, os.fstat(reader.container.fd).st_size
     os.ftruncate(out, end)
     while at < end:
-        at += os.pwrite(out, os.pread(fd, 1 << 20, at), at)
+        data = os.pread(fd, 1 << 20, at)
+        if not data:
+            raise PoolTruncatedError(
+                f"The pool {reader.path!r} became shorter as it was copied: somebody truncated it. Use a complete copy."
+            )
+        at += os.pwrite(out, data, at)
 
 
 # -- the damage ------------------------------------------------------------------------------------------------------
@@ -166,7 +172,7 @@ def _tear(reader: PoolReader, parts: Sequence[Part], rng: random.Random) -> Dama
     if not differing:
         trouble("The other slot holds the same bytes: nothing would be torn. Use --flip payload.")
     first = rng.choice(differing)
-    start, end = first.offset, mine[-1].end
+    start, end = first.offset, min(mine[-1].end, first.offset + TORN_NBYTES_MAX)
     at = _write(reader, start, reader.read(start - base + other, end - start))
     said = f"tore slot {slot}: from {first.words} on, {end - start} bytes of another version"
     return Damage(said, start, at, end - start, None, *_whose([first]))

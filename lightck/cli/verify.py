@@ -176,12 +176,16 @@ def _versions(reader: PoolReader, step: int | None, deep: bool) -> list[dict[str
 
 def _checked(reader: PoolReader, held: tuple[survey.Held, ...], all_blocks: bool) -> list[dict[str, Any]]:
     rows, whole = [], False
+    newest = survey.newest_generations(reader.ring())
     total = sum(each.nbytes or 0 for each in held) if all_blocks else max((h.nbytes or 0 for h in held), default=0)
     with bar("verifying", total) as advance:
         for each in held:
             read = all_blocks or (not whole and each.state == survey.COMMITTED)
-            rows.append(_row(reader, each, read, advance))
-            whole = whole or rows[-1]["blocks"] == "verified"
+            row = _row(reader, each, read, advance)
+            if row["damage"] and each.generation < newest.get(each.line.slot, 0):
+                continue  # a newer version was committed over it: it is gone, and only the slot's header is stale
+            rows.append(row)
+            whole = whole or row["blocks"] == "verified"
     return rows
 
 
