@@ -21,6 +21,8 @@ _held: dict[tuple[int, int], str] = {}
 # Re-entrant: a collection while it is held may end a forgotten session, which releases its lock.
 _guard = threading.RLock()
 _FLOCK = struct.Struct("hhqqi4x")
+_ATTEMPTS = 100
+"""To take a lock that somebody gave up between our asking for it and our asking who has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,24 +122,29 @@ class PoolLock:
         return fd
 
     def _lock(self) -> tuple[int, int]:
+        holder = None
+        for _ in range(_ATTEMPTS):
+            if self._try_lock():
+                st = os.fstat(self._fd)
+                return st.st_dev, st.st_ino
+            holder = _asked(self._fd)
+            if holder is not None:
+                break  # else who held it ended since: it is there to be taken
+        who = "its pid is not visible from here" if holder is None or holder.pid is None else (
+            f"pid {holder.pid}: {holder.command}")  # fmt: skip
+        raise PoolLockedError(
+            f"The pool {self._pool_path!r} is open in another process ({who}). A pool has one writer. "
+            "Wait for it, end it, or use another pool; lightck.recover() can read meanwhile."
+        )
+
+    def _try_lock(self) -> bool:
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as err:
             if err.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
-            raise PoolLockedError(
-                f"The pool {self._pool_path!r} is open in another process ({self._owner()}). A pool has one writer. "
-                "Wait for it, end it, or use another pool; lightck.recover() can read meanwhile."
-            ) from err
-        st = os.fstat(self._fd)
-        return st.st_dev, st.st_ino
-
-    def _owner(self) -> str:
-        """Who holds the lock, as the kernel says."""
-        holder = _asked(self._fd)
-        if holder is None or holder.pid is None:
-            return "its pid is not visible from here"
-        return f"pid {holder.pid}: {holder.command}"
+            return False
+        return True
 
     def release(self) -> None:
         """Give the lock up. In a forked child, which does not hold it, only the descriptor is closed."""
