@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import errno
+import fcntl
 import gc
 import os
 import re
@@ -253,6 +255,21 @@ def test_folder_in_which_others_can_swap_the_pool(folder, pool):
     folder.chmod(0o777)
     model, optimizer = anything()
     check_denied(as_nobody(lambda: lightck.attach(model, pool, optimizer=optimizer)), str(folder), "sticky")
+
+
+def test_lock_that_its_holder_gave_up_while_we_asked_who_that_is(pool, monkeypatch):
+    """As a dying process does: nobody could be named, and the pool is free."""
+    take, answers = fcntl.lockf, [BlockingIOError(errno.EAGAIN, "held")]
+
+    def lockf(fd: int, how: int) -> None:
+        if answers:
+            raise answers.pop()
+        take(fd, how)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    lock = PoolLock(str(pool))
+    assert not answers
+    lock.release()
 
 
 def test_lock_file_of_another_user(folder, pool):

@@ -6,12 +6,14 @@ What is true of every backend is in ``test_backend_conformance.py``, and the who
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import random
 import signal
 import struct
 import subprocess
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -258,7 +260,22 @@ def test_a_medium_that_is_not_pmdks_is_said_once(
 # -- others ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_that_another_program_holds_is_read_and_not_written(pool: Path) -> None:
+def test_a_pool_whose_last_holder_is_still_dying_is_waited_for(pool: Path) -> None:
+    """A killed process gives up lightck's lock before libpmemobj's."""
+    toys.pool_with(pool, backend="pmdk")
+    with open(pool, "rb") as dying:
+        fcntl.flock(dying, fcntl.LOCK_EX)
+        freed = threading.Timer(0.2, fcntl.flock, (dying, fcntl.LOCK_UN))
+        freed.start()
+        trained(pool, 5)
+        freed.join()
+    assert lightck.recover(pool).step == 5
+
+
+def test_a_pool_that_another_program_holds_is_read_and_not_written(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pmdk, "_DYING_SECONDS", 0.05)
     toys.pool_with(pool, backend="pmdk")
     size = pool.stat().st_size
     with toys.child_that_holds(lambda: pmemobj.Pool(str(pool), pmdk_file.LAYOUT, size, shutdown_state=False)):

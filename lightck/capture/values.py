@@ -37,7 +37,6 @@ _MANY = 16
 
 # ---------------------------------------------------------------------------------------------------- dtypes
 
-
 # One table says what can be stored: a dtype that a later torch brings is refused until it has a line there.
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_NBYTES if hasattr(torch, name)}
 _DTYPE_NAMES = {item: name for name, item in _DTYPES.items()}

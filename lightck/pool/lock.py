@@ -26,6 +26,8 @@ _guard = threading.RLock()
 _on_devices: set[int] = set()
 """Descriptors that hold an OFD lock."""
 _FLOCK = struct.Struct("hhqqi4x")
+_ATTEMPTS = 100
+"""To take a lock that somebody gave up between our asking for it and our asking who has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,23 @@ class PoolLock:
             ) from err
 
     def _lock(self) -> tuple[int, int]:
+        holder = None
+        for _ in range(_ATTEMPTS):
+            if self._try_lock():
+                with told(f"The lock file {self.path!r} cannot be looked at"):
+                    st = os.fstat(self._fd)
+                return st.st_dev, st.st_ino
+            holder = _asked(self._fd)
+            if holder is not None:
+                break  # else who held it ended since: it is there to be taken
+        who = "its pid is not visible from here" if holder is None or holder.pid is None else (
+            f"pid {holder.pid}: {holder.command}")  # fmt: skip
+        raise PoolLockedError(
+            f"The pool {self._pool_path!r} is open in another process ({who}). A pool has one writer. "
+            "Wait for it, end it, or use another pool; lightck.recover() can read meanwhile."
+        )
+
+    def _try_lock(self) -> bool:
         try:
             if self._is_device:
                 fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
@@ -191,20 +210,8 @@ class PoolLock:
         except OSError as err:
             if err.errno not in (errno.EACCES, errno.EAGAIN):
                 raise io_error(f"The pool {self._pool_path!r} cannot be locked", err.errno, err.strerror) from err
-            raise PoolLockedError(
-                f"The pool {self._pool_path!r} is open in another process ({self._owner()}). A pool has one writer. "
-                "Wait for it, end it, or use another pool; lightck.recover() can read meanwhile."
-            ) from err
-        with told(f"The lock file {self.path!r} cannot be looked at"):
-            st = os.fstat(self._fd)
-        return st.st_dev, st.st_ino
-
-    def _owner(self) -> str:
-        """Who holds the lock, as the kernel says."""
-        holder = _asked(self._fd)
-        if holder is None or holder.pid is None:
-            return "its pid is not visible from here"
-        return f"pid {holder.pid}: {holder.command}"
+            return False
+        return True
 
     def release(self) -> None:
         """Give the lock up. In a forked child, which does not hold it, only the descriptor is closed."""

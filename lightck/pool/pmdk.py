@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 
 from lightck.errors import (
     CorruptPoolError,
@@ -30,6 +31,10 @@ from lightck.pool.pmdk_file import Arena
 
 log = logging.getLogger("lightck")
 ARENA_KIND = 1
+_HELD = (errno.EAGAIN, errno.EWOULDBLOCK)
+_DYING_SECONDS = 2.0
+"""We have the pool's lock by then. A process that dies gives that up before libpmemobj's, and takes its time between the
+two on a busy machine."""
 _told = False
 
 
@@ -139,10 +144,15 @@ def _opened(path: str, file: FileContainer, *, create: bool = False, shutdown_st
     here = f"/proc/self/fd/{file.fd}"
     with told(f"The PMDK pool {path!r} cannot be looked at"):
         size = os.fstat(file.fd).st_size
-    try:
-        return pmemobj.Pool(here, pmdk_file.LAYOUT, size, create=create, shutdown_state=shutdown_state)
-    except pmemobj.PmemobjError as err:
-        raise _refused(path, err) from err
+    end, pause = time.monotonic() + _DYING_SECONDS, 0.005
+    while True:
+        try:
+            return pmemobj.Pool(here, pmdk_file.LAYOUT, size, create=create, shutdown_state=shutdown_state)
+        except pmemobj.PmemobjError as err:
+            if err.errno not in _HELD or time.monotonic() >= end:
+                raise _refused(path, err) from err
+        time.sleep(pause)
+        pause *= 2
 
 
 def _allocate(pool: pmemobj.Pool, file: FileContainer, lengths: list[int]) -> Extents:
@@ -173,7 +183,7 @@ def _load(path: str) -> None:
 def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
     """What libpmemobj said, in lightck's words."""
     reason = err.strerror
-    if err.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
+    if err.errno in _HELD:
         return PoolLockedError(
             f"The PMDK pool {path!r} is held open by another program ({reason}). A pool has one writer. Wait for it, "
             "end it, or use another pool; lightck.recover() can read meanwhile."

@@ -8,6 +8,7 @@ reference: ``Follow`` then attaches nothing.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,7 @@ class Follow:
     def __init__(self, tell: Tell, path: str | None, seed: int, options: dict[str, Any]) -> None:
         """``seed`` differs in each process after the first: what is not restored would show."""
         self._tell, self._path, self._options = tell, path, options
+        warnings.filterwarnings("ignore", "Detected call of")  # a resume at the end of an epoch: the scheduler is first
         random.seed(seed)
         np.random.seed(seed % (1 << 32))
         torch.manual_seed(seed)
