@@ -73,12 +73,14 @@ class Recording:
         """Show this block of the loop in a row, for what lightck cannot see by itself: a collective, the data."""
         if events.is_own(row):
             raise ValueError(f"span(row={row!r}): lightck fills this row. Name another.")
-        self._rows.add(row)
+        has_room = row in self._rows or len(self._rows) < _OWN_ROWS_MAX
+        if has_room:
+            self._rows.add(row)
         begin = time.monotonic_ns()
         try:
             yield
         finally:
-            if len(self._rows) <= _OWN_ROWS_MAX:
+            if has_room:
                 self.add(row[:_NAME_MAX], name[:_NAME_MAX], begin, time.monotonic_ns(), {})
             else:
                 self._dropped += 1
