@@ -31,6 +31,7 @@ message gives the fact, the reason and the cure, in that order.
     ├── ExportError                   (OSError)             an exported file could not be written
     │   ├── ExportExistsError         (FileExistsError)     there is a file already; say overwrite
     │   └── KeepError                 (OSError)             keep= could not export a version
+    ├── BenchError                    (RuntimeError)        a bench cannot run here, or saved what did not load back
     └── BackgroundError               (OSError)             a background copy or commit failed
 """
 
@@ -161,3 +162,7 @@ class BackgroundError(LightckError, OSError):
 
 class FlushTimeoutError(LightckError, TimeoutError):
     """``flush(timeout=...)`` ran out of time; the copies go on."""
+
+
+class BenchError(LightckError, RuntimeError):
+    """A bench cannot run here, or found that what was saved does not load back right."""

@@ -54,7 +54,8 @@ LAYERS = {
          "stats", "strategy"},
     "demo": BASE | {""},
     "testing": DATA | {"", "_native"},
-    "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo"},
+    "bench": BASE | {"", "_native", "pool"},
+    "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo", "bench"},
     "__main__": {"cli"},
 }  # fmt: skip
 
