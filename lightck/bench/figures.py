@@ -1,5 +1,6 @@
-"""The statistics of the benches: medians, spreads, paired differences with a bootstrap interval. Plain numbers in, plain
-numbers out; every interval is of 95 % and comes from a fixed seed.
+"""The statistics of the benches: medians, spreads, paired differences with a bootstrap interval.
+
+Plain numbers in, plain numbers out; every interval is of 95 % and comes from a fixed seed.
 """
 
 from __future__ import annotations

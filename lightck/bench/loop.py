@@ -82,7 +82,7 @@ def check(training: Training, saver: Saver, folder: str) -> None:
     if found != step or wrong:
         raise BenchError(
             f"What was saved at step {step} does not load back right: step {found} came back, and {len(wrong)} tensors "
-            f"differ ({', '.join(wrong[:3])}). The row is worth nothing; this is a bug of what saved it, or of the bench."
+            f"differ ({', '.join(wrong[:3])}). The row is worth nothing: a bug of what saved it, or of the bench."
         )
 
 

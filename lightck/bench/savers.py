@@ -1,7 +1,7 @@
 """What saves a training in a bench: lightck, a rival of ``bench/rivals``, torch.save, or nothing; all driven alike.
 
-Order of calls: ``start`` before the first step; ``step_begins`` at the top of each; ``window_ends`` after the last step of
-a window, by when all that its checkpoint costs has to be over; ``finish``, which saves the state as it is; ``load``.
+Order of calls: ``start`` before the first step; ``step_begins`` at the top of each; ``window_ends`` after the last step
+of a window, by when all that its checkpoint costs has to be over; ``finish``, which saves the state as it is; ``load``.
 A rival's background work that would reach into the next checkpoint is waited for in ``window_ends``: at interval 1 its
 next ``save`` would wait for the same time.
 """
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -140,10 +139,9 @@ class Lightck:
 
 
 class Rival(Protocol):
-    """The seam of ``bench/rivals``."""
+    """The seam of ``bench/rivals``, as far as it is used here."""
 
     name: str
-    needs: str
     synchronous: bool
 
     def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None: ...
@@ -158,7 +156,7 @@ class Rival(Protocol):
 class TorchSave:
     """``torch.save`` of the state dicts, and a rename: the one rival that is there wherever lightck is."""
 
-    name, needs, synchronous = TORCH_SAVE, "", True
+    name, synchronous = TORCH_SAVE, True
 
     def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
         self._model, self._optimizer, self._path = model, optimizer, os.path.join(folder, "checkpoint.pt")
@@ -180,8 +178,8 @@ class TorchSave:
 class Driven:
     """A rival as a saver: its calls are timed from outside."""
 
-    def __init__(self, rival: Rival) -> None:
-        self._rival = rival
+    def __init__(self, make: Callable[[], Rival]) -> None:
+        self._make, self._rival = make, make()
         self._every = 1
         self._costs = Costs()
 
@@ -216,10 +214,11 @@ class Driven:
         self._rival.finish()
 
     def load(self, training: Training, folder: str) -> int:
-        return self._rival.load(training.model, training.optimizer, folder)
+        """With an object of its own, as after a restart."""
+        return self._make().load(training.model, training.optimizer, folder)
 
     def facts(self) -> dict[str, Any]:
-        return {"synchronous": self._rival.synchronous, "needs": self._rival.needs}
+        return {"synchronous": self._rival.synchronous}
 
 
 def make(name: str, backend: str = "file", rivals: str | None = None) -> Saver:
@@ -231,35 +230,28 @@ def make(name: str, backend: str = "file", rivals: str | None = None) -> Saver:
     known = rivals_in(rivals)
     if name not in known:
         raise BenchError(f"There is no rival {name!r}; there are {', '.join(known)}. Name one of them.")
-    return Driven(known[name]())
+    if known[name]:
+        raise BenchError(f"The rival {name!r} cannot be used here: {known[name]}.")
+    if rivals is None:
+        return Driven(TorchSave)
+    package = _package(rivals)
+    return Driven(lambda: package.named(name))
 
 
-def rivals_in(folder: str | None) -> dict[str, Callable[[], Rival]]:
-    """name -> maker of every rival: those of a folder like ``bench/rivals``, and torch.save in any case."""
-    found: dict[str, Callable[[], Rival]] = {TORCH_SAVE: TorchSave}
-    if folder is not None:
-        found |= {name: _maker(folder, place) for name, place in _package(folder).RIVALS.items()}
-    return found
+def rivals_in(folder: str | None) -> dict[str, str]:
+    """name -> why it cannot be used here, or "", of every rival in a folder like ``bench/rivals``; without one there is
+    torch.save."""
+    if folder is None:
+        return {TORCH_SAVE: ""}
+    package = _package(folder)
+    return {name: package.why_not(name) for name in package.TABLE if name != LIGHTCK}
 
 
-def _maker(folder: str, place: str) -> Callable[[], Rival]:
-    """``place`` is MODULE:CLASS, imported when the rival is wanted: it may need a package that is not here."""
-
-    def make() -> Rival:
-        module, _, name = place.partition(":")
-        try:
-            made: Rival = getattr(importlib.import_module(f"{_package(folder).__name__}.{module}"), name)()
-        except ImportError as error:
-            raise BenchError(f"A rival cannot be imported: {error}. Install what it needs.") from error
-        return made
-
-    return make
-
-
-def _package(folder: str) -> ModuleType:
+def _package(folder: str) -> Any:
     """The folder as the package ``bench.rivals``, wherever Python was started."""
-    name = "bench.rivals"
-    if name not in sys.modules:
-        sys.path.insert(0, str(Path(folder).resolve().parents[1]))
-        importlib.import_module(name)
-    return sys.modules[name]
+    root = Path(folder).resolve()
+    if root.parts[-2:] != ("bench", "rivals") or not (root / "__init__.py").is_file():
+        raise BenchError(f"{folder!r} is not the bench/rivals of lightck's sources. Name that folder.")
+    if str(root.parents[1]) not in sys.path:
+        sys.path.insert(0, str(root.parents[1]))
+    return importlib.import_module("bench.rivals")

@@ -1,5 +1,6 @@
-"""A workload that trains: model, optimizer, and batches that follow from the seed and the step alone, so that a training
-that goes on from step *t* sees what one that was never interrupted saw.
+"""A workload that trains: model, optimizer, and batches that follow from the seed and the step alone.
+
+So a training that goes on from step *t* sees what one that was never interrupted saw.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Training:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def differing(expected: dict[str, int], found: dict[str, int]) -> list[str]:

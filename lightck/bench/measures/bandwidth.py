@@ -1,8 +1,8 @@
 """Bytes per second into a pool and out of it, on one thread, against the copies that others would make of the same
 buffers: the C library's memcpy, the native library's non-temporal copy without a checksum, and libpmem's pmem_memcpy.
 
-The kinds take turns. All write into the same file, every page of it touched; the checksummed copies go block by block as
-in a pool, and the verified read is the one that recovery uses.
+The kinds take turns. All write into the same file, every page of it touched; the checksummed copies go block by block
+as in a pool, and the verified read is the one that recovery uses.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Room:
 
     def _pread(self) -> None:
         for offset, target in zip(self.offsets, self.targets, strict=False):
-            view, done = memoryview(target), 0
+            view, done = memoryview(target.data), 0
             for address, nbytes in self._runs(offset, len(target)):
                 os.preadv(self.container.fd, [view[done : done + nbytes]], address - self.base)
                 done += nbytes
@@ -158,8 +158,8 @@ class _Room:
             seeds = np.array([lib.lck_block_seed(0, 0, i, 1, block) for block in range(len(crcs))], np.uint32)
             seeded = crcs ^ seeds
             status = lib.lck_read_verified(
-                self.container.fd, places, len(self.container.extents), offset, _pointer(target), len(target), BLOCK_MAX,
-                ffi.cast("uint32_t *", seeded.ctypes.data), 0, 0, i, 1, ffi.NULL,
+                self.container.fd, places, len(self.container.extents), offset, _pointer(target), len(target),
+                BLOCK_MAX, ffi.cast("uint32_t *", seeded.ctypes.data), 0, 0, i, 1, ffi.NULL,
             )  # fmt: skip
             check(status, "reading")
 
@@ -194,7 +194,8 @@ def _timed(kinds: Kinds, rounds: int, nbytes: int, verify: Callable[[str], None]
 
 def _ratio(found: dict[str, Any], ours: str, other: str) -> float:
     """Of CPU bandwidths, round by round: what others do on the machine meanwhile counts for both."""
-    return median(a / b for a, b in zip(found[ours]["rounds"], found[other]["rounds"], strict=True))
+    pairs = zip(found[ours]["rounds"], found[other]["rounds"], strict=True)
+    return float(median(a / b for a, b in pairs))
 
 
 def _libpmem() -> ctypes.CDLL | None:

@@ -1,7 +1,7 @@
 """From a saved state to the next step: a verified recovery against torch.load and load_state_dict, and one memcpy.
 
-All load into the same live model, whose every tensor was touched before. *To the next step* adds what the first pass over
-the state takes longer than the second: a mapped file is read only then.
+All load into the same live model, whose every tensor was touched before. *To the next step* adds what the first pass
+over the state takes longer than the second: a mapped file is read only then.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _copied(buffers: list[tuple[int, int]], source: int, size: int) -> float:
 def _result(training: Training, times: dict[str, list[tuple[float, float]]], copies: list[float]) -> dict[str, Any]:
     found: dict[str, Any] = {"nbytes": training.nbytes, "memcpy": asdict(spread(copies))}
     for name, pairs in times.items():
-        found[name] = {"load": asdict(spread([a for a, _ in pairs])), "to_next_step": asdict(spread([b for _, b in pairs]))}
+        loads, with_pass = zip(*pairs, strict=True)
+        found[name] = {"load": asdict(spread(loads)), "to_next_step": asdict(spread(with_pass))}
     ours = found["lightck"]["to_next_step"]["median"]
     found["of_memcpy"] = median(copies) / found["lightck"]["load"]["median"]
     found["faster_than"] = {

@@ -1,8 +1,8 @@
-"""A checkpoint at every step against none: what it adds to a step's time and CPU, and how long the training thread stalls.
+"""A checkpoint at every step against none: what it adds to a step's time and CPU, how long the training thread stalls.
 
 *Difference*: windows with a checkpoint less the mean of their plain neighbours, with its bootstrap interval and the A/A
-line (DESIGN's measures). lightck's hooks also run in plain windows; what they took there is measured and added. *Direct*:
-CPU seconds of all of lightck's threads and hooks per checkpoint, over one memcpy of the same tensors.
+line. lightck's hooks also run in plain windows; what they took there is measured and added. *Direct*: CPU seconds of
+all of lightck's threads and hooks per checkpoint, over one memcpy of the same tensors.
 """
 
 from __future__ import annotations

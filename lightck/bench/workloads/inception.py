@@ -11,6 +11,8 @@ from torch import nn
 
 from lightck.bench.workloads.vision import fan_out_
 
+Convolution = tuple[int, int | tuple[int, int]] | tuple[int, int, int]
+
 
 class Side(nn.Module):
     """Branches that see the same input, joined along the channels."""
@@ -29,7 +31,7 @@ class Chain:
     def __init__(self, divisor: int) -> None:
         self.divisor = divisor
 
-    def __call__(self, inputs: int, *convolutions: tuple[int, int | tuple[int, int]] | tuple[int, int, int]) -> nn.Module:
+    def __call__(self, inputs: int, *convolutions: Convolution) -> nn.Module:
         """Each convolution is (channels, kernel) at the same size, or (channels, kernel, stride) without padding."""
         layers: list[nn.Module] = []
         for outputs, kernel, *stride in convolutions:
@@ -62,7 +64,8 @@ def inception_v3(classes: int = 1000, divisor: int = 1) -> nn.Module:
     blocks.append(Side(chain(288, (384, 3, 2)), chain(288, (64, 1), (96, 3), (96, 3, 2)), nn.MaxPool2d(3, 2)))
     blocks += [_figure_6(chain, middle) for middle in (128, 160, 160, 192)]
     blocks.append(Side(chain(768, (192, 1), (320, 3, 2)),
-                       chain(768, (192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)), nn.MaxPool2d(3, 2)))  # fmt: skip
+                       chain(768, (192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)),
+                       nn.MaxPool2d(3, 2)))  # fmt: skip
     blocks += [_figure_7(chain, inputs) for inputs in (1280, 2048)]
     head = (nn.AdaptiveAvgPool2d(1), nn.Dropout(0.5), nn.Flatten(), nn.Linear(chain.of(2048), classes))
     return fan_out_(nn.Sequential(*blocks, *head))

@@ -1,5 +1,6 @@
-"""ResNet-18: He et al., "Deep Residual Learning for Image Recognition" (2015), Table 1 and figure 5 left. Shortcuts that
-change shape are projections (option B).
+"""ResNet-18: He et al., "Deep Residual Learning for Image Recognition" (2015), Table 1 and figure 5 left.
+
+Shortcuts that change shape are projections (option B).
 """
 
 from __future__ import annotations
