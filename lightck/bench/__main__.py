@@ -6,14 +6,18 @@ import json
 import sys
 from pathlib import Path
 
+from lightck.bench.measures import NAMES, measure
+from lightck.errors import BenchError
+
 
 def main() -> None:
     order = json.loads(sys.stdin.read())
+    if order["measure"] not in NAMES:
+        raise BenchError(f"Nothing is called {order['measure']!r}; there are {', '.join(NAMES)}.")
     import torch
 
     torch.set_num_threads(order["threads"])
     from lightck.bench import machine
-    from lightck.bench.measures import measure
 
     found = measure(order["measure"], order["options"], order["folder"])
     result = {"machine": machine.facts(order["folder"]), "result": found}

@@ -23,11 +23,12 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one window took: of wall time, of CPU in all processes, and of the saver."""
+    """What one window took: of wall time, of CPU in all processes and on the training thread, and of the saver."""
 
     saved: bool
     seconds: float
     cpu_seconds: float
+    thread_seconds: float
     costs: Costs
 
 
@@ -58,13 +59,13 @@ def run(training: Training, saver: Saver, folder: str, pairs: int, span: int = 1
 
 
 def _window(training: Training, saver: Saver, span: int, saved: bool) -> Window:
-    before, cpu, began = saver.costs(), cpu_seconds(), time.perf_counter()
+    before, cpu, thread, began = saver.costs(), cpu_seconds(), time.thread_time(), time.perf_counter()
     for _ in range(span):
         saver.step_begins(training.step)
         training.iterate()
     saver.window_ends(saved)
-    seconds = time.perf_counter() - began
-    return Window(saved, seconds, cpu_seconds() - cpu, _less(saver.costs(), before))
+    seconds, on_thread = time.perf_counter() - began, time.thread_time() - thread
+    return Window(saved, seconds, cpu_seconds() - cpu, on_thread, _less(saver.costs(), before))
 
 
 def _less(after: Costs, before: Costs) -> Costs:

@@ -65,7 +65,8 @@ def run(row: Row, place: Place) -> dict[str, Any]:
 def _in_child(row: Row, place: Place, folder: str, out: str) -> dict[str, Any]:
     options = {**row.options, **({"rivals": place.rivals} if place.rivals else {})}
     order = {"measure": row.measure, "options": options, "folder": folder, "threads": place.threads, "out": out}
-    done = subprocess.run([sys.executable, "-m", "lightck.bench"], input=json.dumps(order), text=True,
+    # Not in this folder: in the source tree Python would find the sources, and not the lightck that was installed.
+    done = subprocess.run([sys.executable, "-m", "lightck.bench"], input=json.dumps(order), text=True, cwd=folder,
                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environment())  # fmt: skip
     if done.returncode != 0:
         told = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
@@ -78,5 +79,6 @@ def _in_child(row: Row, place: Place, folder: str, out: str) -> dict[str, Any]:
 def _environment() -> dict[str, str]:
     """The same lightck as here, wherever Python would find another one."""
     root = str(Path(str(lightck.__file__)).resolve().parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [root, *(os.path.abspath(path) for path in given if path)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -141,8 +141,9 @@ class Lightck:
 class Rival(Protocol):
     """The seam of ``bench/rivals``, as far as it is used here."""
 
-    name: str
     synchronous: bool
+    use: str
+    """How it is used, in words."""
 
     def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None: ...
 
@@ -156,7 +157,7 @@ class Rival(Protocol):
 class TorchSave:
     """``torch.save`` of the state dicts, and a rename: the one rival that is there wherever lightck is."""
 
-    name, synchronous = TORCH_SAVE, True
+    synchronous, use = True, "torch.save to a new file, then a rename"
 
     def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
         self._model, self._optimizer, self._path = model, optimizer, os.path.join(folder, "checkpoint.pt")
@@ -218,7 +219,7 @@ class Driven:
         return self._make().load(training.model, training.optimizer, folder)
 
     def facts(self) -> dict[str, Any]:
-        return {"synchronous": self._rival.synchronous}
+        return {"synchronous": self._rival.synchronous, "use": self._rival.use}
 
 
 def make(name: str, backend: str = "file", rivals: str | None = None) -> Saver:

@@ -64,7 +64,7 @@ def _step(workload: str, saver: str, pairs: int, *, batch: int = 0, backend: str
 
 def _step_rows(plan: Plan) -> list[Row]:
     if plan.quick:
-        return [_step("resnet18", saver, plan.pairs or 6, batch=4, prefix=QUICK) for saver in (LIGHTCK, TORCH_SAVE)]
+        return [_step("resnet18", saver, plan.pairs or 4, batch=2, prefix=QUICK) for saver in (LIGHTCK, TORCH_SAVE)]
     pairs, rival_pairs = plan.pairs or PAIRS, plan.pairs or RIVAL_PAIRS
     found = [_step(name, LIGHTCK, pairs) for name in NAMES]
     found += [_step(name, rival, rival_pairs) for name in NAMES for rival in plan.rivals]
@@ -109,7 +109,7 @@ def _memory_rows(plan: Plan) -> list[Row]:
         return Row("memory", _key(*prefix, name, saver), options)
 
     if plan.quick:
-        return [row("resnet18", saver, 6, QUICK, batch=4) for saver in (NOTHING, LIGHTCK)]
+        return [row("resnet18", saver, 4, QUICK, batch=2) for saver in (NOTHING, LIGHTCK)]
     return [row(name, saver, 6) for name in NAMES for saver in (NOTHING, LIGHTCK, *plan.rivals)]
 
 

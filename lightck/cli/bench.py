@@ -69,7 +69,8 @@ def _place(pool_dir: Path | None, disk_dir: Path | None, rivals: Path | None, th
     from lightck.bench.rows import DISK_DIR, MEMORY_DIR, Place
 
     known = rivals or (_SOURCES / "rivals" if (_SOURCES / "rivals").is_dir() else None)
-    return Place(str(pool_dir or MEMORY_DIR), str(disk_dir or DISK_DIR), str(known) if known else None, threads)
+    in_child = str(known.resolve()) if known else None
+    return Place(str(pool_dir or MEMORY_DIR), str(disk_dir or DISK_DIR), in_child, threads)
 
 
 def _plan(place: Place, quick: bool, pairs: int | None) -> Plan:

@@ -69,7 +69,7 @@ FULL = {
         _vision("inception_v3", inception_v3, 299, 16, 183),
         _vision("alexnet", alexnet, 224, 32, 467),
         _language("gpt2", language.gpt2, 128, 50257, 8, 1508),
-        _language("bert_large", language.bert_large, 128, 30522, 8, 4004),
+        _language("bert_large", language.bert_large, 64, 30522, 8, 4004),
     )
 }
 NAMES = tuple(FULL)
