@@ -25,6 +25,9 @@ from lightck.bench.training import Training
 from lightck.errors import BenchError
 
 NOTHING, LIGHTCK, TORCH_SAVE = "nothing", "lightck", "torch.save"
+_AT_EVERY_CALL: dict[str, dict[str, Any]] = {"CheckFreq": {"interval": 1}}
+"""Options without which a rival would choose itself which of the calls save."""
+_SAVED_SECONDS_MAX, _POLL_SECONDS = 600.0, 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,10 @@ class Rival(Protocol):
     use: str
     """How it is used, in words."""
 
+    @property
+    def saved(self) -> int:
+        """Newest step that is saved completely."""
+
     def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None: ...
 
     def save(self, step: int) -> None: ...
@@ -157,7 +164,7 @@ class Rival(Protocol):
 class TorchSave:
     """``torch.save`` of the state dicts, and a rename: the one rival that is there wherever lightck is."""
 
-    synchronous, use = True, "torch.save to a new file, then a rename"
+    synchronous, use, saved = True, "torch.save to a new file, then a rename", -1
 
     def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
         self._model, self._optimizer, self._path = model, optimizer, os.path.join(folder, "checkpoint.pt")
@@ -166,6 +173,7 @@ class TorchSave:
         state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict(), "step": step}
         torch.save(state, self._path + ".new")
         os.replace(self._path + ".new", self._path)
+        self.saved = step
 
     def finish(self) -> None: ...
 
@@ -176,34 +184,66 @@ class TorchSave:
         return int(state["step"])
 
 
+class _Clock:
+    """Wall time of this thread and CPU time of all processes between two moments."""
+
+    def begin(self) -> None:
+        self._cpu, self._wall = cpu_seconds(), time.perf_counter()
+
+    def end(self) -> tuple[float, float]:
+        wall = time.perf_counter() - self._wall
+        return wall, cpu_seconds() - self._cpu
+
+
 class Driven:
-    """A rival as a saver: its calls are timed from outside."""
+    """A rival as a saver: its calls, and its hooks before a forward and an update, are timed from outside."""
 
     def __init__(self, make: Callable[[], Rival]) -> None:
         self._make, self._rival = make, make()
-        self._every = 1
-        self._costs = Costs()
+        self._every, self._step = 1, -1
+        self._costs, self._clock = Costs(), _Clock()
 
     def start(self, training: Training, folder: str, every: int) -> None:
         self._every = every
+        # torch calls hooks in the order of their registration: what the rival hangs in lies between these.
+        self._hook(training, lambda *_: self._clock.begin())
         self._rival.start(training.model, training.optimizer, folder)
+        self._hook(training, lambda *_: self._add(*self._clock.end()))
+
+    @staticmethod
+    def _hook(training: Training, call: Callable[..., None]) -> None:
+        training.optimizer.register_step_pre_hook(call)
+        training.model.register_forward_pre_hook(call)
 
     def step_begins(self, step: int) -> None:
         if saves(step, self._every):
+            self._step = step
             self._timed(lambda: self._rival.save(step))
 
     def window_ends(self, saved: bool) -> None:
-        if saved:
+        if saved and self._rival.saved < self._step:
             before = self._costs.stall_seconds
-            self._timed(self._rival.finish)
+            self._timed(self._all_saved)
             waited = self._costs.stall_seconds - before
             self._costs = replace(self._costs, end_seconds=self._costs.end_seconds + waited)
 
+    def _all_saved(self) -> None:
+        """Not by ``finish``, which is the end: a rival takes its hooks out there and stops its threads."""
+        deadline = time.monotonic() + _SAVED_SECONDS_MAX
+        while self._rival.saved < self._step:
+            if time.monotonic() > deadline:
+                raise BenchError(
+                    f"The checkpoint of step {self._step} was not reported as saved within {_SAVED_SECONDS_MAX:.0f} "
+                    "seconds. A rival is waited for until it says so; look at what it does in the background."
+                )
+            time.sleep(_POLL_SECONDS)
+
     def _timed(self, call: Callable[[], None]) -> None:
-        cpu, wall = cpu_seconds(), time.perf_counter()
+        self._clock.begin()
         call()
-        stall = time.perf_counter() - wall
-        own = cpu_seconds() - cpu
+        self._add(*self._clock.end())
+
+    def _add(self, stall: float, own: float) -> None:
         self._costs = replace(self._costs, stall_seconds=self._costs.stall_seconds + stall,
                               own_cpu_seconds=self._costs.own_cpu_seconds + own)  # fmt: skip
 
@@ -236,7 +276,8 @@ def make(name: str, backend: str = "file", rivals: str | None = None) -> Saver:
     if rivals is None:
         return Driven(TorchSave)
     package = _package(rivals)
-    return Driven(lambda: package.named(name))
+    options = _AT_EVERY_CALL.get(name, {})
+    return Driven(lambda: package.named(name, **options))
 
 
 def rivals_in(folder: str | None) -> dict[str, str]:
@@ -254,5 +295,5 @@ def _package(folder: str) -> Any:
     if root.parts[-2:] != ("bench", "rivals") or not (root / "__init__.py").is_file():
         raise BenchError(f"{folder!r} is not the bench/rivals of lightck's sources. Name that folder.")
     if str(root.parents[1]) not in sys.path:
-        sys.path.insert(0, str(root.parents[1]))
+        sys.path.append(str(root.parents[1]))  # last: it must not bring another lightck in
     return importlib.import_module("bench.rivals")

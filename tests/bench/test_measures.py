@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +65,57 @@ def test_a_rival_saves_in_the_windows_that_say_so(folder):
             super().save(step)
 
         def finish(self) -> None:
-            steps.append((steps[-1][0], "finish"))
+            steps.append((steps[-1][0], "finish"))  # the end: not before the last step
 
     training = Training(workload("vgg16", "small"))
     found = run(training, savers.Driven(Noted), str(folder), 1)
     assert [w.saved for w in found.all] == [False, True, False]
-    assert steps == [(step, what) for step in (2, 4, 6) for what in ("save", "finish")]
-    assert all((w.costs.stall_seconds > 0) == w.saved for w in found.all)
+    assert steps == [(step, "save") for step in (2, 4, 6)]
+    assert all((w.costs.own_cpu_seconds > 0.0005) == w.saved for w in found.all)
+
+
+def test_a_window_ends_when_its_checkpoint_is_saved(folder):
+    class Later(TorchSave):
+        thread: threading.Thread | None = None
+
+        def save(self, step: int) -> None:
+            assert self.thread is None or not self.thread.is_alive(), "the one before is over"
+            self.thread = threading.Thread(target=self._later, args=(step,))
+            self.thread.start()
+
+        def _later(self, step: int) -> None:
+            time.sleep(0.3)
+            super().save(step)
+
+        def finish(self) -> None:
+            assert self.thread is not None
+            self.thread.join()
+
+    training, saver = Training(workload("vgg16", "small")), savers.Driven(Later)
+    found = run(training, saver, str(folder), 2)
+    assert all((w.costs.end_seconds > 0) == w.saved for w in found.all)
+    assert all((w.seconds > 0.3) or not w.saved for w in found.all)
+    check(training, saver, str(folder))
+
+
+def test_a_rival_that_never_says_that_it_saved_is_an_error(folder, monkeypatch):
+    class Silent(TorchSave):
+        def save(self, step: int) -> None: ...
+
+    monkeypatch.setattr(savers, "_SAVED_SECONDS_MAX", 0.01)
+    with pytest.raises(BenchError, match="was not reported as saved"):
+        run(Training(workload("vgg16", "small")), savers.Driven(Silent), str(folder), 1)
+
+
+def test_what_a_rival_does_in_a_hook_is_stall(folder):
+    class Holds(TorchSave):
+        def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+            super().start(model, optimizer, folder)
+            optimizer.register_step_pre_hook(lambda *_: time.sleep(0.02))
+            model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+
+    found = run(Training(workload("vgg16", "small")), savers.Driven(Holds), str(folder), 1)
+    assert all(w.costs.stall_seconds >= 0.04 for w in found.all)
 
 
 def test_what_does_not_load_back_right_is_no_result(folder):
@@ -188,7 +234,7 @@ def test_rivals_of_a_folder_are_used_by_the_seam(folder, monkeypatch):
         "from lightck.bench.savers import TorchSave\n"
         "TABLE = {'lightck': 'ours:Lightck', 'mine': 'mine:Mine', 'absent': 'absent:Absent'}\n"
         "def why_not(name): return 'absent is not installed' if name == 'absent' else ''\n"
-        "def named(name): return TorchSave()\n"
+        "def named(name, **options): return TorchSave()\n"
     )
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "bench", raising=False)
