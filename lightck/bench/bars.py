@@ -1,6 +1,7 @@
 """The bars: ``bars.json`` says what must hold, a metric here finds what was reached in the kept results.
 
-A bar without a result is not reached. Where a difference does not stand out of its A/A line, that is said beside it.
+A bar without a result is not reached, and neither is one whose A/A line is wider than the bar. Where a difference does
+not stand out of a narrower line, that is said beside it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ class Bar:
     aim: float | None
     unit: str
 
-    def holds(self, value: float) -> bool:
-        return value <= self.limit if self.is_maximum else value >= self.limit
+    def holds(self, one: Reached) -> bool:
+        """Not where nothing was measured, nor where equal things differ by as much as the bar allows."""
+        if one.value is None or one.blur > self.limit:
+            return False
+        return one.value <= self.limit if self.is_maximum else one.value >= self.limit
 
     def text(self, value: float) -> str:
         return UNITS[self.unit](value)
@@ -53,6 +57,8 @@ class Reached:
     value: float | None
     """None: not measured."""
     note: str = ""
+    blur: float = 0.0
+    """Half the width of its A/A line: what equal things differ by too."""
 
 
 def bars(file: Path = FILE) -> list[Bar]:
@@ -91,7 +97,8 @@ def _difference(results: Results, what: str) -> Reached:
     d = r["difference"]
     interval = f"{percent(d['share_low'])} to {percent(d['share_high'])}"
     same = f"A/A {percent(d['same_low'])} to {percent(d['same_high'])}"
-    return Reached(what, d["share"], f"{interval}; {same}" + ("" if d["resolved"] else "; not resolved"))
+    return Reached(what, d["share"], f"{interval}; {same}" + ("" if d["resolved"] else "; not resolved"),
+                   (d["same_high"] - d["same_low"]) / 2)  # fmt: skip
 
 
 def _stall(results: Results, what: str) -> Reached:

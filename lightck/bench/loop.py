@@ -76,6 +76,11 @@ def _less(after: Costs, before: Costs) -> Costs:
 def check(training: Training, saver: Saver, folder: str) -> None:
     """Save the state as it is, spoil the live one, load, and compare every byte. Ends the saver."""
     saver.finish(training.step)
+    compare(training, saver, folder)
+
+
+def compare(training: Training, saver: Saver, folder: str) -> None:
+    """The same for a saver that has ended with the state as it is."""
     expected, step = training.digest(), training.step
     training.scramble()
     found = saver.load(training, folder)

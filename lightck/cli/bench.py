@@ -180,7 +180,7 @@ def _plot(kept: Results, folder: Path) -> int:
 def _check(kept: Results, as_json: bool) -> int:
     from lightck.bench.bars import bars, reached
 
-    found = [(bar, one, one.value is not None and bar.holds(one.value)) for bar in bars() for one in reached(bar, kept)]
+    found = [(bar, one, bar.holds(one)) for bar in bars() for one in reached(bar, kept)]
     if as_json:
         say_json({"ok": all(good for _, _, good in found), "bars": [
             {"bar": bar.name, "says": bar.says, "limit": bar.limit, "at_most": bar.is_maximum, "aim": bar.aim,

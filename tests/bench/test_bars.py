@@ -88,6 +88,16 @@ def test_check_holds_the_results_to_the_bars(tmp_path):
     assert missed == [("stall", "vgg16"), ("stall-of-rivals", "torch.save"), ("stall-of-rivals", "dcp.save")]
 
 
+def test_what_equal_steps_differ_by_too_reaches_no_bar(tmp_path):
+    """On a busy machine a difference of 1 % says nothing where equal steps differ by 12 %."""
+    kept = filled(tmp_path)
+    row = step_row(share=0.01)
+    row["result"]["difference"] |= {"same_low": -0.07, "same_high": 0.05}
+    kept.keep("steps", "gpt2 lightck", row)
+    done = call("bench", "--check", "--results", tmp_path, "--json")
+    assert [(b["bar"], b["of"]) for b in json.loads(done.stdout)["bars"] if not b["ok"]] == [("difference", "gpt2")]
+
+
 def test_the_row_with_a_short_step_counts_for_no_bar(tmp_path):
     kept = filled(tmp_path)
     kept.keep("steps", "resnet18-batch1 lightck", step_row(stall=9.0, batch=1))

@@ -71,7 +71,6 @@ def test_a_rival_saves_in_the_windows_that_say_so(folder):
     found = run(training, savers.Driven(Noted), str(folder), 1)
     assert [w.saved for w in found.all] == [False, True, False]
     assert steps == [(step, "save") for step in (2, 4, 6)]
-    assert all((w.costs.own_cpu_seconds > 0.0005) == w.saved for w in found.all)
 
 
 def test_a_window_ends_when_its_checkpoint_is_saved(folder):
@@ -212,13 +211,15 @@ def test_calibrate_goes_on_until_a_step_is_too_slow(monkeypatch, folder):
 
 
 def test_cpu_of_processes_below_this_one_counts():
-    def burn() -> int:
-        return sum(n * n for n in range(4_000_000))
+    def burn() -> None:
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
 
-    before = cpu_seconds()
+    before = cpu_seconds() - time.process_time()
     with child_that_holds(burn) as pid:
         assert pid in descendants(os.getpid())
-        assert cpu_seconds() - before >= 0.1
+        assert cpu_seconds() - time.process_time() - before >= 0.15, "what the child used, in ticks of 10 ms"
 
 
 def test_a_rival_that_is_not_there_is_named():

@@ -12,6 +12,7 @@ from lightck.bench.results import Results, markdown
 from lightck.bench.rows import Place, Row
 from lightck.bench.tables import TABLES, Plan
 from lightck.bench.views import smallest_within
+from lightck.cli import bench as command
 from lightck.errors import BenchError
 
 MANY = Row("many", "tiny", {"tensors": 20, "steps": 3, "layers": 3})
@@ -99,6 +100,10 @@ def test_a_quick_look_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("bench", "many", "--small").exit_code == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_knows_the_tables():
+    assert tuple(TABLES) == command.NAMES
 
 
 def test_quick_rows_are_few_and_apart_from_the_projects():

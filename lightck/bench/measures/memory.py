@@ -30,7 +30,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
         if options["saver"] != NOTHING:
             saver.finish(training.step)
     if options["saver"] != NOTHING:
-        _check(training, saver, folder)
+        loop.compare(training, saver, folder)  # after the peak was taken
     return {
         "nbytes": training.nbytes,
         "settled_bytes": median(settled[len(settled) // 2 :]),
@@ -39,14 +39,3 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
         **saver.facts(),
     }
 
-
-def _check(training: Training, saver: Any, folder: str) -> None:
-    """After the peak was taken, and without a second finish."""
-
-    class Finished:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(saver, name)
-
-        def finish(self, step: int) -> None: ...
-
-    loop.check(training, Finished(), folder)
