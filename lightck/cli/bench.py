@@ -6,6 +6,9 @@ where it is told to.
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,13 +109,24 @@ def _measure(kept: Results, names: tuple[str, ...], plan: Plan, place: Place, on
             only in row.key}  # fmt: skip
     wanted = [row for row in rows.values() if again or row.key not in kept.rows(row.measure)]
     _tell(f"{count(len(wanted), 'row')} to measure, {len(rows) - len(wanted)} kept already")
-    failed = [error for i, row in enumerate(wanted) if (error := _row(kept, row, place, i, len(wanted)))]
+    with _folders_removed_at_sigterm():
+        failed = [error for i, row in enumerate(wanted) if (error := _row(kept, row, place, i, len(wanted)))]
     if as_json:
         say_json({"failed": failed, "rows": {m: {k: r for k, r in kept.rows(m).items() if (m, k) in rows}
                                             for m, _ in rows}})  # fmt: skip
     else:
         _tables(kept, tables, {key for _, key in rows})
     return BAD if failed else OK
+
+
+@contextlib.contextmanager
+def _folders_removed_at_sigterm() -> Iterator[None]:
+    """As Ctrl-C: the row's process ends, and its folder, gigabytes of memory on tmpfs, goes with it."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _row(kept: Results, row: Row, place: Place, number: int, of: int) -> str | None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from calls_bench import call
 
+import lightck
 from lightck.bench import rows
 from lightck.bench.results import Results, markdown
 from lightck.bench.rows import Place, Row
@@ -70,6 +77,19 @@ def test_a_row_that_fails_says_why(folder):
     wrong = Row("nonsense", "wrong", {})
     with pytest.raises(BenchError, match=r"The row 'wrong' of nonsense failed: .*Nothing is called 'nonsense'"):
         rows.run(wrong, Place(tmpfs=str(folder), threads=1))
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_leaves_nothing(by, folder):
+    words = [sys.executable, "-m", "lightck", "bench", "many", "--small", "--pool-dir", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(str(lightck.__file__)).parents[1])}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+        while not list(folder.iterdir()):
+            assert child.poll() is None
+            time.sleep(0.01)
+        child.send_signal(by)
+        assert child.wait(60) == 130
     assert not list(folder.iterdir())
 
 
