@@ -34,6 +34,7 @@ message gives the fact, the reason and the cure, in that order.
     │   ├── KeepError                 (OSError)             keep= could not export a version
     │   └── TraceError                (OSError)             session.trace() could not write its file
     ├── TraceFormatError              (ValueError)          a file that is no trace, or a damaged one
+    ├── BenchError                    (RuntimeError)        a bench cannot run here, or saved what did not load back
     └── BackgroundError               (OSError)             a background copy or commit failed
 """
 
@@ -187,3 +188,7 @@ class BackgroundError(LightckError, OSError):
 
 class FlushTimeoutError(LightckError, TimeoutError):
     """``flush(timeout=...)`` ran out of time; the copies go on."""
+
+
+class BenchError(LightckError, RuntimeError):
+    """A bench cannot run here, or found that what was saved does not load back right."""

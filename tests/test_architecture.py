@@ -56,7 +56,8 @@ LAYERS = {
          "session", "stats", "strategy"},
     "demo": BASE | {""},
     "testing": DATA | {"", "_native", "cli", "contents"},
-    "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo", "trace"},
+    "bench": BASE | {"", "_native", "pool"},
+    "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo", "trace", "bench"},
     "__main__": {"cli"},
 }  # fmt: skip
 

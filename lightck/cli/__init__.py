@@ -10,7 +10,7 @@ import os
 
 import click
 
-from lightck.cli import completion, demo, diff, doctor, export, inject, inspect, trace, verify
+from lightck.cli import bench, completion, demo, diff, doctor, export, inject, inspect, trace, verify
 from lightck.cli.base import Group
 
 
@@ -37,5 +37,5 @@ def main(ctx: click.Context) -> None:
         ctx.color = False
 
 
-for _module in (demo, inspect, verify, diff, export, inject, trace, doctor, completion):
+for _module in (demo, inspect, verify, diff, export, inject, trace, doctor, bench, completion):
     main.add_command(_module.command)

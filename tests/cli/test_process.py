@@ -115,7 +115,7 @@ def test_help_says_what_it_is(command):
     result = call(*filter(None, [command]), "--help")
     assert result.exit_code == 0
     assert "Usage: " in result.stdout
-    for word in ("inspect", "verify", "diff", "export", "doctor", "completion", "demo"):
+    for word in ("inspect", "verify", "diff", "export", "doctor", "completion", "demo", "bench"):
         assert command or word in result.stdout
 
 

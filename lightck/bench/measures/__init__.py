@@ -1,0 +1,18 @@
+"""What a row can measure: a module each, with ``measure(options, folder)``, run in a process of its own.
+
+``options`` are a row's, as JSON has them; ``folder`` is an empty one on the medium in question. The answer is a dict of
+plain numbers and short texts, and it is only given when what was saved has loaded back right.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+NAMES = ("steps", "recovery", "bandwidth", "memory", "flat", "many", "calibrate")
+
+
+def measure(name: str, options: dict[str, Any], folder: str) -> dict[str, Any]:
+    assert name in NAMES, name
+    found: dict[str, Any] = importlib.import_module(f"lightck.bench.measures.{name}").measure(options, folder)
+    return found

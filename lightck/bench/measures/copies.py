@@ -1,0 +1,62 @@
+"""What one memcpy of a state costs: into, or out of, a mapping of a file whose pages are all there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
+from tempfile import TemporaryFile
+
+import torch
+
+PAGE = mmap.PAGESIZE
+
+
+@contextlib.contextmanager
+def mapping(folder: str, nbytes: int) -> Iterator[int]:
+    """The address of a shared mapping of a new file in this folder, every page of it touched."""
+    with TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        with mapped(file.fileno(), nbytes) as address:
+            ctypes.memset(address, 1, nbytes)
+            yield address
+
+
+@contextlib.contextmanager
+def mapped(fd: int, nbytes: int, write: bool = True) -> Iterator[int]:
+    """The address of a file's bytes, shared with it, or (not ``write``) of a copy on write."""
+    how = mmap.MAP_SHARED if write else mmap.MAP_PRIVATE
+    view = mmap.mmap(fd, nbytes, how, mmap.PROT_READ | mmap.PROT_WRITE)
+    anchor = (ctypes.c_char * nbytes).from_buffer(view)
+    try:
+        yield ctypes.addressof(anchor)
+    finally:
+        del anchor
+        view.close()
+
+
+def places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """(address, nbytes) of each; they are dense."""
+    return [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
+
+
+def total(buffers: Sequence[tuple[int, int]]) -> int:
+    return sum(nbytes for _, nbytes in buffers)
+
+
+def memcpy_cpu_seconds(tensors: Sequence[torch.Tensor], folder: str, turns: int = 7) -> list[float]:
+    """CPU seconds of copying all of them, once after the other."""
+    buffers = places(tensors)
+    with mapping(folder, total(buffers)) as target:
+        return [_copied(buffers, target) for _ in range(turns)]
+
+
+def _copied(buffers: Sequence[tuple[int, int]], target: int) -> float:
+    began = time.thread_time()
+    for source, nbytes in buffers:
+        ctypes.memmove(target, source, nbytes)
+        target += nbytes
+    return time.thread_time() - began

@@ -1,0 +1,131 @@
+"""From a saved state to the next step: a verified recovery against torch.load and load_state_dict, and one memcpy.
+
+All load into the same live model, whose every tensor was touched before. *To the next step* adds what the first pass
+over the state takes longer than the second: a mapped file is read only then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+
+import lightck
+from lightck.bench.figures import spread
+from lightck.bench.measures.copies import mapped, places, total
+from lightck.bench.training import Training, differing
+from lightck.bench.workloads import workload
+from lightck.errors import BenchError
+
+
+def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
+    training = Training(workload(options["workload"], options["size"]), options.get("batch", 0))
+    pool, file = os.path.join(folder, "bench.pool"), os.path.join(folder, "checkpoint.pt")
+    with lightck.attach(training.model, pool, optimizer=training.optimizer, backend=options.get("backend", "file")):
+        training.iterate()
+        training.iterate()
+    _saved(training, file)
+    expected = training.digest()
+    loads: dict[str, Callable[[], None]] = {
+        "lightck": lambda: _recovered(training, pool),
+        "torch.load": lambda: _loaded(training, file, mmap=False),
+        "torch.load mmap": lambda: _loaded(training, file, mmap=True),
+    }
+    for name, load in loads.items():
+        _check(training, expected, name, load)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loads}
+    copies: list[float] = []
+    for _ in range(options["rounds"]):
+        for name, load in loads.items():
+            times[name].append(_timed(training, load))
+        _own_memory(training)
+        copies.append(_memcpy(training, pool))
+    return _result(training, times, copies)
+
+
+def _saved(training: Training, file: str) -> None:
+    torch.save({"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}, file)
+
+
+def _recovered(training: Training, pool: str) -> None:
+    lightck.recover(pool, training.model, training.optimizer)
+
+
+def _loaded(training: Training, file: str, mmap: bool) -> None:
+    state = torch.load(file, weights_only=True, mmap=mmap)
+    training.model.load_state_dict(state["model"])
+    training.optimizer.load_state_dict(state["optimizer"])
+
+
+def _check(training: Training, expected: dict[str, int], name: str, load: Callable[[], None]) -> None:
+    _own_memory(training)
+    training.scramble()
+    load()
+    wrong = differing(expected, training.digest())
+    if wrong:
+        raise BenchError(f"{name} does not give back what was saved: {len(wrong)} tensors differ, {wrong[0]} is one.")
+
+
+def _timed(training: Training, load: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of the load, and with what the first pass over the state takes longer."""
+    _own_memory(training)
+    _pass(training)
+    began = time.perf_counter()
+    load()
+    seconds = time.perf_counter() - began
+    first, second = _pass(training), _pass(training)
+    return seconds, seconds + max(0.0, first - second)
+
+
+@torch.no_grad()
+def _pass(training: Training) -> float:
+    """Read and write every tensor, as an update does; no value changes."""
+    began = time.perf_counter()
+    for tensor in training.tensors():
+        tensor.mul_(1)
+    return time.perf_counter() - began
+
+
+@torch.no_grad()
+def _own_memory(training: Training) -> None:
+    """Optimizer state that load_state_dict left in a mapped file: into memory of its own, as a training has it."""
+    for state in training.optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.clone()
+
+
+def _memcpy(training: Training, pool: str) -> float:
+    """As many bytes out of the pool's pages, all there, into the live tensors; twice, the second counts."""
+    buffers = places(training.tensors())
+    with open(pool, "rb") as file:
+        size = min(os.fstat(file.fileno()).st_size, total(buffers))
+        with mapped(file.fileno(), size, write=False) as source:
+            return [_copied(buffers, source, size) for _ in range(2)][1]
+
+
+def _copied(buffers: list[tuple[int, int]], source: int, size: int) -> float:
+    began, at = time.perf_counter(), 0
+    for target, nbytes in buffers:
+        ctypes.memmove(target, source + min(at, size - nbytes), nbytes)
+        at += nbytes
+    return time.perf_counter() - began
+
+
+def _result(training: Training, times: dict[str, list[tuple[float, float]]], copies: list[float]) -> dict[str, Any]:
+    found: dict[str, Any] = {"nbytes": training.nbytes, "memcpy": asdict(spread(copies))}
+    for name, pairs in times.items():
+        loads, with_pass = zip(*pairs, strict=True)
+        found[name] = {"load": asdict(spread(loads)), "to_next_step": asdict(spread(with_pass))}
+    ours = found["lightck"]["to_next_step"]["median"]
+    found["of_memcpy"] = median(copies) / found["lightck"]["load"]["median"]
+    found["faster_than"] = {
+        name: found[name]["to_next_step"]["median"] / ours for name in ("torch.load", "torch.load mmap")
+    }
+    return found

@@ -1,0 +1,84 @@
+"""A row of a table, and how it is measured: in a process of its own, on an empty folder that is gone afterwards.
+
+So each row has a fresh heap and fresh threads, its memory is its own, and one that dies takes nothing with it. A row
+that failed says why and is no result: it is measured again by the next run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightck
+from lightck.errors import BenchError
+
+TMPFS, DISK = "tmpfs", "disk"
+_TOLD_MAX = 600
+_PREFIX = "lightck-bench-"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is measured; ``key`` names it among the rows of the same measure."""
+
+    measure: str
+    key: str
+    options: dict[str, Any]
+    medium: str = TMPFS
+
+
+MEMORY_DIR = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+DISK_DIR = "/var/tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where rows are measured and with what: not part of a result."""
+
+    tmpfs: str = MEMORY_DIR
+    disk: str = DISK_DIR
+    rivals: str | None = None
+    threads: int = 2
+
+    def folder(self, medium: str) -> str:
+        return self.disk if medium == DISK else self.tmpfs
+
+
+def run(row: Row, place: Place) -> dict[str, Any]:
+    """Measure it: the row's options, what it found, the machine, and how long that took."""
+    began = time.perf_counter()
+    temporary = tempfile.TemporaryDirectory
+    with temporary(prefix=_PREFIX, dir=place.folder(row.medium)) as folder, temporary(prefix=_PREFIX) as beside:
+        found = _in_child(row, place, folder, os.path.join(beside, "result.json"))
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {"options": row.options, **found, "took_seconds": round(time.perf_counter() - began, 1), "date": today}
+
+
+def _in_child(row: Row, place: Place, folder: str, out: str) -> dict[str, Any]:
+    options = {**row.options, **({"rivals": place.rivals} if place.rivals else {})}
+    order = {"measure": row.measure, "options": options, "folder": folder, "threads": place.threads, "out": out}
+    # Not in this folder: in the source tree Python would find the sources, and not the lightck that was installed.
+    done = subprocess.run([sys.executable, "-m", "lightck.bench"], input=json.dumps(order), text=True, cwd=folder,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environment())  # fmt: skip
+    if done.returncode != 0:
+        told = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else "failed"
+        raise BenchError(f"The row {row.key!r} of {row.measure} {how}: {told[0][:_TOLD_MAX]}")
+    found: dict[str, Any] = json.loads(Path(out).read_text())
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """The same lightck as here, wherever Python would find another one."""
+    root = str(Path(str(lightck.__file__)).resolve().parents[1])
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [root, *(os.path.abspath(path) for path in given if path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

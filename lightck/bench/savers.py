@@ -1,0 +1,299 @@
+"""What saves a training in a bench: lightck, a rival of ``bench/rivals``, torch.save, or nothing; all driven alike.
+
+Order of calls: ``start`` before the first step; ``step_begins`` at the top of each; ``window_ends`` after the last step
+of a window, by when all that its checkpoint costs has to be over; ``finish``, which saves the state as it is; ``load``.
+A rival's background work that would reach into the next checkpoint is waited for in ``window_ends``: at interval 1 its
+next ``save`` would wait for the same time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import lightck
+from lightck.bench.machine import cpu_seconds
+from lightck.bench.training import Training
+from lightck.errors import BenchError
+
+NOTHING, LIGHTCK, TORCH_SAVE = "nothing", "lightck", "torch.save"
+_AT_EVERY_CALL: dict[str, dict[str, Any]] = {"CheckFreq": {"interval": 1}}
+"""Options without which a rival would choose itself which of the calls save."""
+_SAVED_SECONDS_MAX, _POLL_SECONDS = 600.0, 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Totals since the start."""
+
+    stall_seconds: float = 0.0
+    """Wall time on the training thread, in all calls and hooks."""
+    end_seconds: float = 0.0
+    """The part of it that waited at the end of a window."""
+    wait_seconds: float = 0.0
+    """The part of it that waited for copies (lightck only)."""
+    own_cpu_seconds: float = 0.0
+    """CPU time known to be the saver's: of lightck all of it, of a rival what passed during its calls."""
+    helped_bytes: int = 0
+    written_bytes: int = 0
+
+
+class Saver(Protocol):
+    """See the module."""
+
+    def start(self, training: Training, folder: str, every: int) -> None: ...
+
+    def step_begins(self, step: int) -> None: ...
+
+    def window_ends(self, saved: bool) -> None: ...
+
+    def costs(self) -> Costs: ...
+
+    def finish(self, step: int) -> None: ...
+
+    def load(self, training: Training, folder: str) -> int: ...
+
+    def facts(self) -> dict[str, Any]: ...
+
+
+def saves(step: int, every: int) -> bool:
+    """Whether the state after this many updates is saved."""
+    return step > 0 and step % every == 0
+
+
+class Nothing:
+    """The same loop without any checkpoint."""
+
+    def start(self, training: Training, folder: str, every: int) -> None: ...
+
+    def step_begins(self, step: int) -> None: ...
+
+    def window_ends(self, saved: bool) -> None: ...
+
+    def costs(self) -> Costs:
+        return Costs()
+
+    def finish(self, step: int) -> None: ...
+
+    def load(self, training: Training, folder: str) -> int:
+        raise BenchError("Nothing was saved: this row measures the loop alone.")
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+class Lightck:
+    """As a user has it: ``attach`` and no further call. Its boundary is the forward, so that a checkpoint's whole cost
+    falls between the top of one step and its end."""
+
+    def __init__(self, backend: str = "file") -> None:
+        self._backend = backend
+        self._facts: dict[str, Any] = {}
+        self._costs: Costs | None = None
+
+    def start(self, training: Training, folder: str, every: int) -> None:
+        began = time.perf_counter()
+        self._session = lightck.attach(training.model, self._path(folder), optimizer=training.optimizer,
+                                       interval=every, backend=self._backend)  # fmt: skip
+        self._facts["attach_seconds"] = time.perf_counter() - began
+        self._facts["survives"] = str(self._session.durability)
+        self._facts |= self._populated()
+
+    def _populated(self) -> dict[str, float]:
+        """Wait until the idle thread has made the pool's pages ready; it is done when it uses no CPU any more."""
+        began = quiet_since = time.perf_counter()
+        before = cpu = self._session.stats().cpu_seconds
+        while time.perf_counter() - quiet_since < 0.5:
+            time.sleep(0.02)
+            now = self._session.stats().cpu_seconds
+            if now > cpu:
+                cpu, quiet_since = now, time.perf_counter()
+        return {"populate_seconds": quiet_since - began, "populate_cpu_seconds": cpu - before}
+
+    def step_begins(self, step: int) -> None: ...
+
+    def window_ends(self, saved: bool) -> None: ...
+
+    def costs(self) -> Costs:
+        stats = self._session.stats()
+        return Costs(stats.stall_seconds, 0.0, stats.wait_seconds, stats.cpu_seconds, stats.bytes_helped,
+                     stats.bytes_written)  # fmt: skip
+
+    def finish(self, step: int) -> None:
+        self._session.close()
+
+    def load(self, training: Training, folder: str) -> int:
+        return lightck.recover(self._path(folder), training.model, training.optimizer).step
+
+    def facts(self) -> dict[str, Any]:
+        return dict(self._facts)
+
+    @staticmethod
+    def _path(folder: str) -> str:
+        return os.path.join(folder, "bench.pool")
+
+
+class Rival(Protocol):
+    """The seam of ``bench/rivals``, as far as it is used here."""
+
+    synchronous: bool
+    use: str
+    """How it is used, in words."""
+
+    @property
+    def saved(self) -> int:
+        """Newest step that is saved completely."""
+
+    def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None: ...
+
+    def save(self, step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> int: ...
+
+
+class TorchSave:
+    """``torch.save`` of the state dicts, and a rename: the one rival that is there wherever lightck is."""
+
+    synchronous, use, saved = True, "torch.save to a new file, then a rename", -1
+
+    def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+        self._model, self._optimizer, self._path = model, optimizer, os.path.join(folder, "checkpoint.pt")
+
+    def save(self, step: int) -> None:
+        state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict(), "step": step}
+        torch.save(state, self._path + ".new")
+        os.replace(self._path + ".new", self._path)
+        self.saved = step
+
+    def finish(self) -> None: ...
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> int:
+        state = torch.load(os.path.join(folder, "checkpoint.pt"), weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
+
+
+class _Clock:
+    """Wall time of this thread and CPU time of all processes between two moments."""
+
+    def begin(self) -> None:
+        self._cpu, self._wall = cpu_seconds(), time.perf_counter()
+
+    def end(self) -> tuple[float, float]:
+        wall = time.perf_counter() - self._wall
+        return wall, cpu_seconds() - self._cpu
+
+
+class Driven:
+    """A rival as a saver: its calls, and its hooks before a forward and an update, are timed from outside."""
+
+    def __init__(self, make: Callable[[], Rival]) -> None:
+        self._make, self._rival = make, make()
+        self._every, self._step = 1, -1
+        self._costs, self._clock = Costs(), _Clock()
+
+    def start(self, training: Training, folder: str, every: int) -> None:
+        self._every = every
+        # torch calls hooks in the order of their registration: what the rival hangs in lies between these.
+        self._hook(training, lambda *_: self._clock.begin())
+        self._rival.start(training.model, training.optimizer, folder)
+        self._hook(training, lambda *_: self._add(*self._clock.end()))
+
+    @staticmethod
+    def _hook(training: Training, call: Callable[..., None]) -> None:
+        training.optimizer.register_step_pre_hook(call)
+        training.model.register_forward_pre_hook(call)
+
+    def step_begins(self, step: int) -> None:
+        if saves(step, self._every):
+            self._step = step
+            self._timed(lambda: self._rival.save(step))
+
+    def window_ends(self, saved: bool) -> None:
+        if saved and self._rival.saved < self._step:
+            before = self._costs.stall_seconds
+            self._timed(self._all_saved)
+            waited = self._costs.stall_seconds - before
+            self._costs = replace(self._costs, end_seconds=self._costs.end_seconds + waited)
+
+    def _all_saved(self) -> None:
+        """Not by ``finish``, which is the end: a rival takes its hooks out there and stops its threads."""
+        deadline = time.monotonic() + _SAVED_SECONDS_MAX
+        while self._rival.saved < self._step:
+            if time.monotonic() > deadline:
+                raise BenchError(
+                    f"The checkpoint of step {self._step} was not reported as saved within {_SAVED_SECONDS_MAX:.0f} "
+                    "seconds. A rival is waited for until it says so; look at what it does in the background."
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _timed(self, call: Callable[[], None]) -> None:
+        self._clock.begin()
+        call()
+        self._add(*self._clock.end())
+
+    def _add(self, stall: float, own: float) -> None:
+        self._costs = replace(self._costs, stall_seconds=self._costs.stall_seconds + stall,
+                              own_cpu_seconds=self._costs.own_cpu_seconds + own)  # fmt: skip
+
+    def costs(self) -> Costs:
+        return self._costs
+
+    def finish(self, step: int) -> None:
+        self._rival.save(step)
+        self._rival.finish()
+
+    def load(self, training: Training, folder: str) -> int:
+        """With an object of its own, as after a restart."""
+        return self._make().load(training.model, training.optimizer, folder)
+
+    def facts(self) -> dict[str, Any]:
+        return {"synchronous": self._rival.synchronous, "use": self._rival.use}
+
+
+def make(name: str, backend: str = "file", rivals: str | None = None) -> Saver:
+    """The saver of this name; rivals come from the folder, where there is one."""
+    if name == NOTHING:
+        return Nothing()
+    if name == LIGHTCK:
+        return Lightck(backend)
+    known = rivals_in(rivals)
+    if name not in known:
+        raise BenchError(f"There is no rival {name!r}; there are {', '.join(known)}. Name one of them.")
+    if known[name]:
+        raise BenchError(f"The rival {name!r} cannot be used here: {known[name]}.")
+    if rivals is None:
+        return Driven(TorchSave)
+    package = _package(rivals)
+    options = _AT_EVERY_CALL.get(name, {})
+    return Driven(lambda: package.named(name, **options))
+
+
+def rivals_in(folder: str | None) -> dict[str, str]:
+    """name -> why it cannot be used here, or "", of every rival in a folder like ``bench/rivals``; without one there is
+    torch.save."""
+    if folder is None:
+        return {TORCH_SAVE: ""}
+    package = _package(folder)
+    return {name: package.why_not(name) for name in package.TABLE if name != LIGHTCK}
+
+
+def _package(folder: str) -> Any:
+    """The folder as the package ``bench.rivals``, wherever Python was started."""
+    root = Path(folder).resolve()
+    if root.parts[-2:] != ("bench", "rivals") or not (root / "__init__.py").is_file():
+        raise BenchError(f"{folder!r} is not the bench/rivals of lightck's sources. Name that folder.")
+    if str(root.parents[1]) not in sys.path:
+        sys.path.append(str(root.parents[1]))  # last: it must not bring another lightck in
+    return importlib.import_module("bench.rivals")

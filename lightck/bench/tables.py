@@ -1,0 +1,152 @@
+"""The tables: which rows each has, and how it shows them. Several may show the same rows: what was measured for one is
+not measured again for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightck.bench import views
+from lightck.bench.results import Rows
+from lightck.bench.rows import DISK, TMPFS, Row
+
+NAMES = ("resnet18", "vgg16", "inception_v3", "alexnet", "gpt2", "bert_large")
+LIGHTCK, TORCH_SAVE, NOTHING = "lightck", "torch.save", "nothing"
+PAIRS, RIVAL_PAIRS, QUICK = 30, 10, "quick"
+OTHER_MEDIA = ("gpt2", "resnet18")
+"""Workloads that are also saved to PMDK pools and to a disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a user asked for."""
+
+    rivals: Sequence[str] = (TORCH_SAVE,)
+    quick: bool = False
+    pairs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """``time`` is what all its rows take on two cores."""
+
+    name: str
+    says: str
+    time: str
+    rows: Callable[[Plan], list[Row]]
+    show: Callable[[Rows], str]
+
+
+def _key(*words: str) -> str:
+    return " ".join(words)
+
+
+# -- a checkpoint at every step --------------------------------------------------------------------------------------
+
+
+def _step(workload: str, saver: str, pairs: int, *, batch: int = 0, backend: str = "file", medium: str = TMPFS,
+          prefix: str = "") -> Row:  # fmt: skip
+    options: dict[str, Any] = {"workload": workload, "size": "full", "saver": saver, "pairs": pairs}
+    name = f"{workload}-batch{batch}" if batch else workload
+    words = [prefix] if prefix else []
+    words += [name, saver]
+    if batch:
+        options["batch"] = batch
+    if backend != "file":
+        options["backend"] = backend
+        words.append(backend)
+    if medium != TMPFS:
+        words.append(medium)
+    return Row("steps", _key(*words), options, medium)
+
+
+def _step_rows(plan: Plan) -> list[Row]:
+    if plan.quick:
+        return [_step("resnet18", saver, plan.pairs or 4, batch=2, prefix=QUICK) for saver in (LIGHTCK, TORCH_SAVE)]
+    pairs, rival_pairs = plan.pairs or PAIRS, plan.pairs or RIVAL_PAIRS
+    found = [_step(name, LIGHTCK, pairs) for name in NAMES]
+    found += [_step(name, rival, rival_pairs) for name in NAMES for rival in plan.rivals]
+    found += [_step("resnet18", saver, pairs, batch=1) for saver in (LIGHTCK, TORCH_SAVE)]
+    found += [_step(name, LIGHTCK, rival_pairs, backend="pmdk") for name in OTHER_MEDIA]
+    found += [_step(name, LIGHTCK, rival_pairs, medium=DISK) for name in OTHER_MEDIA]
+    return found
+
+
+# -- the others ------------------------------------------------------------------------------------------------------
+
+
+def _recovery_rows(plan: Plan) -> list[Row]:
+    if plan.quick:
+        return [_recovery("resnet18", 3, prefix=QUICK)]
+    return [*(_recovery(name, 5) for name in NAMES), _recovery("gpt2", 5, backend="pmdk")]
+
+
+def _recovery(workload: str, rounds: int, *, backend: str = "file", prefix: str = "") -> Row:
+    options: dict[str, Any] = {"workload": workload, "size": "full", "batch": 1 if prefix else 2, "rounds": rounds}
+    words = [*([prefix] if prefix else []), workload]
+    if backend != "file":
+        options["backend"] = backend
+        words.append(backend)
+    return Row("recovery", _key(*words), options)
+
+
+def _bandwidth_rows(plan: Plan) -> list[Row]:
+    if plan.quick:
+        options = {"workload": "resnet18", "size": "full", "rounds": 5}
+        return [Row("bandwidth", _key(QUICK, "resnet18", "file"), {**options, "backend": "file"})]
+    return [
+        Row("bandwidth", _key(name, backend), {"workload": name, "size": "full", "rounds": 15, "backend": backend})
+        for name in ("gpt2", "vgg16")
+        for backend in ("file", "pmdk")
+    ]
+
+
+def _memory_rows(plan: Plan) -> list[Row]:
+    def row(name: str, saver: str, steps: int, *prefix: str, **more: Any) -> Row:
+        options = {"workload": name, "size": "full", "saver": saver, "steps": steps, **more}
+        return Row("memory", _key(*prefix, name, saver), options)
+
+    if plan.quick:
+        return [row("resnet18", saver, 4, QUICK, batch=2) for saver in (NOTHING, LIGHTCK)]
+    return [row(name, saver, 6) for name in NAMES for saver in (NOTHING, LIGHTCK, *plan.rivals)]
+
+
+def _flat_rows(plan: Plan) -> list[Row]:
+    if plan.quick:
+        return [Row("flat", _key(QUICK, "alexnet"), {"workload": "alexnet", "saver": LIGHTCK, "steps": 200})]
+    return [
+        Row("flat", _key("alexnet", saver), {"workload": "alexnet", "saver": saver, "steps": 10_000})
+        for saver in (LIGHTCK, NOTHING)
+    ]
+
+
+def _many_rows(plan: Plan) -> list[Row]:
+    if plan.quick:
+        return [Row("many", QUICK, {"tensors": 10_000, "steps": 9, "layers": 100})]
+    return [Row("many", "full", {"tensors": 100_000, "steps": 30, "layers": 1_000})]
+
+
+def _calibrate_rows(plan: Plan) -> list[Row]:
+    if plan.quick:
+        return []
+    return [Row("calibrate", name, {"workload": name, "size": "full", "steps": 3}) for name in NAMES]
+
+
+TABLES = {
+    table.name: table
+    for table in (
+        Table("overhead", "a checkpoint at every step, lightck's and the rivals'", "2 to 4 h", _step_rows,
+              views.overhead),
+        Table("stall", "wall time on the training thread per step", "the rows of overhead", _step_rows, views.stall),
+        Table("interval", "the smallest interval within 5 % (LightCheck's Table I)", "the rows of overhead", _step_rows,
+              views.interval),
+        Table("recovery", "to the next step, against torch.load", "15 min", _recovery_rows, views.recovery),
+        Table("bandwidth", "against memcpy, a non-temporal one, libpmem's", "5 min", _bandwidth_rows, views.bandwidth),
+        Table("memory", "private memory beyond the same loop", "60 min", _memory_rows, views.memory),
+        Table("flat", "10,000 steps of a small model", "10 min", _flat_rows, views.flat),
+        Table("many", "100,000 tiny tensors; 1,000 layers", "3 min", _many_rows, views.many),
+        Table("calibrate", "seconds of a step by batch size", "15 min", _calibrate_rows, views.calibrate),
+    )
+}  # fmt: skip

@@ -1,0 +1,214 @@
+"""``lightck bench``: measures this machine, or a table of the project's, and holds kept results to the bars.
+
+Exit status 1 where a row failed or a bar is not reached. It writes pools of its own, in temporary folders, and results
+where it is told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lightck.cli.base import BAD, OK, Command, complain, json_option
+from lightck.cli.text import clean, columns, count, say, say_json, verdict
+
+if TYPE_CHECKING:
+    from lightck.bench.results import Results
+    from lightck.bench.rows import Place, Row
+    from lightck.bench.tables import Plan, Table
+
+NAMES = ("overhead", "stall", "interval", "recovery", "bandwidth", "memory", "flat", "many", "calibrate")
+_SOURCES = Path(__file__).resolve().parents[2] / "bench"
+"""``bench/`` of the source tree that this module lies in; installed, there is none."""
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command("bench", cls=Command, short_help="What a checkpoint costs on this machine.")
+@click.argument("tables", nargs=-1, type=click.Choice(NAMES), metavar="[TABLE]...")
+@click.option("--small", is_flag=True, help="A quick look, also without TABLE: a minute or two, nothing is kept.")
+@click.option("--check", is_flag=True, help="Measure nothing: hold the kept results to the bars.")
+@click.option("--show", is_flag=True, help="Measure nothing: show the kept results of the tables.")
+@click.option("--plots", type=FOLDER, metavar="DIR", help="Draw the kept results into DIR as SVG (needs matplotlib).")
+@click.option("--results", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+              help="Where results are kept. [default: bench/results of the sources, else ./lightck-bench]")
+@click.option("--only", metavar="TEXT", help="Only rows whose name has TEXT in it.")
+@click.option("--again", is_flag=True, help="Measure rows anew that are kept already.")
+@click.option("--pairs", type=click.IntRange(3, 10_000), metavar="N", help="Pairs of steps per row of overhead.")
+@click.option("--threads", type=click.IntRange(1, 1024), default=2, show_default=True, help="Threads of torch.")
+@click.option("--pool-dir", type=FOLDER, metavar="DIR", help="Where pools go. [default: /dev/shm]")
+@click.option("--disk-dir", type=FOLDER, metavar="DIR", help="Where pools on a disk go. [default: /var/tmp]")
+@click.option("--rivals", type=FOLDER, metavar="DIR", help="bench/rivals of the sources, for an installed lightck.")
+@json_option
+def command(tables: tuple[str, ...], small: bool, check: bool, show: bool, plots: Path | None, results: Path | None,
+            only: str | None, again: bool, pairs: int | None, threads: int, pool_dir: Path | None,
+            disk_dir: Path | None, rivals: Path | None, as_json: bool) -> int:  # fmt: skip
+    """Measure what a checkpoint at every step costs, as ratios within one run.
+
+    Without TABLE: a quick look at this machine. With TABLE (overhead, stall, interval, recovery, bandwidth, memory,
+    flat, many, calibrate): the project's rows, for hours; each is kept when it is done, and a run that was cut off goes
+    on. Exit status 1 where a row failed, or with --check a bar is not reached.
+    """
+    from lightck.bench.results import Results
+
+    quick = small or not tables
+    folder = results or (_SOURCES / "results" if _SOURCES.is_dir() else Path("lightck-bench"))
+    if check:
+        return _check(Results(folder), as_json)
+    if plots is not None:
+        return _plot(Results(folder), plots)
+    if show:
+        return _show(Results(folder), tables or NAMES, as_json)
+    kept = Results(None if quick and results is None else folder)
+    place = _place(pool_dir, disk_dir, rivals, threads)
+    return _measure(kept, tables or NAMES, _plan(place, quick, pairs), place, only, again, as_json)
+
+
+def _place(pool_dir: Path | None, disk_dir: Path | None, rivals: Path | None, threads: int) -> Place:
+    from lightck.bench.rows import DISK_DIR, MEMORY_DIR, Place
+
+    known = rivals or (_SOURCES / "rivals" if (_SOURCES / "rivals").is_dir() else None)
+    in_child = str(known.resolve()) if known else None
+    return Place(str(pool_dir or MEMORY_DIR), str(disk_dir or DISK_DIR), in_child, threads)
+
+
+def _plan(place: Place, quick: bool, pairs: int | None) -> Plan:
+    from lightck.bench.tables import Plan
+
+    if quick:
+        return Plan(quick=True, pairs=pairs)
+    from lightck.bench.savers import rivals_in
+
+    usable = []
+    for name, why_not in rivals_in(place.rivals).items():
+        if why_not:
+            _tell(f"without {name}: {why_not}")
+        else:
+            usable.append(name)
+    return Plan(tuple(usable), quick, pairs)
+
+
+def _tell(text: str) -> None:
+    """Progress: stdout is the results' alone."""
+    click.echo(clean(text), err=True)
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+def _measure(kept: Results, names: tuple[str, ...], plan: Plan, place: Place, only: str | None, again: bool,
+             as_json: bool) -> int:  # fmt: skip
+    from lightck.bench.tables import TABLES
+
+    tables = [TABLES[name] for name in names]
+    rows = {(row.measure, row.key): row for table in tables for row in table.rows(plan) if only is None or
+            only in row.key}  # fmt: skip
+    wanted = [row for row in rows.values() if again or row.key not in kept.rows(row.measure)]
+    _tell(f"{count(len(wanted), 'row')} to measure, {len(rows) - len(wanted)} kept already")
+    with _folders_removed_at_sigterm():
+        failed = [error for i, row in enumerate(wanted) if (error := _row(kept, row, place, i, len(wanted)))]
+    if as_json:
+        say_json({"failed": failed, "rows": {m: {k: r for k, r in kept.rows(m).items() if (m, k) in rows}
+                                            for m, _ in rows}})  # fmt: skip
+    else:
+        _tables(kept, tables, {key for _, key in rows})
+    return BAD if failed else OK
+
+
+@contextlib.contextmanager
+def _folders_removed_at_sigterm() -> Iterator[None]:
+    """As Ctrl-C: the row's process ends, and its folder, gigabytes of memory on tmpfs, goes with it."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _row(kept: Results, row: Row, place: Place, number: int, of: int) -> str | None:
+    """Measure and keep it; what went wrong, if something did."""
+    from lightck.bench import rows
+    from lightck.errors import BenchError
+
+    try:
+        found = rows.run(row, place)
+    except BenchError as error:
+        complain(str(error))
+        return str(error)
+    kept.keep(row.measure, row.key, found)
+    _tell(f"{number + 1} of {of}  {row.measure}  {row.key}  {found['took_seconds']:.0f} s")
+    return None
+
+
+def _tables(kept: Results, tables: list[Table], keys: set[str] | None) -> None:
+    for table in tables:
+        rows = {key: row for key, row in kept.rows(_measure_of(table)).items() if keys is None or key in keys}
+        if rows:
+            say(f"{table.name}: {table.says}")
+            for line in table.show(rows).splitlines():
+                say(line)
+            say(f"Measured on {'; '.join(sorted({_machine(row['machine']) for row in rows.values()}))}.")
+            say()
+
+
+def _measure_of(table: Table) -> str:
+    from lightck.bench.tables import Plan
+
+    return next(row.measure for row in table.rows(Plan()))
+
+
+def _machine(facts: dict[str, Any]) -> str:
+    survives = ", ".join(facts["survives"]) or "nothing"
+    threads = count(facts["threads"], "thread")
+    return (
+        f"{facts['cores']} cores ({facts['cpu']}), torch {facts['torch']} with {threads}, {facts['kernels']} kernels, "
+        f"{facts['medium']} (survives: {survives})"
+    )
+
+
+def _show(kept: Results, names: tuple[str, ...], as_json: bool) -> int:
+    from lightck.bench.tables import TABLES
+
+    if as_json:
+        say_json({name: kept.rows(_measure_of(TABLES[name])) for name in names})
+    else:
+        _tables(kept, [TABLES[name] for name in names], None)
+    return OK
+
+
+def _plot(kept: Results, folder: Path) -> int:
+    from lightck.bench.plots import draw
+
+    for path in draw(kept, folder):
+        say(str(path))
+    return OK
+
+
+# -- the bars --------------------------------------------------------------------------------------------------------
+
+
+def _check(kept: Results, as_json: bool) -> int:
+    from lightck.bench.bars import bars, reached
+
+    found = [(bar, one, bar.holds(one)) for bar in bars() for one in reached(bar, kept)]
+    if as_json:
+        say_json({"ok": all(good for _, _, good in found), "bars": [
+            {"bar": bar.name, "says": bar.says, "limit": bar.limit, "at_most": bar.is_maximum, "aim": bar.aim,
+             "of": one.what, "reached": one.value, "note": one.note, "ok": good} for bar, one, good in found
+        ]})  # fmt: skip
+        return OK if all(good for _, _, good in found) else BAD
+    lines = [("", "bar", "of", "reached", "wanted", "aim", "")]
+    for bar, one, good in found:
+        value = "not measured" if one.value is None else bar.text(one.value)
+        lines.append(("yes" if good else "no", bar.name, one.what, value, bar.wanted,
+                      "" if bar.aim is None else bar.text(bar.aim), one.note))  # fmt: skip
+    for line in columns(lines, right=(3,)):
+        click.echo(line)
+    bad = sum(not good for _, _, good in found)
+    say()
+    verdict(f"{len(found) - bad} of {len(found)} hold." if bad else f"All {len(found)} hold.", good=not bad)
+    return BAD if bad else OK

@@ -1,0 +1,253 @@
+"""Every measure at a small size: what it says is complete, and what does not load back right is no result."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import child_that_holds
+
+from lightck.bench import loop, savers
+from lightck.bench.loop import check, run
+from lightck.bench.machine import PeakMemory, cpu_seconds, descendants
+from lightck.bench.measures import measure
+from lightck.bench.measures import recovery as recovery_module
+from lightck.bench.savers import Lightck, TorchSave, make
+from lightck.bench.training import Training
+from lightck.bench.workloads import workload
+from lightck.errors import BenchError
+
+TINY: dict[str, Any] = {"workload": "vgg16", "size": "small"}
+
+
+def numbers(found: Any) -> list[float]:
+    if isinstance(found, dict):
+        return [n for value in found.values() for n in numbers(value)]
+    if isinstance(found, list):
+        return [n for value in found for n in numbers(value)]
+    return [found] if isinstance(found, (int, float)) else []
+
+
+@pytest.mark.parametrize("saver", ["lightck", "torch.save"])
+def test_steps(saver, folder):
+    found = measure("steps", {**TINY, "saver": saver, "pairs": 3}, str(folder))
+    assert all(map(math.isfinite, numbers(found)))
+    assert (found["pairs"], found["batch"]) == (3, 2)
+    assert found["stall"]["n"] == 3
+    assert found["stall"]["median"] > 0
+    assert found["own_cpu_seconds"] > 0
+    assert (found["helped_share"] is None) == (saver != "lightck")
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("span", [1, 2])
+def test_windows_take_turns_and_each_saves_what_it_says(span, folder):
+    training, saver = Training(workload("vgg16", "small")), Lightck()
+    found = run(training, saver, str(folder), 2, span)
+    assert [w.saved for w in found.all] == [False, True, False, True, False]
+    assert all((w.costs.written_bytes > 0) == w.saved for w in found.all), "nothing of a version is left for the next"
+    check(training, saver, str(folder))
+
+
+def test_a_rival_saves_in_the_windows_that_say_so(folder):
+    steps: list[tuple[int, str]] = []
+
+    class Noted(TorchSave):
+        def save(self, step: int) -> None:
+            steps.append((step, "save"))
+            super().save(step)
+
+        def finish(self) -> None:
+            steps.append((steps[-1][0], "finish"))  # the end: not before the last step
+
+    training = Training(workload("vgg16", "small"))
+    found = run(training, savers.Driven(Noted), str(folder), 1)
+    assert [w.saved for w in found.all] == [False, True, False]
+    assert steps == [(step, "save") for step in (2, 4, 6)]
+
+
+def test_a_window_ends_when_its_checkpoint_is_saved(folder):
+    class Later(TorchSave):
+        thread: threading.Thread | None = None
+
+        def save(self, step: int) -> None:
+            assert self.thread is None or not self.thread.is_alive(), "the one before is over"
+            self.thread = threading.Thread(target=self._later, args=(step,))
+            self.thread.start()
+
+        def _later(self, step: int) -> None:
+            time.sleep(0.3)
+            super().save(step)
+
+        def finish(self) -> None:
+            assert self.thread is not None
+            self.thread.join()
+
+    training, saver = Training(workload("vgg16", "small")), savers.Driven(Later)
+    found = run(training, saver, str(folder), 2)
+    assert all((w.costs.end_seconds > 0) == w.saved for w in found.all)
+    assert all((w.seconds > 0.3) or not w.saved for w in found.all)
+    check(training, saver, str(folder))
+
+
+def test_a_rival_that_never_says_that_it_saved_is_an_error(folder, monkeypatch):
+    class Silent(TorchSave):
+        def save(self, step: int) -> None: ...
+
+    monkeypatch.setattr(savers, "_SAVED_SECONDS_MAX", 0.01)
+    with pytest.raises(BenchError, match="was not reported as saved"):
+        run(Training(workload("vgg16", "small")), savers.Driven(Silent), str(folder), 1)
+
+
+def test_what_a_rival_does_in_a_hook_is_stall(folder):
+    class Holds(TorchSave):
+        def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+            super().start(model, optimizer, folder)
+            optimizer.register_step_pre_hook(lambda *_: time.sleep(0.02))
+            model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+
+    found = run(Training(workload("vgg16", "small")), savers.Driven(Holds), str(folder), 1)
+    assert all(w.costs.stall_seconds >= 0.04 for w in found.all)
+
+
+def test_what_does_not_load_back_right_is_no_result(folder):
+    class Forgets(TorchSave):
+        def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> int:
+            step = super().load(model, optimizer, folder)
+            optimizer.state[next(model.parameters())]["momentum_buffer"].view(-1)[0] += 1
+            return step
+
+    training, saver = Training(workload("vgg16", "small")), savers.Driven(Forgets)
+    run(training, saver, str(folder), 1)
+    with pytest.raises(BenchError, match=r"1 tensors differ \(0\.weight\.momentum_buffer\)"):
+        check(training, saver, str(folder))
+
+
+def test_a_version_that_is_older_than_what_was_saved_is_no_result(folder):
+    class Late(TorchSave):
+        def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> int:
+            return super().load(model, optimizer, folder) - 1
+
+    training, saver = Training(workload("vgg16", "small")), savers.Driven(Late)
+    run(training, saver, str(folder), 1)
+    with pytest.raises(BenchError, match="came back"):
+        check(training, saver, str(folder))
+
+
+def test_recovery(folder):
+    found = measure("recovery", {**TINY, "rounds": 2}, str(folder))
+    assert found["of_memcpy"] > 0
+    assert set(found["faster_than"]) == {"torch.load", "torch.load mmap"}
+    for name in ("lightck", "torch.load", "torch.load mmap"):
+        assert found[name]["to_next_step"]["median"] >= found[name]["load"]["low"] > 0
+
+
+def test_a_load_that_leaves_a_tensor_out_is_no_recovery(folder, monkeypatch):
+    monkeypatch.setattr(recovery_module, "_recovered", lambda training, pool: None)
+    with pytest.raises(BenchError, match="lightck does not give back what was saved"):
+        measure("recovery", {**TINY, "rounds": 1}, str(folder))
+
+
+@pytest.mark.parametrize("backend", ["file", "pmdk"])
+def test_bandwidth(backend, folder, request):
+    if backend == "pmdk":
+        request.getfixturevalue("pmdk")
+    found = measure("bandwidth", {**TINY, "rounds": 2, "backend": backend}, str(folder))
+    assert {"memcpy", "non-temporal", "lightck"} <= found["write"].keys()
+    assert {"memcpy", "pread", "lightck"} <= found["read"].keys()
+    assert ("libpmem" in found["write"]) == found["libpmem"]
+    assert found["write_of_nt"] > 0
+
+
+@pytest.mark.parametrize("saver", ["nothing", "lightck", "torch.save"])
+def test_memory(saver, folder):
+    found = measure("memory", {**TINY, "saver": saver, "steps": 4}, str(folder))
+    assert found["peak_with_files_bytes"] >= found["peak_bytes"] >= found["settled_bytes"] > 10**7
+    files = found["peak_with_files_bytes"] - found["peak_bytes"]
+    assert (files > found["nbytes"] / 2) == (saver != "nothing")
+    assert ("attach_seconds" in found) == (saver == "lightck")
+
+
+def test_peak_memory_sees_what_was_freed_again(folder):
+    with PeakMemory(str(folder)) as peak:
+        peak._look()
+        before = peak.anonymous
+        kept = bytearray(b"x" * (64 << 20))
+        peak._look()
+        del kept
+        (folder / "file").write_bytes(b"x" * (8 << 20))
+        peak._look()
+    assert peak.anonymous >= before + (60 << 20)
+    assert peak.with_files >= before + (8 << 20)
+
+
+@pytest.mark.parametrize("saver", ["nothing", "lightck"])
+def test_flat(saver, folder):
+    found = measure("flat", {"workload": "vgg16", "saver": saver, "steps": 40}, str(folder))
+    assert found["steps"] == 40
+    assert all(len(values) == 20 for values in found["parts"].values())
+    assert (found["descriptor_growth"], found["thread_growth"]) == (0, 0)
+
+
+def test_many(folder):
+    found = measure("many", {"tensors": 40, "steps": 6, "layers": 5}, str(folder))
+    assert 0 < found["seconds_per_tensor"] <= found["seconds_per_tensor_p99"]
+
+
+def test_calibrate_goes_on_until_a_step_is_too_slow(monkeypatch, folder):
+    from lightck.bench.measures import calibrate
+
+    seconds = iter([1.0, 1.0, 20.0, 20.0])
+    monkeypatch.setattr(calibrate, "_step", lambda training: next(seconds))
+    found = measure("calibrate", {**TINY, "steps": 2}, str(folder))
+    assert found == {"seconds": {"8": 1.0, "16": 20.0}, "batch": 8, "frozen": 2}
+
+
+def test_cpu_of_processes_below_this_one_counts():
+    def burn() -> None:
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+
+    before = cpu_seconds() - time.process_time()
+    with child_that_holds(burn) as pid:
+        assert pid in descendants(os.getpid())
+        assert cpu_seconds() - time.process_time() - before >= 0.15, "what the child used, in ticks of 10 ms"
+
+
+def test_a_rival_that_is_not_there_is_named():
+    with pytest.raises(BenchError, match=r"no rival 'nobody'; there are torch\.save"):
+        make("nobody")
+
+
+def test_rivals_of_a_folder_are_used_by_the_seam(folder, monkeypatch):
+    """A made-up bench/rivals, with the functions and the table that the real one has."""
+    package = folder / "bench" / "rivals"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "from lightck.bench.savers import TorchSave\n"
+        "TABLE = {'lightck': 'ours:Lightck', 'mine': 'mine:Mine', 'absent': 'absent:Absent'}\n"
+        "def why_not(name): return 'absent is not installed' if name == 'absent' else ''\n"
+        "def named(name, **options): return TorchSave()\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "bench", raising=False)
+    monkeypatch.delitem(sys.modules, "bench.rivals", raising=False)
+    assert savers.rivals_in(str(package)) == {"mine": "", "absent": "absent is not installed"}
+    training = Training(workload("vgg16", "small"))
+    saver = make("mine", rivals=str(package))
+    loop.run(training, saver, str(folder), 1)
+    check(training, saver, str(folder))
+    with pytest.raises(BenchError, match="'absent' cannot be used here: absent is not installed"):
+        make("absent", rivals=str(package))
+    with pytest.raises(BenchError, match="is not the bench/rivals"):
+        savers.rivals_in(str(Path(str(folder))))
+    for name in ("bench.rivals", "bench"):
+        sys.modules.pop(name, None)

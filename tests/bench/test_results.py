@@ -1,0 +1,141 @@
+"""Results as files, as Markdown, and as what a cut-off run goes on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from calls_bench import call
+
+import lightck
+from lightck.bench import rows
+from lightck.bench.results import Results, markdown
+from lightck.bench.rows import Place, Row
+from lightck.bench.tables import TABLES, Plan
+from lightck.bench.views import smallest_within
+from lightck.cli import bench as command
+from lightck.errors import BenchError
+
+MANY = Row("many", "tiny", {"tensors": 20, "steps": 3, "layers": 3})
+
+
+def made(seconds: float = 1e-6) -> dict[str, object]:
+    """A row of many as it is kept."""
+    result = {"tensors": 20, "seconds_per_tensor": seconds, "seconds_per_tensor_p99": seconds, "stall_seconds": 0.1,
+              "layers": 3, "layers_stall_seconds": 0.2}  # fmt: skip
+    machine = {"cores": 2, "cpu": "some", "torch": "2", "threads": 1, "kernels": "sse2", "medium": "tmpfs",
+               "survives": ["process"]}  # fmt: skip
+    return {"options": {}, "machine": machine, "result": result, "took_seconds": 1.0}
+
+
+def test_a_row_is_kept_when_it_is_done(tmp_path):
+    Results(tmp_path).keep("many", "one", made())
+    kept = Results(tmp_path)
+    kept.keep("many", "two", made())
+    assert list(Results(tmp_path).rows("many")) == ["one", "two"]
+    assert [path.name for path in tmp_path.iterdir()] == ["many.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": {}}', '{"format": 99, "rows": {}}', '{"format": 1, "rows": []}'])
+def test_a_file_that_holds_no_results_is_refused(text, tmp_path):
+    (tmp_path / "many.json").write_text(text)
+    with pytest.raises(BenchError, match="Move it away"):
+        Results(tmp_path).rows("many")
+
+
+def test_a_number_that_is_none_is_not_kept(tmp_path):
+    with pytest.raises(ValueError, match="JSON"):
+        Results(tmp_path).keep("many", "one", made(float("nan")))
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_markdown_is_straight_and_escaped():
+    assert markdown(("row", "a"), [("x|y", "1"), ("z", "12 ms")]).splitlines() == [
+        "| row  |     a |",
+        "| ---- | ----: |",
+        "| x\\|y |     1 |",
+        "| z    | 12 ms |",
+    ]
+
+
+def test_a_row_is_measured_in_a_process_of_its_own_and_leaves_nothing(folder):
+    found = rows.run(MANY, Place(tmpfs=str(folder), threads=1))
+    assert found["result"]["tensors"] == 20
+    assert found["machine"]["threads"] == 1
+    assert {"cores", "cpu", "kernels", "medium", "survives"} <= found["machine"].keys()
+    assert str(folder) not in json.dumps(found)
+    assert not list(folder.iterdir())
+
+
+def test_a_row_that_fails_says_why(folder):
+    wrong = Row("nonsense", "wrong", {})
+    with pytest.raises(BenchError, match=r"The row 'wrong' of nonsense failed: .*Nothing is called 'nonsense'"):
+        rows.run(wrong, Place(tmpfs=str(folder), threads=1))
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_leaves_nothing(by, folder):
+    words = [sys.executable, "-m", "lightck", "bench", "many", "--small", "--pool-dir", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(str(lightck.__file__)).parents[1])}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+        while not list(folder.iterdir()):
+            assert child.poll() is None
+            time.sleep(0.01)
+        child.send_signal(by)
+        assert child.wait(60) == 130
+    assert not list(folder.iterdir())
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
+    measured: list[str] = []
+
+    def run(row: Row, place: Place) -> dict[str, object]:
+        measured.append(row.key)
+        if len(measured) == 2:
+            raise BenchError("The second one failed.")
+        return made()
+
+    monkeypatch.setattr(rows, "run", run)
+    first = call("bench", "bandwidth", "many", "--results", tmp_path, "--only", "full")
+    assert (first.exit_code, measured) == (0, ["full"])
+    second = call("bench", "many", "--results", tmp_path)
+    assert (second.exit_code, measured) == (0, ["full"]), "it is kept"
+    assert "0.00 us" not in second.stdout
+    assert "1.00 us" in second.stdout
+    third = call("bench", "many", "--results", tmp_path, "--again")
+    assert third.exit_code == 1
+    assert "The second one failed." in third.stderr
+    assert list(Results(tmp_path).rows("many")) == ["full"], "what there was stays"
+
+
+def test_a_quick_look_keeps_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "run", lambda row, place: made())
+    monkeypatch.chdir(tmp_path)
+    assert call("bench", "many", "--small").exit_code == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_knows_the_tables():
+    assert tuple(TABLES) == command.NAMES
+
+
+def test_quick_rows_are_few_and_apart_from_the_projects():
+    quick = {(row.measure, row.key) for table in TABLES.values() for row in table.rows(Plan(quick=True))}
+    full = {(row.measure, row.key) for table in TABLES.values() for row in table.rows(Plan())}
+    assert not quick & full
+    assert len(quick) <= 8
+
+
+def test_background_work_that_outlasts_a_step_counts_by_longer_windows():
+    result = {"step": {"median": 1.0}, "difference": {"median": 1.0, "high": 1.1}}
+    assert smallest_within(result, "median", "seconds") == 20
+    longer = {**result, "spread_out": {"span": 4, "seconds": 0.1, "high": 0.4}}
+    assert smallest_within(longer, "median", "seconds") == 4
+    assert smallest_within(longer, "high", "high") == 8
