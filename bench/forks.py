@@ -1,6 +1,6 @@
 """Children of a process that has imported torch and computed nothing: a fresh one costs milliseconds.
 
-The parent must stay without threads, so that a fork copies all of it. A child gets a process group of its own, and a
+The parent computes with one thread, so that a fork copies all of it. A child gets a process group of its own, and a
 kill hits the group: a saver's own processes die with the training, as they do when a job or a container is killed.
 """
 
@@ -19,15 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-
 HEADROOM = 8 << 30
 """Address space that a child may add: a length that a flipped bit made huge shall be an error, no more."""
 
 
 def fork(work: Callable[[], object], log: int | None = None) -> int:
     """A child that does ``work`` and ends with 0, or 1 where it raised; its output goes to ``log`` or nowhere."""
-    if threads() > 1:
-        raise RuntimeError("This process has threads already, and a fork would lack them.")
     pid = os.fork()
     if pid:
         return pid
@@ -46,17 +43,6 @@ def fork(work: Callable[[], object], log: int | None = None) -> int:
     finally:
         os._exit(code)
     return 0
-
-
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def wait_for_threads() -> None:
-    """Until threads that were about to end have ended."""
-    deadline = time.monotonic() + 10
-    while threads() > 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def kill(pid: int) -> None:

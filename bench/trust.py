@@ -145,11 +145,12 @@ def main() -> None:
 
 
 def warm_up() -> None:
-    """Import here, and not in each child, what a first update imports."""
+    """Import here, and not in each child, what a first update and a first session import."""
+    import lightck.attach  # noqa: F401
+
     torch.set_num_threads(1)
     model, optimizer = subject.build()
     subject.update(model, optimizer, 1)
-    forks.wait_for_threads()
 
 
 def state_bytes() -> int:

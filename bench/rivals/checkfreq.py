@@ -112,14 +112,15 @@ class CheckFreq:
 
     def _checkpoint(self, step: int) -> None:
         self._join()
+        state = everything(self.model, self.optimizer, step)  # here: a scheduler may change the groups at any time
         self.is_copied.clear()
-        self.thread = threading.Thread(target=self._snapshot_and_persist, args=(step,), daemon=True)
+        self.thread = threading.Thread(target=self._snapshot_and_persist, args=(step, state), daemon=True)
         self.thread.start()
 
-    def _snapshot_and_persist(self, step: int) -> None:
+    def _snapshot_and_persist(self, step: int, state: dict[str, Any]) -> None:
         try:
             try:
-                snapshot = copied(everything(self.model, self.optimizer, step))
+                snapshot = copied(state)
             finally:
                 self.is_copied.set()
             persist(snapshot, steps.path_of(self.folder, step))
