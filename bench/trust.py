@@ -1,6 +1,6 @@
 """What is left after a fault: the same injectors for lightck and for every rival.
 
-    python -m bench.trust [--only NAME]... [--kills N] [--flips N] [--cuts N] [--seed S] [--dir DIR] [--out DIR]
+    python bench/trust.py [--only NAME]... [--kills N] [--flips N] [--cuts N] [--seed S] [--dir DIR] [--out DIR]
 
 For each way of saving: SIGKILL at random instants while every step is saved; one random bit flipped in the files of a
 finished run; a file cut short. Then it is loaded, and what comes back is compared, bit for bit, with what the training
@@ -19,12 +19,13 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 if __name__ in ("__main__", "__mp_main__"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed lightck goes first
 
 import torch
 
@@ -65,6 +66,20 @@ def play(name: str, args: argparse.Namespace, table: list[str]) -> dict[str, Any
     return row
 
 
+KINDS = (
+    ("kills", "SIGKILL while every step is saved", {
+        "exact": "exact, none lost", "older": "older than reported", "nothing loads": "nothing loads",
+        "wrong": "wrong values, silently"}),
+    ("flips", "One flipped bit in the files of a finished run", {
+        "harmless": "harmless", "fell back": "fell back to the older one", "refused": "refused",
+        "crashed": "loader crashed", "wrong": "**wrong values, silently**"}),
+    ("cuts", "A file cut short", {
+        "harmless": "harmless", "fell back": "fell back to the older one", "refused": "refused",
+        "crashed": "loader crashed", "wrong": "**wrong values, silently**"}),
+)  # fmt: skip
+"""Each kind of fault, its title, and its outcomes with the heads of their columns."""
+
+
 def markdown(result: dict[str, Any]) -> str:
     seeds = ", ".join(sorted({str(row["seed"]) for row in result["rows"]}))
     lines = [
@@ -72,31 +87,31 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"{result['machine']}; {', '.join(f'{k} {v}' for k, v in result['versions'].items())}; files on "
         f"{result['medium']}; {result['state_bytes'] / 1e6:.1f} MB of state; seed {seeds}; {result['date']}. "
-        "`python -m bench.trust` repeats it.",
-        "",
-        "## SIGKILL while every step is saved",
-        "",
-        "| saved with | kills | exact, none lost | older than reported | nothing loads | wrong values, silently |",
-        "|---|--:|--:|--:|--:|--:|",
+        "`python bench/trust.py` repeats it. Where a way of saving leaves it open, the last two finished checkpoints "
+        "are kept, and the newest that loads without an error is taken.",
     ]
-    lines += [_row(row, "kills", ("exact", "older", "nothing loads", "wrong")) for row in result["rows"]
-              if "kills" in row]  # fmt: skip
-    for kind, title in (("flips", "One flipped bit in the files of a finished run"), ("cuts", "A file cut short")):
-        lines += ["", f"## {title}", "",
-                  f"| saved with | {kind} | harmless | fell back to the older one | refused | loader crashed | "
-                  "**wrong values, silently** |", "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
-        lines += [_row(row, kind, ("harmless", "fell back", "refused", "crashed", "wrong")) for row in result["rows"]
-                  if kind in row]  # fmt: skip
+    for kind, title, outcomes in KINDS:
+        lines += ["", f"## {title}", "", *_table(result["rows"], kind, outcomes)]
     lines += ["", "How each was used:", ""]
     lines += [f"- {row['rival']}: {row['use']}" for row in result["rows"]]
     lines += [f"- {name}: not run: {why}" for name, why in result["not_run"].items()]
     return "\n".join(lines) + "\n"
 
 
-def _row(row: dict[str, Any], kind: str, names: tuple[str, ...]) -> str:
-    tally = row[kind]
-    counts = " | ".join(f"{tally['outcomes'].get(name, 0):,}" for name in names)
-    return f"| {row['rival']} | {tally['trials']:,} | {counts} |"
+def _table(rows: list[dict[str, Any]], kind: str, outcomes: dict[str, str]) -> Iterator[str]:
+    """``in the newest``: trials that hit a file of the newest checkpoint; lightck's versions share one file."""
+    heads = ["saved with", kind, *(["in the newest"] if kind != "kills" else []), *outcomes.values()]
+    yield f"| {' | '.join(heads)} |"
+    yield f"|---|{'--:|' * (len(heads) - 1)}"
+    for row in rows:
+        if kind not in row:
+            continue
+        tally = row[kind]
+        cells = [row["rival"], f"{tally['trials']:,}"]
+        if kind != "kills":
+            cells.append("one file" if tally["in_newest"] is None else f"{tally['in_newest']:,}")
+        cells += [f"{tally['outcomes'].get(outcome, 0):,}" for outcome in outcomes]
+        yield f"| {' | '.join(cells)} |"
 
 
 def merged(path: Path, result: dict[str, Any]) -> dict[str, Any]:
