@@ -1,0 +1,1 @@
+"""Benches and comparisons. Not part of what is installed; run from a checkout."""

@@ -1,0 +1,61 @@
+"""Checkpoints of a folder by their step, and the moment before which a copy in the background has to be complete.
+
+What libraries leave to their users: names, how many are kept, which is tried first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+KEPT = 2
+
+
+def path_of(folder: str | os.PathLike[str], step: int) -> Path:
+    return Path(folder) / f"step-{step:08}"
+
+
+def steps_in(folder: str | os.PathLike[str]) -> list[int]:
+    """Steps under a final name, newest first."""
+    names = (re.fullmatch(r"step-(\d{8})", entry.name) for entry in Path(folder).iterdir())
+    return sorted((int(name[1]) for name in names if name), reverse=True)
+
+
+def remove_older(folder: str | os.PathLike[str], finished: int) -> None:
+    """All but the last ``KEPT`` finished checkpoints; one that is being written (newer) stays."""
+    for step in [step for step in steps_in(folder) if step <= finished][KEPT:]:
+        path = path_of(folder, step)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def newest_that_loads(folder: str | os.PathLike[str], load: Callable[[Path], int]) -> int:
+    """``load`` of the newest checkpoint at which it does not raise. Raises what it last raised."""
+    refusal: Exception = FileNotFoundError(f"no checkpoint in {os.fspath(folder)!r}")
+    for step in steps_in(folder):
+        try:
+            return load(path_of(folder, step))
+        except Exception as err:
+            refusal = err
+    raise refusal
+
+
+def before_changes(model: nn.Module, optimizer: Optimizer, wait: Callable[[], object]) -> list[Callable[[], None]]:
+    """Have ``wait`` called before anything that a checkpoint holds changes: at the update, and where the model has
+    buffers (BatchNorm counts in its forward) at the training forward. Returns what undoes it."""
+
+    def hook(*_: object) -> None:  # what it returned would become the input
+        wait()
+
+    handles = [optimizer.register_step_pre_hook(hook)]
+    if any(True for _ in model.buffers()):
+        handles.append(model.register_forward_pre_hook(hook))
+    return [handle.remove for handle in handles]

@@ -1,0 +1,178 @@
+"""What is left after a fault: the same injectors for lightck and for every rival.
+
+    python bench/trust.py [--only NAME]... [--kills N] [--flips N] [--cuts N] [--seed S] [--dir DIR] [--out DIR]
+
+For each way of saving: SIGKILL at random instants while every step is saved; one random bit flipped in the files of a
+finished run; a file cut short. Then it is loaded, and what comes back is compared, bit for bit, with what the training
+had.
+``--out bench/results`` writes trust.json and trust.md there; rivals that were not asked for keep their earlier rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if __name__ in ("__main__", "__mp_main__"):
+    sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed lightck goes first
+
+import torch
+
+from bench import faults, forks, rivals, subject
+
+PACKAGES = ("torch", "safetensors", "torchsnapshot", "torch_checkpointing")
+
+
+def machine() -> str:
+    kernel = ".".join(platform.release().split(".")[:2])
+    return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()} {kernel}"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def play(name: str, args: argparse.Namespace, table: list[str]) -> dict[str, Any]:
+    """One rival's row."""
+
+    def say(line: str) -> None:
+        print(f"  {name}: {line}", file=sys.stderr, flush=True)
+
+    row: dict[str, Any] = {"rival": name, "use": rivals.named(name).use, "seed": args.seed}
+    with tempfile.TemporaryDirectory(prefix="trust-", dir=args.dir) as folder:
+        trials = faults.Trials(name, args.seed, Path(folder), args.minutes * 60)
+        if args.kills:
+            row["kills"] = asdict(faults.kills(trials, args.kills, table, say))
+        for kind, count in (("flip", args.flips), ("cut", args.cuts)):
+            if count:
+                row[f"{kind}s"] = asdict(faults.damaged(trials, kind, count, say))
+    return row
+
+
+KINDS = (
+    ("kills", "SIGKILL while every step is saved", {
+        "exact": "exact, none lost", "older": "older than reported", "nothing loads": "nothing loads",
+        "wrong": "wrong values, silently"}),
+    ("flips", "One flipped bit in the files of a finished run", {
+        "harmless": "harmless", "fell back": "fell back to the older one", "refused": "refused",
+        "crashed": "loader crashed", "wrong": "**wrong values, silently**"}),
+    ("cuts", "A file cut short", {
+        "harmless": "harmless", "fell back": "fell back to the older one", "refused": "refused",
+        "crashed": "loader crashed", "wrong": "**wrong values, silently**"}),
+)  # fmt: skip
+"""Each kind of fault, its title, and its outcomes with the heads of their columns."""
+
+
+def markdown(result: dict[str, Any]) -> str:
+    seeds = ", ".join(sorted({str(row["seed"]) for row in result["rows"]}))
+    lines = [
+        "# What is left after a fault",
+        "",
+        f"{result['machine']}; {', '.join(f'{k} {v}' for k, v in result['versions'].items())}; files on "
+        f"{result['medium']}; {result['state_bytes'] / 1e6:.1f} MB of state; seed {seeds}; {result['date']}. "
+        "`python bench/trust.py` repeats it. Where a way of saving leaves it open, the last two finished checkpoints "
+        "are kept, and the newest that loads without an error is taken.",
+    ]
+    for kind, title, outcomes in KINDS:
+        lines += ["", f"## {title}", "", *_table(result["rows"], kind, outcomes)]
+    lines += ["", "How each was used:", ""]
+    lines += [f"- {row['rival']}: {row['use']}" for row in result["rows"]]
+    lines += [f"- {name}: not run: {why}" for name, why in result["not_run"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: list[dict[str, Any]], kind: str, outcomes: dict[str, str]) -> Iterator[str]:
+    """``in the newest``: trials that hit a file of the newest checkpoint; lightck's versions share one file."""
+    heads = ["saved with", kind, *(["in the newest"] if kind != "kills" else []), *outcomes.values()]
+    yield f"| {' | '.join(heads)} |"
+    yield f"|---|{'--:|' * (len(heads) - 1)}"
+    for row in rows:
+        if kind not in row:
+            continue
+        tally = row[kind]
+        cells = [row["rival"], f"{tally['trials']:,}"]
+        if kind != "kills":
+            cells.append("one file" if tally["in_newest"] is None else f"{tally['in_newest']:,}")
+        cells += [f"{tally['outcomes'].get(outcome, 0):,}" for outcome in outcomes]
+        yield f"| {' | '.join(cells)} |"
+
+
+def merged(path: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """Earlier rows stay for rivals that were not played now, and earlier kinds of fault within a row."""
+    if path.exists():
+        before = json.loads(path.read_text())
+        rows = {row["rival"]: row for row in before["rows"]}
+        for row in result["rows"]:
+            rows[row["rival"]] = {**rows.get(row["rival"], {}), **row}
+        result["rows"] = [rows[name] for name in rivals.TABLE if name in rows]
+        result["not_run"] = {n: w for n, w in {**before["not_run"], **result["not_run"]}.items() if n not in rows}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=rivals.TABLE, help="this rival; may be repeated")
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--flips", type=int, default=1000)
+    parser.add_argument("--cuts", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=10, help="for each rival and kind of fault, at most")
+    parser.add_argument("--dir", default="/dev/shm", help="where checkpoints lie")
+    parser.add_argument("--out", type=Path, help="a folder for trust.json and trust.md")
+    args = parser.parse_args()
+    result: dict[str, Any] = {
+        "machine": machine(), "versions": versions(), "medium": "tmpfs" if args.dir == "/dev/shm" else args.dir,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "rows": [], "not_run": {},
+    }  # fmt: skip
+    warm_up()
+    [(_, table)] = forks.results(lambda _: subject.digests(faults.LAST), [0], 300)
+    [(_, result["state_bytes"])] = forks.results(lambda _: state_bytes(), [0], 60)
+    for name in args.only or rivals.TABLE:
+        why = rivals.why_not(name)
+        if why:
+            result["not_run"][name] = why
+            continue
+        began = time.monotonic()
+        result["rows"].append(play(name, args, table))
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        if args.out:
+            whole = merged(args.out / "trust.json", {**result, "rows": list(result["rows"])})
+            (args.out / "trust.json").write_text(json.dumps(whole, indent=1) + "\n")
+            (args.out / "trust.md").write_text(markdown(whole))
+    print(markdown(result))
+
+
+def warm_up() -> None:
+    """Import here, and not in each child, what a first update and a first session import."""
+    import lightck.attach  # noqa: F401
+
+    torch.set_num_threads(1)
+    model, optimizer = subject.build()
+    subject.update(model, optimizer, 1)
+
+
+def state_bytes() -> int:
+    model, optimizer = subject.build()
+    subject.update(model, optimizer, 1)
+    return sum(len(packed) for _, packed in subject.parts(model, optimizer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Every way of saving that the benches compare saves and loads exactly, through the seam that the benches use."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed lightck goes first
+
+from bench import rivals, subject
+
+STEPS = 4
+
+
+def run(name: str, folder: str, options: dict[str, object]) -> tuple[int, int, list[str], str, str]:
+    """Train, save at each step, load into fresh objects: (reported, loaded step, digests, loaded digest, live one)."""
+    torch.set_num_threads(1)
+    model, optimizer = subject.build()
+    rival = rivals.named(name, **options)
+    rival.start(model, optimizer, folder)
+    digests = [subject.digest(subject.parts(model, optimizer))]
+    for step in range(1, STEPS + 1):
+        subject.update(model, optimizer, step)
+        digests.append(subject.digest(subject.parts(model, optimizer)))
+        rival.save(step)
+    rival.finish()
+    fresh, its = subject.build(seed=1)
+    step = rivals.named(name, **options).load(fresh, its, folder)
+    return rival.saved, step, digests, subject.digest(subject.parts(fresh, its)), subject.digest(
+        subject.parts(model, optimizer))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", rivals.TABLE)
+def test_what_was_saved_at_the_last_step_loads_back_exactly(name, folder):
+    if why := rivals.why_not(name):
+        pytest.skip(why)
+    options = {"interval": 1} if name == "CheckFreq" else {}
+    # A process of its own: some start threads, processes and a process group, which no other test should meet.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        reported, step, digests, loaded, live = pool.submit(run, name, str(folder), options).result()
+    assert (reported, step) == (STEPS, STEPS)
+    assert loaded == digests[step] == live
+
+
+def test_checkfreq_finds_its_interval_and_backs_off():
+    from bench.rivals.checkfreq import CheckFreq
+
+    rival = CheckFreq(interval=3)
+    rival.follows_rule, rival.iteration_seconds = True, 1.0
+    rival.iterations = [1.0, 1.0, 1.1]  # 3.3 % over: within the bound
+    rival._tune()
+    assert rival.interval == 3
+    rival.iterations = [1.0, 1.0, 1.2]
+    rival._tune()
+    assert rival.interval == 5
+
+
+def test_checkfreq_by_its_own_rule_saves_and_loads_exactly(folder):
+    from bench.rivals.checkfreq import WARM_UP
+
+    torch.set_num_threads(1)
+    model, optimizer = subject.build()
+    rival = rivals.named("CheckFreq", profiled=3)
+    rival.start(model, optimizer, str(folder))
+    digests = {}
+    for step in range(1, WARM_UP + 3 + 6):
+        subject.update(model, optimizer, step)
+        digests[step] = subject.digest(subject.parts(model, optimizer))
+        rival.save(step)
+    rival.finish()
+    fresh, its = subject.build(seed=1)
+    step = rival.load(fresh, its, str(folder))
+    assert step == rival.saved >= WARM_UP + 3
+    assert subject.digest(subject.parts(fresh, its)) == digests[step]
+
+
+def test_the_table_and_the_adapters_agree():
+    for name in rivals.TABLE:
+        if not rivals.why_not(name):
+            rival = rivals.named(name)
+            assert rival.name == name
+            assert rival.use
