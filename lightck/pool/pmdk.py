@@ -33,8 +33,8 @@ log = logging.getLogger("lightck")
 ARENA_KIND = 1
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK)
 _DYING_SECONDS = 2.0
-"""We have the pool's lock by then. A process that dies gives that up before libpmemobj's, and takes its time between
-the two on a busy machine."""
+"""We have the pool's lock by then. A process that dies gives that up before libpmemobj's, and on a busy machine takes
+its time between the two."""
 _told = False
 
 
