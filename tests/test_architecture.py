@@ -53,7 +53,7 @@ LAYERS = {
     "": {"attach", "checkpoint", "errors", "export", "keep", "pin", "pool.durability", "recover", "restore", "session",
          "stats", "strategy"},
     "demo": BASE | {""},
-    "testing": DATA | {"", "_native"},
+    "testing": DATA | {"", "_native", "cli"},
     "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo"},
     "__main__": {"cli"},
 }  # fmt: skip

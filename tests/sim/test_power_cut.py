@@ -10,7 +10,7 @@ from unittest.mock import patch
 import bugs
 import pytest
 import toys
-from workloads import WORKLOADS, pinned, plain, record
+from workloads import WORKLOADS, pinned, plain
 
 from lightck._native import check, lib
 from lightck.pool import backends
@@ -19,9 +19,12 @@ from lightck.pool.pmdk import PmdkBackend
 from lightck.pool.reader import open_pool
 from lightck.pool.slots import Slot, Slots
 from lightck.testing.oracle import Outcome, Recovered, Refused, recovery
-from lightck.testing.persistence import BlockDevice, Model, PersistentMemory
+from lightck.testing.cuts import Look
+from lightck.testing.persistence import MODELS, BlockDevice, Model, PersistentMemory
 from lightck.testing.recording import Recording
 from lightck.testing.simulator import Effort, Simulator, Transform
+from lightck.testing.trainings import record
+from lightck.testing.verdict import disagreement
 
 PM, DISK = PersistentMemory(), BlockDevice()
 FIRST = Effort(payload_units=4, shuffles=2, again_every=1 << 30, violations_max=1)

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from lightck.testing.campaign import Campaign
 
-NAMES: tuple[str, ...] = ()
+NAMES: tuple[str, ...] = ("power-cut",)
 
 
 def named(name: str) -> Campaign:
