@@ -29,7 +29,7 @@ from lightck.testing.simulator import Effort, Simulator
 from lightck.testing.trainings import record, small_heap
 from lightck.testing.verdict import disagreement
 
-LOOK = Look(budget=4096, metadata=32, payload=16, contents=24, prefixes=8, masks=12)
+LOOK = Look(budget=4096, metadata=48, payload=16, contents=48, prefixes=8, masks=12)
 
 
 def run(order: Order) -> Tally:
