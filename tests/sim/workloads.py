@@ -60,7 +60,7 @@ def failed_restarts() -> Workload:
     return Workload(run)
 
 
-def going_back(slots: int) -> Workload:
+def going_back(slots: int, then: int = 2) -> Workload:
     """The user goes on from an older step: the newer ones are dead from then on."""
 
     def run(recorder: Recorder) -> None:
@@ -70,17 +70,17 @@ def going_back(slots: int) -> Workload:
         model, optimizer = build()
         lightck.recover(recorder.path, model, optimizer, step=2)
         with recorder.attach(model, optimizer):
-            train(recorder, model, optimizer, 2, 10)
+            train(recorder, model, optimizer, then, 10)
 
     return Workload(run)
 
 
-def media_error() -> Workload:
+def media_error(slots: int) -> Workload:
     """The newest version goes bad; the training goes on from the one before, and its slot is the last to be reused."""
 
     def run(recorder: Recorder) -> None:
         model, optimizer = build()
-        with recorder.attach(model, optimizer, slots=3):
+        with recorder.attach(model, optimizer, slots=slots):
             train(recorder, model, optimizer, 4)
         newest = lightck.recover(recorder.path)
         with closing(open_pool(recorder.path)) as pool:
@@ -91,7 +91,7 @@ def media_error() -> Workload:
             assert session.step == 3
             train(recorder, model, optimizer, 1, session.step)
         pool = open_pool(recorder.path)
-        assert sorted(v.step for v in pool.versions() if isinstance(v, Version)) == [2, 3, 4]
+        assert sorted(v.step for v in pool.versions() if isinstance(v, Version)) == [2, 3, 4][-slots:]
         pool.close()
 
     return Workload(run)
@@ -200,7 +200,21 @@ def overwrite() -> Workload:
     return Workload(run)
 
 
+def wrapped() -> Workload:
+    """So many restarts that lines of the ring are overwritten."""
+
+    def run(recorder: Recorder) -> None:
+        for restart in range(18):
+            model, optimizer = build()
+            with recorder.attach(model, optimizer, resume=True) as session:
+                if restart in (0, 17):
+                    train(recorder, model, optimizer, 2, session.step)
+
+    return Workload(run)
+
+
 WORKLOADS: dict[str, Workload] = {
+    "one version": plain(2, 1),
     "two slots": plain(2, 3),
     "three slots": plain(3, 4),
     "frozen": frozen(),
@@ -208,7 +222,9 @@ WORKLOADS: dict[str, Workload] = {
     "failed restarts": failed_restarts(),
     "going back": going_back(2),
     "going back, three slots": going_back(3),
-    "media error": media_error(),
+    "going back, no step": going_back(3, 0),
+    "media error": media_error(2),
+    "media error, three slots": media_error(3),
     "relayout": relayout(),
     "pinned": pinned(release=True),
     "growth": growth(2),
@@ -217,4 +233,5 @@ WORKLOADS: dict[str, Workload] = {
     "overwrite": overwrite(),
     "background": background(),
     "dropped": dropped(),
+    "wrapped": wrapped(),
 }
