@@ -1,7 +1,6 @@
 """The images of one crash point: all of them where that is few, else a choice that is drawn from a seed.
 
-An image is the set of fates that did not end with their newest content: nothing in it, and everything arrived. Knows
-nothing of pools and files.
+An image is told by what differs from one of two: everything arrived, or nothing. Knows nothing of pools and files.
 """
 
 from __future__ import annotations
@@ -10,13 +9,30 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from lightck.testing.fates import Content, Fate
 
-Image: TypeAlias = "Mapping[int, Content]"
-"""Number of a fate -> what is there instead of its newest content."""
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One of them."""
+
+    is_bare: bool
+    """Whether ``but`` is told from "nothing arrived"; else from "everything arrived"."""
+    but: Mapping[int, Content]
+    """Number of a fate -> its content."""
+
+    def missing(self, fates: Sequence[Fate]) -> dict[int, Content]:
+        """Number of each fate that is not the newest -> its content."""
+        contents = {i: fate.lost for i, fate in enumerate(fates)} if self.is_bare else {}
+        contents.update(self.but)
+        return {i: content for i, content in contents.items() if content != fates[i].newest}
+
+
+ALL, NOTHING = Image(False, {}), Image(True, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +59,25 @@ VITAL, METADATA, PAYLOAD = range(3)
 
 def images(fates: Sequence[Fate], kinds: Sequence[int], look: Look, rng: random.Random) -> Iterator[tuple[str, Image]]:
     """(how it came about, image), each once as far as that is cheap to know."""
-    yield "everything arrived", {}
+    yield "everything arrived", ALL
     if not fates:
         return
     if _is_small(fates, look.budget):
-        yield from (("one of all", image) for image in _all(fates, range(len(fates))) if image)
+        yield from (("one of all", Image(False, but)) for but in _all(fates, range(len(fates))) if but)
         return
-    lost = {i: fate.lost for i, fate in enumerate(fates)}
     # Nearly everything arrived, then nearly nothing: from one image to the next little changes.
     tried = {i: _some(fates[i], look, rng) for i in _picked(kinds, look, rng)}
     vital = [i for i, kind in enumerate(kinds) if kind == VITAL]
     metadata = list(_all(fates, vital)) if _is_small([fates[i] for i in vital], look.budget) else []
     for i, contents in tried.items():
-        yield from (("one lost", {i: content}) for content in contents if content != fates[i].newest)
-    yield from (("metadata", image) for image in metadata)
-    yield "nothing arrived", lost
+        yield from (("one lost", Image(False, {i: content})) for content in contents if content != fates[i].newest)
+    yield from (("metadata", Image(False, but)) for but in metadata)
+    yield "nothing arrived", NOTHING
     for i, contents in tried.items():
-        yield from (("one arrived", _but(fates, lost, {i: content})) for content in contents if content != lost[i])
-    for image in metadata:
-        here = {i: image.get(i, fates[i].newest) for i in vital}
-        yield "metadata alone", _but(fates, lost, here)
-    yield from _prefixes(fates, lost, look, rng)
+        yield from (("one arrived", Image(True, {i: content})) for content in contents if content != fates[i].lost)
+    for but in metadata:
+        yield "metadata alone", Image(True, {i: but.get(i, fates[i].newest) for i in vital})
+    yield from _prefixes(fates, look, rng)
     for _ in range(look.masks):
         yield "mask", _mask(fates, rng)
 
@@ -77,7 +91,7 @@ def _is_small(fates: Sequence[Fate], budget: int) -> bool:
     return True
 
 
-def _all(fates: Sequence[Fate], which: Sequence[int]) -> Iterator[Image]:
+def _all(fates: Sequence[Fate], which: Sequence[int]) -> Iterator[Mapping[int, Content]]:
     newest = {i: fates[i].newest for i in which}
     for contents in product(*(fates[i].contents() for i in which)):
         yield {i: content for i, content in zip(which, contents, strict=True) if content != newest[i]}
@@ -97,29 +111,23 @@ def _some(fate: Fate, look: Look, rng: random.Random) -> list[Content]:
     return list(dict.fromkeys([fate.lost, fate.newest, *(fate.draw(rng) for _ in range(look.contents))]))
 
 
-def _but(fates: Sequence[Fate], lost: Image, arrived: Image) -> Image:
-    """Nothing arrived but this."""
-    merged = {**lost, **arrived}
-    return {i: content for i, content in merged.items() if i not in arrived or content != fates[i].newest}
-
-
-def _prefixes(fates: Sequence[Fate], lost: Image, look: Look, rng: random.Random) -> Iterator[tuple[str, Image]]:
+def _prefixes(fates: Sequence[Fate], look: Look, rng: random.Random) -> Iterator[tuple[str, Image]]:
     order = sorted(range(len(fates)), key=lambda i: fates[i].first)
     places = range(1, len(order))
     for at in places if len(places) <= look.prefixes else sorted(rng.sample(places, look.prefixes)):
-        yield "first ones arrived", {i: lost[i] for i in order[at:]}
-        yield "last ones arrived", {i: lost[i] for i in order[:at]}
+        yield "first ones arrived", Image(False, {i: fates[i].lost for i in order[at:]})
+        yield "last ones arrived", Image(False, {i: fates[i].lost for i in order[:at]})
 
 
 def _mask(fates: Sequence[Fate], rng: random.Random) -> Image:
     """Half of all, few lost, or few arrived."""
     share = rng.choice([0.5, 0.5, 0.1, 0.9])
-    image = {}
+    but = {}
     for i, fate in enumerate(fates):
         content = rng.choice([fate.lost, fate.draw(rng)]) if rng.random() < share else fate.newest
         if content != fate.newest:
-            image[i] = content
-    return image
+            but[i] = content
+    return Image(False, but)
 
 
 def minimal(items: Sequence[T], is_enough: Callable[[Sequence[T]], bool], tries: int = 500) -> list[T]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightck.testing import fingerprint
-from lightck.testing.cuts import METADATA, PAYLOAD, VITAL, Image
+from lightck.testing.cuts import ALL, METADATA, PAYLOAD, VITAL, Image
 from lightck.testing.fates import Content, Fate
 from lightck.testing.images import ImageFile
+from lightck.testing.oracle import Outcome
+from lightck.testing.reads import Place
 from lightck.testing.recording import SlotPlace
 
 
 class Point:
-    """``file`` holds everything that was stored so far, and does so again after ``show({})``."""
+    """``file`` holds everything that was stored so far, and does so again after ``show(ALL)``."""
 
     def __init__(self, file: ImageFile, fates: Sequence[Fate], base: int) -> None:
         """``base``: the fingerprint of the file as it is."""
@@ -20,20 +23,35 @@ class Point:
         self.fingerprint = base
         """Of the image that is shown."""
         self._file = file
-        self._shown: dict[int, Content] = {}
+        self._shown = ALL
+        self._told: dict[bool, tuple[Outcome, set[int]]] = {}
         self._runs = [_runs(fate) for fate in fates]
         self._known: dict[tuple[int, Content], int] = {}
 
     def show(self, image: Image) -> None:
         """Turn the file into this image."""
-        shown = self._shown
-        for i in [i for i in shown if i not in image]:
-            self._put(i, shown.pop(i), self.fates[i].newest)
-        for i, content in image.items():
-            before = shown.get(i)
-            if before != content:
-                self._put(i, self.fates[i].newest if before is None else before, content)
-                shown[i] = content
+        shown, but = self._shown, image.but
+        if image.is_bare == shown.is_bare:
+            touched: Iterable[int] = {**shown.but, **but}
+        else:
+            touched = range(len(self.fates))
+        for i in touched:
+            fate = self.fates[i]
+            before = shown.but.get(i) or (fate.lost if shown.is_bare else fate.newest)
+            after = but.get(i) or (fate.lost if image.is_bare else fate.newest)
+            if before != after:
+                self._put(i, before, after)
+        self._shown = image
+
+    def known(self, image: Image) -> Outcome | None:
+        """The outcome, where the recovery of the image that this one is told from read nothing that differs."""
+        told = self._told.get(image.is_bare)
+        return told[0] if told is not None and not any(i in told[1] for i in image.but) else None
+
+    def learn(self, image: Image, outcome: Outcome, places: Sequence[Place]) -> None:
+        """What recovery made of an image with nothing in ``but``, and where it looked."""
+        if not image.but:
+            self._told[image.is_bare] = outcome, {i for i, f in enumerate(self.fates) if _is_read(f, places)}
 
     def _put(self, i: int, before: Content, content: Content) -> None:
         for low, high in self._runs[i]:
@@ -46,13 +64,24 @@ class Point:
             found = self._known[i, content] = fingerprint.of_parts(self.fates[i].offsets, content)
         return found
 
-    def lost(self, image: Image) -> tuple[int, ...]:
-        """Offsets of the words that are not the newest in an image."""
+    def lost(self, missing: Mapping[int, Content]) -> tuple[int, ...]:
+        """Offsets of the words that are not the newest where these fates have these contents."""
         found = []
-        for i, content in image.items():
+        for i, content in missing.items():
             fate = self.fates[i]
             found += [at for at, a, b in zip(fate.offsets, content, fate.newest, strict=True) if a != b]
         return tuple(sorted(found))
+
+
+def _is_read(fate: Fate, places: Sequence[Place]) -> bool:
+    """Whether a read of one of these places touches a word of the fate."""
+    for at, nbytes in places:
+        i = bisect_left(fate.offsets, at)
+        if i < len(fate.offsets) and fate.offsets[i] < at + nbytes:
+            return True
+        if i > 0 and fate.offsets[i - 1] + len(fate.lost[i - 1]) > at:
+            return True
+    return False
 
 
 def _runs(fate: Fate) -> list[tuple[int, int]]:

@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightck.testing import cuts, fingerprint
-from lightck.testing.cuts import Image, Look
+from lightck.testing.cuts import ALL, Image, Look
 from lightck.testing.images import PAGE, ImageFile
 from lightck.testing.known import Known, Past
 from lightck.testing.oracle import Outcome, Recovered, recovery
 from lightck.testing.persistence import Model, Tracker
 from lightck.testing.point import Point, kind_of
 from lightck.testing.promise import Promise
-from lightck.testing.reads import Memory, watched
+from lightck.testing.reads import Memory, Place, watched
 from lightck.testing.recording import Recorder, Recording, Tape
 from lightck.testing.report import Report, Violation
 from lightck.testing.trace import LOST, PUBLISHED, Event, Mark, Store
@@ -202,7 +202,7 @@ class _Tape:
     def _whole(self) -> None:
         """A crash here, after which everything that was stored is there."""
         if self._is_visible:
-            self._judge(Point(self._file, (), self._base), "everything arrived", {})
+            self._judge(Point(self._file, (), self._base), "everything arrived", ALL)
 
     def _cut(self) -> None:
         """A crash here: everything that it may leave behind."""
@@ -216,29 +216,36 @@ class _Tape:
         for how, image in cuts.images(fates, kinds, self._effort.look, rng):
             point.show(image)
             self._judge(point, how, image)
-        point.show({})
+        point.show(ALL)
 
     def _judge(self, point: Point, how: str, image: Image) -> None:
         check = self._check
         check.images += 1
         self._simulator.judged += 1
-        outcome = self._outcome(point)
+        outcome = self._outcome(point, image)
         reason = self._promise.broken_by(outcome)
         if reason is not None:
             self._reduced(point, how, image, reason)
-        self._look_closer(outcome, how, bool(image))
+        self._look_closer(outcome, how, image is not ALL)
 
-    def _outcome(self, point: Point) -> Outcome:
+    def _outcome(self, point: Point, image: Image) -> Outcome:
         """What recovery makes of the image that is shown: known of the same bytes, or of those that it looks at."""
         outcomes = self._simulator.known.outcomes
         outcome = outcomes.get(point.fingerprint)
         if outcome is None:
-            outcome = self._simulator.memory.recall(self._file.read) or self._recovered()
-            outcomes[point.fingerprint] = outcome
+            outcome = outcomes[point.fingerprint] = point.known(image) or self._recalled(point, image)
             self._check.distinct += 1
+        elif not image.but and point.fates:
+            self._recalled(point, image)
         return outcome
 
-    def _recovered(self) -> Outcome:
+    def _recalled(self, point: Point, image: Image) -> Outcome:
+        found = self._simulator.memory.recall(self._file.read)
+        outcome, places = self._recovered() if found is None else found
+        point.learn(image, outcome, places)
+        return outcome
+
+    def _recovered(self) -> tuple[Outcome, list[Place]]:
         changed_at = self._file.changed_at()
         with watched() as places:
             outcome = self._simulator.recover(self._file.path)
@@ -247,21 +254,24 @@ class _Tape:
         self._check.recovered += 1
         if self._file.changed_at() != changed_at:
             self._found("", (), "the recovery wrote to the file")
-        return outcome
+        return outcome, places
 
     # -- what is found -----------------------------------------------------------------------------------------------
 
     def _reduced(self, point: Point, how: str, image: Image, reason: str) -> None:
         """Found, with as little lost as still breaks the promise."""
 
-        def is_enough(lost: Sequence[int]) -> bool:
-            point.show({i: image[i] for i in lost})
-            return self._promise.broken_by(self._outcome(point)) is not None
+        missing = image.missing(point.fates)
 
-        few = cuts.minimal(list(image), is_enough) if len(image) > 1 else list(image)
+        def is_enough(lost: Sequence[int]) -> bool:
+            less = Image(False, {i: missing[i] for i in lost})
+            point.show(less)
+            return self._promise.broken_by(self._outcome(point, less)) is not None
+
+        few = cuts.minimal(list(missing), is_enough) if len(missing) > 1 else list(missing)
         point.show(image)
-        how = f"{how}, reduced from {len(image)} fates to {len(few)}" if len(few) < len(image) else how
-        self._found(how, point.lost({i: image[i] for i in few}), reason)
+        how = f"{how}, reduced from {len(missing)} fates to {len(few)}" if len(few) < len(missing) else how
+        self._found(how, point.lost({i: missing[i] for i in few}), reason)
 
     def _found(self, how: str, words: tuple[int, ...], reason: str) -> None:
         found = self._check.violations

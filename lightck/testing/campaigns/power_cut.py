@@ -6,6 +6,7 @@ Trials that begin alike share their crash points: an image is counted by the fir
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -29,7 +30,7 @@ from lightck.testing.simulator import Effort, Simulator
 from lightck.testing.trainings import record, small_heap
 from lightck.testing.verdict import disagreement
 
-LOOK = Look(budget=4096, metadata=48, payload=16, contents=48, prefixes=8, masks=12)
+LOOK = Look(budget=4096, metadata=48, payload=16, contents=32, prefixes=8, masks=12)
 
 
 def run(order: Order) -> Tally:
@@ -37,7 +38,7 @@ def run(order: Order) -> Tally:
     with _alone(order.backend), small_heap():
         for trial in order.trials:
             sequence = chosen[trial % len(chosen)]
-            effort = Effort(LOOK, again_every=200, verify_every=500, goes_on_every=4000, violations_max=5,
+            effort = Effort(LOOK, again_every=400, verify_every=500, goes_on_every=4000, violations_max=5,
                             seed=order.seed + trial // len(chosen))  # fmt: skip
             _play(order, trial, sequence, effort, known, tally)
             order.say(f"trial {trial}, {sequence}: {tally.counts['distinct images']} distinct images so far")
@@ -52,6 +53,7 @@ def _shuffled(seed: int) -> list[Sequence]:
 
 def _play(order: Order, trial: int, sequence: Sequence, effort: Effort, known: Known, tally: Tally) -> None:
     workload, path = sequence.workload(), Path(order.folder) / "run.pool"
+    gc.freeze()  # what was found out so far is nothing that an attach has to search
     try:
         recording = record(workload, path)
         simulator = Simulator(recording, order.folder, goes_on=workload.goes_on, verify=disagreement, effort=effort,
