@@ -17,6 +17,7 @@ from typing import Protocol, TypeAlias
 WORD = 8
 WORDS_IN_ANY_ORDER = 8
 """Of a store with more changed words not every subset is built: the first word, each half, all but the last."""
+TORN_LARGE = 5
 
 Content: TypeAlias = "tuple[bytes, ...]"
 """What lies at the ``offsets`` of a fate, in their order: words, of a bulk all of it."""
@@ -59,7 +60,7 @@ class Queue:
     """Per store: (index of a word, its new bytes) of what it changes."""
 
     def count(self) -> int:
-        return 1 + sum(1 << min(len(step), WORDS_IN_ANY_ORDER) for step in self.steps)
+        return 1 + sum((1 << len(s)) - 1 if len(s) <= WORDS_IN_ANY_ORDER else TORN_LARGE for s in self.steps)
 
     def contents(self) -> list[Content]:
         found = [self.lost]
