@@ -244,6 +244,10 @@ class _Streams(_Lines):
 
     def _write(self, store: Store, number: int, at: int, part: bytes) -> None:
         if store.streamed and len(part) == self.unit:
+            for _, before, after in self._queue:  # no word has two fates: what is streamed over counts as durable
+                for word in range(number * self.unit, (number + 1) * self.unit, WORD):
+                    before.pop(word, None)
+                    after.pop(word, None)
             super()._write(store, number, at, part)
             return
         base = number * self.unit

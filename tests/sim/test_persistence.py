@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightck.testing.fates import Fate
 from lightck.testing.persistence import (
+    BULK_NBYTES,
     Adversary,
     BlockDevice,
     Model,
@@ -19,7 +20,7 @@ A, B, Z = b"a" * 8, b"b" * 8, bytes(8)
 
 def after(model: Model, *events: Event) -> list[Fate]:
     """What may be lost after these events, on a medium of zeros."""
-    medium = bytearray(8192)
+    medium = bytearray(1 << 17)
     tracker = model.tracker(lambda offset, nbytes: bytes(medium[offset : offset + nbytes]))
     for event in events:
         tracker.feed(event)
@@ -108,6 +109,15 @@ def test_what_was_streamed_waits_for_a_fence_in_persistent_caches_too() -> None:
     assert after(EADR, stream, Flush(0, 0, 64), Fence(1))
 
 
+def test_no_word_has_two_fates() -> None:
+    for model in (PM, EADR, ADVERSARY, DISK):
+        for stores in ((LINE, True), (A, False)), ((A, False), (LINE, True)), ((A, False), (B, False)):
+            fates = after(model, *(Store(0, 0, data, streamed) for data, streamed in stores))
+            offsets = [at for fate in fates for at in fate.offsets]
+            assert offsets
+            assert len(offsets) == len(set(offsets))
+
+
 def test_on_a_disk_only_a_sync_makes_durable_and_it_does_so_for_all_threads() -> None:
     stores = (Store(0, 0, LINE), Store(1, 512, LINE))
     assert lines(after(DISK, *stores, Flush(0, 0, 64), Fence(0))) == {0, 8}
@@ -122,6 +132,15 @@ def test_sectors_of_a_disk_arrive_each_by_itself_and_stores_to_one_in_order() ->
     first, second = after(DISK, Store(0, 504, A + B), Store(0, 0, B))
     assert first.contents() == [(Z, Z), (Z, A), (B, A)]
     assert second.contents() == [(Z,), (B,)]
+
+
+def test_of_a_large_tensor_not_every_word_has_a_fate_of_its_own() -> None:
+    for model in (PM, EADR, ADVERSARY, DISK):
+        fates = after(model, Store(0, 0, LINE * (BULK_NBYTES // 64 + 8), streamed=True))
+        assert sum(len(fate.newest[0]) for fate in fates if fate.count() > 1 << 20) == BULK_NBYTES + 512
+        assert fates[0].contents()[0] == fates[0].lost == (bytes(BULK_NBYTES),)
+        assert fates[0].contents()[-1] == fates[0].newest == (LINE * (BULK_NBYTES // 64),)
+        assert len(fates[0].contents()) == 4
 
 
 def test_of_a_store_with_many_words_some_torn_contents_are_built() -> None:
