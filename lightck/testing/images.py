@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
+from itertools import accumulate
 
 from lightck.pool.extents import Extents, runs
 
@@ -22,6 +23,9 @@ class ImageFile:
         self.path = path
         self.nbytes = nbytes
         self._places = places
+        ends = list(accumulate(n for _, n in places))
+        self._extents_of_pool = [(end - n, end, at + n - end) for (at, n), end in zip(places, ends, strict=True)]
+        """(start, end) of each extent in the pool, and what to add for the place in the file."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._fd, nbytes)
         self._map = mmap.mmap(self._fd, nbytes)
@@ -29,10 +33,17 @@ class ImageFile:
             self._map[number * PAGE : number * PAGE + len(page)] = page
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        for start, end, shift in self._extents_of_pool:
+            if start <= offset and offset + nbytes <= end:
+                return self._map[offset + shift : offset + shift + nbytes]
         parts = [self._map[at : at + n] for at, n in runs(self._places, offset, nbytes)]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def write(self, offset: int, data: bytes) -> None:
+        for start, end, shift in self._extents_of_pool:
+            if start <= offset and offset + len(data) <= end:
+                self._map[offset + shift : offset + shift + len(data)] = data
+                return
         for at, n in runs(self._places, offset, len(data)):
             self._map[at : at + n] = data[:n]
             data = data[n:]

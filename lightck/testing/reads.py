@@ -56,12 +56,14 @@ class Memory(Generic[T]):
     def __init__(self) -> None:
         self._root: _Node[T] | _Leaf[T] | None = None
 
-    def recall(self, read: Callable[[int, int], bytes]) -> T | None:
-        """The outcome for an image whose bytes ``read`` gives; None where nothing like it was seen."""
-        node = self._root
+    def recall(self, read: Callable[[int, int], bytes]) -> tuple[T, list[Place]] | None:
+        """The outcome for an image whose bytes ``read`` gives, and what its recovery reads; None where nothing like it
+        was seen."""
+        node, places = self._root, []
         while isinstance(node, _Node):
+            places.append(node.place)
             node = node.nexts.get(read(*node.place))
-        return None if node is None else node.outcome
+        return None if node is None else (node.outcome, places)
 
     def learn(self, places: list[Place], read: Callable[[int, int], bytes], outcome: T) -> None:
         """This image was read at these places, in this order, and gave this outcome."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import count
 from types import TracebackType
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -85,10 +87,16 @@ class _File:
 
 
 class Recorder:
-    """Records the pool at ``path``; a context manager around one or more sessions."""
+    """Records the pool at ``path``; a context manager around one or more sessions.
 
-    def __init__(self, path: str) -> None:
+    The files get uuids by their number: two recordings of the same steps are the same bytes, and no image of theirs is
+    counted twice.
+    """
+
+    def __init__(self, path: str, name: str = "") -> None:
+        """``name``: what makes the uuids differ from those of another recorder, where both made a file at ``path``."""
         self.path = path
+        self._name = name
         self._files: list[_File] = []
         self._notes: dict[tuple[int, int], bytes] = {}
         self._sessions = 0
@@ -176,6 +184,13 @@ class Recorder:
             publish(container)
             recorder.published(container.fd)
 
+        geometry, made = create._geometry, count()
+
+        def numbered(*args: Any) -> tuple[Superblock, bytes]:
+            superblock, table = geometry(*args)
+            return replace(superblock, uuid=_uuid(f"{self._name} {next(made)}")), table
+
+        self._patches.enter_context(patch.object(create, "_geometry", numbered))
         for module in (create, writer):
             self._patches.enter_context(patch.object(module, "Medium", Recording))
         self._patches.enter_context(patch.object(FileContainer, "publish", recorded_publish))
@@ -236,6 +251,10 @@ class _RecordingMedium(Medium):
         if self.handle is not None:
             self._recorder.unmapped(self)
         super().close()
+
+
+def _uuid(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=16).digest()
 
 
 def _manifests(events: Sequence[Event]) -> list[ManifestHeader]:

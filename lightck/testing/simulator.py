@@ -1,10 +1,10 @@
 """The power is cut at every point of a recording, and what is left must recover.
 
-A *crash image* is a file that a crash at one moment of the trace may leave behind, under a persistence model: with
-everything before that moment in it, with nothing of what was not durable, and with each unit that was not durable
-lost alone and arrived alone. Images are differences to one file. Each is recovered by the shipped ``lightck.recover``
-and has to keep the promise: nothing that was acknowledged is lost, nothing is returned that was never begun, and
-every tensor is exact. An image that differs only where recovery does not look is not recovered again.
+A *crash image* is a file that a crash at one moment of the trace may leave behind, under a persistence model: what
+was durable, and any of the contents that the model allows for the rest (``cuts`` says which are built). Each is
+recovered by the shipped ``lightck.recover`` and has to keep the promise: nothing that was acknowledged is lost, nothing
+is returned that was never begun, every tensor is exact, ``lightck verify`` agrees, and a training goes on from it. An
+image that differs from another one only where recovery does not look is not recovered again.
 
 One rule cannot be seen in an image, since checksums would hide that it is broken: where fences order, a slot's header
 names the new generation, durably, before the first byte of payload changes. It is checked on the trace.
@@ -16,15 +16,20 @@ import os
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightck import _native
-from lightck.testing.images import ImageFile
-from lightck.testing.oracle import Outcome, Recovered, Refused, recovery
+from lightck.testing import cuts, fingerprint
+from lightck.testing.cuts import ALL, Image, Look
+from lightck.testing.images import PAGE, ImageFile
+from lightck.testing.seen import Known, Past
+from lightck.testing.oracle import Outcome, Recovered, recovery
 from lightck.testing.persistence import Model, Tracker
-from lightck.testing.reads import Memory, watched
+from lightck.testing.point import Point, kind_of
+from lightck.testing.promise import Promise
+from lightck.testing.reads import Memory, Place, watched
 from lightck.testing.recording import Recorder, Recording, Tape
+from lightck.testing.report import Report, Violation
 from lightck.testing.trace import LOST, PUBLISHED, Event, Mark, Store
 
 Transform = Callable[[Sequence[Event]], Iterable[Event]]
@@ -32,62 +37,16 @@ Transform = Callable[[Sequence[Event]], Iterable[Event]]
 
 
 @dataclass(frozen=True, slots=True)
-class Violation:
-    """A broken promise, with what it takes to see it again."""
-
-    tape: int
-    event: int
-    image: str
-    units: tuple[int, ...]
-    reason: str
-    seed: int
-
-    def __str__(self) -> str:
-        where = f"file {self.tape}, before event {self.event}, seed {self.seed}, {self.image}"
-        units = "".join(f" {unit:#x}" for unit in self.units)
-        return f"{self.reason} [{where}{units}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a check saw. ``distinct`` images were recovered; the others differ from one of these only where recovery
-    does not look."""
-
-    model: str
-    events: int
-    crash_points: int
-    images: int
-    distinct: int
-    again: int
-    went_on: int
-    images_after: int
-    """Images of the trainings that went on."""
-    outcomes: Counter[str]
-    violations: tuple[Violation, ...]
-
-    def __str__(self) -> str:
-        outcomes = ", ".join(f"{n} {name}" for name, n in sorted(self.outcomes.items()))
-        head = (
-            f"{self.model}: {self.events} events, {self.crash_points} crash points, {self.images} images "
-            f"({self.distinct} distinct, {self.again} recovered again), {self.went_on} trained on with "
-            f"{self.images_after} images more: {outcomes}; {len(self.violations)} violations"
-        )
-        return "\n".join([head, *map(str, self.violations)])
-
-
-@dataclass(frozen=True, slots=True)
 class Effort:
-    """How closely to look."""
+    """How closely to look, and how often to look closer."""
 
-    payload_units: int = 16
-    """How many units of payload are lost, each alone, at one crash point."""
-    metadata_units: int = 1 << 20
-    """The same for metadata: all."""
-    shuffles: int = 8
-    """Images per crash point in which any subset of what is not durable is lost."""
-    again_every: int = 200
-    """Every so many images the recovery is run for certain, its outcome compared, and the file too."""
-    goes_on_every: int = 1000
+    look: Look = field(default_factory=Look)
+    again_every: int = 100
+    """Every so many images the recovery is run for certain, and its outcome compared."""
+    compare_every: int = 10
+    """On every so many of those all bytes of the file are compared too."""
+    verify_every: int = 200
+    goes_on_every: int = 2000
     """On every so many images a training goes on, and the power is cut again."""
     violations_max: int = 20
     """A check ends there."""
@@ -95,90 +54,12 @@ class Effort:
 
     def less(self) -> Effort:
         """For a recording that began in a crash image."""
-        return replace(self, payload_units=2, metadata_units=16, shuffles=1, again_every=200)
+        look = Look(budget=64, metadata=4, payload=2, contents=2, prefixes=1, masks=1)
+        return replace(self, look=look)
 
 
-class Promise:
-    """Which contents a recovery may return at one moment of the trace."""
-
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._acked = tape.acked
-        self.begun: list[int] = []
-        """Generations that were begun since the last one that was acknowledged."""
-
-    def feed(self, event: Event) -> None:
-        if not isinstance(event, Mark):
-            return
-        if event.mark == _native.MARK_BEGIN:
-            self.begun.append(event.value)
-        elif event.mark == _native.MARK_ACK:
-            self._acked = event.value
-            self.begun = [g for g in self.begun if g > event.value]
-        elif event.mark == LOST:
-            self.begun += [] if self._acked is None else [self._acked]
-            self._acked = event.value
-
-    def broken_by(self, outcome: Outcome) -> str | None:
-        """The reason why this outcome must not be; None where it may."""
-        if isinstance(outcome, Refused):
-            if self._acked is None and outcome.error == "NoCheckpointError":
-                return None
-            before = "before" if self._acked is None else f"though generation {self._acked} was acknowledged, not"
-            return f"{outcome.error} {before} anything was acknowledged: {outcome.message}"
-        lines = [*self.begun, *([] if self._acked is None else [self._acked])]
-        allowed = {self._tape.content.get(g, g) for g in lines}
-        if outcome.generation not in allowed:
-            return f"generation {outcome.generation} was recovered, only {sorted(allowed)} may be"
-        known = self._tape.expected.get(outcome.generation)
-        if known is None:
-            return f"generation {outcome.generation} was recovered, and nobody knows what it has to hold"
-        if (known.step, known.digest) != (outcome.step, outcome.digest):
-            return f"generation {outcome.generation} was recovered as step {outcome.step} with other values"
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How an image differs from "everything before this event has arrived"."""
-
-    image: str
-    units: tuple[int, ...] = ()
-    """Offsets of the units that it is about."""
-
-
-def images(
-    file: ImageFile, tracker: Tracker, picked: Sequence[int], rng: random.Random, shuffles: int
-) -> Iterator[Cut]:
-    """Every image of one crash point, one after the other in ``file``, which then holds everything again.
-
-    Of units that are not durable, those in ``picked`` are lost and arrive alone; ``shuffles`` images more give every
-    unit any of its possible contents.
-    """
-    size, pending = tracker.unit, tracker.pending
-    choices = {number: pending[number].contents() for number in picked}
-    yield Cut("everything arrived")
-    for number, contents in choices.items():
-        newest = pending[number].newest
-        for content in contents:
-            if content != newest:
-                file.write(number * size, content)
-                yield Cut("one lost", (number * size,))
-        file.write(number * size, newest)
-    for number, unit in pending.items():
-        file.write(number * size, unit.durable)
-    yield Cut("nothing arrived")
-    for number, contents in choices.items():
-        for content in contents[1:]:
-            file.write(number * size, content)
-            yield Cut("one alone", (number * size,))
-        file.write(number * size, contents[0])
-    for _ in range(shuffles if len(pending) > 1 else 0):
-        for number, unit in pending.items():
-            file.write(number * size, rng.choice([unit.durable, unit.newest]))
-        yield Cut("any of them", tuple(n * size for n, u in pending.items() if file.read(n * size, size) != u.newest))
-    for number, unit in pending.items():
-        file.write(number * size, unit.newest)
+Verify = Callable[[str, Outcome, bool], "str | None"]
+"""``verify(path, outcome, is_harmed)``: why the checker's verdict does not fit what recovery made of an image."""
 
 
 class Simulator:
@@ -191,15 +72,22 @@ class Simulator:
         *,
         recover: Callable[[str], Outcome] = recovery,
         goes_on: Callable[[Recorder], None] | None = None,
+        verify: Verify | None = None,
         effort: Effort | None = None,
+        known: Known | None = None,
     ) -> None:
-        """``goes_on``: trains on from the recorder's pool, and raises where that does not work."""
+        """``goes_on``: trains on from the recorder's pool, and raises where that does not work. ``known``: what other
+        simulators with the same ``recover`` and the same effort found out."""
         self.recording = recording
         self.folder = folder
         self.recover = recover
         self.goes_on = goes_on
+        self.verify = verify
         self.effort = effort or Effort()
+        self.known = Known() if known is None else known
         self.memory: Memory[Outcome] = Memory()
+        self.judged = 0
+        """Images, of all checks: every so many of them are looked at more closely."""
 
     def check(self, model: Model, bug: Transform | None = None) -> Report:
         """Every image of every file under this model; ``bug`` changes the trace first."""
@@ -224,15 +112,15 @@ class _Check:
     crash_points: int = 0
     images: int = 0
     distinct: int = 0
-    again: int = 0
+    recovered: int = 0
+    verified: int = 0
     went_on: int = 0
-    images_after: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
 
     def report(self) -> Report:
-        return Report(self.model.name, self.events, self.crash_points, self.images, self.distinct, self.again,
-                      self.went_on, self.images_after, self.outcomes, tuple(self.violations))  # fmt: skip
+        return Report(self.model.name, self.events, self.crash_points, self.images, self.distinct, self.recovered,
+                      self.verified, self.went_on, self.outcomes, tuple(self.violations))  # fmt: skip
 
     def tape(self, number: int, tape: Tape, events: Sequence[Event]) -> None:
         path = os.path.join(self.simulator.folder, "crashed.pool")
@@ -243,6 +131,13 @@ class _Check:
             pass
         finally:
             file.close()
+
+    def add(self, nested: Report) -> None:
+        """Of a training that went on from an image."""
+        self.images += nested.images
+        self.distinct += nested.distinct
+        self.recovered += nested.recovered
+        self.verified += nested.verified
 
 
 class _Tape:
@@ -256,10 +151,12 @@ class _Tape:
         self._tape = tape
         self._file = file
         self._promise = Promise(tape)
-        self._tracker = check.model.tracker(file.read)
+        self._tracker: Tracker = check.model.tracker(file.read)
         self._is_visible = tape.is_visible
-        self._rng = random.Random(self._effort.seed)
+        self._is_damaged = False
         self._at = 0
+        self._base = fingerprint_of(file, tape)
+        self._past = Past(f"{check.model.name} {self._effort.look} {self._effort.seed} {self._base} {tape.is_visible}")
 
     def run(self, events: Sequence[Event]) -> None:
         self._check.events += len(events)
@@ -268,114 +165,172 @@ class _Tape:
                 self._cut()
             self._feed(event)
             if isinstance(event, Store):
-                self._judge(Cut("everything arrived"))
+                self._whole()
             elif isinstance(event, Mark):
                 self._cut()
         self._at = len(events)
         self._cut()
 
     def _feed(self, event: Event) -> None:
+        self._past.feed(event)
         self._tracker.feed(event)
         self._promise.feed(event)
         if isinstance(event, Store):
             self._check_header(event)
-            self._file.write(event.offset, event.data)
+            self._write(event)
         elif isinstance(event, Mark):
             self._is_visible |= event.mark == PUBLISHED
+            self._is_damaged |= event.mark == LOST
+
+    def _write(self, store: Store) -> None:
+        low = store.offset // 8 * 8
+        nbytes = -(-(store.offset + len(store.data)) // 8) * 8 - low
+        self._base ^= fingerprint.of_bytes(low, self._file.read(low, nbytes))
+        self._file.write(store.offset, store.data)
+        self._base ^= fingerprint.of_bytes(low, self._file.read(low, nbytes))
 
     def _check_header(self, store: Store) -> None:
         slot = next((s for s in self._tape.slots if s.payload <= store.offset < s.end), None)
         if slot is None or not self._check.model.fences_order:
             return
         names = int.from_bytes(self._file.read(slot.header, 8), "little")
-        if names not in self._promise.begun or slot.header // self._tracker.unit in self._tracker.pending:
-            self._violation(Cut("no image"), "payload was stored into a slot that was not invalidated durably before")
+        if names not in self._promise.begun or self._tracker.is_pending(slot.header):
+            self._found("no image", (), "payload was stored into a slot that was not invalidated durably before")
+
+    # -- crash points ------------------------------------------------------------------------------------------------
+
+    def _whole(self) -> None:
+        """A crash here, after which everything that was stored is there."""
+        if self._is_visible:
+            self._judge(Point(self._file, (), self._base), "everything arrived", ALL)
 
     def _cut(self) -> None:
         """A crash here: everything that it may leave behind."""
-        if not self._is_visible:
+        if not self._is_visible or not self._simulator.known.is_new(self._past.so_far(self._promise.state())):
             return
         self._check.crash_points += 1
-        for cut in images(self._file, self._tracker, self._picked(), self._rng, self._effort.shuffles):
-            self._judge(cut)
+        fates = self._tracker.fates()
+        kinds = [kind_of(fate, self._tape.slots) for fate in fates]
+        rng = random.Random(f"{self._effort.seed}:{self._check.model.name}:{self._number}:{self._at}")
+        point = Point(self._file, fates, self._base)
+        for how, image in cuts.images(fates, kinds, self._effort.look, rng):
+            point.show(image)
+            self._judge(point, how, image)
+        point.show(ALL)
 
-    def _picked(self) -> list[int]:
-        """The units to lose."""
-        size = self._tracker.unit
-        metadata: list[int] = []
-        payload: list[int] = []
-        for number in self._tracker.pending:
-            at = number * size
-            is_payload = any(slot.payload <= at < slot.end for slot in self._tape.slots)
-            (payload if is_payload else metadata).append(number)
-        effort = self._effort
-        return self._sample(metadata, effort.metadata_units) + self._sample(payload, effort.payload_units)
-
-    def _sample(self, units: list[int], n: int) -> list[int]:
-        return units if len(units) <= n else self._rng.sample(units, n)
-
-    def _judge(self, cut: Cut) -> None:
-        if not self._is_visible:
-            return
-        self._check.images += 1
-        outcome = self._outcome(cut)
+    def _judge(self, point: Point, how: str, image: Image) -> None:
+        check = self._check
+        check.images += 1
+        self._simulator.judged += 1
+        outcome = self._outcome(point, image)
         reason = self._promise.broken_by(outcome)
         if reason is not None:
-            self._violation(cut, reason)
+            self._reduced(point, how, image, reason)
+        self._look_closer(outcome, how, image is not ALL)
 
-    def _violation(self, cut: Cut, reason: str) -> None:
-        found = self._check.violations
-        found.append(Violation(self._number, self._at, cut.image, cut.units, reason, self._effort.seed))
-        if len(found) >= self._effort.violations_max:
-            raise _Enough
-
-    def _outcome(self, cut: Cut) -> Outcome:
-        """What recovery makes of this image; now and then we look closer."""
-        check, effort = self._check, self._effort
-        outcome = self._simulator.memory.recall(self._file.read)
+    def _outcome(self, point: Point, image: Image) -> Outcome:
+        """What recovery makes of the image that is shown: known of the same bytes, or of those that it looks at."""
+        outcomes = self._simulator.known.outcomes
+        outcome = outcomes.get(point.fingerprint)
         if outcome is None:
-            outcome = self._recovered(cut)
-        if check.images % effort.again_every == 0:
-            self._again(cut, outcome)
-        if self._simulator.goes_on is not None and check.images % effort.goes_on_every == 0:
-            self._go_on(cut, outcome, self._simulator.goes_on)
+            outcome = outcomes[point.fingerprint] = point.known(image) or self._recalled(point, image)
+            self._check.distinct += 1
+        elif not image.but and point.fates:
+            self._recalled(point, image)
         return outcome
 
-    def _recovered(self, cut: Cut) -> Outcome:
+    def _recalled(self, point: Point, image: Image) -> Outcome:
+        found = self._simulator.memory.recall(self._file.read)
+        outcome, places = self._recovered() if found is None else found
+        point.learn(image, outcome, places)
+        return outcome
+
+    def _recovered(self) -> tuple[Outcome, list[Place]]:
         changed_at = self._file.changed_at()
         with watched() as places:
             outcome = self._simulator.recover(self._file.path)
         self._simulator.memory.learn(places, self._file.read, outcome)
         self._check.outcomes[f"step {outcome.step}" if isinstance(outcome, Recovered) else outcome.error] += 1
-        self._check.distinct += 1
+        self._check.recovered += 1
         if self._file.changed_at() != changed_at:
-            self._violation(cut, "the recovery wrote to the file")
-        return outcome
+            self._found("", (), "the recovery wrote to the file")
+        return outcome, places
 
-    def _again(self, cut: Cut, outcome: Outcome) -> None:
-        before = bytes(self._file.whole())
-        self._check.again += 1
+    # -- what is found -----------------------------------------------------------------------------------------------
+
+    def _reduced(self, point: Point, how: str, image: Image, reason: str) -> None:
+        """Found, with as little lost as still breaks the promise."""
+
+        missing = image.missing(point.fates)
+
+        def is_enough(lost: Sequence[int]) -> bool:
+            less = Image(False, {i: missing[i] for i in lost})
+            point.show(less)
+            return self._promise.broken_by(self._outcome(point, less)) is not None
+
+        few = cuts.minimal(list(missing), is_enough) if len(missing) > 1 else list(missing)
+        point.show(image)
+        how = f"{how}, reduced from {len(missing)} fates to {len(few)}" if len(few) < len(missing) else how
+        self._found(how, point.lost({i: missing[i] for i in few}), reason)
+
+    def _found(self, how: str, words: tuple[int, ...], reason: str) -> None:
+        found = self._check.violations
+        found.append(Violation(self._check.model.name, self._number, self._at, how, words, reason, self._effort.seed))
+        if len(found) >= self._effort.violations_max:
+            raise _Enough
+
+    # -- now and then ------------------------------------------------------------------------------------------------
+
+    def _look_closer(self, outcome: Outcome, how: str, is_harmed: bool) -> None:
+        number, effort, simulator = self._simulator.judged, self._effort, self._simulator
+        if number % effort.again_every == 0:
+            self._again(outcome, how, number % (effort.again_every * effort.compare_every) == 0)
+        if simulator.verify is not None and number % effort.verify_every == 0:
+            self._check.verified += 1
+            reason = simulator.verify(self._file.path, outcome, is_harmed or self._is_damaged)
+            if reason is not None:
+                self._found(how, (), reason)
+        if simulator.goes_on is not None and number % effort.goes_on_every == 0:
+            self._go_on(outcome, how, simulator.goes_on)
+
+    def _again(self, outcome: Outcome, how: str, compare: bool) -> None:
+        before, changed_at = bytes(self._file.whole()) if compare else b"", self._file.changed_at()
+        self._check.recovered += 1
         if self._simulator.recover(self._file.path) != outcome:
-            self._violation(cut, "a second recovery gave something else")
-        if self._file.whole() != before:
-            self._violation(cut, "the recovery changed the file")
+            self._found(how, (), "a second recovery gave something else")
+        if self._file.changed_at() != changed_at or (compare and self._file.whole() != before):
+            self._found(how, (), "the recovery wrote to the file")
 
-    def _go_on(self, cut: Cut, outcome: Outcome, goes_on: Callable[[Recorder], None]) -> None:
+    def _go_on(self, outcome: Outcome, how: str, goes_on: Callable[[Recorder], None]) -> None:
         """Train on from this image, and cut the power at every point of that too."""
         self._check.went_on += 1
-        with tempfile.TemporaryDirectory(dir=self._simulator.folder) as folder:
-            recorder = Recorder(os.path.join(folder, "again.pool"))
+        simulator = self._simulator
+        with tempfile.TemporaryDirectory(dir=simulator.folder) as folder:
+            recorder = Recorder(os.path.join(folder, "again.pool"), "again")
             self._file.copy_to(recorder.path)
             try:
                 with recorder:
                     goes_on(recorder)
             except Exception as err:
-                self._violation(cut, f"a training does not go on: {type(err).__name__}: {err}")
+                self._found(how, (), f"a training does not go on: {type(err).__name__}: {err}")
                 return
             acked = outcome.generation if isinstance(outcome, Recovered) else None
-            again = Simulator(recorder.finish(self._tape, acked), folder, effort=self._effort.less())
-            again.memory = self._simulator.memory
+            again = Simulator(recorder.finish(self._tape, acked), folder, recover=simulator.recover,
+                              effort=self._effort.less(), known=simulator.known)  # fmt: skip
+            again.memory = simulator.memory
             report = again.check(self._check.model)
-        self._check.images_after += report.images
+        self._check.add(report)
         for violation in report.violations:
-            self._violation(cut, f"after a training went on: {violation}")
+            self._found(how, (), f"after a training went on: {violation}")
+
+
+def fingerprint_of(file: ImageFile, tape: Tape) -> int:
+    """Of all bytes of the pool in this file."""
+    found, at = 0, 0
+    for start, nbytes in tape.places:
+        for number in tape.pages:
+            if start <= number * PAGE < start + nbytes:
+                inside = at + number * PAGE - start
+                found ^= fingerprint.of_bytes(inside, file.read(inside, PAGE))
+        at += nbytes
+    return found

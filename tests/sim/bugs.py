@@ -206,3 +206,34 @@ def acknowledged_at_once(events: Sequence[Event]) -> list[Event]:
         if isinstance(event, Mark) and event.mark == _native.MARK_BEGIN:
             changed.append(replace(event, mark=_native.MARK_ACK))
     return changed
+
+
+def no_adoption_line(events: Sequence[Event]) -> list[Event]:
+    """An attachment goes on from a version and does not write that down."""
+    gone: set[int] = set()
+    for i, event in enumerate(events):
+        if is_body(event) and isinstance(event, Store) and event.data[36] == 2:
+            gone.update(range(i, next_index(events, i, Sync) + 1))
+    assert gone, "the workload adopts"
+    return dropped(events, gone)
+
+
+def no_flush_of_the_payload(events: Sequence[Event]) -> list[Event]:
+    """One tensor of each version is stored through the caches, and never written back."""
+    changed: list[Event] = []
+    waiting, low, high = False, 0, 0
+    for event in events:
+        if isinstance(event, Mark) and event.mark == _native.MARK_BEGIN:
+            waiting = True
+        if waiting and isinstance(event, Store) and is_payload(event):
+            waiting, low, high = False, event.offset, event.offset + len(event.data)
+            changed.append(replace(event, streamed=False))
+        elif not (isinstance(event, Flush) and low <= event.offset < high):
+            changed.append(event)
+    return changed
+
+
+def no_fence_at_all(events: Sequence[Event]) -> list[Event]:
+    """Written back, and never waited for: what a CPU path without a drain does."""
+    seen = next(i for i, e in enumerate(events) if isinstance(e, Mark) and e.mark == PUBLISHED)
+    return [event for i, event in enumerate(events) if i < seen or not orders(event)]

@@ -2,62 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import lightck
 from lightck.pool.reader import Version, open_pool
-from lightck.testing.oracle import truth
-from lightck.testing.recording import Recorder, Recording
-
-
-def build(width: int = 3, frozen: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of few tensors, so that a recovery is quick, with momentum as optimizer state."""
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 1, bias=False))
-    for p in model[0].parameters():
-        p.requires_grad_(not frozen)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return model, torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-
-
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    model(torch.tensor([[1.0, number], [0.5, -1.0]])).square().sum().backward()
-    optimizer.step()
-
-
-def train(
-    recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0, **state: Any
-) -> None:
-    for number in range(start, start + steps):
-        one_step(model, optimizer, number)
-        recorder.note(model, optimizer, **state)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """``run`` trains under a recorder; ``build`` makes what a restart would make."""
-
-    run: Callable[[Recorder], None]
-    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]] = build
-    state: Callable[[], dict[str, Any]] = dict
-
-    def goes_on(self, recorder: Recorder) -> None:
-        """Resume from an image and make two more steps; what then is in the pool must be the last one."""
-        (model, optimizer), state = self.build(), self.state()
-        with recorder.attach(model, optimizer, state=state, resume=True) as session:
-            start = session.step
-            train(recorder, model, optimizer, 2, start, **state)
-        (again, optimizer_again), state_again = self.build(), self.state()
-        assert lightck.recover(recorder.path, again, optimizer_again, state_again).step == start + 2
-        assert truth(again, optimizer_again, **state_again) == truth(model, optimizer, **state), "other values"
+from lightck.testing.recording import Recorder
+from lightck.testing.recorded import Average, Workload, build, one_step, train
 
 
 def plain(slots: int, steps: int) -> Workload:
@@ -107,7 +60,7 @@ def failed_restarts() -> Workload:
     return Workload(run)
 
 
-def going_back(slots: int) -> Workload:
+def going_back(slots: int, then: int = 2) -> Workload:
     """The user goes on from an older step: the newer ones are dead from then on."""
 
     def run(recorder: Recorder) -> None:
@@ -117,17 +70,17 @@ def going_back(slots: int) -> Workload:
         model, optimizer = build()
         lightck.recover(recorder.path, model, optimizer, step=2)
         with recorder.attach(model, optimizer):
-            train(recorder, model, optimizer, 2, 10)
+            train(recorder, model, optimizer, then, 10)
 
     return Workload(run)
 
 
-def media_error() -> Workload:
+def media_error(slots: int) -> Workload:
     """The newest version goes bad; the training goes on from the one before, and its slot is the last to be reused."""
 
     def run(recorder: Recorder) -> None:
         model, optimizer = build()
-        with recorder.attach(model, optimizer, slots=3):
+        with recorder.attach(model, optimizer, slots=slots):
             train(recorder, model, optimizer, 4)
         newest = lightck.recover(recorder.path)
         with closing(open_pool(recorder.path)) as pool:
@@ -138,7 +91,7 @@ def media_error() -> Workload:
             assert session.step == 3
             train(recorder, model, optimizer, 1, session.step)
         pool = open_pool(recorder.path)
-        assert sorted(v.step for v in pool.versions() if isinstance(v, Version)) == [2, 3, 4]
+        assert sorted(v.step for v in pool.versions() if isinstance(v, Version)) == [2, 3, 4][-slots:]
         pool.close()
 
     return Workload(run)
@@ -207,19 +160,6 @@ def dropped() -> Workload:
     return Workload(run, lambda: build(700))
 
 
-class Average:
-    """An object in ``state`` with one large tensor, which may grow."""
-
-    def __init__(self, numel: int) -> None:
-        self.values = torch.arange(float(numel))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state["values"]
-
-
 def growth(slots: int) -> Workload:
     """State that outgrows its pool: first into the reserve, then a new file replaces the pool."""
 
@@ -260,7 +200,21 @@ def overwrite() -> Workload:
     return Workload(run)
 
 
+def wrapped() -> Workload:
+    """So many restarts that lines of the ring are overwritten."""
+
+    def run(recorder: Recorder) -> None:
+        for restart in range(18):
+            model, optimizer = build()
+            with recorder.attach(model, optimizer, resume=True) as session:
+                if restart in (0, 17):
+                    train(recorder, model, optimizer, 2, session.step)
+
+    return Workload(run)
+
+
 WORKLOADS: dict[str, Workload] = {
+    "one version": plain(2, 1),
     "two slots": plain(2, 3),
     "three slots": plain(3, 4),
     "frozen": frozen(),
@@ -268,7 +222,9 @@ WORKLOADS: dict[str, Workload] = {
     "failed restarts": failed_restarts(),
     "going back": going_back(2),
     "going back, three slots": going_back(3),
-    "media error": media_error(),
+    "going back, no step": going_back(3, 0),
+    "media error": media_error(2),
+    "media error, three slots": media_error(3),
     "relayout": relayout(),
     "pinned": pinned(release=True),
     "growth": growth(2),
@@ -277,11 +233,5 @@ WORKLOADS: dict[str, Workload] = {
     "overwrite": overwrite(),
     "background": background(),
     "dropped": dropped(),
+    "wrapped": wrapped(),
 }
-
-
-def record(workload: Workload, path: Path) -> Recording:
-    recorder = Recorder(str(path))
-    with recorder:
-        workload.run(recorder)
-    return recorder.finish()

@@ -7,6 +7,7 @@ from importlib import import_module
 from lightck.testing.campaign import Campaign
 
 NAMES: tuple[str, ...] = (
+    "power-cut",
     "kill-writer",
     "kill-training",
     "kill-twice",

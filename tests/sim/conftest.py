@@ -1,0 +1,26 @@
+"""Recordings that several tests of the simulator look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from workloads import WORKLOADS
+
+from lightck.testing.recording import Recording
+from lightck.testing.recorded import record
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Recording, Path]]:
+    """By name of the workload: its recording, and the pool that it left."""
+    known: dict[str, tuple[Recording, Path]] = {}
+
+    def get(name: str) -> tuple[Recording, Path]:
+        if name not in known:
+            path = tmp_path_factory.mktemp("recorded") / "run.pool"
+            known[name] = record(WORKLOADS[name], path), path
+        return known[name]
+
+    return get

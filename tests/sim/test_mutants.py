@@ -1,0 +1,179 @@
+"""Bugs that were planted into what is written: each must be found, or the simulator proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import bugs
+import pytest
+from workloads import media_error, plain
+
+from lightck import _native
+from lightck.pool import writer
+from lightck.pool.file import FileBackend
+from lightck.pool.format import CommitLine
+from lightck.pool.reader import PoolReader
+from lightck.pool.slots import Slot, Slots
+from lightck.pool.writer import PoolWriter
+from lightck.testing.cuts import Look
+from lightck.testing.oracle import Outcome, Recovered, Refused
+from lightck.testing.persistence import Adversary, BlockDevice, Model, PersistentCaches, PersistentMemory
+from lightck.testing.recording import Expected, Recorder, Recording, SlotPlace, Tape
+from lightck.testing.simulator import Effort, Simulator, Transform
+from lightck.testing.trace import Event, Flush, Mark, Store, Sync
+from lightck.testing.recorded import Workload, record
+
+PM, EADR, ADVERSARY, DISK = PersistentMemory(), PersistentCaches(), Adversary(), BlockDevice()
+LOOK = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
+EFFORT = Effort(LOOK, again_every=1 << 30, violations_max=10)
+
+IN_THE_TRACE: list[tuple[Transform, str, tuple[Model, ...]]] = [
+    (bugs.no_fence_before_the_line, "two slots", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.no_flush_of_the_manifest, "two slots", (PM, ADVERSARY)),
+    (bugs.no_flush_of_the_payload, "two slots", (PM, ADVERSARY)),
+    (bugs.line_never_waited_for, "two slots", (PM, EADR, ADVERSARY)),
+    (bugs.no_sync_after_the_line, "two slots", (DISK,)),
+    (bugs.no_fence_at_all, "two slots", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.line_in_one_piece, "two slots", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.no_header, "two slots", (PM, EADR, ADVERSARY)),
+    (bugs.header_not_fenced, "two slots", (PM, EADR, ADVERSARY)),
+    (bugs.header_written_once, "two slots", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.payload_not_fenced, "background", (PM, EADR, ADVERSARY)),
+    (bugs.payload_after_the_line, "two slots", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.adoption_not_durable, "going back", (PM, DISK)),
+    (bugs.no_adoption_line, "going back", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.published_before_durable, "two slots", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.tables_not_flushed, "two slots", (PM, ADVERSARY)),
+    (bugs.acknowledged_at_once, "two slots", (PM, EADR, ADVERSARY, DISK)),
+]
+CASES = [(bug, name, model) for bug, name, models in IN_THE_TRACE for model in models]
+
+
+@pytest.mark.parametrize(("bug", "workload", "model"), CASES, ids=[f"{b.__name__}-{m.name}" for b, _, m in CASES])
+def test_a_bug_in_the_trace_is_found(
+    bug: Transform, workload: str, model: Model, recorded: Callable[[str], tuple[Recording, Path]], folder: Path
+) -> None:
+    report = Simulator(recorded(workload)[0], str(folder), effort=EFFORT).check(model, bug)
+    print(report)
+    assert report.violations, str(report)
+
+
+# -- in the code -----------------------------------------------------------------------------------------------------
+
+
+def slot_reused_too_early() -> AbstractContextManager[object]:
+    def protected_too(slots: Slots) -> Slot | None:
+        free = [s for s in slots.slots if not s.is_bad and not s.in_flight]
+        return free[0] if free else None
+
+    return patch.object(Slots, "choose", protected_too)
+
+
+def manifest_updated_in_place() -> AbstractContextManager[object]:
+    """The version is kept in its slot, and its manifest written over the one before."""
+
+    def same(slots: Slots) -> Slot | None:
+        slot = slots.slots[0]
+        slot.manifest_index = 0
+        return None if slot.in_flight else slot
+
+    return patch.object(Slots, "choose", same)
+
+
+def line_overwritten_in_place() -> AbstractContextManager[object]:
+    return patch.object(writer, "next_position", lambda *args: 0)
+
+
+@contextmanager
+def damaged_slot_protected() -> Iterator[None]:
+    """The slot that the newest line names is kept, not that of the version that the training goes on from."""
+    adopt = PoolWriter.adopt
+
+    def wrong(pool: PoolWriter, line: CommitLine) -> None:
+        newest = max(pool.ring.lines.values(), key=lambda known: known.generation)
+        adopt(pool, line)
+        pool.slots.protected = newest.slot
+        pool.slots.dead = (0, 0)
+
+    with patch.object(PoolWriter, "adopt", wrong):
+        yield
+
+
+@pytest.mark.parametrize(("bug", "workload"), [
+    (slot_reused_too_early, plain(2, 2)),
+    (manifest_updated_in_place, plain(2, 2)),
+    (line_overwritten_in_place, plain(2, 3)),
+    (damaged_slot_protected, media_error(2)),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+def test_a_bug_in_the_writer_is_found(
+    bug: Callable[[], AbstractContextManager[object]], workload: Workload, folder: Path
+) -> None:
+    with bug():
+        recording = record(Workload(lambda recorder: _as_far_as_it_goes(workload, recorder)), folder / "run.pool")
+    simulator = Simulator(recording, str(folder), effort=EFFORT)
+    for model in (PM, EADR, ADVERSARY, DISK):
+        report = simulator.check(model)
+        print(report)
+        assert report.violations, str(report)
+
+
+def _as_far_as_it_goes(workload: Workload, recorder: Recorder) -> None:
+    """A bug may show at the end of the training itself: what was written up to there counts."""
+    with suppress(AssertionError):
+        workload.run(recorder)
+
+
+# -- another protocol ------------------------------------------------------------------------------------------------
+
+COMMIT, PAYLOADS = 0, (4096, 8192)
+
+
+def commits(pack: Callable[[int, int], bytes]) -> Recording:
+    """Three versions in two slots, each committed by storing what ``pack(generation, slot)`` gives in one place."""
+    events: list[Event] = []
+    for generation in (1, 2, 3):
+        at, data = PAYLOADS[generation % 2], bytes([generation]) * 64
+        word = pack(generation, generation % 2)
+        events += [Mark(0, _native.MARK_BEGIN, generation), Store(0, at, data), Flush(0, at, 64), Sync(0)]
+        events += [Store(0, COMMIT, word), Flush(0, COMMIT, 16), Sync(0), Mark(0, _native.MARK_ACK, generation)]
+    expected = {generation: Expected(generation, bytes([generation]) * 64) for generation in (1, 2, 3)}
+    nowhere = (SlotPlace(1 << 40, 1 << 40, 1 << 40),)
+    tape = Tape(1 << 20, ((0, 1 << 20),), {}, True, tuple(events), nowhere, expected, {1: 1, 2: 2, 3: 3})
+    return (tape,)
+
+
+def recovery_of(unpack: Callable[[bytes], tuple[int, int]]) -> Callable[[str], Outcome]:
+    def recover(path: str) -> Outcome:
+        container = FileBackend().open(path, write=False)
+        try:
+            reader = SimpleNamespace(container=container)
+            generation, slot = unpack(PoolReader.read(reader, COMMIT, 16))  # type: ignore[arg-type]
+            if not generation:
+                return Refused("NoCheckpointError", "", True)
+            payload = PoolReader.read(reader, PAYLOADS[slot], 64)  # type: ignore[arg-type]
+            return Recovered(generation, generation, payload)
+        finally:
+            container.close()
+
+    return recover
+
+
+@pytest.mark.parametrize("model", [PM, EADR, ADVERSARY, DISK], ids=lambda model: str(model.name))
+def test_a_commit_of_16_bytes_without_a_checksum_is_found_and_one_of_8_is_sound(model: Model, folder: Path) -> None:
+    def unpack(data: bytes) -> tuple[int, int]:
+        return int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little")
+
+    def unpack_word(data: bytes) -> tuple[int, int]:
+        word = int.from_bytes(data[:8], "little")
+        return word >> 1, word & 1
+
+    two = commits(lambda generation, slot: generation.to_bytes(8, "little") + slot.to_bytes(8, "little"))
+    report = Simulator(two, str(folder), recover=recovery_of(unpack), effort=EFFORT).check(model)
+    assert any("other values" in violation.reason for violation in report.violations), str(report)
+    one = commits(lambda generation, slot: (generation << 1 | slot).to_bytes(8, "little"))
+    report = Simulator(one, str(folder), recover=recovery_of(unpack_word), effort=EFFORT).check(model)
+    assert not report.violations, str(report)
