@@ -15,8 +15,8 @@ import torch
 
 import lightck
 from lightck.pool.reader import Version, open_pool
-from lightck.testing.recording import Recorder
 from lightck.testing.recorded import Average, Pair, Workload, build, one_step
+from lightck.testing.recording import Recorder
 
 CHECKPOINTS_MAX, OTHERS_MAX = 3, 2
 CHECKPOINTS = {"step": 0, "grow": 1, "outgrow": 2}

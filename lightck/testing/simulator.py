@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from lightck.testing import cuts, fingerprint
 from lightck.testing.cuts import ALL, Image, Look
 from lightck.testing.images import PAGE, ImageFile
-from lightck.testing.seen import Known, Past
 from lightck.testing.oracle import Outcome, Recovered, recovery
 from lightck.testing.persistence import Model, Tracker
 from lightck.testing.point import Point, kind_of
@@ -30,6 +29,7 @@ from lightck.testing.promise import Promise
 from lightck.testing.reads import Memory, Place, watched
 from lightck.testing.recording import Recorder, Recording, Tape
 from lightck.testing.report import Report, Violation
+from lightck.testing.seen import Known, Past
 from lightck.testing.trace import LOST, PUBLISHED, Event, Mark, Store
 
 Transform = Callable[[Sequence[Event]], Iterable[Event]]

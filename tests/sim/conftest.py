@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from workloads import WORKLOADS
 
-from lightck.testing.recording import Recording
 from lightck.testing.recorded import record
+from lightck.testing.recording import Recording
 
 
 @pytest.fixture(scope="session")

@@ -22,10 +22,10 @@ from lightck.pool.writer import PoolWriter
 from lightck.testing.cuts import Look
 from lightck.testing.oracle import Outcome, Recovered, Refused
 from lightck.testing.persistence import Adversary, BlockDevice, Model, PersistentCaches, PersistentMemory
+from lightck.testing.recorded import Workload, record
 from lightck.testing.recording import Expected, Recorder, Recording, SlotPlace, Tape
 from lightck.testing.simulator import Effort, Simulator, Transform
 from lightck.testing.trace import Event, Flush, Mark, Store, Sync
-from lightck.testing.recorded import Workload, record
 
 PM, EADR, ADVERSARY, DISK = PersistentMemory(), PersistentCaches(), Adversary(), BlockDevice()
 LOOK = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)

@@ -19,9 +19,9 @@ from lightck.pool.slots import Slot, Slots
 from lightck.testing.cuts import Look
 from lightck.testing.oracle import Outcome, Recovered, Refused, recovery
 from lightck.testing.persistence import MODELS, BlockDevice, PersistentMemory
+from lightck.testing.recorded import record
 from lightck.testing.recording import Recording
 from lightck.testing.simulator import Effort, Simulator
-from lightck.testing.recorded import record
 from lightck.testing.verdict import disagreement
 
 PM, DISK = PersistentMemory(), BlockDevice()

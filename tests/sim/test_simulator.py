@@ -13,10 +13,10 @@ import toys
 from lightck.testing import fingerprint
 from lightck.testing.cuts import ALL, Look, images, minimal
 from lightck.testing.fates import Fate, Queue
-from lightck.testing.seen import Known
 from lightck.testing.oracle import Outcome, Recovered, Refused
 from lightck.testing.persistence import MODELS, PersistentMemory
 from lightck.testing.recording import Recording
+from lightck.testing.seen import Known
 from lightck.testing.simulator import Effort, Simulator
 from lightck.testing.verdict import disagreement
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import lightck
 from lightck.pool.reader import Version, open_pool
-from lightck.testing.recording import Recorder
 from lightck.testing.recorded import Average, Workload, build, one_step, train
+from lightck.testing.recording import Recorder
 
 
 def plain(slots: int, steps: int) -> Workload:

@@ -115,7 +115,7 @@ class Bench:
     def recover(self, damage: Damage) -> Outcome:
         """``lightck.recover``, unless all that it read in the good file is as it was."""
         known = None if damage.kind.endswith(CONTAINER) else self.memory.recall(self._read)
-        return recovery(self.path) if known is None else known
+        return recovery(self.path) if known is None else known[0]
 
     # -- what a damage changed ---------------------------------------------------------------------------------------
 

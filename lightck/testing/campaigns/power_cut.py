@@ -22,12 +22,12 @@ from lightck.pool.format import MIB
 from lightck.pool.pmdk import PmdkBackend
 from lightck.testing.campaign import Campaign, Order, Tally
 from lightck.testing.cuts import Look
-from lightck.testing.seen import Known
 from lightck.testing.persistence import MODELS
+from lightck.testing.recorded import record, small_heap
 from lightck.testing.report import Report
+from lightck.testing.seen import Known
 from lightck.testing.sequences import Sequence, sequences
 from lightck.testing.simulator import Effort, Simulator
-from lightck.testing.recorded import record, small_heap
 from lightck.testing.verdict import disagreement
 
 LOOK = Look(budget=4096, metadata=48, payload=16, contents=32, prefixes=8, masks=12)
