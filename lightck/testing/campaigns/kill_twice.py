@@ -214,6 +214,6 @@ CAMPAIGN = Campaign(
     "kill-twice",
     "a kill and another fault: in recovery, adoption, a move, creation; with a flipped bit; on a full medium",
     small=7,
-    long=420,
+    long=140,
     run=run,
 )
