@@ -44,6 +44,8 @@ class Life:
         """Any other process: what the pool holds must not be touched by it."""
         told = story(work, kill)
         self.history.append(f"{kill or 'no kill'}: {told}")
+        for trace in told.of("error"):
+            raise BrokenError(f"an error in the process: {trace}")
         self.judge(closely=True)
         return told
 

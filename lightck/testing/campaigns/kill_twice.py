@@ -73,6 +73,8 @@ def _recover(life: Life, tell: Tell) -> None:
     model, optimizer = known.build(life.plan)
     tell("recovers", 0)
     step = lightck.recover(life.path, model, optimizer).step if life.ledger.least else 0
+    wrong = known.difference(life.plan, step, model.state_dict(), optimizer.state_dict())
+    assert wrong is None, f"restored: {wrong}"
     tell("recovered", step)
 
 
@@ -212,6 +214,6 @@ CAMPAIGN = Campaign(
     "kill-twice",
     "a kill and another fault: in recovery, adoption, a move, creation; with a flipped bit; on a full medium",
     small=7,
-    long=420,
+    long=140,
     run=run,
 )

@@ -47,6 +47,8 @@ def run(order: Order) -> Tally:
         except BrokenError as err:
             tally.found(trial, f"{name}: {err}")
         life.remove()
+        if trial % 10 == 9:
+            order.say(f"{trial + 1} pools, {len(tally.findings)} findings")
     return tally
 
 
@@ -231,6 +233,6 @@ CAMPAIGN = Campaign(
     "two-processes",
     "a pool that others touch: a second process, a worker that outlives its parent, a deleted or truncated file",
     small=5,
-    long=300,
+    long=60,
     run=run,
 )
