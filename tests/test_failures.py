@@ -14,8 +14,9 @@ from toys import adam, alive, everything, is_step, left_since, net, places, pool
 
 import lightck
 from lightck import pipeline
-from lightck.errors import ExportError, KeepError, PoolIOError
+from lightck.errors import ExportError, FormatError, KeepError, PoolIOError
 from lightck.pool import extents
+from lightck.testing.campaigns.truncations import Damage, inflict
 
 
 def failing(real: Callable[..., Any], code: int, when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
@@ -137,3 +138,18 @@ def test_question_without_an_answer_does_not_make_a_pool_lost(pool, monkeypatch)
         train(model, optimizer, 3, start=1)
         session.flush()
     assert lightck.recover(pool).step == 4
+
+
+@pytest.mark.parametrize("backend", ["file", "pmdk"])
+@pytest.mark.parametrize("field", ["major", "incompat", "ro_compat", "endianness"])
+def test_refused_resume_changes_no_byte_of_a_pool_of_the_future(pool, backend, field, request):
+    """Nor what libpmemobj keeps in it: it opens a pool only once that was looked at."""
+    if backend == "pmdk":
+        request.getfixturevalue("pmdk")
+    pool_with(pool, backend=backend)
+    inflict(str(pool), Damage("field", what=field))
+    before = pool.read_bytes()
+    model = net()
+    with pytest.raises(FormatError):
+        lightck.attach(model, pool, optimizer=adam(model), resume=True)
+    assert pool.read_bytes() == before
