@@ -47,6 +47,17 @@ def test_manifest_that_the_medium_cannot_read_is_passed_over(pool, monkeypatch):
     assert [rejected.step for rejected in checkpoint.rejected] == [3]
 
 
+@pytest.mark.parametrize("copy", [0, 1])
+def test_one_superblock_that_the_medium_can_read_is_enough(pool, monkeypatch, copy):
+    pool_with(pool, backend="file")
+    start = copy * 4096
+    monkeypatch.setattr(os, "pread", failing(os.pread, errno.EIO, lambda _, __, at: at == start))
+    assert lightck.recover(pool).step == 3
+    monkeypatch.setattr(os, "pread", failing(os.pread, errno.EIO))
+    with pytest.raises(PoolIOError, match="cannot be read at its beginning"):
+        lightck.recover(pool)
+
+
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE])
 def test_no_version_is_passed_over_because_the_process_is_short_of_something(pool, monkeypatch, code):
     pool_with(pool)

@@ -158,9 +158,9 @@ def _is_pool(path: str) -> bool:
 
     try:
         is_file = stat.S_ISREG(os.lstat(path).st_mode)
+        return is_file and any(backend.recognises(path) for backend in BACKENDS.values())
     except OSError:
         return False
-    return is_file and any(backend.recognises(path) for backend in BACKENDS.values())
 
 
 POOL = PoolPath()

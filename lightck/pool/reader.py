@@ -295,5 +295,6 @@ def _refuse_unwritable(reader: PoolReader) -> PoolReader:
     reader.close()
     raise FormatError(
         f"{reader.path!r}: the pool uses features ({reader.superblock.ro_compat:#x}) that this lightck can "
-        "read but not write. It was written by a newer lightck. Install that version to go on in it; lightck.recover() reads it."
+        "read but not write. It was written by a newer lightck. Install that version to go on in it; "
+        "lightck.recover() reads it."
     )
