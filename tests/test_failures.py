@@ -14,8 +14,9 @@ from toys import adam, alive, everything, is_step, left_since, net, places, pool
 
 import lightck
 from lightck import pipeline
-from lightck.errors import ExportError, FormatError, KeepError, PoolIOError
-from lightck.pool import extents
+from lightck._native import lib
+from lightck.errors import ExportError, FormatError, KeepError, NoSpaceError, PoolIOError
+from lightck.pool import extents, pmdk, pmemobj
 from lightck.testing.campaigns.truncations import Damage, inflict
 
 
@@ -164,3 +165,11 @@ def test_refused_resume_changes_no_byte_of_a_pool_of_the_future(pool, backend, f
     with pytest.raises(FormatError):
         lightck.attach(model, pool, optimizer=adam(model), resume=True)
     assert pool.read_bytes() == before
+
+
+def test_want_of_memory_is_not_taken_for_damage_of_a_pmdk_pool():
+    with pytest.raises(pmemobj.PmemobjError) as caught:
+        pmemobj._check(lib.LCK_ENOMEM)
+    refused = pmdk._refused("/a/run.pool", caught.value)
+    assert isinstance(refused, NoSpaceError)
+    assert "out of memory" in str(refused)
