@@ -213,7 +213,7 @@ class Keeper:
             return False
         try:
             return _metadata(path).get(_MARK) == self._mark
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):  # JSON may be as deep as somebody likes
             return False
 
 

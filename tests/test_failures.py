@@ -14,8 +14,10 @@ from toys import adam, alive, everything, is_step, left_since, net, places, pool
 
 import lightck
 from lightck import pipeline
-from lightck.errors import ExportError, KeepError, PoolIOError
-from lightck.pool import extents
+from lightck._native import lib
+from lightck.errors import ExportError, FormatError, KeepError, NoSpaceError, PoolIOError
+from lightck.pool import extents, pmdk, pmemobj
+from lightck.testing.campaigns.truncations import Damage, inflict
 
 
 def failing(real: Callable[..., Any], code: int, when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
@@ -44,6 +46,17 @@ def test_manifest_that_the_medium_cannot_read_is_passed_over(pool, monkeypatch):
     checkpoint = lightck.recover(pool)
     assert checkpoint.step == 2
     assert [rejected.step for rejected in checkpoint.rejected] == [3]
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_one_superblock_that_the_medium_can_read_is_enough(pool, monkeypatch, copy):
+    pool_with(pool, backend="file")
+    start = copy * 4096
+    monkeypatch.setattr(os, "pread", failing(os.pread, errno.EIO, lambda _, __, at: at == start))
+    assert lightck.recover(pool).step == 3
+    monkeypatch.setattr(os, "pread", failing(os.pread, errno.EIO))
+    with pytest.raises(PoolIOError, match="cannot be read at its beginning"):
+        lightck.recover(pool)
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE])
@@ -137,3 +150,26 @@ def test_question_without_an_answer_does_not_make_a_pool_lost(pool, monkeypatch)
         train(model, optimizer, 3, start=1)
         session.flush()
     assert lightck.recover(pool).step == 4
+
+
+@pytest.mark.parametrize("backend", ["file", "pmdk"])
+@pytest.mark.parametrize("field", ["major", "incompat", "ro_compat", "endianness"])
+def test_refused_resume_changes_no_byte_of_a_pool_of_the_future(pool, backend, field, request):
+    """Nor what libpmemobj keeps in it: it opens a pool only once that was looked at."""
+    if backend == "pmdk":
+        request.getfixturevalue("pmdk")
+    pool_with(pool, backend=backend)
+    inflict(str(pool), Damage("field", what=field))
+    before = pool.read_bytes()
+    model = net()
+    with pytest.raises(FormatError):
+        lightck.attach(model, pool, optimizer=adam(model), resume=True)
+    assert pool.read_bytes() == before
+
+
+def test_want_of_memory_is_not_taken_for_damage_of_a_pmdk_pool():
+    with pytest.raises(pmemobj.PmemobjError) as caught:
+        pmemobj._check(lib.LCK_ENOMEM)
+    refused = pmdk._refused("/a/run.pool", caught.value)
+    assert isinstance(refused, NoSpaceError)
+    assert "out of memory" in str(refused)

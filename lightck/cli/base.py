@@ -158,10 +158,10 @@ def _is_pool(path: str) -> bool:
 
     try:
         mode = os.lstat(path).st_mode
-        is_file = stat.S_ISREG(mode) or stat.S_ISCHR(mode)
+        is_pool_like = stat.S_ISREG(mode) or stat.S_ISCHR(mode)
+        return is_pool_like and any(backend.recognises(path) for backend in BACKENDS.values())
     except OSError:
         return False
-    return is_file and any(backend.recognises(path) for backend in BACKENDS.values())
 
 
 POOL = PoolPath()

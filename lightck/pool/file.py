@@ -25,7 +25,7 @@ from lightck.errors import (
 )
 from lightck.pool import durability, extents
 from lightck.pool.extents import Extents
-from lightck.pool.failures import TRANSIENT, io_error, told
+from lightck.pool.failures import TRANSIENT, io_error, is_of_medium, told
 from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 from lightck.pool.pmdk_file import is_pmdk
 
@@ -158,7 +158,7 @@ def peeked(path: str, question: Callable[[int], bool]) -> bool:
     try:
         return question(fd)
     except OSError as err:
-        return _unanswered(path, err)
+        return not is_of_medium(err.errno) and _unanswered(path, err)
     finally:
         os.close(fd)
 
@@ -170,7 +170,16 @@ def _unanswered(path: str, err: OSError) -> bool:
 
 
 def _has_magic(fd: int) -> bool:
-    return any(os.pread(fd, len(MAGIC), offset) == MAGIC for offset in SUPERBLOCK_OFFSETS)
+    return any(_has_magic_at(fd, offset) for offset in SUPERBLOCK_OFFSETS)
+
+
+def _has_magic_at(fd: int, offset: int) -> bool:
+    try:
+        return os.pread(fd, len(MAGIC), offset) == MAGIC
+    except OSError as err:
+        if not is_of_medium(err.errno):
+            raise
+        return False  # the other copy may be readable, and is enough
 
 
 def checked_folder(path: str) -> str:

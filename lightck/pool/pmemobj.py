@@ -12,7 +12,7 @@ import os
 import threading
 from typing import Any
 
-from lightck._native import ffi, lib
+from lightck._native import errno_of, ffi, lib, reason
 
 LIBRARY_VARIABLE = "LIGHTCK_LIBPMEMOBJ"
 LIBRARY = "libpmemobj.so.1"
@@ -99,10 +99,10 @@ def _check(status: int) -> None:
     """Raise unless a call went well. On the thread that made the call."""
     if status == lib.LCK_OK:
         return
-    code = int(lib.lck_last_errno()) if status == lib.LCK_ESYS else 0
-    reason = _reason() if status == lib.LCK_ESYS else f"status {status}"
+    code = errno_of(status) or 0
+    why = _reason() if status == lib.LCK_ESYS else reason(status)
     _tell()
-    raise PmemobjError(code, reason)
+    raise PmemobjError(code, why)
 
 
 def _reason() -> str:

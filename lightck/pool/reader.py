@@ -330,16 +330,26 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
     from lightck.pool.backends import backend_for
 
     emulation.used()  # verified reads follow it
-    container = backend_for(path, backend).open(path, write=write)
+    kind = backend_for(path, backend)
+    if write:  # looked at first: a backend that opens for writing changes things of its own in the file
+        _refuse_unwritable(_read(kind.open(path, write=False), path)).close()
+    return _read(kind.open(path, write=write), path)
+
+
+def _read(container: Container, path: str) -> PoolReader:
     try:
-        reader = PoolReader(container, path)
-        if write and not reader.is_writable:
-            raise FormatError(
-                f"{path!r}: the pool uses features ({reader.superblock.ro_compat:#x}) that this lightck can "
-                "read but not write. It was written by a newer lightck. Install that version to go on in it; "
-                "lightck.recover() reads it."
-            )
-        return reader
+        return PoolReader(container, path)
     except BaseException:
         container.close()
         raise
+
+
+def _refuse_unwritable(reader: PoolReader) -> PoolReader:
+    if reader.is_writable:
+        return reader
+    reader.close()
+    raise FormatError(
+        f"{reader.path!r}: the pool uses features ({reader.superblock.ro_compat:#x}) that this lightck can "
+        "read but not write. It was written by a newer lightck. Install that version to go on in it; "
+        "lightck.recover() reads it."
+    )

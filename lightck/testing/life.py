@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -82,6 +83,24 @@ def truth(steps: int = LAST) -> list[str]:
     return digests
 
 
+class _Note:
+    """A number in a mapped file: it outlives the process, and needs no descriptor and no room once it is there."""
+
+    def __init__(self, path: str) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(fd, 8)
+        self._map = mmap.mmap(fd, 8)
+        os.close(fd)
+
+    @property
+    def step(self) -> int:
+        return int.from_bytes(self._map[:], "little")
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._map[:] = step.to_bytes(8, "little")
+
+
 class Life:
     """One pool from its beginning, in a folder of its own."""
 
@@ -93,7 +112,8 @@ class Life:
         self.errors: list[str] = []
         self.litter: list[str] = []
         """Files that nobody will remove."""
-        self.acknowledged = self.noted()
+        self._note = _Note(f"{folder}.acknowledged")
+        self.acknowledged = self._note.step
         self.updates = 0
         self._has_failed = False
         self._truth = truth()
@@ -188,12 +208,7 @@ class Life:
 
     def acknowledge(self, session: lightck.Session) -> None:
         self.acknowledged = max(self.acknowledged, session.committed or 0)
-        Path(f"{self.folder}.acknowledged").write_text(str(self.acknowledged))
-
-    def noted(self) -> int:
-        """The newest step that was acknowledged in this folder, by this process or one before it."""
-        note = Path(f"{self.folder}.acknowledged")
-        return int(note.read_text()) if note.exists() else 0
+        self._note.step = self.acknowledged
 
     def _told(self, work: Callable[[], object]) -> LightckError | None:
         """The error that it raised, which has to be one of lightck's, with a fact, a reason and a cure."""
