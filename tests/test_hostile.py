@@ -71,7 +71,7 @@ def test_fuzz(folder, backend):
 
 def test_flips_find_a_reader_that_does_not_look_at_manifest_hashes(folder, monkeypatch):
     monkeypatch.setattr(reader, "manifest_hash", lambda uuid, manifest: Same())
-    assert play(flips.CAMPAIGN, folder, 150).findings
+    assert play(flips.CAMPAIGN, folder, 100).findings
 
 
 class Same(int):
@@ -94,12 +94,12 @@ def test_flips_find_a_reader_that_takes_blocks_as_they_are(folder, monkeypatch):
             real(version, name, address)
 
     monkeypatch.setattr(Version, "read_into", lenient)
-    assert any("other values" in f.reason for f in play(flips.CAMPAIGN, folder, 150).findings)
+    assert any("other values" in f.reason for f in play(flips.CAMPAIGN, folder, 100).findings)
 
 
 def test_flips_find_a_verify_that_leaves_something_out(folder, monkeypatch):
     monkeypatch.setattr(verify, "_header_reason", lambda *_: (None, True))
-    found = play(flips.CAMPAIGN, folder, 300).findings
+    found = play(flips.CAMPAIGN, folder, 100).findings
     assert any("nothing is damaged" in f.reason for f in found)
 
 
@@ -110,7 +110,7 @@ def test_fuzz_finds_a_manifest_whose_bounds_are_not_checked(folder, monkeypatch)
         return real(cls, Endless(manifest))
 
     monkeypatch.setattr(ManifestHeader, "unpack", classmethod(unchecked))
-    assert play(fuzz.CAMPAIGN, folder, 1500).findings
+    assert play(fuzz.CAMPAIGN, folder, 700).findings
 
 
 class Endless(bytes):

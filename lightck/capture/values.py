@@ -29,8 +29,7 @@ BIG_INT, ARRAY, SCALAR, TENSOR, LARGE_TENSOR, FROZENSET = 8, 9, 10, 11, 12, 13
 MAX_DEPTH = 32
 """Containers in containers, the outermost included."""
 MAX_DIMS = 64
-_LEAF = MAX_DEPTH + 1
-"""The depth of what can hold nothing else: an extension in an extension in an extension would never end."""
+_LEAF = MAX_DEPTH + 1  # of what can hold nothing else: an extension in an extension in one would never end
 _MANY = 16
 """Items from which on it pays to look whether all are of one type."""
 

@@ -41,7 +41,7 @@ IN_THE_TRACE: list[tuple[Transform, str, tuple[Model, ...]]] = [
     (bugs.line_in_one_piece, "two slots", (PM, EADR, ADVERSARY, DISK)),
     (bugs.no_header, "two slots", (PM, EADR, ADVERSARY)),
     (bugs.header_not_fenced, "two slots", (PM, EADR, ADVERSARY)),
-    (bugs.header_written_once, "two slots", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.header_written_once, "two slots", (PM, EADR, ADVERSARY)),  # on a disk the blocks' checksums tell
     (bugs.payload_not_fenced, "background", (PM, EADR, ADVERSARY)),
     (bugs.payload_after_the_line, "two slots", (PM, EADR, ADVERSARY, DISK)),
     (bugs.adoption_not_durable, "going back", (PM, DISK)),
