@@ -50,6 +50,24 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()} {kernel}"
 
 
+HEADLINES = {
+    "power-cut": ("distinct images", "recoveries", "trainings that went on"),
+    "kill-writer": ("kills", "pools"),
+    "kill-training": ("kills", "ends that were bit-identical"),
+}
+"""Which of a campaign's counts a page cites; of others all."""
+
+
+def table(folder: Path) -> list[str]:
+    """The kept results as lines of Markdown, as ``docs/guarantees.md`` has them."""
+    lines = ["| campaign | pools | trials | of these | findings | last run |", "|---|---|--:|---|--:|---|"]
+    for one in map(kept, sorted(folder.glob("*.json"))):
+        cited = [n for n in HEADLINES.get(one.campaign, tuple(one.counts)) if n in one.counts]
+        counts = ", ".join(f"{one.counts[name]:,} {name}" for name in cited)
+        lines.append(f"| {one.campaign} | {one.backend} | {one.trials:,} | {counts} | {len(one.findings)} | {one.date} |")
+    return lines
+
+
 def keep(folder: Path, kept: Result) -> Path:
     """Write the result into the folder, over an earlier one of the same campaign and backend."""
     path = folder / f"{kept.campaign}-{kept.backend}.json"
