@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import bugs
@@ -150,11 +149,12 @@ def recovery_of(unpack: Callable[[bytes], tuple[int, int]]) -> Callable[[str], O
     def recover(path: str) -> Outcome:
         container = FileBackend().open(path, write=False)
         try:
-            reader = SimpleNamespace(container=container)
-            generation, slot = unpack(PoolReader.read(reader, COMMIT, 16))  # type: ignore[arg-type]
+            reader = object.__new__(PoolReader)  # nothing in this file is a pool's but where it is read
+            reader.container = container
+            generation, slot = unpack(reader.read(COMMIT, 16))
             if not generation:
                 return Refused("NoCheckpointError", "", True)
-            payload = PoolReader.read(reader, PAYLOADS[slot], 64)  # type: ignore[arg-type]
+            payload = reader.read(PAYLOADS[slot], 64)
             return Recovered(generation, generation, payload)
         finally:
             container.close()
