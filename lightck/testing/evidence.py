@@ -64,7 +64,8 @@ def table(folder: Path) -> list[str]:
     for one in map(kept, sorted(folder.glob("*.json"))):
         cited = [n for n in HEADLINES.get(one.campaign, tuple(one.counts)) if n in one.counts]
         counts = ", ".join(f"{one.counts[name]:,} {name}" for name in cited)
-        lines.append(f"| {one.campaign} | {one.backend} | {one.trials:,} | {counts} | {len(one.findings)} | {one.date} |")
+        cells = (one.campaign, one.backend, f"{one.trials:,}", counts, str(len(one.findings)), one.date)
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
