@@ -4,7 +4,6 @@ new one is, and the old one until the new one's record was begun. The same image
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +21,15 @@ from lightck.pool.engine import Medium
 from lightck.pool.extents import Extents
 from lightck.pool.format import MIB, PAGE
 from lightck.pool.layout import Entry
-from lightck.testing import trace
+from lightck.testing import cuts, trace
+from lightck.testing.cuts import PAYLOAD, VITAL
+from lightck.testing.fates import Content, Fate
 from lightck.testing.persistence import PersistentMemory, Tracker
 from lightck.testing.trace import Event, Fence, Flush, Mark, Store, Sync
 
 NBYTES = 16 * MIB
-UNITS_ALL, UNITS_MAX = 3, 12
-"""So many lines may be lost at a crash point in every way; of more, so many (by lot) one by one."""
+FATES_ALL = 12
+"""So many lines are lost each alone at a crash point; of more, some by lot."""
 
 
 class Recorded(Medium):
@@ -133,31 +134,20 @@ def _changes(made: Device, store: Store) -> list[Event]:
 
 
 def _at(made: Device, tracker: Tracker, number: int, rng: random.Random) -> Iterator[int]:
-    size = tracker.unit
-    lossy = {at: unit for at, unit in tracker.pending.items() if len(unit.contents()) > 1}
-    picked = list(lossy) if len(lossy) <= UNITS_MAX else rng.sample(list(lossy), UNITS_MAX)
-    yield number  # everything arrived
-    if len(lossy) <= UNITS_ALL:
-        for contents in itertools.product(*(unit.contents() for unit in lossy.values())):
-            for at, content in zip(lossy, contents, strict=True):
-                made.write(at * size, content)
-            yield number
-        picked = []
-    for at in picked:  # one is lost, or torn
-        for content in lossy[at].contents():
-            made.write(at * size, content)
-            yield number
-        made.write(at * size, lossy[at].newest)
-    for at, unit in lossy.items():
-        made.write(at * size, unit.durable)
-    yield number  # nothing arrived
-    for at in picked:  # one arrived alone
-        for content in lossy[at].contents():
-            made.write(at * size, content)
-            yield number
-        made.write(at * size, lossy[at].durable)
-    for at, unit in lossy.items():
-        made.write(at * size, unit.newest)
+    fates = tracker.fates()
+    kinds = [VITAL if len(fates) <= FATES_ALL else PAYLOAD] * len(fates)
+    for _, image in cuts.images(fates, kinds, cuts.Look(), rng):
+        missing = image.missing(fates)
+        for i, content in missing.items():
+            _put(made, fates[i], content)
+        yield number
+        for i in missing:
+            _put(made, fates[i], fates[i].newest)
+
+
+def _put(made: Device, fate: Fate, content: Content) -> None:
+    for at, data in zip(fate.offsets, content, strict=True):
+        made.write(at, data)
 
 
 def outcomes(made: Device, patch: pytest.MonkeyPatch, seed: int = 0) -> list[Any]:
