@@ -8,6 +8,7 @@ own is right; a signal never is; and once there is room the pool goes on, exact.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import shutil
@@ -91,6 +92,7 @@ def limited(folder: str, backend: str, kind: str, amount: int) -> dict[str, Any]
         else:
             life.live()
     gone = list(life.errors)
+    life.broken += [f"space ran out in mid-training: {error}" for error in gone if os.strerror(errno.EIO) in error]
     life.aftermath()
     life.broken += [f"left in the folder: {name}" for name in life.litter]
     return {"broken": life.broken, "errors": gone}
