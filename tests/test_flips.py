@@ -72,11 +72,12 @@ class Pool:
 
     def recover(self) -> Outcome:
         """``lightck.recover``, unless it read the same bytes before."""
-        outcome = self.memory.recall(self.map.read)
-        if outcome is None:
-            with watched() as places:
-                outcome = recovery(str(self.path))
-            self.memory.learn(places, self.map.read, outcome)
+        known = self.memory.recall(self.map.read)
+        if known is not None:
+            return known[0]
+        with watched() as places:
+            outcome = recovery(str(self.path))
+        self.memory.learn(places, self.map.read, outcome)
         return outcome
 
     def flipped(self, bit: int) -> Outcome:

@@ -296,4 +296,7 @@ def _package(folder: str) -> Any:
         raise BenchError(f"{folder!r} is not the bench/rivals of lightck's sources. Name that folder.")
     if str(root.parents[1]) not in sys.path:
         sys.path.append(str(root.parents[1]))  # last: it must not bring another lightck in
-    return importlib.import_module("bench.rivals")
+    package = importlib.import_module("bench.rivals")
+    if Path(str(package.__file__)).resolve().parent != root:
+        raise BenchError(f"{folder!r} is not what Python finds as bench.rivals ({package.__file__}). Start elsewhere.")
+    return package

@@ -65,11 +65,18 @@ class PmdkContainer:
         return self._file.is_current()
 
     def close(self) -> None:
-        if self._pool is not None:
-            is_whole = os.fstat(self.fd).st_size >= self._file.nbytes
-            (self._pool.close if is_whole else self._pool.abandon)()
-            self._pool = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            (pool.abandon if self._has_lost_bytes() else pool.close)()
         self._file.close()
+
+    def _has_lost_bytes(self) -> bool:
+        """libpmemobj would touch pages that are not there. Where nobody can tell it is asked to close, or the process
+        would hold the pool to its end."""
+        try:
+            return os.fstat(self.fd).st_size < self._file.nbytes
+        except OSError:
+            return False
 
 
 class PmdkBackend:

@@ -169,8 +169,10 @@ def test_bandwidth(backend, folder, request):
 @pytest.mark.parametrize("saver", ["nothing", "lightck", "torch.save"])
 def test_memory(saver, folder):
     found = measure("memory", {**TINY, "saver": saver, "steps": 4}, str(folder))
-    assert found["peak_with_files_bytes"] >= found["peak_bytes"] >= found["settled_bytes"] > 10**7
+    slack = 1 << 20  # they are asked one after the other
+    assert found["peak_bytes"] + slack > found["settled_bytes"] > 10**7
     files = found["peak_with_files_bytes"] - found["peak_bytes"]
+    assert files > -slack
     assert (files > found["nbytes"] / 2) == (saver != "nothing")
     assert ("attach_seconds" in found) == (saver == "lightck")
 
@@ -231,13 +233,15 @@ def test_rivals_of_a_folder_are_used_by_the_seam(folder, monkeypatch):
     """A made-up bench/rivals, with the functions and the table that the real one has."""
     package = folder / "bench" / "rivals"
     package.mkdir(parents=True)
+    (folder / "bench" / "__init__.py").touch()
     (package / "__init__.py").write_text(
         "from lightck.bench.savers import TorchSave\n"
         "TABLE = {'lightck': 'ours:Lightck', 'mine': 'mine:Mine', 'absent': 'absent:Absent'}\n"
         "def why_not(name): return 'absent is not installed' if name == 'absent' else ''\n"
         "def named(name, **options): return TorchSave()\n"
     )
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    elsewhere = [p for p in sys.path if not (Path(p or ".") / "bench" / "rivals").is_dir()]
+    monkeypatch.setattr(sys, "path", elsewhere)
     monkeypatch.delitem(sys.modules, "bench", raising=False)
     monkeypatch.delitem(sys.modules, "bench.rivals", raising=False)
     assert savers.rivals_in(str(package)) == {"mine": "", "absent": "absent is not installed"}
