@@ -12,7 +12,6 @@ import resource
 import select
 import signal
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,23 +22,21 @@ HEADROOM = 8 << 30
 """Address space that a child may add: a length that a flipped bit made huge shall be an error, no more."""
 
 
-def fork(work: Callable[[], object], log: int | None = None) -> int:
-    """A child that does ``work`` and ends with 0, or 1 where it raised; its output goes to ``log`` or nowhere."""
+def fork(work: Callable[[], object]) -> int:
+    """A child that does ``work`` and ends with 0, or 1 where it raised; its output goes nowhere."""
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         os.setsid()
-        sink = os.open(os.devnull, os.O_WRONLY) if log is None else log
+        sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         warnings.simplefilter("ignore")
         work()
         code = 0
-    except BaseException:
-        traceback.print_exc()
     finally:
         os._exit(code)
     return 0

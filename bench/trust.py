@@ -91,7 +91,8 @@ def markdown(result: dict[str, Any]) -> str:
         "are kept, and the newest that loads without an error is taken.",
     ]
     for kind, title, outcomes in KINDS:
-        lines += ["", f"## {title}", "", *_table(result["rows"], kind, outcomes)]
+        if any(kind in row for row in result["rows"]):
+            lines += ["", f"## {title}", "", *_table(result["rows"], kind, outcomes)]
     lines += ["", "How each was used:", ""]
     lines += [f"- {row['rival']}: {row['use']}" for row in result["rows"]]
     lines += [f"- {name}: not run: {why}" for name, why in result["not_run"].items()]
@@ -152,11 +153,17 @@ def main() -> None:
         began = time.monotonic()
         result["rows"].append(play(name, args, table))
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        if args.out:
-            whole = merged(args.out / "trust.json", {**result, "rows": list(result["rows"])})
-            (args.out / "trust.json").write_text(json.dumps(whole, indent=1) + "\n")
-            (args.out / "trust.md").write_text(markdown(whole))
+        keep(args.out, result)
+    keep(args.out, result)
     print(markdown(result))
+
+
+def keep(folder: Path | None, result: dict[str, Any]) -> None:
+    """Written after each row: a run that is broken off leaves what it measured."""
+    if folder is not None:
+        whole = merged(folder / "trust.json", {**result, "rows": list(result["rows"])})
+        (folder / "trust.json").write_text(json.dumps(whole, indent=1) + "\n")
+        (folder / "trust.md").write_text(markdown(whole))
 
 
 def warm_up() -> None:
