@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,12 @@ def _paths(path: str | None) -> list[str]:
     """Where the stage finds lightck: where this process found it."""
     own = str(Path(__file__).resolve().parents[2])
     return [p for p in (path, own, os.environ.get("PYTHONPATH")) if p]
+
+
+def clear(folder: str) -> None:
+    """Remove the folder of a life, and the note beside it of what was acknowledged there: the next life is another."""
+    shutil.rmtree(folder, ignore_errors=True)
+    Path(f"{folder}.acknowledged").unlink(missing_ok=True)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ pool from which the training goes on, exact.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightck.testing.campaign import Campaign, Order, Tally
-from lightck.testing.stage import Stage, staged
+from lightck.testing.stage import Stage, clear, staged
 
 if TYPE_CHECKING:
     from lightck.testing.life import Life, Training
@@ -54,7 +53,7 @@ def _trial(stage: Stage, order: Order, tally: Tally, trial: int, way: str, place
         _report(tally, trial, told, ending)
     after = stage.play(f"{_HERE}:went_on", folder, order.backend)
     _report(tally, trial, f"after {told}", after)
-    shutil.rmtree(folder, ignore_errors=True)
+    clear(folder)
 
 
 def _report(tally: Tally, trial: int, told: str, ending: Any) -> None:

@@ -11,13 +11,12 @@ import ctypes
 import errno
 import os
 import resource
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightck.testing.campaign import Campaign, Order, Tally
-from lightck.testing.stage import Stage, staged
+from lightck.testing.stage import Stage, clear, staged
 
 if TYPE_CHECKING:
     from lightck.testing.life import Life
@@ -33,7 +32,7 @@ def run(order: Order, stage: Stage | None = None) -> Tally:
     with staged(stage) as stage:
         folder = os.path.join(order.folder, "life")
         ending = stage.play(f"{_HERE}:measured", folder, order.backend)
-        shutil.rmtree(folder, ignore_errors=True)
+        clear(folder)
         if ending.trouble():
             tally.found(-1, f"without a limit: {ending.trouble()}")
             return tally
@@ -53,7 +52,7 @@ def _trial(stage: Stage, order: Order, tally: Tally, trial: int, needed: int) ->
     }.get(kind, 0)
     folder = os.path.join(order.folder, f"trial-{trial}")
     ending = stage.play(f"{_HERE}:limited", folder, order.backend, kind, amount)
-    shutil.rmtree(folder, ignore_errors=True)
+    clear(folder)
     tally.counts[f"limits: {kind}"] += 1
     if ending.trouble():
         tally.found(trial, f"{kind} {amount}: {ending.trouble()}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import signal
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 from lightck.testing import interpose
 from lightck.testing.campaign import Campaign, Order, Tally
-from lightck.testing.stage import Stage, staged
+from lightck.testing.stage import Stage, clear, staged
 
 _DISK = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR)
 _WRITE = (*_DISK, interpose.SHORT)
@@ -86,7 +85,7 @@ def _faults(stage: Stage, order: Order, tally: Tally) -> list[Fault]:
     for medium in MEDIA:
         folder = os.path.join(order.folder, "life")
         ending = stage.play("lightck.testing.campaigns.syscalls:counted", folder, order.backend, medium)
-        shutil.rmtree(folder, ignore_errors=True)
+        clear(folder)
         if ending.trouble() or ending.result["broken"]:
             tally.found(-1, f"without a fault, {medium}: {ending.trouble() or ending.result['broken']}")
             continue
@@ -118,7 +117,7 @@ def _trial(stage: Stage, order: Order, tally: Tally, trial: int, fault: Fault) -
     if fault.call == "msync" and ending.status == -signal.SIGABRT:
         tally.counts["ended by libpmemobj, which cannot go on without msync"] += 1
         ending = stage.play("lightck.testing.campaigns.syscalls:survived", folder, order.backend)
-    shutil.rmtree(folder, ignore_errors=True)
+    clear(folder)
     trouble = ending.trouble()
     if trouble is not None:
         tally.found(trial, f"{fault}: {trouble}")
@@ -159,6 +158,8 @@ def struck(folder: str, backend: str, fault: dict[str, Any]) -> dict[str, Any]:
         life.live()
     failed = interpose.failed()
     lost = life.acknowledged < LAST
+    if plan.error == interpose.SHORT and (lost or life.errors):
+        life.broken.append("a call that gave less than it was asked for, which is no failure, was taken for one")
     life.aftermath()
     if plan.call != "unlink":  # then there was no way to remove them
         life.broken += [f"left in the folder: {name}" for name in life.litter]
