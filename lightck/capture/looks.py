@@ -32,15 +32,15 @@ class Looks:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
-        self._addresses = list(map(torch.Tensor.data_ptr, tensors))
-        self._shapes = list(map(_shape, tensors))
+        self.addresses = list(map(torch.Tensor.data_ptr, tensors))
+        self.shapes = list(map(_shape, tensors))
         self._strides = list(map(torch.Tensor.stride, tensors))
         self._dtypes = list(map(_dtype, tensors))
 
     def hold(self) -> bool:
         return (
-            all_equal(map(torch.Tensor.data_ptr, self.tensors), self._addresses)
-            and all_equal(map(_shape, self.tensors), self._shapes)
+            all_equal(map(torch.Tensor.data_ptr, self.tensors), self.addresses)
+            and all_equal(map(_shape, self.tensors), self.shapes)
             and all_equal(map(torch.Tensor.stride, self.tensors), self._strides)
             and all_same(map(_dtype, self.tensors), self._dtypes)
         )
@@ -51,10 +51,10 @@ class Versions:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._versions = list(map(_version, tensors))
+        self.versions = list(map(_version, tensors))
 
     def hold(self) -> bool:
-        return all_equal(map(_version, self._tensors), self._versions)
+        return all_equal(map(_version, self._tensors), self.versions)
 
 
 class Places:

@@ -43,27 +43,28 @@ class Watched:
 
     lives: list[Live]
     numbers: list[int]
-    _seen: tuple[Looks, Versions, Places] = field(init=False)
-    _looks: list[Look] = field(init=False)
+    _looks: Looks = field(init=False)
+    _versions: Versions = field(init=False)
+    _places: Places = field(init=False)
     forward_seen: bool = False
     _proofs: list[npt.NDArray[np.uint32]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         tensors = [live.tensor for live in self.lives]
-        self._seen = Looks(tensors), Versions(tensors), Places(self.lives)
-        self._looks = [look(tensor) for tensor in tensors]
+        self._looks, self._versions, self._places = Looks(tensors), Versions(tensors), Places(self.lives)
 
     def moved(self) -> list[int]:
         """Positions of the sources that no longer look as they did."""
         try:
-            if all(seen.hold() for seen in self._seen):
+            if self._looks.hold() and self._versions.hold() and self._places.hold():
                 return []
         except KeyError:
             pass  # one is gone from its place: which?
+        seen = zip(self._versions.versions, self._looks.addresses, self._looks.shapes, strict=True)
         return [
             i
-            for i, (live, seen) in enumerate(zip(self.lives, self._looks, strict=True))
-            if look(live.tensor) != seen or not live.is_home()
+            for i, (live, was) in enumerate(zip(self.lives, seen, strict=True))
+            if look(live.tensor) != was or not live.is_home()
         ]
 
     def prove(self, block: int) -> None:

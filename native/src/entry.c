@@ -3,6 +3,19 @@
 
 uint64_t blocks_of(uint64_t nbytes, uint64_t block) { return nbytes / block + (nbytes % block != 0); }
 
+uint64_t first_beyond(const uint64_t *ends, uint64_t count, uint64_t block)
+{
+    uint64_t low = 0, high = count - 1;
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2;
+        if (ends[middle] > block)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
 /* See struct job: count first, look afterwards. */
 bool job_enter(struct job *job, uint64_t ticket)
 {

@@ -20,19 +20,6 @@ struct fetch {
     int error;
 };
 
-static uint64_t read_with(const struct fetch *fetch, uint64_t block)
-{
-    uint64_t low = 0, high = fetch->count - 1;
-    while (low < high) {
-        uint64_t middle = low + (high - low) / 2;
-        if (fetch->ends[middle] > block)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 static void note_bad(struct fetch *fetch, uint64_t block, int32_t status)
 {
     pthread_mutex_lock(&fetch->lock);
@@ -50,7 +37,7 @@ static void fetch_blocks(struct fetch *fetch, unsigned char *buffer)
         uint64_t block = atomic_fetch_add(&fetch->next, 1);
         if (block >= atomic_load(&fetch->bad))
             break;
-        uint64_t which = read_with(fetch, block);
+        uint64_t which = first_beyond(fetch->ends, fetch->count, block);
         uint64_t first = which == 0 ? 0 : fetch->ends[which - 1];
         int32_t status = read_block(&fetch->from, &fetch->reads[which], block - first, buffer);
         if (status != LCK_OK)
@@ -106,7 +93,7 @@ static int32_t fetch_result(const struct fetch *fetch, uint64_t *bad_read, uint6
     uint64_t bad = atomic_load(&fetch->bad);
     if (bad == fetch->total)
         return LCK_OK;
-    *bad_read = read_with(fetch, bad);
+    *bad_read = first_beyond(fetch->ends, fetch->count, bad);
     *bad_block = bad - (*bad_read == 0 ? 0 : fetch->ends[*bad_read - 1]);
     return fetch->status == LCK_ESYS ? status_sys(fetch->error) : fetch->status;
 }

@@ -304,6 +304,8 @@ bool job_move(lck_engine *engine, struct job *job, uint64_t ticket, enum phase f
 void job_fail(struct job *job, int32_t status);
 int32_t job_failure(struct job *job); /* its status; lck_last_errno follows */
 uint64_t blocks_of(uint64_t nbytes, uint64_t block);
+/* Which of the things whose blocks end, counted together, at these ends (ascending, at least one) has this block. */
+uint64_t first_beyond(const uint64_t *ends, uint64_t count, uint64_t block);
 
 /* -- spans.c -- */
 

@@ -94,20 +94,6 @@ void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket)
         report_done(engine, job, ticket, job->total - claimed);
 }
 
-/* The first copy whose blocks reach beyond `block`. */
-static uint64_t copy_with(const struct job *job, uint64_t block)
-{
-    uint64_t low = 0, high = job->count - 1;
-    while (low < high) {
-        uint64_t middle = low + (high - low) / 2;
-        if (job->ends[middle] > block)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum role role)
 {
     if (atomic_load(&job->next) >= job->total) /* keeps the counter from growing for ever */
@@ -115,7 +101,7 @@ static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum
     uint64_t block = atomic_fetch_add(&job->next, 1);
     if (block >= job->total)
         return false;
-    uint64_t which = copy_with(job, block);
+    uint64_t which = first_beyond(job->ends, job->count, block);
     uint64_t first = which == 0 ? 0 : job->ends[which - 1];
     int32_t status = copy_block(engine, job, &job->copies[which], block - first, role != ROLE_WORKER);
     if (status != LCK_OK) {
