@@ -39,25 +39,11 @@ class Training(Stateful):
         self.step = int(state["step"])
 
 
-class _Dcp:
+class _Dcp(steps.PerStep):
     needs = ""
-
-    def __init__(self) -> None:
-        self.finished = -1
-
-    @property
-    def saved(self) -> int:
-        return self.finished
-
-    def start(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
-        self.model, self.optimizer, self.folder = model, optimizer, folder
 
     def state(self, step: int) -> dict[str, Any]:
         return {"training": Training(self.model, self.optimizer, step)}
-
-    def is_finished(self, step: int) -> None:
-        self.finished = step
-        steps.remove_older(self.folder, step)
 
     def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> int:
         def load(path: Path) -> int:

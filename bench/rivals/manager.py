@@ -16,21 +16,14 @@ from bench.rivals import steps
 from bench.rivals.torch_save import everything
 
 
-class SyncSave:
+class SyncSave(steps.PerStep):
     name = "torch_checkpointing (sync)"
     needs = "torch_checkpointing"
     synchronous = True
     use = "CheckpointManager, with_sync_save; a folder per step, last two kept"
 
-    def __init__(self) -> None:
-        self.finished = -1
-
-    @property
-    def saved(self) -> int:
-        return self.finished
-
     def start(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
-        self.model, self.optimizer, self.folder = model, optimizer, folder
+        super().start(model, optimizer, folder)
         self.manager = CheckpointManager(self.config())
 
     def config(self) -> Any:
@@ -39,10 +32,6 @@ class SyncSave:
     def save(self, step: int) -> None:
         self.manager.save(str(steps.path_of(self.folder, step)), everything(self.model, self.optimizer, step))
         self.is_finished(step)
-
-    def is_finished(self, step: int) -> None:
-        self.finished = step
-        steps.remove_older(self.folder, step)
 
     def finish(self) -> None:
         self.manager.close()

@@ -15,21 +15,11 @@ from torchsnapshot import Snapshot, StateDict
 from bench.rivals import steps
 
 
-class Take:
+class Take(steps.PerStep):
     name = "torchsnapshot.take"
     needs = "torchsnapshot"
     synchronous = True
     use = "Snapshot.take, a folder per step; last two kept"
-
-    def __init__(self) -> None:
-        self.finished = -1
-
-    @property
-    def saved(self) -> int:
-        return self.finished
-
-    def start(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
-        self.model, self.optimizer, self.folder = model, optimizer, folder
 
     def state(self, step: int) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "extra": StateDict(step=step)}
@@ -37,10 +27,6 @@ class Take:
     def save(self, step: int) -> None:
         Snapshot.take(path=str(steps.path_of(self.folder, step)), app_state=self.state(step))
         self.is_finished(step)
-
-    def is_finished(self, step: int) -> None:
-        self.finished = step
-        steps.remove_older(self.folder, step)
 
     def finish(self) -> None:
         pass

@@ -17,6 +17,29 @@ from torch.optim import Optimizer
 KEPT = 2
 
 
+class PerStep:
+    """What the adapters share that keep a checkpoint per step under ``path_of``."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    folder: str
+
+    def __init__(self) -> None:
+        self.finished = -1
+
+    @property
+    def saved(self) -> int:
+        return self.finished
+
+    def start(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
+        self.model, self.optimizer, self.folder = model, optimizer, folder
+
+    def is_finished(self, step: int) -> None:
+        """This one is complete: of the older ones only the last stays."""
+        self.finished = step
+        remove_older(self.folder, step)
+
+
 def path_of(folder: str | os.PathLike[str], step: int) -> Path:
     return Path(folder) / f"step-{step:08}"
 
