@@ -14,7 +14,7 @@ from lightck import restore as _restore
 from lightck.capture import values
 from lightck.capture.nest import followed
 from lightck.capture.rng import RngState
-from lightck.contents import Contents, MemorySource, OptimizerContents
+from lightck.contents import Contents, MemorySource, OptimizerContents, unpack_dict
 from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.format import CommitLine
 from lightck.pool.reader import Rejected
@@ -127,13 +127,13 @@ class Checkpoint:
                 copies[name] = self.tensor(name).clone()
             return copies[name]
 
-        rest = values.unpack(saved.values, tensor=copy_of)
+        rest = unpack_dict(saved.values, tensor=copy_of)
         state: dict[Any, Any] = {}
         for name, number in numbers.items():
             found: dict[Any, Any] = {key: copy_of(e.alias or e.name) for key, e in keys.get(name, {}).items()}
             if found or name in rest:
                 state[number] = joined(found, rest, name)
-        state |= values.unpack(saved.rest, tensor=copy_of)
+        state |= unpack_dict(saved.rest, tensor=copy_of)
         groups = [
             {**deepcopy(options), "params": [numbers[n] for n in names]}
             for options, names in zip(saved.groups, saved.names, strict=True)

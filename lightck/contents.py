@@ -90,9 +90,9 @@ class Contents:
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
         """Raises ``CorruptPoolError`` where the small state is not one that this version of lightck wrote."""
-        raw = values.unpack(small_state)
+        raw = unpack_dict(small_state)
         try:
-            if raw["version"] != STATE_VERSION:
+            if _typed(raw["version"], int) != STATE_VERSION:
                 raise CorruptPoolError(f"its small state has version {raw['version']!r}")
             return cls(
                 step=step,
@@ -117,6 +117,12 @@ class Contents:
     def model_entries(self) -> dict[str, Entry]:
         """name in the model -> entry."""
         return {n.removeprefix("model/"): e for n, e in self.entries.items() if n.startswith("model/")}
+
+
+def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = None) -> dict[Any, Any]:
+    """What one of our dicts was packed from. Raises ``CorruptPoolError``; ``tensor`` as in ``values.unpack``."""
+    found: dict[Any, Any] = _typed(values.unpack(packed, tensor=tensor), dict)
+    return found
 
 
 def _typed(value: Any, kind: type) -> Any:
@@ -153,12 +159,18 @@ def load_tensor(source: Source, name: str, device: torch.device | str = "cpu") -
     return tensor.to(device)
 
 
+def named(entries: Mapping[str, Entry], name: str) -> Entry:
+    """The entry that the small state names. Raises ``CorruptPoolError``."""
+    if name not in entries:
+        raise CorruptPoolError(f"its small state names a tensor {name!r} that it does not hold")
+    return entries[name]
+
+
 def tensor_reader(source: Source, held: dict[str, torch.Tensor] | None = None) -> Callable[[str], torch.Tensor]:
     """How ``values.unpack`` gets large tensors: by name, from this version only. They are noted in ``held``."""
 
     def read(name: str) -> torch.Tensor:
-        if name not in source.entries:
-            raise CorruptPoolError(f"its small state names a tensor {name!r} that it does not hold")
+        named(source.entries, name)
         tensor = load_tensor(source, name)
         if held is not None:
             held[name] = tensor

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from lightck import memory
 from lightck.capture import values
 from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_views
-from lightck.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader
+from lightck.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
 from lightck.errors import DriftError, LightckError
 from lightck.fill import Fills
 from lightck.pool.layout import Entry
@@ -251,7 +251,7 @@ def apply(plan: Plan, source: Source) -> None:
             read_state(saved, live, plan.contents, plan.unfit, plan.held, source) for saved, live in plan.optimizers
         ]
     read = tensor_reader(source, plan.held)
-    rests = [values.unpack(saved.rest, tensor=read) for saved, _ in plan.optimizers]
+    rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
     extra = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra}
     _set_elastic(plan, fresh)

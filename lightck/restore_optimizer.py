@@ -13,7 +13,7 @@ import torch
 from lightck import memory
 from lightck.capture import values
 from lightck.capture.inventory import OptimizerView
-from lightck.contents import Contents, OptimizerContents, Source, empty_for, tensor_reader
+from lightck.contents import Contents, OptimizerContents, Source, empty_for, tensor_reader, unpack_dict
 from lightck.fill import Fills
 from lightck.pool.layout import Entry
 
@@ -25,7 +25,7 @@ def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents
     ``unfit``: parameters of another shape or dtype, whose state is not taken. ``held`` gets the tensors by entry name.
     """
     keys = keys_by_param(contents, saved)
-    rest = values.unpack(saved.values, tensor=tensor_reader(source, held))
+    rest = unpack_dict(saved.values, tensor=tensor_reader(source, held))
     params = dict(live.params)
     filled: set[int] = set()
     fills = Fills(source)

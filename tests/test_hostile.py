@@ -16,7 +16,9 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +35,7 @@ from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.testing import confined, messages
 from lightck.testing.campaign import Order, Tally
 from lightck.testing.campaigns import flips, fuzz
+from lightck.testing.document import Base, Document
 
 BACKENDS = ["file", "pmdk"]
 
@@ -267,6 +270,58 @@ def test_a_message_with_other_bytes_somewhere_is_a_value_or_an_error_of_ours(val
     packed[at % len(packed) : at % len(packed) + len(junk)] = junk
     with contextlib.suppress(CorruptPoolError):
         values.unpack(bytes(packed))
+
+
+def other_state(pool: Path, change: Any) -> None:
+    """Change the small state of every version of a pool, as a dict in which tensors are named, and seal it again."""
+    opened = open_pool(str(pool))
+    document = Document(Base(opened))
+    for manifest in document.manifests:
+        tree = values.unpack(manifest.state)
+        change(tree)
+        manifest.state, manifest.is_changed = values.pack(tree, path="x"), True
+    with pool.open("r+b") as file:
+        for offset, data in document.patches():
+            file.seek(offset)
+            file.write(data)
+    opened.close()
+
+
+def readings(pool: Path, folder: Path) -> list[Any]:
+    """Everything that reads a version whole."""
+    model = toys.net()
+    return [
+        lambda: lightck.recover(pool).optimizer,
+        lambda: lightck.recover(pool, model, toys.adam(model)),
+        lambda: lightck.export_checkpoint(lightck.recover(pool), folder / "exported", what="all"),
+    ]
+
+
+CHANGES = {
+    "an array as version": lambda tree: tree.update(version=np.zeros(3)),
+    "a tensor as version": lambda tree: tree.update(version=torch.zeros(3)),
+    "a list as values of an optimizer": lambda tree: tree["optimizers"][0].update(values=values.pack([1], path="x")),
+    "a list as rest of an optimizer": lambda tree: tree["optimizers"][0].update(rest=values.pack([1], path="x")),
+    "a tensor that is not there": lambda tree: tree["optimizers"][0].update(
+        values=values.pack({"weight": torch.zeros(2000)}, path="no/such", large=lambda *_: None)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_sealed_small_state_of_another_kind_is_refused(pool, tmp_path, change):
+    pool_with(pool, 3)
+    other_state(pool, change)
+    for reading in readings(pool, tmp_path):
+        with pytest.raises(LightckError, match="small state"):
+            reading()
+
+
+@pytest.mark.parametrize("shape", [(0, 2**40, 2**40), (2**61, 2, 0)])
+def test_a_shape_that_torch_cannot_count_is_refused_in_an_empty_tensor_too(shape):
+    data = layout.encode([layout.Entry("model/x", "param", "float32", shape, (1,) * len(shape), 0, "cpu", 0, -1, None)])
+    with pytest.raises(DamagedError, match="shape"):
+        layout.decode(data, low=0, high=1 << 20)
 
 
 def test_the_reader_is_the_one_under_test():

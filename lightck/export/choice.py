@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from lightck.capture import values
-from lightck.contents import Contents, OptimizerContents
+from lightck.contents import Contents, OptimizerContents, unpack_dict
 from lightck.errors import StateValueError
 from lightck.export.plain import Large, Readable
 from lightck.export.tensors import Planned, check_dtype
@@ -95,11 +95,15 @@ def _optimizer(saved: OptimizerContents, rest: Readable) -> dict[str, Any]:
             {"params": names, **rest.of(options, "optimizer/param_groups")}
             for names, options in zip(saved.names, saved.groups, strict=True)
         ],
-        "values": rest.of(_unpack(saved.values), "optimizer"),
-        "rest": rest.of(_unpack(saved.rest), "optimizer/rest"),
+        "values": rest.of(unpack_dict(saved.values, tensor=_large), "optimizer"),
+        "rest": rest.of(unpack_dict(saved.rest, tensor=_large), "optimizer/rest"),
     }
 
 
 def _unpack(packed: bytes) -> Any:
-    """The value, with a ``Large`` in the place of each tensor that lies in the payload."""
-    return values.unpack(packed, tensor=lambda name: cast("torch.Tensor", Large(name)))
+    return values.unpack(packed, tensor=_large)
+
+
+def _large(name: str) -> torch.Tensor:
+    """What stands in the place of a tensor that lies in the payload."""
+    return cast("torch.Tensor", Large(name))

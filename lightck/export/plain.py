@@ -17,7 +17,7 @@ import torch
 
 from lightck.capture.values import dtype_name
 from lightck.checkpoint import Checkpoint
-from lightck.contents import Contents
+from lightck.contents import Contents, named
 from lightck.export.tensors import Planned
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Readable:
         return {"tensor": self._tensor(path, _as_tensor(value))}
 
     def _large(self, name: str) -> str:
-        entry = self._contents.entries[name]
+        entry = named(self._contents.entries, name)
         if name not in self._chosen.tensors:
             self._chosen.add(name, Planned(entry.dtype, entry.shape, lambda: self._read(name)))
         return name

@@ -165,6 +165,8 @@ def _entry(item: Any) -> Entry:
     )
     if entry.role not in ROLES or entry.dtype not in ITEM_NBYTES or len(entry.shape) != len(entry.stride):
         raise DamagedError(f"layout table: entry {entry.name!r} has an unknown role, dtype or stride")
+    if math.prod(size for size in entry.shape if size) >= 1 << 62:
+        raise DamagedError(f"layout table: {entry.name!r} has a shape that no tensor can have")
     expected = 0 if entry.alias is not None else math.prod(entry.shape) * ITEM_NBYTES[entry.dtype]
     if entry.nbytes != expected or not is_dense(entry.shape, entry.stride):
         raise DamagedError(f"layout table: size or stride of {entry.name!r} does not follow from its shape")

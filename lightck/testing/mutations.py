@@ -127,7 +127,7 @@ def records(rng: random.Random, doc: Document) -> None:
     action = rng.randrange(4)
     if action == 0 and data:
         data = data[: rng.randrange(0, len(data), RECORD_NBYTES)]
-    elif action == 1:
+    elif action == 1 and data:
         data += data[: rng.randrange(RECORD_NBYTES, len(data) + 1, RECORD_NBYTES)]
     else:
         word(rng, data, 0, len(data), doc.base.sb.slot_nbytes)
