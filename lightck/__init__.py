@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightck.export import Exported, export_checkpoint
     from lightck.interval import Auto
     from lightck.keep import Keep
+    from lightck.layerwise import layerwise
     from lightck.pin import Pin
     from lightck.pool.durability import Durability
     from lightck.recover import recover
@@ -48,6 +49,7 @@ __all__ = [
     "Stats",
     "attach",
     "export_checkpoint",
+    "layerwise",
     "recover",
 ]
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "Stats": "stats",
     "attach": "attach",
     "export_checkpoint": "export",
+    "layerwise": "layerwise",
     "recover": "recover",
 }
 

@@ -20,7 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightck import sessions
 from lightck.capture.discover import Found, discover, unwrap
 from lightck.capture.inventory import entry_of
+from lightck.capture.layerwise import layerwise_of
 from lightck.capture.predict import predict
+from lightck.capture.scaler import enabled
 from lightck.capture.snapshot import Capture, check_objects
 from lightck.checkpoint import Checkpoint, refuse_other_than_module
 from lightck.errors import (
@@ -30,6 +32,7 @@ from lightck.errors import (
     PoolError,
     PoolNotFoundError,
     SessionError,
+    UnsupportedError,
 )
 from lightck.finite import Finite
 from lightck.first_step import FirstStep
@@ -167,6 +170,12 @@ def _check_slots(slots: Any, keep: Any) -> None:
 def _discover(model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None) -> Found:
     found = discover({id(p): i for i, p in enumerate(model.parameters())}, optimizer, state)
     check_objects(found.state)
+    if enabled(found.state) and any(layerwise_of(o) is not None for o in found.optimizers):
+        raise UnsupportedError(
+            "A GradScaler is enabled, and layers are updated inside backward(). Whether a step is skipped is known "
+            "when all gradients are there. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none); where "
+            'the scaler is none of this training, say state={"scaler": None}.'
+        )
     return found
 
 

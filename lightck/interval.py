@@ -26,6 +26,10 @@ class Cadence(Protocol):
         """Whether the version of ``step`` is to be saved; ``saved_step``: the last one that was."""
         ...
 
+    def foresees(self, step: int, saved_step: int) -> bool:
+        """Whether it is certain already that the version of ``step`` will be saved."""
+        ...
+
     def passed(self, now: float, stall_seconds: float, saved: bool) -> None:
         """A boundary was passed at this time, with so much stall in the session so far; was its version saved?"""
         ...
@@ -39,6 +43,9 @@ class Every:
 
     def is_due(self, step: int, saved_step: int) -> bool:
         return step // self.interval > saved_step // self.interval
+
+    def foresees(self, step: int, saved_step: int) -> bool:
+        return self.is_due(step, saved_step)
 
     def passed(self, now: float, stall_seconds: float, saved: bool) -> None:
         """Nothing is measured."""
@@ -100,6 +107,10 @@ class Adaptive:
 
     def is_due(self, step: int, saved_step: int) -> bool:
         return step - saved_step >= self.interval + self._leaves_one_out()
+
+    def foresees(self, step: int, saved_step: int) -> bool:
+        """What it measures until the boundary may change its mind."""
+        return False
 
     def _leaves_one_out(self) -> bool:
         """At an interval of 1 nothing else would tell how long a step takes without a version."""

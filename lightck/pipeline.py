@@ -8,16 +8,19 @@ where doubt ends: the version commits or is dropped. Invariant: no update begins
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from lightck.capture.inventory import Live, entry_of
+import torch
+
+from lightck.capture.inventory import entry_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting, Watched, changed_error
+from lightck.early import Early
 from lightck.errors import LightckError, SessionError
 from lightck.finite import Finite
+from lightck.flight import Flight
 from lightck.interrupts import deliver
 from lightck.keep import Keeper
 from lightck.pin import Hold, Holds, carry_all
@@ -28,7 +31,7 @@ from lightck.pool.engine import COPIED, ENDED, Engine
 from lightck.pool.layout import Entry
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
-from lightck.pool.writer import FullError, Pending, PoolWriter
+from lightck.pool.writer import FullError, PoolWriter
 from lightck.split import Split, columns_of
 from lightck.stats import Meter
 from lightck.table import in_order_of_need, room_for, spare_nbytes
@@ -37,27 +40,11 @@ log = logging.getLogger("lightck")
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Flight:
-    pending: Pending
-    watched: Watched
-    step: int
-
-
 class Pipeline:
     """Takes closed versions and brings them to their commit, in order."""
 
-    def __init__(
-        self,
-        path: str,
-        backend: Backend,
-        durability: Durability,
-        slots: int,
-        meter: Meter,
-        finite: Finite | None = None,
-        *,
-        check: bool = False,
-    ) -> None:
+    def __init__(self, path: str, backend: Backend, durability: Durability, slots: int, meter: Meter,
+                 finite: Finite | None = None, *, check: bool = False) -> None:  # fmt: skip
         self.path = path
         self.durability = durability
         self.committed: int | None = None
@@ -70,7 +57,8 @@ class Pipeline:
         self._n_slots = slots
         self._meter = meter
         self._check, self._turn = check, 0
-        self._flights: list[_Flight] = []
+        self._flights: list[Flight] = []
+        self._early = Early()
         self._wanted_slots: int | None = None
 
     def keep(self, keeper: Keeper | None) -> None:
@@ -129,6 +117,7 @@ class Pipeline:
         self._reap()
         self.resting.never.update(closing.at_once)
         if self.finite is not None and self.finite.refuses(closing, self._meter):
+            self._early.drop()
             return
         writer = self.writer
         try:
@@ -143,22 +132,34 @@ class Pipeline:
             return
         self._flights.append(flight)
 
-    def _begin(self, writer: PoolWriter, closing: Closing) -> _Flight:
-        parts = columns_of(writer, closing, self.resting.never, self.finish)
-        slot = self._free_slot(writer)
+    def copy_early(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are what they will be in the version to come: their copies begin now, where they can."""
+        self._early.copy(self.writer, tensors, sum(flight.jobs for flight in self._flights))
+
+    def _settle_all(self) -> None:
+        """Before the images of the slots are replaced: nothing may be under way."""
+        self.finish()
+        self._early.drop()
+
+    def _begin(self, writer: PoolWriter, closing: Closing) -> Flight:
+        parts = columns_of(writer, closing, self.resting.never, self._settle_all)
+        draft = self._early.draft
+        slot = self._free_slot(writer) if draft is None else draft.slot
         split = Split(self.resting, writer, slot, parts)
         hidden = self.resting.audit(split.left_out, writer.superblock.block)
         if hidden is not None:  # one that does not rest is reason to trust none: this version is written whole
             self.resting.trust_none()
             split = Split(self.resting, writer, slot, parts)
-        pending = writer.begin(split.plan(closing), slot, split.keep)
+        plan = split.plan(closing, self._early.still_good(split.background_numbers))
+        pending = writer.begin(plan, slot, split.keep, draft)
+        self._early.taken()
         for live, number in split.stills:
             self.resting.written(live, writer.raw_crcs(slot, number))
         self.resting.keep([*split.left_out, *(live for live, _ in split.stills)])
         self._meter.left_out = len(split.left_out)
         if self._meter.observer is not None:
             self._meter.observer.version(pending.line.generation, closing.step, writer.entries)
-        flight = _Flight(pending, Watched(split.background, split.background_numbers), closing.step)
+        flight = Flight(pending, Watched(split.background, split.background_numbers), closing.step)
         if self._check:
             flight.watched.prove(writer.superblock.block)
         if hidden is not None:
@@ -184,7 +185,7 @@ class Pipeline:
         if self.writer is not None:
             log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
 
-        def first(writer: PoolWriter) -> _Flight:
+        def first(writer: PoolWriter) -> Flight:
             flight = self._begin(writer, closing)
             flight.pending.job.release()
             flight.pending.job.wait(ENDED)
@@ -195,6 +196,7 @@ class Pipeline:
     def _move(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
         """To a new file: what is held is carried over, then ``first`` commits, then the file gets its name."""
         old = self.writer
+        self._early.drop()
         if self.keeper is not None:
             self.keeper.wait(old, self.holds)  # it reads the old file
         moving = self.holds.versions(old) if old is not None else []
@@ -262,6 +264,7 @@ class Pipeline:
     def copies_done(self) -> None:
         """Help until no copy is under way: arbitrary code (an evaluation with swapped weights) may follow."""
         with self._meter.wait():
+            self._early.wait()
             for flight in self._open_flights():
                 self._wait_or_fail(flight, COPIED)
                 if not flight.watched.moved():
@@ -299,20 +302,19 @@ class Pipeline:
         except Exception as err:
             log.error("lightck: %s", err)
 
-    def _open_flights(self) -> list[_Flight]:
+    def _open_flights(self) -> list[Flight]:
         return [f for f in self._flights if not f.pending.job.is_released]
 
-    def _drop_if_moved(self, flight: _Flight) -> bool:
+    def _drop_if_moved(self, flight: Flight) -> bool:
         """Give a version up whose sources were written. Their copies may have come before the write or after it, so
         nothing tells what it holds; copying again is no cure, since the loop writes again when it goes on from there.
         """
-        moved = flight.watched.moved()
+        moved, why = flight.moved()
         if moved:
-            by = "a forward" if flight.watched.forward_seen else "something between the boundary and the next forward"
-            self._drop(flight, f"{by} wrote to it", [flight.watched.lives[i] for i in moved])
+            self._drop(flight, why, moved)
         return bool(moved)
 
-    def _settle(self, flight: _Flight) -> None:
+    def _settle(self, flight: Flight) -> None:
         """End of doubt: the copies are done, and the version is allowed to commit or is dropped."""
         assert self.writer is not None
         job, watched = flight.pending.job, flight.watched
@@ -323,31 +325,26 @@ class Pipeline:
         self._turn += 1
         hidden = watched.audit(raw, self.writer.superblock.block, self._turn, self._check)
         if hidden is not None:
-            self._drop(flight, "it was written unannounced", [live for live in watched.lives if live.name == hidden])
+            self._drop(flight, "it was written unannounced", [hidden])
             raise changed_error(hidden, "while a version was being copied")
         job.release()
 
-    def _drop(self, flight: _Flight, reason: str, lives: Sequence[Live]) -> None:
+    def _drop(self, flight: Flight, reason: str, names: Sequence[str]) -> None:
         assert self.writer is not None
-        names = [live.name for live in lives]
         self.resting.never.update(names)
-        log.warning("lightck: the version of step %d is given up: %s (%s). It is copied at once at the boundary from "
-                    "here on. Weight swaps belong into `with session.paused():`.",
-                    flight.step, reason, ", ".join(names[:3]))  # fmt: skip
-        flight.pending.job.drop()
-        flight.pending.job.forget()
+        flight.drop(reason, names)
         self._flights.remove(flight)
         self.writer.given_up(flight.pending, bad=False)
         self._meter.skipped += 1
 
-    def _finish(self, flight: _Flight) -> None:
+    def _finish(self, flight: Flight) -> None:
         if not flight.pending.job.is_released:
             self._settle(flight)
         if flight in self._flights:
             self._wait_or_fail(flight, ENDED)
             self._reap()
 
-    def _wait_or_fail(self, flight: _Flight, until: int) -> None:
+    def _wait_or_fail(self, flight: Flight, until: int) -> None:
         assert self.writer is not None
         try:
             flight.pending.job.wait(until, pause=deliver)
@@ -365,7 +362,7 @@ class Pipeline:
             self._flights.pop(0)
             self._note_committed(flight)
 
-    def _note_committed(self, flight: _Flight) -> None:
+    def _note_committed(self, flight: Flight) -> None:
         assert self.writer is not None
         self.writer.refuse_lost_pool()
         info = flight.pending.job.info()
@@ -389,6 +386,8 @@ class Pipeline:
     def close(self) -> None:
         """Stop the threads and unmap. Versions that are not released are dropped; others were finished before."""
         try:
+            if not self.engine.is_forked:
+                self._early.drop()
             if self.keeper is not None:
                 self.keeper.end(self.writer, self.holds)
         finally:

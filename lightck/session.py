@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from lightck.capture.hooks import Hooks, remove
 from lightck.capture.loader import SessionLoader
 from lightck.capture.nest import followed, places
 from lightck.capture.rng import RngState
+from lightck.capture.scaler import ScalerWatch
 from lightck.capture.snapshot import Capture
 from lightck.errors import BackgroundError, FlushTimeoutError, LateError, SessionError
 from lightck.first_step import FirstStep
@@ -45,19 +46,9 @@ log = logging.getLogger("lightck")
 class Session:
     """Made by :func:`lightck.attach`; a context manager. Leaving it normally commits the current step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        found: Found,
-        capture: Capture,
-        pipeline: Pipeline,
-        lock: PoolLock,
-        meter: Meter,
-        *,
-        cadence: Cadence,
-        resumed: Resumed | None,
-        first_step: FirstStep,
-    ) -> None:
+    def __init__(self, model: nn.Module, found: Found, capture: Capture, pipeline: Pipeline, lock: PoolLock,
+                 meter: Meter, *, cadence: Cadence, resumed: Resumed | None,
+                 first_step: FirstStep) -> None:  # fmt: skip
         self.found: Mapping[str, str] = dict(found.found)
         """What attach found by itself: name -> class."""
         self._model = weakref.ref(model)
@@ -79,9 +70,8 @@ class Session:
         self._pid = os.getpid()
         self._forward_fires = False
         self._told_no_forward = False
-        self._scaler_seen: Any = None
-        self._scaler_stepped = False
-        self._scaler_skipped()
+        self._scalers = ScalerWatch(capture.objects)
+        self._layers_updated = False
         self._hooks = Hooks(Proxy(self), model, found.optimizers)
         self._traces = Traces(self._hooks, pipeline.engine, meter)
         self._finalizer = weakref.finalize(self, _finalize, os.getpid(), pipeline, lock, self._hooks.handles)
@@ -160,6 +150,11 @@ class Session:
         self._check_usable()
         if self._paused:
             raise SessionError("flush() inside paused(): the weights are not the training's now. Leave paused() first.")
+        if self._layers_updated:
+            raise SessionError(
+                "flush() between backward() and step(): some layers are updated, others are not. Call optimizer.step() "
+                "first."
+            )
         with self._meter.stall("flush"):
             self._raise_failure()
             self._commit_current(timeout)
@@ -185,7 +180,7 @@ class Session:
         if not self._is_open:
             return
         try:
-            if not self.is_forked and self._failure is None:
+            if not self.is_forked and self._failure is None and not self._layers_updated:
                 with self._meter.stall("close"):
                     self._commit_current(None, also_step_0=False)
         finally:
@@ -253,13 +248,27 @@ class Session:
         """Post-step hook of a step that changed something."""
         with self._meter.stall("after the update"):
             self._boundary.updated(index)
-            self._scaler_stepped = True
+            self._scalers.stepped()
+            self._layers_updated = False
             self._capture.before_update(index)  # again: a closure makes its gradients inside the step
             self._capture.after_update()
 
     def skipped_step(self, index: int) -> None:
         """A fused optimizer under GradScaler found inf: nothing changed, no version."""
         self._meter.skipped += 1
+
+    def layers_begin(self, index: int) -> None:
+        """The first layer of an update is about to be updated, inside the backward pass."""
+        self.before_step(index, by_hand=False)
+        self.gate()
+        self._layers_updated = True
+
+    def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
+        """These are what they will be after the step. With several optimizers another may write them still."""
+        step, is_last = self._boundary.step + 1, self._boundary.optimizers == 1
+        if is_last and not self._paused and self._cadence.foresees(step, self._saved_step):
+            with self._meter.stall("layer updated"):
+                self._guard(lambda: self._pipeline.copy_early(tensors))
 
     def forward_begins(self) -> None:
         """Training forward of the root."""
@@ -332,10 +341,10 @@ class Session:
         if self._paused:
             return
         if not self._boundary.is_due(event):
-            self._boundary.passed_without_update(event, self._scaler_skipped())
+            self._boundary.passed_without_update(event, self._scalers.skipped())
             return
         step = self._boundary.close(event)
-        self._scaler_skipped()
+        self._scalers.skipped()
         is_saved = event is Event.FLUSH or self._cadence.is_due(step, self._saved_step)
         self._cadence.passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
         if is_saved:
@@ -387,17 +396,6 @@ class Session:
         """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end it."""
         if self._pipeline.keeper is not None:
             self._pipeline.keeper.raise_failure(at_close=not self._is_open)
-
-    def _scaler_skipped(self) -> bool:
-        """Whether an enabled GradScaler was updated since the last look without a step in between."""
-        seen = tuple(
-            (float(obj.get_scale()), int(obj._get_growth_tracker()))
-            for obj in self._capture.objects.values()
-            if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()
-        )
-        stepped, self._scaler_stepped = self._scaler_stepped, False
-        moved, self._scaler_seen = seen != self._scaler_seen, seen
-        return moved and not stepped and bool(seen)
 
     def _position_used(self) -> None:
         if self._first_step is not None:

@@ -7,7 +7,7 @@ stays as it lies in the slot; all others are left to the copy threads. Reads no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from lightck.pool.layout import Entry
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter, VersionPlan
 
+NONE = np.array([], np.int64)
 NOW_NBYTES = 4096
 """Tensors up to this size are copied at the boundary itself: starting a background copy costs more."""
 
@@ -106,6 +107,14 @@ class Columns:
     present: list[int]
     single: list[tuple[Live, Record]]
     """Those that are decided anew at each version: they may rest, or are copied by way of a staged copy."""
+    _places: dict[int, tuple[Live, int]] = field(default_factory=dict)
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[Live, int] | None:
+        """What this tensor is called, and its record, where it is one of ``background``."""
+        if not self._places:
+            pairs = zip(self.background, self.background_numbers, strict=True)
+            self._places.update((id(live.tensor), (live, number)) for live, number in pairs)
+        return self._places.get(id(tensor))  # as long as this is here, so is each of these tensors
 
 
 def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], token: object = None) -> Columns:
@@ -191,18 +200,18 @@ class Split:
         """What the copies read from."""
         return (*(part.keep for part in self._parts), self._keep)
 
-    def plan(self, closing: Closing) -> VersionPlan:
+    def plan(self, closing: Closing, begun: npt.NDArray[np.int64] = NONE) -> VersionPlan:
+        """``begun``: records of ``background_numbers`` whose copies are under way already."""
         parts = self._parts
-        return VersionPlan(
-            closing.step,
-            closing.iteration,
-            np.concatenate([*(part.numbers for part in parts), np.array(self._numbers, np.int64)]),
-            np.concatenate([*(part.sources for part in parts), np.array(self._sources, np.uint64)]),
-            np.concatenate([*(part.now for part in parts), np.array(self._now, np.bool_)]),
-            np.array(self._kept, np.int64),
-            np.array([number for part in parts for number in part.present], np.int64),
-            closing.state,
-        )
+        numbers = np.concatenate([*(part.numbers for part in parts), np.array(self._numbers, np.int64)])
+        sources = np.concatenate([*(part.sources for part in parts), np.array(self._sources, np.uint64)])
+        now = np.concatenate([*(part.now for part in parts), np.array(self._now, np.bool_)])
+        present = np.array([number for part in parts for number in part.present], np.int64)
+        if len(begun):
+            left = np.isin(numbers, begun, invert=True)
+            numbers, sources, now = numbers[left], sources[left], now[left]
+        return VersionPlan(closing.step, closing.iteration, numbers, sources, now, np.array(self._kept, np.int64),
+                           np.concatenate([present, begun]), closing.state)  # fmt: skip
 
 
 def _rests(resting: Resting, writer: PoolWriter, slot: Slot, live: Live, number: int) -> bool:

@@ -37,7 +37,10 @@ LAYERS = {
     "keep": DATA | {"contents", "export", "pin", "recover", "stats"},
     "finite": DATA | {"stats"},
     "table": DATA,
-    "pipeline": DATA | {"split", "stats", "interrupts", "pin", "keep", "finite", "table"},
+    "early": DATA | {"split"},
+    "flight": DATA,
+    "layerwise": DATA | {"sessions"},
+    "pipeline": DATA | {"early", "flight", "split", "stats", "interrupts", "pin", "keep", "finite", "table"},
     "contents": DATA,
     "memory": {"pool"},
     "fill": DATA | {"contents", "memory"},
@@ -52,10 +55,10 @@ LAYERS = {
     "session": DATA | {"interval", "pipeline", "pin", "resume", "first_step", "sessions", "stats", "trace"},
     "attach": DATA | {"checkpoint", "finite", "first_step", "interval", "keep", "pipeline", "recover", "resume",
                       "session", "sessions", "stats", "strategy", "table"},
-    "": {"attach", "checkpoint", "errors", "export", "interval", "keep", "pin", "pool.durability", "recover", "restore",
-         "session", "stats", "strategy"},
+    "": {"attach", "checkpoint", "errors", "export", "interval", "keep", "layerwise", "pin", "pool.durability",
+         "recover", "restore", "session", "stats", "strategy"},
     "demo": BASE | {""},
-    "testing": DATA | {"", "_native", "cli", "contents"},
+    "testing": DATA | {"", "_native", "cli", "contents", "early"},
     "bench": BASE | {"", "_native", "pool"},
     "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo", "trace", "bench"},
     "__main__": {"cli"},
@@ -156,7 +159,7 @@ def test_byte_level_knows_nothing_of_torch():
 def test_public_surface_is_sealed():
     assert lightck.__all__ == [
         "Auto", "Checkpoint", "Drift", "Durability", "Exported", "FullState", "Keep", "LightckError", "Pin", "Session",
-        "Stats", "attach", "export_checkpoint", "recover",
+        "Stats", "attach", "export_checkpoint", "layerwise", "recover",
     ]  # fmt: skip
     for name in lightck.__all__:
         assert getattr(lightck, name).__doc__, f"{name} has no docstring"

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lightck.capture.layerwise import layerwise_of
 from lightck.capture.nest import has_hooks, places
 
 _DUMMY_STEP = "_init_optim_state"
@@ -39,6 +40,10 @@ class Listener(Protocol):
     def forward_ended(self) -> None: ...
 
     def unknown_optimizer(self, optimizer: Optimizer) -> None: ...
+
+    def layers_begin(self, index: int) -> None: ...
+
+    def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None: ...
 
 
 class Hooks:
@@ -66,6 +71,8 @@ class Hooks:
         for optimizer in filter(has_hooks, optimizers):
             self._handles.append(optimizer.register_step_pre_hook(self._step_pre))
             self._handles.append(optimizer.register_step_post_hook(self._step_post))
+        for layers in filter(None, map(layerwise_of, optimizers)):
+            self._handles.append(layers.tell(self))
 
     @property
     def handles(self) -> list[Any]:
@@ -89,6 +96,14 @@ class Hooks:
     def _index(self, optimizer: Optimizer) -> int:
         """Which update its step belongs to."""
         return next(root for o, root in zip(self._optimizers, self._roots, strict=True) if o is optimizer)
+
+    # -- layers (a layer-wise update) --------------------------------------------------------------------
+
+    def layers_begin(self, optimizer: Optimizer) -> None:
+        self._listener.layers_begin(self._index(optimizer))
+
+    def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._listener.layer_updated(name, begin, tensors)
 
     # -- forward -----------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,30 +110,43 @@ class Engine:
         """CPU time of all copy threads so far."""
         return float(lib.lck_engine_cpu_ns(self.handle)) * 1e-9 if self.handle is not None else 0.0
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child of the process whose threads these are."""
+        return os.getpid() != self._pid
+
     def close(self) -> None:
         """Join the threads. In a forked child, where they do not exist, nothing happens."""
-        if self.handle is not None and os.getpid() == self._pid:
+        if self.handle is not None and not self.is_forked:
             lib.lck_engine_close(self.handle)
         self.handle = None
 
 
 class Job:
-    """One version on its way into the pool. ``keep`` holds what its sources live in until the copies ended."""
+    """One version on its way into the pool. ``keep`` holds what its sources live in until the copies ended.
 
-    def __init__(self, engine: Engine, ticket: int, keep: Any) -> None:
+    ``parts``: copies of the same version that were begun before it; it ends only with them.
+    """
+
+    def __init__(self, engine: Engine, ticket: int, keep: Any, parts: Sequence[Job] = ()) -> None:
         self._engine = engine
         self._ticket = ticket
         self._keep = keep
+        self.parts = tuple(parts)
         self.is_released = False
 
     def release(self) -> None:
-        """Allow the commit."""
+        """Allow the commit. All is copied: ``wait(COPIED)`` returned True."""
         if not self.is_released:
+            for part in self.parts:
+                part.release()
             self.is_released = True
             check(lib.lck_job_release(self._engine.handle, self._ticket), "releasing a version")
 
     def drop(self) -> None:
         """Give the version up. Before the release only."""
+        for part in self.parts:
+            part.drop()
         check(lib.lck_job_drop(self._engine.handle, self._ticket), "dropping a version")
 
     def wait(self, until: int, timeout: float | None = None, *, pause: Callable[[], None] | None = None) -> bool:
@@ -143,6 +156,9 @@ class Job:
         ``BackgroundError`` where the job failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        for part in self.parts:
+            if not part.wait(COPIED, None if deadline is None else deadline - time.monotonic(), pause=pause):
+                return False
         while True:
             left = _SLICE_MS if deadline is None else min(_SLICE_MS, round((deadline - time.monotonic()) * 1000))
             status = lib.lck_job_wait(self._engine.handle, self._ticket, until, max(left, 0))
@@ -158,7 +174,8 @@ class Job:
     def info(self) -> JobInfo:
         out = ffi.new("lck_job_info *")
         check(lib.lck_job_info_get(self._engine.handle, self._ticket, out), "asking for a version's state")
-        return JobInfo(out.state, out.nbytes, out.nbytes_helped)
+        own = JobInfo(out.state, out.nbytes, out.nbytes_helped)
+        return own if not self.parts else _together(own, [part.info() for part in self.parts])
 
     @property
     def has_ended(self) -> bool:
@@ -173,6 +190,8 @@ class Job:
 
     def forget(self) -> None:
         """Free the engine's entry of a job that has ended, and its sources."""
+        for part in self.parts:
+            part.forget()
         lib.lck_job_forget(self._engine.handle, self._ticket)
         self._keep = None
 
@@ -189,3 +208,14 @@ class Job:
         )
         error.errno = code or None
         raise error
+
+
+def _together(own: JobInfo, parts: Sequence[JobInfo]) -> JobInfo:
+    """A version is copied when all of it is, and has failed when some of it has."""
+    state = own.state
+    if state <= lib.LCK_JOB_COPIED and any(part.state > lib.LCK_JOB_COMMITTED for part in parts):
+        state = lib.LCK_JOB_FAILED
+    elif state == lib.LCK_JOB_COPIED and any(part.state < lib.LCK_JOB_COPIED for part in parts):
+        state = lib.LCK_JOB_COPYING
+    return JobInfo(state, own.nbytes + sum(p.nbytes for p in parts),
+                   own.nbytes_helped + sum(p.nbytes_helped for p in parts))  # fmt: skip

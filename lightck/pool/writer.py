@@ -2,7 +2,7 @@
 
 ``PoolWriter`` joins a container, its mapping, its slots and its ring. A version enters by ``begin`` (which returns a
 ``Job`` of the engine) and is taken note of by ``committed``, ``dropped`` or ``failed`` when the job has ended; the
-commit itself, the line written last, is native/src/commit.c.
+commit itself, the line written last, is native/src/seal.c.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lightck._native import errno_of, ffi, lib, reason
 from lightck.errors import BackgroundError
 from lightck.pool import layout
 from lightck.pool.checksum import uuid_words
+from lightck.pool.draft import Draft
 from lightck.pool.durability import TIER_DISK, Durability
 from lightck.pool.engine import Engine, Job, Medium
 from lightck.pool.format import (
@@ -224,28 +225,57 @@ class PoolWriter:
 
     # -- versions ----------------------------------------------------------------------------------------
 
-    def begin(self, plan: VersionPlan, slot: Slot, keep: Any) -> Pending:
-        """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``FullError`` before that."""
-        generation = self._generation + 1
+    def draft(self, slot: Slot) -> Draft:
+        """Take a slot for a version that is not closed yet."""
+        self._generation += 1
+        slot.generation, slot.in_flight = self._generation, True
+        return Draft(self, slot, self._generation)
+
+    def begin(self, plan: VersionPlan, slot: Slot, keep: Any, draft: Draft | None = None) -> Pending:
+        """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``FullError`` before that.
+
+        ``draft``: what was begun of it in this slot; its records are among ``plan.present``.
+        """
+        generation = self._generation + 1 if draft is None else draft.generation
         image_nbytes = self._fill_image(slot, plan, generation)
-        self._generation = generation
+        self._generation = max(self._generation, generation)
         slot.generation, slot.in_flight = generation, True
         position = self._next_position()
-        commit = self._commit(slot, plan, generation, position, image_nbytes)
+        parts = [] if draft is None else draft.parts
+        commit = self._commit(slot, plan.step, generation, position, image_nbytes, lib.LCK_FOLLOWS if parts else 0)
         copies = self._copies(slot, plan.records, plan.sources, plan.now)
-        ticket = ffi.new("uint64_t *")
-        array = ffi.cast("lck_copy *", copies.ctypes.data)
-        status = lib.lck_job_submit(self._engine.handle, self.medium.handle, array, len(copies), commit, ticket)
+        status, ticket = self._submit(copies, commit)
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
             error = _submit_error(status)
             self.refuse_lost_pool()  # says more, where that is the reason
             raise error
         slot.manifest_index = 1 - slot.manifest_index
-        job = Job(self._engine, int(ticket[0]), (keep, copies))
+        job = Job(self._engine, ticket, (keep, copies), parts)
         line = CommitLine(generation, self.incarnation, plan.step, generation, 0, image_nbytes, KIND_VERSION,
                           slot.index, int(commit.manifest_index))  # fmt: skip
         return Pending(job, slot, line, position, plan)
+
+    def submit_part(self, draft: Draft, records: npt.NDArray[np.int64], sources: npt.NDArray[np.uint64], flags: int,
+                    keep: Any) -> Job | None:  # fmt: skip
+        """Of ``Draft.copy``. None where the engine is busy."""
+        slot = draft.slot
+        commit = self._commit(slot, 0, draft.generation, 0, slot.image.tail_offset, flags)
+        copies = self._copies(slot, records, sources, np.zeros(len(records), np.bool_))
+        status, ticket = self._submit(copies, commit)
+        if status == lib.LCK_EBUSY:
+            return None
+        if status != lib.LCK_OK:
+            slot.is_bad = True
+            raise _submit_error(status)
+        return Job(self._engine, ticket, (keep, copies))
+
+    def _submit(self, copies: npt.NDArray[Any], commit: Any) -> tuple[int, int]:
+        """(status, ticket)"""
+        ticket = ffi.new("uint64_t *")
+        array = ffi.cast("lck_copy *", copies.ctypes.data)
+        status = lib.lck_job_submit(self._engine.handle, self.medium.handle, array, len(copies), commit, ticket)
+        return status, int(ticket[0])
 
     def _fill_image(self, slot: Slot, plan: VersionPlan, generation: int) -> int:
         image = slot.image
@@ -277,7 +307,7 @@ class PoolWriter:
         copies["flags"] = np.where(now, lib.LCK_NOW, 0)
         return copies
 
-    def _commit(self, slot: Slot, plan: VersionPlan, generation: int, position: int, image_nbytes: int) -> Any:
+    def _commit(self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int) -> Any:
         sb = self.superblock
         lo, hi = uuid_words(sb.uuid)
         return ffi.new("lck_commit *", {
@@ -288,8 +318,8 @@ class PoolWriter:
             "crcs_off": slot.image.crcs_offset, "crcs_count": self._n_crcs,
             "raw_crcs": slot.image.raw.ctypes.data, "block": sb.block,
             "uuid_lo": lo, "uuid_hi": hi, "origin_lo": lo, "origin_hi": hi,
-            "generation": generation, "incarnation": self.incarnation, "step": plan.step,
-            "slot": slot.index, "manifest_index": slot.manifest_index,
+            "generation": generation, "incarnation": self.incarnation, "step": step,
+            "slot": slot.index, "manifest_index": slot.manifest_index, "flags": flags, "zero": 0,
         })  # fmt: skip
 
     def committed(self, pending: Pending) -> None:
@@ -300,10 +330,17 @@ class PoolWriter:
 
     def given_up(self, pending: Pending, *, bad: bool) -> None:
         """The version was dropped, or failed (``bad``): what lies in its slot is unknown from here on."""
-        pending.slot.in_flight = False
         pending.slot.is_bad |= bad
-        pending.slot.generation = None
-        pending.slot.image.in_slot[:] = False
+        self._slot_unknown(pending.slot)
+
+    def draft_given_up(self, draft: Draft) -> None:
+        self._slot_unknown(draft.slot)
+
+    @staticmethod
+    def _slot_unknown(slot: Slot) -> None:
+        slot.in_flight = False
+        slot.generation = None
+        slot.image.in_slot[:] = False
 
     def refuse_lost_pool(self) -> None:
         """A mapping outlives its file: without this look a training would go on saving into nothing. Raises

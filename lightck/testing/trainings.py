@@ -1,4 +1,4 @@
-"""Real trainings, small: three kinds of loop as users write them, with all that has to go on after a kill.
+"""Real trainings, small: four kinds of loop as users write them, with all that has to go on after a kill.
 
 Each builds everything, calls ``follow.attach`` where a user calls ``lightck.attach``, reports each update with its
 loss, and ends with a digest of weights, optimizer, scheduler and random states. Without lightck the same loop is the
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightck
+from lightck import early
 from lightck.testing.oracle import digest, truth
 from lightck.testing.victims import Tell
 
@@ -174,8 +175,30 @@ def adapters(follow: Follow) -> None:
     follow.ended(model, optimizer)
 
 
+def layer_by_layer(follow: Follow) -> None:
+    """Each layer is updated, and begins to be copied, inside the backward pass; gradients of two micro-batches."""
+    model = nn.Sequential(nn.Linear(40, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.Dropout(0.1),
+                          nn.Linear(64, 40))  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    early.PART_NBYTES_MIN = 1  # or all of so small a model would be one part
+    layers = lightck.layerwise(model, optimizer)
+    session = follow.attach(model, optimizer)
+    data = _fixed(64, 40)
+    for _ in range(session.step, UPDATES):
+        optimizer.zero_grad()
+        rows = torch.randint(64, (2, 8))
+        with layers.accumulate():
+            model(data[rows[0]]).square().mean().backward()
+        loss = (model(data[rows[1]]) - data[rows[1]]).square().mean()
+        loss.backward()
+        optimizer.step()
+        follow.updated(loss)
+    follow.ended(model, optimizer)
+
+
 KINDS: dict[str, Callable[[Follow], None]] = {
     "convolution": convolution,
     "language model": language_model,
     "adapters": adapters,
+    "layer by layer": layer_by_layer,
 }

@@ -139,6 +139,10 @@ class Recording:
             self.add(UPDATE, "optimizer step", self._update_since, time.monotonic_ns(), {"optimizer": index})
         self._update_since = 0
 
+    def layer_updated(self, name: str, begin: int) -> None:
+        """Inside the backward pass (a layer-wise update)."""
+        self.add(UPDATE, name, begin, time.monotonic_ns(), {"layer": name})
+
     def step_ended(self, number: int) -> None:
         now = time.monotonic_ns()
         self.add(STEP, f"step {number}", self._step_since, now, {"step": number})
@@ -249,7 +253,7 @@ class _Relay:
         tell = recording._guarded
         self._backward_over = tell(recording.backward_over)
         self._update_begins, self._update_ended = tell(recording.update_begins), tell(recording.update_ended)
-        self._step_ended = tell(recording.step_ended)
+        self._step_ended, self._layer_updated = tell(recording.step_ended), tell(recording.layer_updated)
         self._forward_begins, self._forward_ended = tell(recording.forward_begins), tell(recording.forward_ended)
         self._steps: int | None = None
 
@@ -287,6 +291,13 @@ class _Relay:
 
     def unknown_optimizer(self, optimizer: Any) -> None:
         self._inner.unknown_optimizer(optimizer)
+
+    def layers_begin(self, index: int) -> None:
+        self._inner.layers_begin(index)
+
+    def layer_updated(self, name: str, begin: int, tensors: Any) -> None:
+        self._layer_updated(name, begin)
+        self._inner.layer_updated(name, begin, tensors)
 
     def _updates(self) -> int:
         updates: int = self._inner.updates  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 5 };
+enum { LCK_ABI_VERSION = 6 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -212,6 +212,14 @@ typedef struct lck_copy {
     uint32_t flags;      /* LCK_NOW or 0 */
 } lck_copy;
 
+enum {
+    /* Some of a version's copies, begun before the rest of it is known: such a job writes neither manifest nor line, and
+     * ends as LCK_JOB_COMMITTED when they are copied, fenced and it is released. A later job of the same generation
+     * commits the version; it fails (LCK_ESTATE) where a part that was not forgotten failed or was dropped. */
+    LCK_PART = 1,
+    LCK_FOLLOWS = 2 /* not the first job of its generation: the slot's header is written already */
+};
+
 /* What a version commits with. All of it is copied at submit, but for the memory behind image and raw_crcs, which
  * must stay valid until the job has ended. */
 typedef struct lck_commit {
@@ -231,6 +239,8 @@ typedef struct lck_commit {
     uint64_t step;
     uint32_t slot;
     uint32_t manifest_index;    /* 0 or 1 */
+    uint32_t flags;             /* LCK_PART, LCK_FOLLOWS */
+    uint32_t zero;
 } lck_commit;
 
 enum {
@@ -251,8 +261,8 @@ typedef struct lck_job_info {
     uint64_t blocks;
 } lck_job_info;
 
-/* Begin a version: mark BEGIN(generation); write the slot header {generation, ...} (docs/format.md), flush, fence;
- * copy the LCK_NOW ones on this thread and fence; queue the rest for the workers; *ticket names the job. Jobs on
+/* Begin a version: mark BEGIN(generation); write the slot header {generation, ...} (docs/format.md), flush, fence (both
+ * not with LCK_FOLLOWS); copy the LCK_NOW ones on this thread and fence; queue the rest for the workers; *ticket names the job. Jobs on
  * an engine commit in the order in which they were submitted. The job does not commit before lck_job_release.
  * On failure nothing is queued. */
 int32_t lck_job_submit(lck_engine *engine, lck_medium *medium, const lck_copy *copies, uint64_t count,

@@ -97,6 +97,8 @@ static int32_t part(lck_engine *engine, struct job *job, uint32_t kind, int32_t 
 
 int32_t seal_job(lck_engine *engine, struct job *job, bool helped)
 {
+    if (job->commit.flags & LCK_PART) /* its bytes are copied and fenced; another job commits them */
+        return LCK_OK;
     uint64_t nbytes = job->commit.image_nbytes;
     int32_t status = part(engine, job, LCK_SPAN_MANIFEST, write_manifest, nbytes, helped);
     if (status == LCK_OK)

@@ -29,7 +29,7 @@ uint32_t lck_sizeof(uint32_t id)
 
 /* cffi lays these out by itself from the same text: no padding, so no rule to disagree on. */
 _Static_assert(sizeof(lck_copy) == 40, "lck_copy");
-_Static_assert(sizeof(lck_commit) == 136, "lck_commit");
+_Static_assert(sizeof(lck_commit) == 144, "lck_commit");
 _Static_assert(sizeof(lck_job_info) == 40, "lck_job_info");
 _Static_assert(sizeof(lck_event) == 40, "lck_event");
 _Static_assert(sizeof(lck_extent) == 16, "lck_extent");

@@ -16,7 +16,8 @@ static bool commit_fits(const lck_medium *medium, const lck_commit *commit)
                  commit->crcs_count <= (commit->image_nbytes - commit->crcs_off) / 4;
     bool block = commit->block > 0 && commit->block % 256 == 0 && commit->block <= LCK_MAX_BLOCK;
     /* Generation 0 means "no line here". */
-    bool names = commit->generation != 0 && commit->slot <= UINT8_MAX && commit->manifest_index <= 1;
+    bool names = commit->generation != 0 && commit->slot <= UINT8_MAX && commit->manifest_index <= 1 &&
+                 (commit->flags & ~(uint32_t)(LCK_PART | LCK_FOLLOWS)) == 0;
     return places && image && block && names;
 }
 
@@ -118,7 +119,7 @@ static bool build(struct job *job, lck_medium *medium, const lck_copy *copies, u
 
 /* ---- begin ------------------------------------------------------------------------------------------- */
 
-static int32_t begin(lck_engine *engine, struct job *job, const lck_copy *copies, uint64_t count)
+static void write_header(lck_engine *engine, struct job *job)
 {
     struct span span;
     bool spanned = span_begin(engine, &span);
@@ -126,6 +127,12 @@ static int32_t begin(lck_engine *engine, struct job *job, const lck_copy *copies
     seal_header(job->medium, &job->commit);
     if (spanned)
         span_end(engine, &span, LCK_SPAN_HEADER, job->commit.generation, 0, LCK_LINE, false);
+}
+
+static int32_t begin(lck_engine *engine, struct job *job, const lck_copy *copies, uint64_t count)
+{
+    if ((job->commit.flags & LCK_FOLLOWS) == 0)
+        write_header(engine, job);
     return work_copy_now(engine, job, copies, count, LCK_NOW);
 }
 

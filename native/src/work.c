@@ -136,6 +136,23 @@ static bool left_to_waiter(lck_engine *engine, uint64_t ticket)
     return false;
 }
 
+/* Whether some part of the version that this job commits is missing. */
+static bool lacks_part(lck_engine *engine, const struct job *job)
+{
+    for (int i = 0; i < ENGINE_JOBS; i++) {
+        struct job *part = &engine->jobs[i];
+        uint64_t word = atomic_load(&part->word);
+        enum phase phase = word_phase(word);
+        if (part == job || (phase != PHASE_FAILED && phase != PHASE_DROPPED) || !job_enter(part, word_ticket(word)))
+            continue;
+        bool same = part->medium == job->medium && part->commit.generation == job->commit.generation;
+        job_leave(part);
+        if (same)
+            return true;
+    }
+    return false;
+}
+
 static bool try_seal(lck_engine *engine, struct job *job, uint64_t ticket, enum role role)
 {
     if (role == ROLE_HELPER || job_phase(job) != PHASE_COPIED || atomic_load(&job->verdict) != VERDICT_RELEASED)
@@ -144,7 +161,7 @@ static bool try_seal(lck_engine *engine, struct job *job, uint64_t ticket, enum 
         return false;
     if (!job_move(engine, job, ticket, PHASE_COPIED, PHASE_SEALING))
         return false;
-    int32_t status = seal_job(engine, job, role != ROLE_WORKER);
+    int32_t status = lacks_part(engine, job) ? LCK_ESTATE : seal_job(engine, job, role != ROLE_WORKER);
     if (status != LCK_OK)
         job_fail(job, status);
     job_move(engine, job, ticket, PHASE_SEALING, status == LCK_OK ? PHASE_COMMITTED : PHASE_FAILED);

@@ -511,6 +511,73 @@ static void test_failure_skips(void)
     teardown();
 }
 
+/* The first `n` tensors as a part, the others as the job that commits. */
+static void submit_split(struct version *v, uint64_t n, uint64_t *part)
+{
+    lck_commit begun = v->commit;
+    begun.flags = LCK_PART;
+    CHECK_EQ(lck_job_submit(engine, medium, v->copies, n, &begun, part), LCK_OK);
+    v->commit.flags = LCK_FOLLOWS;
+    CHECK_EQ(lck_job_submit(engine, medium, v->copies + n, TENSORS - n, &v->commit, &v->ticket), LCK_OK);
+}
+
+static uint64_t headers_written(uint64_t generation)
+{
+    uint64_t found = 0;
+    for (uint64_t i = 0; i < event_count; i++)
+        found += events[i].kind == LCK_EV_STORE && events[i].off == slot_off(generation) && events[i].nbytes == 64;
+    return found;
+}
+
+static void test_parts(uint32_t threads)
+{
+    setup(threads);
+    for (uint64_t g = 1; g <= 9; g++) {
+        struct version *v = version_new(g, 0);
+        uint64_t part;
+        submit_split(v, g % TENSORS, &part);
+        CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
+        CHECK_EQ(lck_job_wait(engine, part, LCK_JOB_COPIED, LONG_MS), LCK_OK);
+        CHECK_EQ(lck_job_wait(engine, v->ticket, LCK_JOB_COMMITTED, SHORT_MS), LCK_ETIMEDOUT);
+        CHECK(!has_line(v)); /* the part is not released */
+        CHECK_EQ(lck_job_release(engine, part), LCK_OK);
+        CHECK_EQ(wait_until(v, LCK_JOB_COMMITTED), LCK_OK);
+        check_version(v);
+        CHECK_EQ(lck_job_forget(engine, part), LCK_OK);
+        forget(v);
+        version_free(v);
+    }
+    take_trace();
+    CHECK_EQ(check_trace_order(), 9);
+    for (uint64_t g = 7; g <= 9; g++)
+        CHECK_EQ(headers_written(g), (g - 1) / SLOTS + 1); /* one for each generation that lay in its slot */
+    teardown();
+}
+
+static void test_lost_part(void)
+{
+    setup(1);
+    for (uint64_t g = 1; g <= 2; g++) {
+        struct version *v = version_new(g, 0);
+        uint64_t part;
+        if (g == 1)
+            CHECK_EQ(lck_fault(LCK_OP_COPY, 3, EIO), LCK_OK);
+        submit_split(v, 2, &part);
+        if (g == 1)
+            CHECK(lck_job_wait(engine, part, LCK_JOB_COPIED, LONG_MS) != LCK_OK);
+        else
+            CHECK_EQ(lck_job_drop(engine, part), LCK_OK);
+        (void)lck_job_release(engine, v->ticket);
+        CHECK(wait_until(v, LCK_JOB_COMMITTED) != LCK_OK);
+        CHECK(!has_line(v));
+        CHECK_EQ(info(v).state, LCK_JOB_FAILED);
+        CHECK_EQ(lck_job_forget(engine, part), LCK_OK);
+        forget(v);
+        version_free(v);
+    }
+    teardown();
+}
+
 static void test_arguments(void)
 {
     setup(1);
@@ -543,6 +610,7 @@ static void test_arguments(void)
     REFUSED(generation, 0);
     REFUSED(slot, 256);
     REFUSED(manifest_index, 2);
+    REFUSED(flags, 4);
     v->commit = good;
     v->copies[2].flags = 6;
     CHECK_EQ(lck_job_submit(engine, medium, v->copies, TENSORS, &v->commit, &ticket), LCK_EINVAL);
@@ -747,6 +815,9 @@ int main(void)
     test_recopy_and_now();
     test_faults();
     test_failure_skips();
+    test_parts(1);
+    test_parts(3);
+    test_lost_part();
     test_arguments();
     test_busy_and_close();
     test_populate();

@@ -42,6 +42,8 @@ IN_THE_TRACE: list[tuple[Transform, str, tuple[Model, ...]]] = [
     (bugs.header_not_fenced, "two slots", (PM, EADR, ADVERSARY)),
     (bugs.header_written_once, "two slots", (PM, EADR, ADVERSARY)),  # on a disk the blocks' checksums tell
     (bugs.payload_not_fenced, "background", (PM, EADR, ADVERSARY)),
+    (bugs.payload_not_fenced, "layered", (PM,)),
+    (bugs.no_header, "layered", (PM,)),
     (bugs.payload_after_the_line, "two slots", (PM, EADR, ADVERSARY, DISK)),
     (bugs.adoption_not_durable, "going back", (PM, DISK)),
     (bugs.no_adoption_line, "going back", (PM, EADR, ADVERSARY, DISK)),
@@ -52,7 +54,7 @@ IN_THE_TRACE: list[tuple[Transform, str, tuple[Model, ...]]] = [
 CASES = [(bug, name, model) for bug, name, models in IN_THE_TRACE for model in models]
 
 
-@pytest.mark.parametrize(("bug", "workload", "model"), CASES, ids=[f"{b.__name__}-{m.name}" for b, _, m in CASES])
+@pytest.mark.parametrize(("bug", "workload", "model"), CASES, ids=[f"{b.__name__}-{w}-{m.name}" for b, w, m in CASES])
 def test_a_bug_in_the_trace_is_found(
     bug: Transform, workload: str, model: Model, recorded: Callable[[str], tuple[Recording, Path]], folder: Path
 ) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import lightck
+from lightck import early
 from lightck.pool.reader import Version, open_pool
+from lightck.pool.writer import PoolWriter
 from lightck.testing.recorded import Average, Workload, build, one_step, train
 from lightck.testing.recording import Recorder
 
@@ -138,6 +142,37 @@ def background() -> Workload:
     return Workload(run, lambda: build(700))
 
 
+def layered(slots: int) -> Workload:
+    """Layers are updated, and begin to be copied, inside the backward pass; once it dies in the middle of one."""
+
+    def run(recorder: Recorder) -> None:
+        class Died(Exception):
+            pass
+
+        def die(_grad: torch.Tensor) -> None:
+            raise Died
+
+        parts: list[int] = []
+        submit = PoolWriter.submit_part
+
+        def counted(*args: Any) -> Any:
+            parts.append(1)
+            return submit(*args)
+
+        with patch.object(early, "PART_NBYTES_MIN", 1), patch.object(PoolWriter, "submit_part", counted):
+            for steps in (3, 2):
+                model, optimizer = build(1100)
+                lightck.layerwise(model, optimizer)
+                with suppress(Died), recorder.attach(model, optimizer, slots=slots, resume=True) as session:
+                    train(recorder, model, optimizer, steps, session.step)
+                    model[0].weight.register_hook(die)
+                    before = len(parts)
+                    one_step(model, optimizer, 9)
+                assert len(parts) > before, "the last layer was under way when the loop died"
+
+    return Workload(run, lambda: build(1100))
+
+
 def dropped() -> Workload:
     """The loop dies with an open version; the next attachment writes over what that one left."""
 
@@ -232,6 +267,8 @@ WORKLOADS: dict[str, Workload] = {
     "late": late(),
     "overwrite": overwrite(),
     "background": background(),
+    "layered": layered(2),
+    "layered, three slots": layered(3),
     "dropped": dropped(),
     "wrapped": wrapped(),
 }

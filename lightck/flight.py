@@ -1,0 +1,40 @@
+"""A version between its boundary and its end, with the sources that its background copies read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightck.capture.watch import Watched
+from lightck.pool.writer import Pending
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(slots=True)
+class Flight:
+    """Open to doubt until its job is released."""
+
+    pending: Pending
+    watched: Watched
+    step: int
+
+    @property
+    def jobs(self) -> int:
+        """Entries of the engine that it takes."""
+        return 1 + len(self.pending.job.parts)
+
+    def moved(self) -> tuple[list[str], str]:
+        """Names of the sources that no longer look as they did at the boundary, and who must have written them."""
+        names = [self.watched.lives[i].name for i in self.watched.moved()]
+        seen = self.watched.forward_seen
+        return names, f"{'a forward' if seen else 'something between the boundary and the next forward'} wrote to it"
+
+    def drop(self, reason: str, names: Sequence[str]) -> None:
+        """Give it up, and say so."""
+        log.warning("lightck: the version of step %d is given up: %s (%s). It is copied at once at the boundary from "
+                    "here on. Weight swaps belong into `with session.paused():`.",
+                    self.step, reason, ", ".join(names[:3]))  # fmt: skip
+        self.pending.job.drop()
+        self.pending.job.forget()

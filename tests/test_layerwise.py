@@ -1,0 +1,575 @@
+"""A layer-wise update: the same bits as ``optimizer.step()``, copies that begin in the backward, what is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toys import BIG, batch, crashed, everything, is_step, kill_at, killed_child, same
+
+import lightck
+from lightck import _native, early
+from lightck._native import lib
+from lightck.errors import BackgroundError, LightckError, SessionError, UnsupportedError
+from lightck.pool.writer import PoolWriter
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "SGD without state": lambda p: torch.optim.SGD(p, lr=0.01),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "Adam maximize": lambda p: torch.optim.Adam(p, lr=0.001, maximize=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+class Deep(nn.Module):
+    """Layers of several sizes, two tied, one that some batches do not reach, one that is frozen."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(4, width)
+        self.norm = nn.LayerNorm(width)
+        self.middle = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width, bias=False))
+        self.tied = nn.Linear(width, width, bias=False)
+        self.tied.weight = self.middle[2].weight
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.seldom = nn.Linear(width, width)
+        self.out = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor, seldom: bool = False) -> torch.Tensor:
+        x = self.tied(self.middle(self.norm(self.inner(x))))
+        x = self.frozen(x)
+        return self.out(self.seldom(x) if seldom else x)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for matrices only, so that a layer has parameters of two groups."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.dim() > 1) is wanted] for wanted in (True, False))
+    return [{"params": matrices}, {"params": vectors, "lr": 0.002}]
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    optimizer.zero_grad()
+    model(batch(number), seldom=number % 3 == 2).square().sum().backward()
+    optimizer.step()
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int, *, layers: bool) -> Any:
+    model = Deep()
+    optimizer = make(groups(model))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    if layers:
+        lightck.layerwise(model, optimizer)
+    for number in range(steps):
+        step(model, optimizer, number)
+        scheduler.step()
+    return everything(model, optimizer)
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many tensors each early copy took; small layers are not gathered here."""
+    monkeypatch.setattr(early, "PART_NBYTES_MIN", 1)
+    found: list[int] = []
+    submit = PoolWriter.submit_part
+
+    def counted(writer: Any, draft: Any, records: Any, *args: Any) -> Any:
+        found.append(len(records))
+        return submit(writer, draft, records, *args)
+
+    monkeypatch.setattr(PoolWriter, "submit_part", counted)
+    yield found
+    lib.lck_fault(_native.OP_COPY, 0, 0)
+
+
+def started(pool: Any, width: int = 64, **options: Any) -> tuple[Any, Any, Any]:
+    model = Deep(width)
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    lightck.layerwise(model, optimizer)
+    return model, optimizer, lightck.attach(model, pool, **options)
+
+
+# -- the same training -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_layers_updated_one_by_one_are_those_that_step_makes(make):
+    assert same(trained(make, 7, layers=True), trained(make, 7, layers=False))
+
+
+def test_each_layer_is_updated_inside_the_backward_pass():
+    model = Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.1)
+    layers = lightck.layerwise(model, optimizer)
+    assert layers.layers == ("inner", "norm", "middle.0", "middle.2", "seldom", "out")
+    before = everything(model, optimizer)["model"]
+    model(batch(0)).square().sum().backward()
+    changed = {name for name, tensor in model.state_dict().items() if not same(tensor, before[name])}
+    assert {"inner.weight", "middle.0.bias", "tied.weight", "out.weight"} <= changed
+    after = everything(model, optimizer)["model"]
+    optimizer.step()
+    assert same(everything(model, optimizer)["model"], after), "step() had nothing left to do"
+
+
+def test_gradients_are_still_there_after_step():
+    model = Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.1)
+    lightck.layerwise(model, optimizer)
+    model(batch(0)).square().sum().backward()
+    grads = {id(p): p.grad for p in model.parameters()}
+    optimizer.step()
+    assert all(p.grad is grads[id(p)] for p in model.parameters())
+
+
+def test_accumulated_gradients_are_used_once():
+    results = []
+    for layers in (False, True):
+        model = Deep()
+        optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+        handle = lightck.layerwise(model, optimizer) if layers else None
+        for number in range(4):
+            optimizer.zero_grad()
+            if handle is not None:
+                with handle.accumulate():
+                    model(batch(number)).square().sum().backward()
+            else:
+                model(batch(number)).square().sum().backward()
+            model(batch(number + 50)).square().sum().backward()
+            optimizer.step()
+        results.append(everything(model, optimizer))
+    assert same(*results)
+
+
+def test_parameters_that_are_added_later_are_layers_too():
+    results = []
+    for layers in (False, True):
+        model = Deep()
+        late = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(groups(model), lr=0.01)
+        if layers:
+            lightck.layerwise(model, optimizer)
+        for number in range(4):
+            if number == 1:
+                model.late = late
+                optimizer.add_param_group({"params": late.parameters(), "lr": 0.5})
+            optimizer.zero_grad()
+            out = model(batch(number))
+            (out if number == 0 else late(out)).square().sum().backward()
+            optimizer.step()
+        results.append(everything(model, optimizer))
+    assert same(*results)
+
+
+def test_a_restored_optimizer_is_the_one_that_is_stepped():
+    """``load_state_dict`` puts another ``state`` in the place of the one that the layers shared."""
+    results = []
+    for layers in (False, True):
+        model = Deep()
+        optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+        if layers:
+            lightck.layerwise(model, optimizer)
+        step(model, optimizer, 0)
+        optimizer.load_state_dict(optimizer.state_dict())
+        step(model, optimizer, 1)
+        results.append(everything(model, optimizer))
+    assert same(*results)
+
+
+def test_remove_gives_the_optimizer_back():
+    model = Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.1)
+    layers = lightck.layerwise(model, optimizer)
+    assert lightck.layerwise(model, optimizer) is layers
+    model(batch(0)).square().sum().backward()
+    with pytest.raises(SessionError, match="step"):
+        layers.remove()
+    optimizer.step()
+    layers.remove()
+    before = everything(model, optimizer)["model"]
+    model(batch(0)).square().sum().backward()
+    assert same(everything(model, optimizer)["model"], before)
+    assert lightck.layerwise(model, optimizer) is not layers
+
+
+def test_nothing_is_kept_alive():
+    model = Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.1)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # wraps optimizer.step
+    lightck.layerwise(model, optimizer)
+    step(model, optimizer, 0)
+    gone = weakref.ref(optimizer), weakref.ref(model.inner.weight)
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+# -- with a pool -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_every_step_is_in_the_pool_and_copies_begin_in_the_backward(pool, parts, monkeypatch, slots, check):
+    monkeypatch.setenv("LIGHTCK_CHECK", check)
+    model, optimizer, session = started(pool, slots=slots)
+    seen = {}
+    for number in range(1, 9):
+        before = len(parts)
+        optimizer.zero_grad()
+        model(batch(number), seldom=number % 3 == 2).square().sum().backward()
+        assert len(parts) > before or number < 3, "its tensors are known from the third step on"
+        optimizer.step()
+        seen[number] = everything(model, optimizer)
+        session.end_step()
+        held = lightck.recover(crashed(pool)) if number > slots else None
+        assert held is None or (held.step >= number - slots + 1 and is_step(held, seen[held.step]))
+    session.close()
+    assert is_step(lightck.recover(pool), seen[8])
+    assert session.stats().skipped == 0
+
+
+def test_discovery_finds_one_optimizer(pool):
+    _model, _optimizer, session = started(pool)
+    assert dict(session.found) == {"optimizer": "AdamW"}
+    session.close()
+
+
+def test_a_training_that_is_killed_at_any_block_of_an_early_copy_goes_on_exactly(pool, parts, monkeypatch):
+    def train(upto: int, kill: int = 0) -> Any:
+        model, optimizer, session = started(pool, resume=True)
+        for number in range(session.step, upto):
+            if number == 4 and kill:
+                kill_at("block", kill)
+            step(model, optimizer, number)
+            session.end_step()
+        session.close()
+        return everything(model, optimizer)
+
+    whole = train(7)
+    for kill in (1, 2, 3, 7):
+        os.unlink(pool)
+        killed_child(lambda kill=kill: train(7, kill))
+        assert lightck.recover(pool).step in (3, 4)
+        assert same(train(7), whole)
+
+
+def test_what_is_written_between_update_and_boundary_is_in_the_version(pool, parts):
+    """A clamp after ``step()``: the early copy of what it changed is made again."""
+    model, optimizer, session = started(pool)
+    for number in range(6):
+        step(model, optimizer, number)
+        with torch.no_grad():
+            model.out.weight.clamp_(-0.01, 0.01)
+            model.inner.weight.add_(1.0)
+        session.end_step()
+        seen = everything(model, optimizer)
+        session.flush()
+        assert is_step(lightck.recover(crashed(pool)), seen)
+    assert parts
+    session.close()
+
+
+def test_only_steps_that_will_be_saved_are_begun(pool, parts):
+    model, optimizer, session = started(pool, interval=3)
+    begun = []
+    for number in range(1, 13):
+        before = len(parts)
+        step(model, optimizer, number)
+        session.end_step()
+        begun.append(len(parts) > before)
+    session.close()
+    assert [number for number, was in enumerate(begun, 1) if was] == [6, 9, 12]
+    assert lightck.recover(pool).step == 12
+
+
+def test_an_automatic_interval_begins_nothing_early(pool, parts):
+    model, optimizer, session = started(pool, interval="auto")
+    for number in range(8):
+        step(model, optimizer, number)
+    session.close()
+    assert not parts
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_a_backward_that_dies_in_the_middle_leaves_the_last_step(pool, parts):
+    model, optimizer, session = started(pool)
+    for number in range(4):
+        step(model, optimizer, number)
+    seen = everything(model, optimizer)
+    hook = model.inner.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(model, optimizer, 4)
+    hook.remove()
+    assert parts
+    with pytest.raises(SessionError, match=r"between backward\(\) and step\(\)"):
+        session.flush()
+    assert is_step(lightck.recover(crashed(pool)), seen)
+    session.close()
+    assert is_step(lightck.recover(pool), seen)
+
+
+def test_a_training_may_go_on_after_a_backward_that_died(pool, parts):
+    model, optimizer, session = started(pool)
+    for number in range(4):
+        step(model, optimizer, number)
+    hook = model.inner.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(model, optimizer, 4)
+    hook.remove()
+    with pytest.raises(UnsupportedError, match="second gradient"):
+        model(batch(5)).square().sum().backward()
+    with pytest.raises(UnsupportedError, match="changed between"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()  # the layers that were updated are a step
+    step(model, optimizer, 5)
+    session.close()
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_a_pin_between_update_and_step_waits_for_step(pool, parts):
+    model, optimizer, session = started(pool)
+    for number in range(4):
+        step(model, optimizer, number)
+    seen = everything(model, optimizer)
+    optimizer.zero_grad()
+    model(batch(4)).square().sum().backward()
+    with pytest.raises(SessionError, match=r"step\(\)"):
+        session.pin()
+    optimizer.step()
+    pin = session.pin()
+    for number in range(5, 9):
+        step(model, optimizer, number)
+    session.close()
+    assert pin.step == 5
+    assert not is_step(lightck.recover(pool, step=5), seen)
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_state_that_appears_while_copies_are_under_way_moves_the_pool(pool, parts):
+    """The images of the slots are replaced: what was begun early is given up and written whole."""
+
+    class Growing:
+        def __init__(self) -> None:
+            self.values = torch.zeros(10)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"values": self.values}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    growing = Growing()
+    model, optimizer, session = started(pool, state={"growing": growing})
+    for number in range(9):
+        step(model, optimizer, number)
+        growing.values = torch.full((10 + number % 4 * 3000 + number * 40_000,), float(number))
+        session.end_step()
+        session.flush()
+        held = lightck.recover(crashed(pool))
+        assert is_step(held, everything(model, optimizer))
+        assert torch.equal(held.state["growing"]["values"], growing.values)
+    session.close()
+
+
+def test_nonfinite_steps_give_up_what_was_begun(pool, parts):
+    model, optimizer, session = started(pool, pause_on_nonfinite=True)
+    for number in range(4):
+        step(model, optimizer, number)
+    seen = everything(model, optimizer)
+    optimizer.zero_grad()
+    (model(batch(4)) * float("nan")).sum().backward()
+    optimizer.step()
+    session.end_step()
+    assert session.paused_reason
+    session.close()
+    assert is_step(lightck.recover(pool), seen)
+
+
+def test_paused_waits_for_early_copies(pool, parts):
+    model, optimizer, session = started(pool, BIG // 10)
+    for number in range(5):
+        optimizer.zero_grad()
+        model(batch(number)).square().sum().backward()
+        optimizer.step()
+        kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with session.paused(), torch.no_grad():
+            for p in model.parameters():
+                p.data.fill_(7.0)
+            for name, p in model.named_parameters():
+                p.data.copy_(kept[name])
+        session.end_step()
+    session.close()
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("nth", [1, 2, 4])
+def test_a_failed_early_copy_is_told_and_the_version_before_is_intact(pool, parts, nth):
+    model, optimizer, session = started(pool)
+    for number in range(4):
+        step(model, optimizer, number)
+    seen = everything(model, optimizer)
+    session.flush()
+    assert lib.lck_fault(_native.OP_COPY, nth, 5) == lib.LCK_OK
+    with pytest.raises(BackgroundError, match="committed before are intact"):
+        for number in range(4, 8):
+            step(model, optimizer, number)
+    with pytest.raises(BackgroundError):
+        session.close()
+    assert is_step(lightck.recover(pool), seen)
+
+
+def test_several_optimizers_are_layered_and_saved(pool, parts):
+    """Another one may write the same version's tensors still, so nothing is begun before the boundary."""
+    model = Deep()
+    first = torch.optim.SGD(model.inner.parameters(), lr=0.01, momentum=0.9)
+    second = torch.optim.AdamW([*model.norm.parameters(), *model.out.parameters()], lr=0.01)
+    for optimizer in (first, second):
+        lightck.layerwise(model, optimizer)
+    session = lightck.attach(model, pool, optimizer=[first, second])
+    for number in range(5):
+        first.zero_grad(), second.zero_grad()
+        model(batch(number)).square().sum().backward()
+        first.step(), second.step()
+        session.end_step()
+    session.close()
+    assert not parts
+    assert is_step(lightck.recover(pool), everything(model, first, second))
+
+
+def test_a_trace_shows_the_update_of_each_layer(pool, tmp_path):
+    model, optimizer, session = started(pool)
+    step(model, optimizer, 0)
+    with session.trace(tmp_path / "trace.json", steps=None):
+        for number in range(1, 4):
+            step(model, optimizer, number)
+    session.close()
+    text = (tmp_path / "trace.json").read_text()
+    for name in ("inner", "middle.0", "out"):
+        assert f'"layer": "{name}"' in text or f'"layer":"{name}"' in text
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_gradients_that_are_clipped_are_refused(pool):
+    model, optimizer, session = started(pool)
+    model(batch(0)).square().sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    with pytest.raises(UnsupportedError, match="Clipping by the global norm"):
+        optimizer.step()
+    session.close()
+    with pytest.raises(LightckError, match="no step"):
+        lightck.recover(pool)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_is_refused(pool, fused):
+    model = Deep()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01, fused=fused)
+    lightck.layerwise(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(UnsupportedError, match="GradScaler"):
+        lightck.attach(model, pool)
+    scaler.scale(model(batch(0)).square().sum()).backward()
+    with pytest.raises(UnsupportedError, match="GradScaler"):
+        scaler.step(optimizer)
+        scaler.scale(model(batch(0)).square().sum()).backward()
+
+
+def test_a_second_backward_is_refused(pool):
+    model, _, session = started(pool)
+    model(batch(0)).square().sum().backward()
+    with pytest.raises(UnsupportedError, match="accumulate"):
+        model(batch(1)).square().sum().backward()
+    session.close()
+
+
+def test_a_closure_is_refused():
+    model = Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.01)
+    lightck.layerwise(model, optimizer)
+    with pytest.raises(UnsupportedError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+class OwnStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Wrapping(torch.optim.SGD):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, lr=0.1)
+        self.inner = inner
+
+
+def test_optimizers_that_need_all_gradients_are_refused():
+    model = Deep()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for optimizer in (
+        torch.optim.LBFGS(trained),
+        OwnStep(trained, lr=0.1),
+        Wrapping(torch.optim.SGD(trained, lr=0.1)),
+        torch.optim.SGD(trained, lr=torch.tensor(0.1), differentiable=True),
+    ):
+        with pytest.raises(UnsupportedError):
+            lightck.layerwise(model, optimizer)
+    with pytest.raises(TypeError, match=r"torch\.optim"):
+        lightck.layerwise(model, object())
+    with pytest.raises(TypeError, match="model"):
+        lightck.layerwise(torch.optim.SGD(trained, lr=0.1), model)
+
+
+def test_several_ranks_are_refused():
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    model = Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.01)
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=fake.FakeStore())
+    try:
+        with pytest.raises(UnsupportedError, match="ranks"):
+            lightck.layerwise(model, optimizer)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_layers_of_an_attached_model_are_refused(pool):
+    model = Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.01)
+    with lightck.attach(model, pool), pytest.raises(SessionError, match="before"):
+        lightck.layerwise(model, optimizer)
+
+
+def test_a_saved_weight_that_a_fused_kernel_overwrites_is_seen_by_autograd():
+    """The same weight as a constant of a later node: autograd has to refuse, not to use the new values."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(nn.functional.linear(self.first(x), self.last.weight.detach()))
+
+    model = Shared()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    lightck.layerwise(model, optimizer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(batch(0)).square().sum().backward()
