@@ -16,7 +16,7 @@ static void put_checksum(struct job *job, const lck_copy *copy, uint64_t index, 
         memcpy((unsigned char *)(uintptr_t)commit->raw_crcs + 4 * at, &crc, 4);
 }
 
-/* A fence orders the stores of its own processor only, so it stands here, not where the version is committed. */
+/* Whoever calls this fences before it reports the block as done: a fence orders the stores of its own processor only. */
 static int32_t copy_block(lck_engine *engine, struct job *job, const lck_copy *copy, uint64_t index, bool helped)
 {
     struct span span;
@@ -30,7 +30,6 @@ static int32_t copy_block(lck_engine *engine, struct job *job, const lck_copy *c
     if (status != LCK_OK)
         return status;
     put_checksum(job, copy, index, crc);
-    medium_fence(job->medium);
     atomic_fetch_add_explicit(&job->nbytes, nbytes, memory_order_relaxed);
     atomic_fetch_add_explicit(&job->blocks, 1, memory_order_relaxed);
     if (helped)
@@ -62,6 +61,7 @@ int32_t work_copy_now(lck_engine *engine, struct job *job, const lck_copy *copie
     bool spanned = span_begin(engine, &span);
     uint64_t before = atomic_load_explicit(&job->nbytes, memory_order_relaxed);
     int32_t status = copy_flagged(engine, job, copies, count, flags);
+    medium_fence(job->medium); /* one for all: thousands of small tensors would wait for as many */
     if (spanned)
         span_end(engine, &span, LCK_SPAN_NOW, job->commit.generation, 0,
                  atomic_load_explicit(&job->nbytes, memory_order_relaxed) - before, false);
@@ -107,6 +107,8 @@ static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum
     if (status != LCK_OK) {
         job_fail(job, status);
         work_skip_rest(engine, job, ticket);
+    } else {
+        medium_fence(job->medium);
     }
     report_done(engine, job, ticket, 1);
     return true;
