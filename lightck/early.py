@@ -50,12 +50,10 @@ class Early:
     def draft(self) -> Draft | None:
         return None if self._begun is None else self._begun.draft
 
-    def still_good(self, background: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Of the records that the version leaves to background copies, those that need none any more.
-
-        Where others were begun too, this waits for them: what is copied again must not be overtaken by its first copy.
-        """
-        return NONE if self._begun is None else self._begun.still_good(background)
+    def sift(self, background: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
+        """Of the records that the version leaves to background copies, those that need none any more; and how many
+        others were begun. This waits for those: what is copied again must not be overtaken by its first copy."""
+        return (NONE, 0) if self._begun is None else self._begun.sift(background)
 
     def wait(self) -> None:
         """Help until no copy is under way."""
@@ -108,9 +106,10 @@ class _Begun:
             self._begun |= looks
             self._waiting, self._waiting_nbytes = [], 0
 
-    def still_good(self, background: Sequence[int]) -> npt.NDArray[np.int64]:
+    def sift(self, background: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
         wanted = set(background)
         good = [n for n, (tensor, was) in self._begun.items() if n in wanted and look(tensor) == was]
-        if len(good) < len(self._begun):
+        others = len(self._begun) - len(good)
+        if others:
             self.draft.wait()
-        return np.array(good, np.int64)
+        return np.array(good, np.int64), others

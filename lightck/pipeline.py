@@ -150,8 +150,9 @@ class Pipeline:
         if hidden is not None:  # one that does not rest is reason to trust none: this version is written whole
             self.resting.trust_none()
             split = Split(self.resting, writer, slot, parts)
-        plan = split.plan(closing, self._early.still_good(split.background_numbers))
-        pending = writer.begin(plan, slot, split.keep, draft)
+        begun, again = self._early.sift(split.background_numbers)
+        self._meter.recopied += again
+        pending = writer.begin(split.plan(closing, begun), slot, split.keep, draft)
         self._early.taken()
         for live, number in split.stills:
             self.resting.written(live, writer.raw_crcs(slot, number))

@@ -33,7 +33,8 @@ class Stats:
     """Versions given up (written to by a forward) or refused (``pause_on_nonfinite``), and optimizer steps that changed
     nothing (GradScaler)."""
     recopied: int = 0
-    """Tensors copied again within one version. Always 0: a version whose source moved is given up (``skipped``)."""
+    """Tensors that something wrote to after the update of their layer (``lightck.layerwise``), so that they were copied
+    again. Without layers always 0: a version whose source moved is given up (``skipped``)."""
     left_out: int = 0
     """Tensors that the newest version did not have to write again."""
     kept: int = 0

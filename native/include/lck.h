@@ -199,7 +199,7 @@ int32_t lck_engine_quiesce(lck_engine *engine, lck_medium *medium);
 uint64_t lck_engine_cpu_ns(const lck_engine *engine);
 
 enum {
-    LCK_NOW = 1  /* copied by the calling thread inside lck_job_submit / lck_job_recopy, before it returns */
+    LCK_NOW = 1  /* copied by the calling thread inside lck_job_submit, before it returns */
 };
 
 /* One tensor (or any run of bytes) to copy into the pool. */
@@ -270,8 +270,6 @@ int32_t lck_job_submit(lck_engine *engine, lck_medium *medium, const lck_copy *c
 /* Allow the commit. The sealing itself is done by a worker, or by a thread that waits. For a job that has failed:
  * its failure. Once per job: LCK_ESTATE after that. */
 int32_t lck_job_release(lck_engine *engine, uint64_t ticket);
-/* Finish the job's copies (helping), then copy these again on this thread. Before the release only. */
-int32_t lck_job_recopy(lck_engine *engine, uint64_t ticket, const lck_copy *copies, uint64_t count);
 /* Give the version up, before the release only: unstarted copies are skipped, running ones are waited for. LCK_OK
  * also for a job that has failed by itself (it stays failed). */
 int32_t lck_job_drop(lck_engine *engine, uint64_t ticket);

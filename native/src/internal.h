@@ -207,9 +207,8 @@ enum phase {
     PHASE_COMMITTED = LCK_JOB_COMMITTED,
     PHASE_FAILED = LCK_JOB_FAILED,
     PHASE_DROPPED = LCK_JOB_DROPPED,
-    PHASE_BUILDING = 6,  /* its submitter is at work: nobody else touches it, later jobs wait for it */
-    PHASE_RECOPYING = 7, /* copied before, one thread copies some of it again */
-    PHASE_SEALING = 8    /* one thread writes manifest and line */
+    PHASE_BUILDING = 6, /* its submitter is at work: nobody else touches it, later jobs wait for it */
+    PHASE_SEALING = 7   /* one thread writes manifest and line */
 };
 
 enum verdict { VERDICT_OPEN, VERDICT_RELEASED, VERDICT_DROPPED };
@@ -327,8 +326,6 @@ static inline bool span_begin(lck_engine *engine, struct span *span)
 }
 
 /* -- submit.c, seal.c, populate.c -- */
-
-bool copies_fit(const lck_medium *medium, const lck_commit *commit, const lck_copy *copies, uint64_t count);
 
 void seal_header(lck_medium *medium, const lck_commit *commit);
 int32_t seal_job(lck_engine *engine, struct job *job, bool helped);

@@ -7,10 +7,10 @@
 #define LOOK_NS ((uint64_t)5 * 1000 * 1000)
 #define NO_DEADLINE UINT64_MAX
 
-/* The interface does not know the inner phases: a job that is being recopied or sealed is a copied one. */
+/* The interface does not know the inner phases: a job that is being sealed is a copied one. */
 static uint32_t outer_state(enum phase phase)
 {
-    return phase == PHASE_RECOPYING || phase == PHASE_SEALING ? LCK_JOB_COPIED : (uint32_t)phase;
+    return phase == PHASE_SEALING ? LCK_JOB_COPIED : (uint32_t)phase;
 }
 
 static int32_t find(lck_engine *engine, uint64_t ticket, struct job **job)
@@ -144,52 +144,6 @@ int32_t lck_job_drop(lck_engine *engine, uint64_t ticket)
     if (status != LCK_OK)
         return status;
     status = drop(engine, job, ticket);
-    job_leave(job);
-    return status;
-}
-
-/* ---- recopy ------------------------------------------------------------------------------------------ */
-
-/* Makes this thread the only one that touches the job, until it moves it on. */
-static int32_t begin_recopy(lck_engine *engine, struct job *job, uint64_t ticket)
-{
-    int32_t status = wait_for(engine, job, ticket, LCK_JOB_COPIED, NO_DEADLINE);
-    if (status != LCK_OK)
-        return status;
-    if (!job_move(engine, job, ticket, PHASE_COPIED, PHASE_RECOPYING))
-        return LCK_ESTATE;
-    if (atomic_load(&job->verdict) == VERDICT_OPEN)
-        return LCK_OK;
-    job_move(engine, job, ticket, PHASE_RECOPYING, PHASE_COPIED);
-    work_settle(engine, job, ticket);
-    return LCK_ESTATE;
-}
-
-static int32_t recopy(lck_engine *engine, struct job *job, uint64_t ticket, const lck_copy *copies, uint64_t count)
-{
-    int32_t status = begin_recopy(engine, job, ticket);
-    if (status != LCK_OK)
-        return status;
-    status = work_copy_now(engine, job, copies, count, 0);
-    if (status != LCK_OK)
-        job_fail(job, status);
-    job_move(engine, job, ticket, PHASE_RECOPYING, status == LCK_OK ? PHASE_COPIED : PHASE_FAILED);
-    work_settle(engine, job, ticket);
-    return status;
-}
-
-int32_t lck_job_recopy(lck_engine *engine, uint64_t ticket, const lck_copy *copies, uint64_t count)
-{
-    struct job *job;
-    int32_t status = find(engine, ticket, &job);
-    if (status != LCK_OK)
-        return status;
-    if (atomic_load(&job->verdict) != VERDICT_OPEN)
-        status = LCK_ESTATE;
-    else if (!copies_fit(job->medium, &job->commit, copies, count))
-        status = LCK_EINVAL;
-    else
-        status = recopy(engine, job, ticket, copies, count);
     job_leave(job);
     return status;
 }

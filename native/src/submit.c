@@ -29,7 +29,7 @@ static bool copy_fits(const lck_medium *medium, const lck_commit *commit, const 
            blocks <= commit->crcs_count - copy->crc_index;
 }
 
-bool copies_fit(const lck_medium *medium, const lck_commit *commit, const lck_copy *copies, uint64_t count)
+static bool copies_fit(const lck_medium *medium, const lck_commit *commit, const lck_copy *copies, uint64_t count)
 {
     if (copies == NULL && count > 0)
         return false;

@@ -360,7 +360,6 @@ static void test_drop(void)
     CHECK_EQ(wait_until(a, LCK_JOB_COPIED), LCK_EDROPPED);
     CHECK_EQ(wait_until(a, LCK_JOB_COMMITTED), LCK_EDROPPED);
     CHECK_EQ(lck_job_release(engine, a->ticket), LCK_EDROPPED);
-    CHECK_EQ(lck_job_recopy(engine, a->ticket, a->copies, 1), LCK_ESTATE);
     CHECK_EQ(lck_job_drop(engine, b->ticket), LCK_ESTATE);
     CHECK_EQ(wait_until(b, LCK_JOB_COMMITTED), LCK_OK);
     CHECK(!has_line(a));
@@ -398,7 +397,7 @@ static void test_drop_skips(void)
     teardown();
 }
 
-static void test_recopy_and_now(void)
+static void test_now(void)
 {
     setup(2);
     struct version *v = version_new(1, 0);
@@ -408,13 +407,7 @@ static void test_recopy_and_now(void)
     v->source[4][77] = (unsigned char)~was; /* copied before submit returned */
     CHECK_EQ(wait_until(v, LCK_JOB_COPIED), LCK_OK);
     v->source[4][77] = was;
-    fill_random(v->source[1], nbytes_of[1], 4711);
-    CHECK_EQ(lck_job_recopy(engine, v->ticket, &v->copies[1], 1), LCK_OK);
-    lck_copy beyond = v->copies[1];
-    beyond.dst = SIZE - 100;
-    CHECK_EQ(lck_job_recopy(engine, v->ticket, &beyond, 1), LCK_EINVAL);
     CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
-    CHECK_EQ(lck_job_recopy(engine, v->ticket, &v->copies[1], 1), LCK_ESTATE);
     CHECK_EQ(wait_until(v, LCK_JOB_COMMITTED), LCK_OK);
     check_version(v);
     forget(v);
@@ -476,10 +469,9 @@ static void test_faults(void)
     version_free(v);
 
     v = version_new(5, 0);
-    submit(v);
-    CHECK_EQ(wait_until(v, LCK_JOB_COPIED), LCK_OK);
     CHECK_EQ(lck_fault(LCK_OP_COPY, 1, EIO), LCK_OK);
-    CHECK_EQ(lck_job_recopy(engine, v->ticket, &v->copies[0], 1), LCK_ESYS);
+    submit(v);
+    CHECK_EQ(wait_until(v, LCK_JOB_COPIED), LCK_ESYS);
     CHECK_EQ(info(v).state, LCK_JOB_FAILED);
     CHECK_EQ(lck_job_drop(engine, v->ticket), LCK_OK);
     forget(v);
@@ -691,8 +683,6 @@ static void *waiter(void *arg)
         int32_t status = lck_job_drop(engine, v->ticket);
         CHECK_EQ(status, LCK_OK);
     } else {
-        if (v->generation % 2 == 0)
-            CHECK_EQ(lck_job_recopy(engine, v->ticket, v->copies, 3), LCK_OK);
         CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
         /* Some stop waiting early: the sealing must go back to the workers. */
         int32_t status = lck_job_wait(engine, v->ticket, LCK_JOB_COMMITTED, v->generation % 5 == 0 ? 1 : LONG_MS);
@@ -747,7 +737,6 @@ static void test_fork(void)
         lck_job_info i;
         CHECK_EQ(lck_job_submit(engine, medium, v->copies, 1, &v->commit, &ticket), LCK_EFORK);
         CHECK_EQ(lck_job_release(engine, v->ticket), LCK_EFORK);
-        CHECK_EQ(lck_job_recopy(engine, v->ticket, v->copies, 1), LCK_EFORK);
         CHECK_EQ(lck_job_drop(engine, v->ticket), LCK_EFORK);
         CHECK_EQ(lck_job_wait(engine, v->ticket, LCK_JOB_COPIED, 0), LCK_EFORK);
         CHECK_EQ(lck_job_info_get(engine, v->ticket, &i), LCK_EFORK);
@@ -812,7 +801,7 @@ int main(void)
     test_order();
     test_drop();
     test_drop_skips();
-    test_recopy_and_now();
+    test_now();
     test_faults();
     test_failure_skips();
     test_parts(1);
