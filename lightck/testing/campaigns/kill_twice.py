@@ -153,7 +153,11 @@ def and_no_space(life: Life, rng: random.Random, counts: Counter[str]) -> None:
         size = os.stat(life.path).st_size
         kill = Kill("finished", 1, delay=rng.uniform(0.0, 0.004)) if rng.random() < 0.5 else None
         told = life.train(kill, 5, 5, partial(_limit, size), NoSpaceError)
-        _count_refusal(counts, "the file could not grow", bool(told.of("refused")), told.was_killed)
+        fits = os.stat(life.path).st_size <= size
+        _count_refusal(counts, "the file could not grow", bool(told.of("refused")), told.was_killed, fits)
+
+
+_ROOM_LEFT = 3 << 20
 
 
 def _limit(nbytes: int) -> None:
@@ -185,20 +189,23 @@ def _small_tmpfs(life: Life, seed: int, tell: Tell) -> None:
                     continue
                 with suppress(FileNotFoundError):
                     os.unlink(life.path + ".new")  # what a kill left there, as the next attach does
-                resize(os.stat(life.path).st_size + (3 << 20))
+                resize(os.stat(life.path).st_size + _ROOM_LEFT)
                 kill = Kill("finished", 1, delay=rng.uniform(0.0, 0.004)) if rng.random() < 0.5 else None
                 told = life.train(kill, 5, 5, refusal=NoSpaceError)
-                _count_refusal(counts, "the tmpfs was full", bool(told.of("refused")), told.was_killed)
+                fits = os.stat(life.path).st_size <= _ROOM_LEFT
+                _count_refusal(counts, "the tmpfs was full", bool(told.of("refused")), told.was_killed, fits)
         except BrokenError as err:
             tell("broken", f"{err}; {life.history[-3:]}")
             raise
     tell("counts", dict(counts))
 
 
-def _count_refusal(counts: Counter[str], why: str, is_refused: bool, was_killed: bool) -> None:
+def _count_refusal(counts: Counter[str], why: str, is_refused: bool, was_killed: bool, fits: bool) -> None:
+    """``fits``: what grew with the training had become so small meanwhile that a file with more slots has room."""
     counts[f"{why}: refused, the version before is exact"] += is_refused
     counts[f"{why}: killed first"] += was_killed
-    if not is_refused and not was_killed:
+    counts[f"{why}: the new one was small enough"] += fits and not is_refused and not was_killed
+    if not is_refused and not was_killed and not fits:
         raise BrokenError(f"{why}, and nothing was refused")
 
 
