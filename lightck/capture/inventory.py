@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightck.capture.nest import Place, has_own_state, inner_of, places
-from lightck.capture.storable import refuse_hidden_state, refuse_unstorable
+from lightck.capture.storable import refuse_hidden_state, refuse_script, refuse_unstorable
 from lightck.capture.values import dtype_name
 from lightck.errors import StateValueError
 from lightck.pool.layout import Entry, is_dense
@@ -77,6 +77,7 @@ class ModelView:
         self.extra: list[tuple[str, nn.Module]] = []
         layers: dict[int, int] = {}
         for dot, module in clean_prefixes(self.model):
+            refuse_script(dot, module)
             layer = layers.setdefault(id(module), len(layers))
             self._shape_of_tree.append((module, _children(module)))
             for key in module._parameters:

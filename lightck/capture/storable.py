@@ -29,6 +29,16 @@ def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
         raise StateValueError(f"The tensor {name!r} cannot be stored: {why[0]}. {why[1]}.")
 
 
+def refuse_script(prefix: str, module: nn.Module) -> None:
+    """Raises ``StateValueError`` for TorchScript, which hands out its parameters by name only."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise StateValueError(
+            f"The module {prefix.rstrip('.') or type(module).__name__!r} is TorchScript. Its parameters lie outside of "
+            "Python, and cannot be followed from step to step. Train the module that it was made of, with "
+            "torch.compile where speed is wanted, and script it when the training is over."
+        )
+
+
 def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Reason and cure, where a tensor is more, or less, than an array of plain bytes in memory."""
     kind = type(tensor)

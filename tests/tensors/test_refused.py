@@ -157,3 +157,14 @@ def test_packed_quantized_module_is_refused(pool):
     model.register_module("packed", torch.ao.nn.quantized.Linear(4, 4))
     with pytest.raises(StateValueError, match="packed"):
         lightck.attach(model, pool, optimizer=adam(model))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("where", ["model", "part"])
+def test_torchscript_is_refused_by_module(pool, where):
+    scripted = torch.jit.script(nn.Linear(4, 2))
+    model = scripted if where == "model" else nn.Sequential(nn.Linear(4, 4), scripted)
+    name = "RecursiveScriptModule" if where == "model" else "1"
+    with pytest.raises(StateValueError, match=rf"'?{name}'? is TorchScript.*torch\.compile"):
+        lightck.attach(model, pool)
+    assert not pool.exists()
