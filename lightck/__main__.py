@@ -1,6 +1,19 @@
-"""``python -m lightck``: the same as the ``lightck`` command."""
+"""The ``lightck`` command, and ``python -m lightck``: what keeps the commands from being imported is one line."""
 
-from lightck.cli import main
+from __future__ import annotations
+
+import sys
+
+
+def run() -> None:
+    """Ends the process."""
+    try:
+        from lightck.cli import main
+    except ImportError as error:  # the native library is of another version, or LIGHTCK_ISA names a wrong processor
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    main(prog_name="lightck")
+
 
 if __name__ == "__main__":
-    main(prog_name="lightck")
+    run()

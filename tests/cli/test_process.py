@@ -37,6 +37,14 @@ def test_a_closed_pipe_is_silent(good):
     os.close(write)
 
 
+def test_what_keeps_the_commands_from_loading_is_one_line():
+    wrong = {**environment(), "LIGHTCK_ISA": "mmx"}
+    done = subprocess.run([*PROGRAM, "doctor"], env=wrong, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: LIGHTCK_ISA='mmx' cannot be used")
+    assert done.stderr.count("\n") == 1
+
+
 def test_text_in_a_pipe_is_whole_and_has_no_colours(good):
     done = run("inspect", good, "--tensors", COLUMNS="20", TERM="xterm-256color")
     assert done.stdout == call("inspect", good, "--tensors").stdout
