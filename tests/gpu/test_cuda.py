@@ -1,0 +1,170 @@
+"""Trainings on a CUDA device: what is saved, what comes back, and that a restart goes on with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import BIG, adam, batch, everything, is_step, net, same
+
+import lightck
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from torch import nn
+import lightck
+
+path, upto, kill_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+torch.use_deterministic_algorithms(True)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 3000), nn.Dropout(0.2), nn.Tanh(), nn.Linear(3000, 2)).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+session = lightck.attach(model, path, resume=True)
+for number in range(session.step, upto):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).cuda()
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()
+    if number + 1 == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+session.close()
+torch.save([p.detach().cpu() for p in model.parameters()], path + ".end")
+"""
+
+
+def step(model: Any, optimizer: Any, number: int, device: str = "cuda") -> None:
+    optimizer.zero_grad()
+    model(batch(number).to(device)).square().sum().backward()
+    optimizer.step()
+
+
+def on_cpu(seen: Any) -> Any:
+    """The same values in memory."""
+    if isinstance(seen, torch.Tensor):
+        return seen.cpu()
+    if isinstance(seen, dict):
+        return {key: on_cpu(value) for key, value in seen.items()}
+    if isinstance(seen, (list, tuple)):
+        return type(seen)(map(on_cpu, seen))
+    return seen
+
+
+@pytest.mark.parametrize("width", [8, BIG])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_every_step_is_exact(pool, width, slots):
+    model = net(width).cuda()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, slots=slots)
+    for number in range(6):
+        step(model, optimizer, number)
+        seen = on_cpu(everything(model, optimizer))
+        session.flush()
+        assert is_step(lightck.recover(pool), seen)
+    session.close()
+
+
+def test_a_checkpoint_is_loaded_onto_the_device(pool):
+    model = net(BIG).cuda()
+    optimizer = adam(model)
+    with lightck.attach(model, pool):
+        step(model, optimizer, 0)
+    held = lightck.recover(pool, device="cuda")
+    assert {tensor.device.type for tensor in held.model.values()} == {"cuda"}
+    assert same(on_cpu(dict(held.model)), on_cpu(everything(model, optimizer)["model"]))
+
+
+def test_live_tensors_on_the_device_are_filled_in_place(pool):
+    model = net(BIG).cuda()
+    optimizer = adam(model)
+    with lightck.attach(model, pool):
+        for number in range(3):
+            step(model, optimizer, number)
+    other = net(BIG, seed=9).cuda()
+    optimizer_of_other = adam(other)
+    step(other, optimizer_of_other, 77)
+    places = [p.data_ptr() for p in other.parameters()]
+    lightck.recover(pool, other, optimizer_of_other)
+    assert [p.data_ptr() for p in other.parameters()] == places
+    assert same(everything(other, optimizer_of_other), everything(model, optimizer))
+
+
+def test_updates_that_are_still_queued_are_in_the_version(pool):
+    """The boundary comes while the device is far behind."""
+    model = net(BIG).cuda()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool)
+    for number in range(4):
+        optimizer.zero_grad()
+        model(batch(number).cuda()).square().sum().backward()
+        torch.cuda._sleep(50_000_000)
+        optimizer.step()
+        session.end_step()
+    seen = on_cpu(everything(model, optimizer))
+    session.close()
+    assert is_step(lightck.recover(pool), seen)
+
+
+def test_fused_steps_that_a_scaler_skips_make_no_version(pool):
+    model = net(BIG).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cuda")
+    session = lightck.attach(model, pool)
+    for number in range(6):
+        optimizer.zero_grad()
+        loss = model(batch(number).cuda()).square().sum()
+        scaler.scale(loss * (float("inf") if number == 3 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        session.end_step()
+    assert session.step == 5
+    session.close()
+    assert is_step(lightck.recover(pool), on_cpu(everything(model, optimizer)))
+
+
+def test_random_states_of_the_device_come_back(pool):
+    model = net().cuda()
+    optimizer = adam(model)
+    with lightck.attach(model, pool):
+        step(model, optimizer, 0)
+        torch.cuda.manual_seed(5)
+    expected = torch.rand(4, device="cuda")
+    torch.cuda.manual_seed(6)
+    with lightck.attach(model, pool, resume=True):
+        assert torch.equal(torch.rand(4, device="cuda"), expected)
+
+
+def test_tensors_on_both_sides(pool):
+    model = torch.nn.Sequential(net(BIG)[0], torch.nn.Linear(BIG, 2).cuda())
+    optimizer = adam(model)
+    session = lightck.attach(model, pool)
+    for number in range(4):
+        optimizer.zero_grad()
+        model[1](model[0](batch(number)).cuda()).square().sum().backward()
+        optimizer.step()
+        session.end_step()
+    seen = on_cpu(everything(model, optimizer))
+    session.close()
+    assert is_step(lightck.recover(pool), seen)
+
+
+@pytest.mark.parametrize("kill_at", [1, 4, 7])
+def test_a_killed_training_goes_on_with_the_same_bits(pool, kill_at):
+    def run(path: Path, upto: int, kill: int = 0) -> int:
+        environment = {**os.environ, "PYTHONPATH": str(Path(lightck.__file__).parents[1])}
+        return subprocess.run([sys.executable, "-c", SCRIPT, str(path), str(upto), str(kill)], env=environment,
+                              check=False).returncode  # fmt: skip
+
+    whole = pool.with_name("whole.pool")
+    assert run(whole, 9) == 0
+    assert run(pool, 9, kill_at) == -signal.SIGKILL
+    assert run(pool, 9) == 0
+    ends = [torch.load(str(path) + ".end", weights_only=True) for path in (pool, whole)]
+    assert same(*ends)
