@@ -54,6 +54,8 @@ HEADLINES = {
     "power-cut": ("distinct images", "recoveries", "trainings that went on"),
     "kill-writer": ("kills", "pools"),
     "kill-training": ("kills", "ends that were bit-identical"),
+    "flips": ("damages that there are", "newest, exact", "older, exact", "nothing recovered: CorruptPoolError"),
+    "fuzz": ("inputs to the whole reader", "inputs to single parsers"),
 }
 """Which of a campaign's counts a page cites; of others all."""
 
