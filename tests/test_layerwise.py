@@ -179,6 +179,23 @@ def test_parameters_that_are_added_later_are_layers_too():
     assert same(*results)
 
 
+def test_layers_that_are_frozen_and_thawed_are_updated_as_step_would():
+    results = []
+    for layers in (False, True):
+        model = Deep()
+        model.middle.requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # the frozen ones too
+        handle = lightck.layerwise(model, optimizer) if layers else None
+        for number in range(8):
+            if number == 3:
+                model.middle.requires_grad_(True)
+                model.norm.requires_grad_(False)
+            step(model, optimizer, number)
+        assert handle is None or handle.layers == ("inner", "middle.0", "middle.2", "seldom", "out")
+        results.append(everything(model, optimizer))
+    assert same(*results)
+
+
 def test_a_restored_optimizer_is_the_one_that_is_stepped():
     """``load_state_dict`` puts another ``state`` in the place of the one that the layers shared."""
     results = []

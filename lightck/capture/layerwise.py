@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,9 @@ from lightck.errors import SessionError, UnsupportedError
 _NOT_SHARED = ("step", "_optimizer_")
 """Beginnings of attributes that a layer's instance does not take over: hooks, and a ``step`` that a scheduler wrapped.
 So it keeps no optimizer alive, and nobody who looks for optimizers finds it."""
+
+
+_is_trained = attrgetter("requires_grad")
 
 
 class Listener(Protocol):
@@ -86,7 +90,7 @@ class Layerwise:
         """Parameters that were updated since the last ``step()``."""
         self._put_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._accumulating = 0
-        self._shape: list[tuple[int, int]] = []
+        self._shape: list[tuple[int, list[bool]]] = []
         self._param_handles: list[Any] = []
         self._build(model, optimizer)
         self._handles: list[Any] = [
@@ -142,14 +146,14 @@ class Layerwise:
     # -- layers ------------------------------------------------------------------------------------------
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """A layer for each module that has parameters of this optimizer; a tied one belongs to its first module."""
+        """A layer for each module that trains parameters of this optimizer; a tied one belongs to its first module."""
         for handle in self._param_handles:
             handle.remove()
         self._param_handles.clear()
         self._layer_of.clear()
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for prefix, module in clean_prefixes(model):
-            own = [p for p in module._parameters.values() if p is not None and id(p) in group_of]
+            own = [p for p in module._parameters.values() if p is not None and p.requires_grad and id(p) in group_of]
             params = [p for p in own if id(p) not in self._layer_of]
             if params:
                 layer = _layer(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
@@ -280,8 +284,9 @@ def _is_called_by_a_scaler() -> bool:
     return False
 
 
-def _shape_of(optimizer: Optimizer) -> list[tuple[int, int]]:
-    return [(id(group), len(group["params"])) for group in optimizer.param_groups]
+def _shape_of(optimizer: Optimizer) -> list[tuple[int, list[bool]]]:
+    """What layers depend on: groups, how many parameters each has, and which of them are trained."""
+    return [(id(group), list(map(_is_trained, group["params"]))) for group in optimizer.param_groups]
 
 
 def _layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, dict[str, Any]],
