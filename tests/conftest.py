@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ from lightck.pool.format import MIB
 from lightck.pool.pmdk import PmdkBackend
 
 torch.set_num_threads(1)
+
+# A shell that starts the suite in the background has it, and all that it starts, ignore Ctrl-C; tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The whole suite on another backend: LIGHTCK_TEST_BACKEND=pmdk makes every new pool one, in this process and in all
 # that are started from it; LIGHTCK_TEST_DIR puts pools in another place than tmpfs. On tmpfs libpmemobj is told that it
