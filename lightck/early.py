@@ -2,58 +2,93 @@
 
 A layer-wise update (``capture/layerwise.py``) tells which tensors it is done with. Those that the last version left to
 background copies go into the slot of the next one at once, several layers to a job of the engine. The boundary decides
-as ever: what looks as it did when its copy began need not be copied again, all else is.
+as ever: what is still the same tensor, and looks as it did when its copy began, need not be copied again; all else is.
+
+A loop may write to a parameter after its update in a way that moves no version counter (``p.data.clamp_``). Without
+layers the boundary reads what was written then, so here it has to be found: the first early copies of each tensor are
+compared, by checksums, with what it holds at the boundary; later those of one tensor in turn, and where that differs
+those of all. What differs is copied again, and never early from then on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lightck.capture.inventory import Live
-from lightck.capture.watch import Look, look
+from lightck.capture.watch import Look, checksums, look
 from lightck.pool.draft import Draft
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
 from lightck.split import NONE, Columns, Record
 
 PARTS_MAX = 6
-"""Jobs for one version: the engine has 16 entries, and earlier versions may hold some."""
+"""Jobs for one version."""
 PART_NBYTES_MIN = 4 << 20
 """Layers are gathered up to so many bytes, or to their share of the parts, before a job is made of them."""
-JOBS_MAX = 8
-"""While earlier versions have more jobs than this, nothing is begun early."""
+PROBATION = 3
+"""Early copies of a tensor that are compared before they are trusted."""
 
 
 class Early:
-    """What is under way of the version to come: nothing, until the first layer of an update."""
+    """What is under way of the version to come: nothing, until the first layer of an update. ``check``: compare all
+    early copies of every version."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: bool = False) -> None:
         self._begun: _Begun | None = None
+        self._check = check
+        self._proved: dict[str, int] = {}
+        """How often an early copy of this tensor was compared, and right."""
+        self._turn = 0
+        self._never: set[str] = set()
+        """Names of tensors that something writes to after their update."""
 
-    def copy(self, writer: PoolWriter | None, tensors: Iterable[torch.Tensor], jobs: int) -> None:
+    def copy(self, writer: PoolWriter | None, tensors: Iterable[torch.Tensor], room: int) -> None:
         """These are what they will be in the version to come: their copies begin now, where they can.
 
-        ``jobs``: how many earlier versions have.
+        ``room``: how many jobs of the engine this version may take beside the one that commits it.
         """
         columns = None if writer is None else writer.columns
         if self._begun is None and writer is not None and isinstance(columns, Columns) and columns.background:
-            slot = writer.slots.choose() if jobs <= JOBS_MAX else None
+            slot = writer.slots.choose() if room > 0 else None
             self._begun = None if slot is None else _Begun(writer, slot, columns)
         if self._begun is not None:
-            self._begun.add(tensors)
+            self._begun.add(tensors, min(room, PARTS_MAX), self._never)
 
     @property
     def draft(self) -> Draft | None:
         return None if self._begun is None else self._begun.draft
 
-    def sift(self, background: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
-        """Of the records that the version leaves to background copies, those that need none any more; and how many
-        others were begun. This waits for those: what is copied again must not be overtaken by its first copy."""
-        return (NONE, 0) if self._begun is None else self._begun.sift(background)
+    def sift(self, background: Sequence[Live], numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
+        """Of what the version leaves to background copies the records that need none any more; and how many others
+        were begun. This waits for those: what is copied again must not be overtaken by its first copy."""
+        if self._begun is None:
+            return NONE, 0
+        begun = self._begun
+        good = begun.still_good(dict(zip(numbers, background, strict=True)))
+        wrong = self._wrong(begun, good)
+        good = [one for one in good if one not in wrong]
+        others = begun.count - len(good)
+        if others:
+            begun.draft.wait()
+        return np.array([one.number for one in good], np.int64), others
+
+    def _wrong(self, begun: _Begun, copies: Sequence[_Copy]) -> set[_Copy]:
+        """Those that hold other bytes than their tensors, as far as it is looked for."""
+        self._turn += 1
+        turn = [copies[self._turn % len(copies)]] if copies else []
+        looked = [one for one in copies if self._check or self._proved.get(one.name, 0) < PROBATION] or turn
+        wrong = set(begun.differing(looked))
+        for one in looked:
+            self._proved[one.name] = self._proved.get(one.name, 0) + 1
+        if wrong and len(looked) < len(copies):
+            wrong |= set(begun.differing([one for one in copies if one not in looked]))
+        self._never.update(one.name for one in wrong)
+        return wrong
 
     def wait(self) -> None:
         """Help until no copy is under way."""
@@ -71,25 +106,46 @@ class Early:
             begun.draft.drop()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """A tensor whose copy began, and how it looked."""
+
+    name: str
+    number: int
+    tensor: torch.Tensor
+    look: Look
+
+
 class _Begun:
     """The copies of one update."""
 
     def __init__(self, writer: PoolWriter, slot: Slot, columns: Columns) -> None:
         self.draft = writer.draft(slot)
         self._writer, self._columns = writer, columns
-        self._waiting: list[tuple[int, torch.Tensor]] = []
+        self._waiting: dict[int, Live] = {}
         self._waiting_nbytes = 0
         self._part_nbytes = max(PART_NBYTES_MIN, sum(live.tensor.nbytes for live in columns.background) // PARTS_MAX)
-        self._begun: dict[int, tuple[torch.Tensor, Look]] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._again: set[int] = set()
+        """Records that were updated once more after their copy began."""
 
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+    @property
+    def count(self) -> int:
+        return len(self._copies)
+
+    def add(self, tensors: Iterable[torch.Tensor], parts_max: int, never: set[str]) -> None:
         """These have been updated, and will not be again before the version is committed or dropped."""
         for tensor in tensors:
             found = self._columns.place_of(tensor)
-            if found is not None and self._is_as_recorded(*found):
-                self._waiting.append((found[1], tensor))
+            if found is None or found[0].name in never or not self._is_as_recorded(*found):
+                continue
+            live, number = found
+            if number in self._copies:
+                self._again.add(number)
+            else:
+                self._waiting[number] = live
                 self._waiting_nbytes += tensor.nbytes
-        if self._waiting_nbytes >= self._part_nbytes:
+        if self._waiting_nbytes >= self._part_nbytes and len(self.draft.parts) < parts_max:
             self._begin()
 
     def _is_as_recorded(self, live: Live, number: int) -> bool:
@@ -97,19 +153,31 @@ class _Begun:
         return isinstance(record, Record) and record.number == number and record.describes(live)
 
     def _begin(self) -> None:
-        if len(self.draft.parts) >= PARTS_MAX:
-            return
-        numbers = [number for number, _ in self._waiting]
-        tensors = [tensor for _, tensor in self._waiting]
-        looks = {number: (tensor, look(tensor)) for number, tensor in self._waiting}
-        if self.draft.copy(numbers, [tensor.data_ptr() for tensor in tensors], tensors):
-            self._begun |= looks
-            self._waiting, self._waiting_nbytes = [], 0
+        waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
+        tensors = [live.tensor for live in waiting.values()]
+        copies = {n: _Copy(live.name, n, live.tensor, look(live.tensor)) for n, live in waiting.items()}
+        if self.draft.copy(list(waiting), [tensor.data_ptr() for tensor in tensors], tensors):
+            self._copies |= copies
 
-    def sift(self, background: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
-        wanted = set(background)
-        good = [n for n, (tensor, was) in self._begun.items() if n in wanted and look(tensor) == was]
-        others = len(self._begun) - len(good)
-        if others:
-            self.draft.wait()
-        return np.array(good, np.int64), others
+    def still_good(self, background: dict[int, Live]) -> list[_Copy]:
+        """The copies of what the version holds, as far as looks tell."""
+        return [
+            one
+            for number, one in self._copies.items()
+            if number not in self._again
+            and number in background
+            and background[number].tensor is one.tensor
+            and look(one.tensor) == one.look
+        ]
+
+    def differing(self, copies: Sequence[_Copy]) -> list[_Copy]:
+        """Those whose tensor holds other bytes now than were copied. Waits for the copies."""
+        if not copies:
+            return []
+        self.draft.wait()
+        block, slot = self._writer.superblock.block, self.draft.slot
+        return [
+            one
+            for one in copies
+            if not np.array_equal(checksums(one.tensor, block), self._writer.raw_crcs(slot, one.number))
+        ]

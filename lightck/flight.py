@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightck.capture.watch import Watched
+from lightck.pool.engine import JOBS_MAX
 from lightck.pool.writer import Pending
 
 log = logging.getLogger("lightck")
@@ -38,3 +39,10 @@ class Flight:
                     self.step, reason, ", ".join(names[:3]))  # fmt: skip
         self.pending.job.drop()
         self.pending.job.forget()
+
+
+def room_for_parts(flights: Sequence[Flight], behind_max: int) -> int:
+    """How many jobs a version may take beside the one that commits it. Each version that can follow before one of
+    these has ended needs an entry of the engine for its commit."""
+    to_come = max(behind_max - len(flights), 0)
+    return JOBS_MAX - 1 - to_come - sum(flight.jobs for flight in flights)

@@ -34,13 +34,17 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
     if not isinstance(model, nn.Module):
         raise TypeError(f"layerwise(model=...) is a {type(model).__name__}. Pass the model, then its optimizer.")
     _refuse(optimizer)
+    known = layerwise_of(optimizer)
+    if known is not None and known.is_of(model):
+        return known
     if sessions.has_open_session(model):
         raise SessionError(
             "This model has an open session, which waits at step() and not before the first layer of it. Call "
             "lightck.layerwise() before lightck.attach()."
         )
-    known = layerwise_of(optimizer)
-    return known if known is not None else Layerwise(model, optimizer)
+    if known is not None:
+        raise SessionError("This optimizer updates the layers of another model already. Call remove() of that first.")
+    return Layerwise(model, optimizer)
 
 
 def _refuse(optimizer: Any) -> None:

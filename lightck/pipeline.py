@@ -20,7 +20,7 @@ from lightck.capture.watch import Resting, Watched, changed_error
 from lightck.early import Early
 from lightck.errors import LightckError, SessionError
 from lightck.finite import Finite
-from lightck.flight import Flight
+from lightck.flight import Flight, room_for_parts
 from lightck.interrupts import deliver
 from lightck.keep import Keeper
 from lightck.pin import Hold, Holds, carry_all
@@ -58,7 +58,7 @@ class Pipeline:
         self._meter = meter
         self._check, self._turn = check, 0
         self._flights: list[Flight] = []
-        self._early = Early()
+        self.early = Early(check)
         self._wanted_slots: int | None = None
 
     def keep(self, keeper: Keeper | None) -> None:
@@ -117,7 +117,7 @@ class Pipeline:
         self._reap()
         self.resting.never.update(closing.at_once)
         if self.finite is not None and self.finite.refuses(closing, self._meter):
-            self._early.drop()
+            self.early.drop()
             return
         writer = self.writer
         try:
@@ -134,26 +134,26 @@ class Pipeline:
 
     def copy_early(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are what they will be in the version to come: their copies begin now, where they can."""
-        self._early.copy(self.writer, tensors, sum(flight.jobs for flight in self._flights))
+        self.early.copy(self.writer, tensors, room_for_parts(self._flights, self._behind_max))
 
     def _settle_all(self) -> None:
         """Before the images of the slots are replaced: nothing may be under way."""
         self.finish()
-        self._early.drop()
+        self.early.drop()
 
     def _begin(self, writer: PoolWriter, closing: Closing) -> Flight:
         parts = columns_of(writer, closing, self.resting.never, self._settle_all)
-        draft = self._early.draft
+        draft = self.early.draft
         slot = self._free_slot(writer) if draft is None else draft.slot
         split = Split(self.resting, writer, slot, parts)
         hidden = self.resting.audit(split.left_out, writer.superblock.block)
         if hidden is not None:  # one that does not rest is reason to trust none: this version is written whole
             self.resting.trust_none()
             split = Split(self.resting, writer, slot, parts)
-        begun, again = self._early.sift(split.background_numbers)
+        begun, again = self.early.sift(split.background, split.background_numbers)
         self._meter.recopied += again
         pending = writer.begin(split.plan(closing, begun), slot, split.keep, draft)
-        self._early.taken()
+        self.early.taken()
         for live, number in split.stills:
             self.resting.written(live, writer.raw_crcs(slot, number))
         self.resting.keep([*split.left_out, *(live for live, _ in split.stills)])
@@ -197,7 +197,7 @@ class Pipeline:
     def _move(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
         """To a new file: what is held is carried over, then ``first`` commits, then the file gets its name."""
         old = self.writer
-        self._early.drop()
+        self.early.drop()
         if self.keeper is not None:
             self.keeper.wait(old, self.holds)  # it reads the old file
         moving = self.holds.versions(old) if old is not None else []
@@ -265,7 +265,7 @@ class Pipeline:
     def copies_done(self) -> None:
         """Help until no copy is under way: arbitrary code (an evaluation with swapped weights) may follow."""
         with self._meter.wait():
-            self._early.wait()
+            self.early.wait()
             for flight in self._open_flights():
                 self._wait_or_fail(flight, COPIED)
                 if not flight.watched.moved():
@@ -387,10 +387,10 @@ class Pipeline:
     def close(self) -> None:
         """Stop the threads and unmap. Versions that are not released are dropped; others were finished before."""
         try:
-            if not self.engine.is_forked:
-                self._early.drop()
             if self.keeper is not None:
                 self.keeper.end(self.writer, self.holds)
+            if not self.engine.is_forked:
+                self.early.drop()
         finally:
             self.engine.close()
             self._flights.clear()

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,14 +20,15 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from lightck.capture.boundary import Boundary, Event
-from lightck.capture.discover import Found, drives
+from lightck.capture.discover import Found, drives, late
+from lightck.capture.half import HalfUpdated
 from lightck.capture.hooks import Hooks, remove
 from lightck.capture.loader import SessionLoader
-from lightck.capture.nest import followed, places
+from lightck.capture.nest import places
 from lightck.capture.rng import RngState
 from lightck.capture.scaler import ScalerWatch
 from lightck.capture.snapshot import Capture
-from lightck.errors import BackgroundError, FlushTimeoutError, LateError, SessionError
+from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
 from lightck.first_step import FirstStep
 from lightck.interval import Cadence
 from lightck.pin import Hold, Pin
@@ -71,7 +71,7 @@ class Session:
         self._forward_fires = False
         self._told_no_forward = False
         self._scalers = ScalerWatch(capture.objects)
-        self._layers_updated = False
+        self._half_updated = HalfUpdated()
         self._hooks = Hooks(Proxy(self), model, found.optimizers)
         self._traces = Traces(self._hooks, pipeline.engine, meter)
         self._finalizer = weakref.finalize(self, _finalize, os.getpid(), pipeline, lock, self._hooks.handles)
@@ -143,6 +143,7 @@ class Session:
         self._check_usable()
         with self._meter.stall("end_step"):
             self._raise_failure()
+            self._half_updated.refuse_boundary()
             self._event(Event.END_STEP)
 
     def flush(self, timeout: float | None = None) -> int | None:
@@ -150,11 +151,7 @@ class Session:
         self._check_usable()
         if self._paused:
             raise SessionError("flush() inside paused(): the weights are not the training's now. Leave paused() first.")
-        if self._layers_updated:
-            raise SessionError(
-                "flush() between backward() and step(): some layers are updated, others are not. Call optimizer.step() "
-                "first."
-            )
+        self._half_updated.refuse_boundary()
         with self._meter.stall("flush"):
             self._raise_failure()
             self._commit_current(timeout)
@@ -180,7 +177,9 @@ class Session:
         if not self._is_open:
             return
         try:
-            if not self.is_forked and self._failure is None and not self._layers_updated:
+            if self._half_updated:
+                log.warning("lightck: closed between backward() and step(): what was not committed before is not saved")
+            elif not self.is_forked and self._failure is None:
                 with self._meter.stall("close"):
                     self._commit_current(None, also_step_0=False)
         finally:
@@ -214,8 +213,7 @@ class Session:
         self._check_usable()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.close()
         else:
@@ -223,11 +221,13 @@ class Session:
 
     # -- events (from the hooks and loaders) -------------------------------------------------------------
 
-    def before_step(self, index: int, by_hand: bool) -> None:
-        """Pre-step hook, before the gate. ``by_hand``: an optimizer is stepped outside the ``step`` of its wrapper."""
+    def before_step(self, index: int, by_hand: bool, in_backward: bool = False) -> None:
+        """Before the gate. ``by_hand``: outside the ``step`` of a wrapper; ``in_backward``: before a first layer."""
         with self._meter.stall("before the update"):
             self._raise_failure()
-            self._raise_keep_failure()
+            if not in_backward:
+                self._raise_keep_failure()
+                self._half_updated.raise_deferred()
             if by_hand:
                 self._capture.stepped_by_hand(index)
             if self._first_step is not None:
@@ -249,19 +249,26 @@ class Session:
         with self._meter.stall("after the update"):
             self._boundary.updated(index)
             self._scalers.stepped()
-            self._layers_updated = False
+            self._half_updated.end(index)
             self._capture.before_update(index)  # again: a closure makes its gradients inside the step
             self._capture.after_update()
 
     def skipped_step(self, index: int) -> None:
         """A fused optimizer under GradScaler found inf: nothing changed, no version."""
         self._meter.skipped += 1
+        self._half_updated.end(index)
 
     def layers_begin(self, index: int) -> None:
         """The first layer of an update is about to be updated, inside the backward pass."""
-        self.before_step(index, by_hand=False)
-        self.gate()
-        self._layers_updated = True
+        self._half_updated.defer(lambda: self.before_step(index, by_hand=False, in_backward=True))
+        while not self._half_updated.defer(self.gate):
+            pass  # a version was given up; there may be others
+        self._guard(self._pipeline.early.drop)  # what an update without a boundary began is of no version
+        self._half_updated.begin(index)
+
+    def layers_forgotten(self, index: int) -> None:
+        """The backward pass failed, and no ``step()`` will end its update."""
+        self._half_updated.end(index)
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
         """These are what they will be after the step. With several optimizers another may write them still."""
@@ -293,14 +300,7 @@ class Session:
         model = self._model()
         if model is None or not drives(optimizer, {id(p): i for i, p in enumerate(model.parameters())}):
             return
-        known = {id(p) for view in self._capture.optimizers for _, p in view.params}
-        new = followed([optimizer])
-        if any(id(p) in known for one in new for g in one.param_groups for p in g["params"]):
-            raise LateError(
-                f"An optimizer ({type(optimizer).__name__}) steps parameters that another one had at attach. lightck "
-                "saves the state of that other one. Build the optimizer before attach, or close the session and "
-                "attach again."
-            )
+        new = late(optimizer, {id(p) for view in self._capture.optimizers for _, p in view.params})
         log.info("lightck: %s was made after attach and is followed from its first step", type(optimizer).__name__)
         self._capture.add_optimizers(new)
         self._boundary.optimizers += sum(place.steps for place in places(new))
@@ -343,6 +343,7 @@ class Session:
         if not self._boundary.is_due(event):
             self._boundary.passed_without_update(event, self._scalers.skipped())
             return
+        self._half_updated.refuse_boundary()
         step = self._boundary.close(event)
         self._scalers.skipped()
         is_saved = event is Event.FLUSH or self._cadence.is_due(step, self._saved_step)

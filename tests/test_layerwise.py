@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import weakref
@@ -16,7 +17,7 @@ from toys import BIG, batch, crashed, everything, is_step, kill_at, killed_child
 import lightck
 from lightck import _native, early
 from lightck._native import lib
-from lightck.errors import BackgroundError, LightckError, SessionError, UnsupportedError
+from lightck.errors import BackgroundError, LightckError, SessionError, StateChangedError, UnsupportedError
 from lightck.pool.writer import PoolWriter
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -211,6 +212,48 @@ def test_a_restored_optimizer_is_the_one_that_is_stepped():
     assert same(*results)
 
 
+def test_options_that_are_loaded_or_set_between_steps_are_used_at_once():
+    results = []
+    for layers in (False, True):
+        model = Deep()
+        optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+        if layers:
+            lightck.layerwise(model, optimizer)
+        step(model, optimizer, 0)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.3
+        optimizer.load_state_dict(saved)
+        step(model, optimizer, 1)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.param_groups[0]["lr"] = 0.1
+        step(model, optimizer, 2)
+        optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.5})
+        step(model, optimizer, 3)
+        results.append(everything(model, optimizer))
+    assert same(*results)
+
+
+def test_one_optimizer_with_layers_serves_two_sessions(pool):
+    models = [Deep(64), Deep(64)]
+    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters() if p.requires_grad], lr=0.01)
+    lightck.layerwise(nn.ModuleList(models), optimizer)
+    sessions = [lightck.attach(m, pool.with_name(f"{i}.pool"), optimizer=optimizer) for i, m in enumerate(models)]
+    for number in range(5):
+        optimizer.zero_grad()
+        sum(model(batch(number)).square().sum() for model in models).backward()
+        optimizer.step()
+        for session in sessions:
+            session.end_step()
+    sessions.pop().close()
+    for number in range(5, 8):
+        optimizer.zero_grad()
+        sum(model(batch(number)).square().sum() for model in models).backward()
+        optimizer.step()
+        sessions[0].end_step()
+    sessions[0].close()
+    assert same(dict(lightck.recover(pool.with_name("0.pool")).model), everything(models[0], optimizer)["model"])
+
+
 def test_remove_gives_the_optimizer_back():
     model = Deep()
     optimizer = torch.optim.SGD(groups(model), lr=0.1)
@@ -306,6 +349,88 @@ def test_what_is_written_between_update_and_boundary_is_in_the_version(pool, par
     session.close()
 
 
+def test_state_that_is_replaced_after_the_update_is_in_the_version(pool, parts):
+    model, optimizer, session = started(pool)
+    for number in range(8):
+        step(model, optimizer, number)
+        if number % 2:
+            for p in list(optimizer.state):
+                optimizer.state[p]["exp_avg"] = torch.full_like(p, float(number))
+        if number == 6:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        session.end_step()
+        seen = everything(model, optimizer)
+        session.flush()
+        assert is_step(lightck.recover(crashed(pool)), seen)
+    assert parts
+    session.close()
+
+
+@pytest.mark.parametrize("first", [0, 6])
+def test_what_is_written_through_data_after_the_update_is_in_the_version(pool, parts, first):
+    """It moves no version counter; and some loops begin to do it late."""
+    model, optimizer, session = started(pool)
+    for number in range(first + 6):
+        step(model, optimizer, number)
+        if number >= first:
+            for p in filter(lambda p: p.requires_grad, model.parameters()):
+                p.data.clamp_(-0.02, 0.02)
+        session.end_step()
+        seen = everything(model, optimizer)
+        session.flush()
+        assert is_step(lightck.recover(crashed(pool)), seen)
+    assert parts
+    assert session.stats().recopied
+    session.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_updates_between_two_boundaries_leave_nothing_behind(pool, parts, fused):
+    """``end_step()`` at every second update, and once a boundary that raises: what an update began that no version
+    followed is no part of the next one. A fused kernel moves no version counter of the state."""
+
+    class Moody:
+        raises = False
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.raises:
+                raise ZeroDivisionError
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    model, moody = Deep(64), Moody()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01, fused=fused)
+    lightck.layerwise(model, optimizer)
+    session = lightck.attach(model, pool, state={"moody": moody})
+    for number in range(20):
+        step(model, optimizer, number)
+        if number == 9:
+            moody.raises = True
+            with pytest.raises(ZeroDivisionError):
+                session.end_step()
+            moody.raises = False
+        elif number % 2:
+            session.end_step()
+            seen = everything(model, optimizer)
+            session.flush()
+            assert is_step(lightck.recover(crashed(pool)), seen)
+    assert parts
+    session.close()
+
+
+@pytest.mark.parametrize("slots", [5, 6, 7, 8])
+def test_early_copies_leave_room_for_every_commit(tmp_path, parts, slots):
+    """The engine holds 16 jobs; on a disk, where each commit waits for two fdatasync, many versions are under way."""
+    pool = tmp_path / "run.pool"
+    model, optimizer, session = started(pool, slots=slots)
+    for number in range(30):
+        step(model, optimizer, number)
+        session.end_step()
+    session.close()
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
 def test_only_steps_that_will_be_saved_are_begun(pool, parts):
     model, optimizer, session = started(pool, interval=3)
     begun = []
@@ -355,10 +480,13 @@ def test_a_training_may_go_on_after_a_backward_that_died(pool, parts):
     hook.remove()
     with pytest.raises(UnsupportedError, match="second gradient"):
         model(batch(5)).square().sum().backward()
-    with pytest.raises(UnsupportedError, match="changed between"):
-        optimizer.step()
-    optimizer.zero_grad()
-    optimizer.step()  # the layers that were updated are a step
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="gradients were changed"):
+            optimizer.step()
+    with pytest.raises(SessionError, match="between"):
+        session.end_step()
+    lightck.layerwise(model, optimizer).forget()
+    assert session.step == 4
     step(model, optimizer, 5)
     session.close()
     assert is_step(lightck.recover(pool), everything(model, optimizer))
@@ -485,6 +613,29 @@ def test_a_trace_shows_the_update_of_each_layer(pool, tmp_path):
         assert f'"layer": "{name}"' in text or f'"layer":"{name}"' in text
 
 
+def test_errors_that_a_loop_may_catch_wait_for_step(pool, monkeypatch):
+    """A backward pass that ended there would have made some gradients, and not others."""
+    model, optimizer, session = started(pool)
+    step(model, optimizer, 0)
+    gate, raised = session._pipeline.gate, []
+
+    def once() -> None:
+        if not raised:
+            raised.append(True)
+            raise StateChangedError("a tensor was written")
+        gate()
+
+    monkeypatch.setattr(session._pipeline, "gate", once)
+    optimizer.zero_grad()
+    model(batch(1)).square().sum().backward()
+    with pytest.raises(StateChangedError):
+        optimizer.step()
+    optimizer.step()
+    session.close()
+    assert session.step == 2
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -492,11 +643,106 @@ def test_gradients_that_are_clipped_are_refused(pool):
     model, optimizer, session = started(pool)
     model(batch(0)).square().sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    with pytest.raises(UnsupportedError, match="Clipping by the global norm"):
+    with pytest.raises(UnsupportedError, match=r"gradients were changed between.*Clipping"):
         optimizer.step()
     session.close()
     with pytest.raises(LightckError, match="no step"):
         lightck.recover(pool)
+
+
+def scaled_lr(model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def decayed_by_hand(model: nn.Module, optimizer: Any) -> None:
+    with torch.no_grad():
+        model.inner.weight.mul_(0.9)
+
+
+def clamped_through_data(model: nn.Module, optimizer: Any) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data.clamp_(-1e-4, 1e-4)
+
+
+def reloaded(model: nn.Module, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+BETWEEN = {
+    "clip by norm": (lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "gradients were changed"),
+    "clip by value": (lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 1e-4), "gradients were changed"),
+    "clamp of .data": (clamped_through_data, "gradients were changed"),
+    "zero_grad": (lambda _, optimizer: optimizer.zero_grad(), "gradients were removed"),
+    "another lr": (scaled_lr, "options .* were changed"),
+    "decay by hand": (decayed_by_hand, "parameters were written"),
+    "load_state_dict": (reloaded, "state was replaced"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), BETWEEN.values(), ids=BETWEEN)
+def test_what_comes_between_backward_and_step_is_refused(pool, change, told):
+    model, optimizer, session = started(pool)
+    step(model, optimizer, 0)
+    seen = everything(model, optimizer)
+    optimizer.zero_grad()
+    model(batch(1)).square().sum().backward()
+    change(model, optimizer)
+    with pytest.raises(UnsupportedError, match=told):
+        optimizer.step()
+    session.close()
+    assert is_step(lightck.recover(pool), seen)
+
+
+def test_clipping_in_a_hook_of_step_is_refused():
+    """Whenever it was registered, it sees the gradients."""
+    model = Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.01)
+    lightck.layerwise(model, optimizer)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
+    with pytest.raises(UnsupportedError, match="gradients were changed"):
+        step(model, optimizer, 0)
+
+
+def test_a_boundary_between_backward_and_step_is_refused(pool):
+    model, optimizer, session = started(pool)
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    model(batch(1)).square().sum().backward()
+    for boundary in (session.end_step, session.flush):
+        with pytest.raises(SessionError, match=r"between backward\(\) and step\(\)"):
+            boundary()
+    optimizer.step()
+    session.end_step()
+    session.close()
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_a_backward_into_the_layers_of_another_optimizer_makes_no_version(pool):
+    """As in a GAN: the generator's backward reaches the discriminator, whose gradients would be thrown away."""
+    makes, judges = nn.Linear(4, 4), nn.Linear(4, 1)
+    model = nn.ModuleList([makes, judges])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in model]
+    for optimizer in optimizers:
+        lightck.layerwise(model, optimizer)
+    session = lightck.attach(model, pool, optimizer=optimizers)
+    judges(makes(batch(0)).detach()).sum().backward()
+    optimizers[1].step()
+    judges(makes(batch(1))).sum().backward()
+    optimizers[0].step()
+    with pytest.raises(SessionError, match="parameters of another optimizer"):
+        session.end_step()
+    session.close()
+    with pytest.raises(LightckError, match="no step"):
+        lightck.recover(pool)
+
+
+def test_layers_of_another_model_are_refused():
+    model, other = Deep(), Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.01)
+    lightck.layerwise(model, optimizer)
+    with pytest.raises(SessionError, match="another model"):
+        lightck.layerwise(other, optimizer)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightck.capture.nest import followed, has_hooks, inner_of, inside, loose_tensors, places
-from lightck.errors import AmbiguousError, UnsupportedError
+from lightck.errors import AmbiguousError, LateError, UnsupportedError
 
 log = logging.getLogger("lightck")
 
@@ -94,6 +94,18 @@ def drives(optimizer: Any, params: Mapping[int, int]) -> bool:
         return any(id(p) in params for g in groups for p in g["params"])
     except (TypeError, KeyError):
         return False
+
+
+def late(optimizer: Any, known: Collection[int]) -> tuple[Optimizer, ...]:
+    """What to follow of one that was made after attach. Raises ``LateError`` where it steps parameters that an earlier
+    one has: ``known`` are the ids of those."""
+    new = followed([optimizer])
+    if any(id(p) in known for one in new for g in one.param_groups for p in g["params"]):
+        raise LateError(
+            f"An optimizer ({type(optimizer).__name__}) steps parameters that another one had at attach. lightck saves "
+            "the state of that other one. Build the optimizer before attach, or close the session and attach again."
+        )
+    return new
 
 
 def _find_optimizers(live: _LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:

@@ -45,6 +45,8 @@ class Listener(Protocol):
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None: ...
 
+    def layers_forgotten(self, index: int) -> None: ...
+
 
 class Hooks:
     """All hooks of one session."""
@@ -104,6 +106,9 @@ class Hooks:
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
         self._listener.layer_updated(name, begin, tensors)
+
+    def layers_forgotten(self, optimizer: Optimizer) -> None:
+        self._listener.layers_forgotten(self._index(optimizer))
 
     # -- forward -----------------------------------------------------------------------------------------
 

@@ -16,8 +16,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -25,14 +23,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightck.capture.inventory import clean_prefixes
+from lightck.capture.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
+from lightck.capture.watch import checksums
 from lightck.errors import SessionError, UnsupportedError
 
-_NOT_SHARED = ("step", "_optimizer_")
-"""Beginnings of attributes that a layer's instance does not take over: hooks, and a ``step`` that a scheduler wrapped.
-So it keeps no optimizer alive, and nobody who looks for optimizers finds it."""
-
-
-_is_trained = attrgetter("requires_grad")
+_PROBATION = 3
+"""Updates of which every gradient is compared by its bytes."""
 
 
 class Listener(Protocol):
@@ -44,30 +40,8 @@ class Listener(Protocol):
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
         """These are what they will be after the step. ``begin``: nanoseconds of CLOCK_MONOTONIC."""
 
-
-@dataclass(slots=True)
-class _Layer:
-    """A module's own parameters, and what steps them."""
-
-    name: str
-    optimizer: Any
-    params: list[torch.Tensor]
-    groups: list[dict[str, Any]]
-    """Those of the user's optimizer, parallel to ``optimizer.param_groups``."""
-    arrived: set[int] = field(default_factory=set)
-
-    @property
-    def is_ready(self) -> bool:
-        return all(id(p) in self.arrived for p in self.params if p.requires_grad)
-
-
-@dataclass(frozen=True, slots=True)
-class _Used:
-    """A gradient as it was when its parameter was updated."""
-
-    param: torch.Tensor
-    grad: torch.Tensor
-    version: int
+    def layers_forgotten(self, optimizer: Optimizer) -> None:
+        """No ``step()`` will end this update."""
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, Layerwise] = weakref.WeakKeyDictionary()
@@ -82,15 +56,18 @@ class Layerwise:
     """Made by :func:`lightck.layerwise`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._listener: weakref.ref[Listener] | None = None
+        self._listeners: list[weakref.ref[Listener]] = []
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
-        self._layer_of: dict[int, _Layer] = {}
-        self._used: dict[int, _Used] = {}
+        self._layer_of: dict[int, Layer] = {}
+        self._used: dict[int, Used] = {}
         """Parameters that were updated since the last ``step()``."""
-        self._put_back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._hidden: list[Used] = []
+        self._is_first = True
+        """Nothing has arrived since the last ``step()``."""
+        self._passes = 0
         self._accumulating = 0
-        self._shape: list[tuple[int, list[bool]]] = []
+        self._shape: list[Any] = []
         self._param_handles: list[Any] = []
         self._build(model, optimizer)
         self._handles: list[Any] = [
@@ -115,12 +92,24 @@ class Layerwise:
         finally:
             self._accumulating -= 1
 
+    def forget(self) -> None:
+        """After a ``backward()`` that raised half-way: keep the layers as they are, some updated and some not, and drop
+        the gradients of all. It counts as no step; the pool holds the one before."""
+        optimizer = self._optimizer()
+        for layer in self._layer_of.values():
+            for param in layer.params:
+                param.grad = None
+        self._over()
+        if optimizer is not None:
+            for listener in self._told():
+                listener.layers_forgotten(optimizer)
+
     def remove(self) -> None:
         """From here on ``optimizer.step()`` updates everything again. Between ``step()`` and ``backward()`` only."""
         if self._used:
             raise SessionError(
                 "Layers were updated whose optimizer.step() is still to come. Their gradients would count twice. Call "
-                "step() first, then remove()."
+                "step() first (or forget(), after a backward() that failed), then remove()."
             )
         for handle in [*self._handles, *self._param_handles]:
             handle.remove()
@@ -131,17 +120,21 @@ class Layerwise:
         if optimizer is not None:
             _known.pop(optimizer, None)
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether these are the layers of this model."""
+        return self._model() is model
+
     def tell(self, listener: Listener) -> _Telling:
-        """Tell this one, and no other, until the handle is removed."""
-        self._listener = weakref.ref(listener)
-        return _Telling(self)
+        """Tell this one too, until the handle is removed."""
+        ref = weakref.ref(listener)
+        self._listeners.append(ref)
+        return _Telling(self, ref)
 
-    @property
-    def listener(self) -> Listener | None:
-        return None if self._listener is None else self._listener()
+    def hush(self, ref: weakref.ref[Listener]) -> None:
+        self._listeners = [other for other in self._listeners if other is not ref]
 
-    def hush(self) -> None:
-        self._listener = None
+    def _told(self) -> list[Listener]:
+        return [listener for listener in (ref() for ref in self._listeners) if listener is not None]
 
     # -- layers ------------------------------------------------------------------------------------------
 
@@ -156,56 +149,77 @@ class Layerwise:
             own = [p for p in module._parameters.values() if p is not None and p.requires_grad and id(p) in group_of]
             params = [p for p in own if id(p) not in self._layer_of]
             if params:
-                layer = _layer(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
+                layer = layer_over(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
                 self._layer_of.update((id(p), layer) for p in params)
                 hook = _weakly(self)
                 handles = [p.register_post_accumulate_grad_hook(hook) for p in params]  # type: ignore[no-untyped-call]
                 self._param_handles.extend(handles)
-        self._shape = _shape_of(optimizer)
+        self._shape = shape_of(optimizer)
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Groups and parameters may come and go, be frozen, or be replaced by ``load_state_dict``."""
+        model = self._model()
+        if model is not None and shape_of(optimizer) != self._shape:
+            self._build(model, optimizer)
 
     # -- in the backward pass ----------------------------------------------------------------------------
 
     def arrived(self, param: torch.Tensor) -> None:
         """The gradient of this backward pass is in ``param.grad``."""
+        optimizer = self._optimizer()
+        if self._accumulating or optimizer is None:
+            return
+        if self._is_first:
+            self._is_first = False
+            self._follow(optimizer)
         layer = self._layer_of.get(id(param))
-        if self._accumulating or layer is None:
+        if layer is None:
             return
         if id(param) in self._used:
             raise UnsupportedError(
                 f"A second gradient arrived for a parameter of {layer.name!r}, which was updated with the first one "
-                "already: layers are updated inside backward(). Call optimizer.step() after each backward(); to add "
-                "gradients up, put all but the last into `with layerwise.accumulate():`."
+                "already: layers are updated inside backward(). Call optimizer.step() after each backward(). To add "
+                "gradients up, put all but the last into `with layers.accumulate():`, where layers is what "
+                "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
             )
         layer.arrived.add(id(param))
         if layer.is_ready:
             layer.arrived.clear()
-            self._update(layer)
+            self._update(layer, optimizer)
 
-    def _update(self, layer: _Layer) -> None:
-        optimizer, listener = self._optimizer(), self.listener
-        if optimizer is None:
-            return
+    def _update(self, layer: Layer, optimizer: Optimizer) -> None:
+        listeners = self._told()
         if not self._used:
             refuse_many_ranks()
             _refuse_scaled(optimizer)
-            if listener is not None:
+            _last(optimizer, self._handles[0])
+            self._passes += 1
+            for listener in listeners:
                 listener.layers_begin(optimizer)
         begin = time.monotonic_ns()
         params = [p for p in layer.params if p.grad is not None]
-        self._used.update((id(p), _Used(p, p.grad, p.grad._version)) for p in params if p.grad is not None)
-        _step(layer, optimizer, params)
-        if listener is not None:
-            listener.layer_updated(layer.name, begin, [t for p in params for t in _tensors_of(optimizer, p)])
+        self._note(layer, params)
+        step_layer(layer, optimizer, params)
+        for p in params:
+            self._used[id(p)].param_version = p._version
+        for listener in listeners:
+            listener.layer_updated(layer.name, begin, [t for p in params for t in tensors_of(optimizer, p)])
+
+    def _note(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
+        """What the update uses, so that ``step()`` can tell whether it still is that. A write through ``.data`` moves
+        no version counter: bytes are compared too, at first of all gradients, then of one layer in turn."""
+        layer.used = [options_of(group) for group in layer.groups]
+        turn = self._passes <= _PROBATION or len(self._used) == self._passes % max(len(self._layer_of), 1)
+        for p in params:
+            grad = p.grad
+            assert grad is not None
+            proof = checksums(grad, BLOCK) if turn and grad.is_contiguous() and not grad.is_sparse else None
+            self._used[id(p)] = Used(layer, p, grad, grad._version, proof)
 
     # -- in step() ---------------------------------------------------------------------------------------
 
     def _step_pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hide the gradients that were used: ``step()`` passes over parameters without one, and does the others."""
-        self._show_gradients()
-        if _shape_of(optimizer) != self._shape:
-            model = self._model()
-            if model is not None:
-                self._build(model, optimizer)
         if callable(kwargs.get("closure")) or (len(args) > 1 and callable(args[1])):
             raise UnsupportedError(
                 "step(closure) was called, and layers are updated inside backward(): the closure's backward would "
@@ -214,46 +228,52 @@ class Layerwise:
         if not self._used:
             return
         _refuse_scaled(optimizer)
-        self._refuse_changed()
+        self._refuse_changed(optimizer)
         for used in self._used.values():
-            if used.param.grad is not None:
-                self._put_back.append((used.param, used.param.grad))
-                used.param.grad = None
+            if used not in self._hidden:
+                self._hidden.append(used)
+            used.param.grad = None
 
-    def _refuse_changed(self) -> None:
+    def _refuse_changed(self, optimizer: Optimizer) -> None:
+        hidden = set(map(id, self._hidden))  # by a step() that raised
         for used in self._used.values():
-            grad = used.param.grad
-            if grad is not None and (grad is not used.grad or grad._version != used.version):
-                name = self._layer_of[id(used.param)].name if id(used.param) in self._layer_of else "a layer"
+            what = used.changed() if id(used) not in hidden else None
+            what = what or used.layer.changed(optimizer)
+            if what is not None:
                 raise UnsupportedError(
-                    f"The gradients of {name!r} were changed between backward() and step(), and the layer was updated "
-                    "with what they were before. Clipping by the global norm, GradScaler and other things that look at "
-                    "all gradients cannot go with a layer-wise update. Leave out lightck.layerwise(), or those. (What "
-                    "is committed in the pool is from before this step.)"
+                    f"The {what} between backward() and step(), and the layer {used.layer.name!r} was updated inside "
+                    "backward() with what there was before. Clipping, GradScaler, and all that looks at gradients or "
+                    "changes anything at this place, cannot go with a layer-wise update. Leave out lightck.layerwise() "
+                    "or move it before backward(). The pool holds the step before; layers.forget() goes on from the "
+                    "layers as they are."
                 )
 
-    def _show_gradients(self) -> None:
-        for param, grad in self._put_back:
-            param.grad = grad
-        self._put_back.clear()
-
     def _step_post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._show_gradients()
+        for used in self._hidden:
+            if used.param.grad is None:
+                used.param.grad = used.grad
+        self._over()
+
+    def _over(self) -> None:
         self._used.clear()
+        self._hidden.clear()
+        self._is_first = True
         for layer in self._layer_of.values():
             layer.arrived.clear()
+            layer.used.clear()
 
 
 class _Telling:
     """As torch's handles of hooks."""
 
-    def __init__(self, layers: Layerwise) -> None:
+    def __init__(self, layers: Layerwise, listener: weakref.ref[Listener]) -> None:
         self._layers = weakref.ref(layers)
+        self._listener = listener
 
     def remove(self) -> None:
         layers = self._layers()
         if layers is not None:
-            layers.hush()
+            layers.hush(self._listener)
 
 
 def refuse_many_ranks() -> None:
@@ -284,39 +304,10 @@ def _is_called_by_a_scaler() -> bool:
     return False
 
 
-def _shape_of(optimizer: Optimizer) -> list[tuple[int, list[bool]]]:
-    """What layers depend on: groups, how many parameters each has, and which of them are trained."""
-    return [(id(group), list(map(_is_trained, group["params"]))) for group in optimizer.param_groups]
-
-
-def _layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, dict[str, Any]],
-           optimizer: Optimizer) -> _Layer:  # fmt: skip
-    """With an instance of the optimizer's class that was never initialised by itself: it is a view of the user's."""
-    groups: dict[int, tuple[dict[str, Any], list[torch.Tensor]]] = {}
-    for p in params:
-        groups.setdefault(id(group_of[id(p)]), (group_of[id(p)], []))[1].append(p)
-    part = type(optimizer).__new__(type(optimizer))
-    part.__dict__.update((k, v) for k, v in optimizer.__dict__.items() if not k.startswith(_NOT_SHARED))
-    part.param_groups = [{**group, "params": own} for group, own in groups.values()]
-    return _Layer(name, part, list(params), [group for group, _ in groups.values()])
-
-
-def _step(layer: _Layer, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-    """The user's ``step`` on these parameters, with the options and the state that the user's optimizer has now."""
-    part = layer.optimizer
-    part.state = optimizer.state
-    for mine, theirs in zip(part.param_groups, layer.groups, strict=True):
-        mine.update((key, value) for key, value in theirs.items() if key != "params")
-    versions = [p._version for p in params]
-    type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
-    silent = [p for p, before in zip(params, versions, strict=True) if p._version == before]
-    if silent:  # a fused kernel: autograd is to know that what it saved is no more
-        torch.autograd.graph.increment_version(silent)
-
-
-def _tensors_of(optimizer: Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
-    state = optimizer.state.get(param)
-    return [param, *(v for v in (state or {}).values() if isinstance(v, torch.Tensor))]
+def _last(optimizer: Optimizer, handle: Any) -> None:
+    """Let this pre-hook run last: those of others are to see the gradients."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(handle.id)
 
 
 def _weakly(owner: Layerwise) -> Any:

@@ -48,7 +48,9 @@ class Draft:
 
     def drop(self) -> None:
         """Give it up: what lies in its slot is unknown from here on."""
+        failed = False
         for part in self.parts:
             part.drop()
+            failed |= part.has_failed
             part.forget()
-        self._writer.draft_given_up(self)
+        self._writer.draft_given_up(self, bad=failed)

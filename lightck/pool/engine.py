@@ -20,6 +20,8 @@ from lightck.pool.extents import Extents, native
 from lightck.pool.failures import io_error
 
 COPIED, ENDED = 2, 3
+JOBS_MAX = 16
+"""Jobs that an engine holds at once, ended ones that are not forgotten included."""
 _SLICE_MS = 100
 _ZEROS = 1 << 20
 
@@ -146,7 +148,8 @@ class Job:
     def drop(self) -> None:
         """Give the version up. Before the release only."""
         for part in self.parts:
-            part.drop()
+            if not part.is_released:
+                part.drop()
         check(lib.lck_job_drop(self._engine.handle, self._ticket), "dropping a version")
 
     def wait(self, until: int, timeout: float | None = None, *, pause: Callable[[], None] | None = None) -> bool:
@@ -180,6 +183,10 @@ class Job:
     @property
     def has_ended(self) -> bool:
         return bool(self.info().state >= lib.LCK_JOB_COMMITTED)
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.info().state == lib.LCK_JOB_FAILED)
 
     @property
     def has_committed(self) -> bool:

@@ -333,7 +333,8 @@ class PoolWriter:
         pending.slot.is_bad |= bad
         self._slot_unknown(pending.slot)
 
-    def draft_given_up(self, draft: Draft) -> None:
+    def draft_given_up(self, draft: Draft, *, bad: bool) -> None:
+        draft.slot.is_bad |= bad
         self._slot_unknown(draft.slot)
 
     @staticmethod

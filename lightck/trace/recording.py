@@ -299,6 +299,9 @@ class _Relay:
         self._layer_updated(name, begin)
         self._inner.layer_updated(name, begin, tensors)
 
+    def layers_forgotten(self, index: int) -> None:
+        self._inner.layers_forgotten(index)
+
     def _updates(self) -> int:
         updates: int = self._inner.updates  # type: ignore[attr-defined]
         return updates

@@ -185,7 +185,8 @@ int32_t lck_emulate(uint64_t write_bps, uint64_t read_bps, uint64_t fence_ns, ui
 
 typedef struct lck_engine lck_engine;
 
-/* threads (1 to 64) workers at idle priority (SCHED_IDLE, else nice 19), named lightck-copy-0, -1, ..., all signals
+/* threads (1 to 64) workers at idle priority (SCHED_IDLE, else nice 19; at normal priority, where that is permitted,
+ * while a caller of lck_job_wait has nothing left to do but wait for them), named lightck-copy-0, -1, ..., all signals
  * blocked. */
 int32_t lck_engine_open(uint32_t threads, lck_engine **out);
 /* Finish jobs that are released, drop the others, join the workers, free. */

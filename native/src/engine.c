@@ -36,6 +36,35 @@ static void become_idle(void)
 #endif
 }
 
+/* Where this is not permitted (it takes CAP_SYS_NICE, or a limit on niceness), they stay as they are. */
+static bool set_idle(lck_engine *engine, bool idle)
+{
+#if defined(__linux__)
+    const struct sched_param none = {0};
+    bool done = true;
+    for (uint32_t i = 0; i < engine->threads; i++)
+        done = pthread_setschedparam(engine->workers[i], idle ? SCHED_IDLE : SCHED_OTHER, &none) == 0 && done;
+    return done;
+#else
+    (void)engine;
+    (void)idle;
+    return false;
+#endif
+}
+
+void engine_hurry(lck_engine *engine)
+{
+    if (atomic_fetch_add(&engine->hurrying, 1) == 0 && !atomic_load(&engine->never_hurries) &&
+        !set_idle(engine, false))
+        atomic_store(&engine->never_hurries, true);
+}
+
+void engine_calm(lck_engine *engine)
+{
+    if (atomic_fetch_sub(&engine->hurrying, 1) == 1 && !atomic_load(&engine->never_hurries))
+        (void)set_idle(engine, true);
+}
+
 static void *work(void *arg)
 {
     lck_engine *engine = arg;

@@ -249,6 +249,8 @@ struct lck_engine {
     _Atomic uint32_t pulse;
     _Atomic uint32_t sleepers;
     _Atomic bool stop;
+    _Atomic uint32_t hurrying; /* threads that wait for what only workers can do */
+    _Atomic bool never_hurries;
     _Atomic bool spans_on;
     _Atomic(struct span_queue *) spans; /* made at the first start; freed with the engine */
     pthread_mutex_t submit_lock; /* order of tickets; taken by callers only, never by a worker */
@@ -267,6 +269,10 @@ static inline int32_t engine_check(const lck_engine *engine)
 
 void engine_pulse(lck_engine *engine);
 void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns);
+/* Between these the workers run at normal priority: somebody waits for blocks that they have claimed, and at idle
+ * priority they might not get a processor for as long as others keep it busy. */
+void engine_hurry(lck_engine *engine);
+void engine_calm(lck_engine *engine);
 
 /* -- work.c: what workers and waiting threads do -- */
 

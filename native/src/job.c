@@ -5,7 +5,6 @@
 
 /* Waiting threads look again at least this often. */
 #define LOOK_NS ((uint64_t)5 * 1000 * 1000)
-#define NO_DEADLINE UINT64_MAX
 
 /* The interface does not know the inner phases: a job that is being sealed is a copied one. */
 static uint32_t outer_state(enum phase phase)
@@ -37,22 +36,31 @@ static bool reached(struct job *job, uint32_t until, int32_t *status)
     }
 }
 
+/* The caller's thread copies and, as a sealer, seals; what others have begun it waits for. */
 static int32_t wait_for(lck_engine *engine, struct job *job, uint64_t ticket, uint32_t until, uint64_t deadline)
 {
     enum role role = until == LCK_JOB_COPIED ? ROLE_HELPER : ROLE_SEALER;
+    bool hurrying = false;
+    int32_t status = LCK_ETIMEDOUT;
     for (;;) {
         uint32_t seen = atomic_load(&engine->pulse);
-        int32_t status;
         if (reached(job, until, &status))
-            return status;
-        uint64_t now = deadline == NO_DEADLINE ? 0 : clock_ns();
+            break;
+        uint64_t now = clock_ns();
+        status = LCK_ETIMEDOUT;
         if (now >= deadline)
-            return LCK_ETIMEDOUT;
+            break;
         if (work_once(engine, ticket, role))
             continue;
+        if (!hurrying)
+            engine_hurry(engine);
+        hurrying = true;
         uint64_t left = deadline - now;
         engine_park(engine, seen, left < LOOK_NS ? left : LOOK_NS);
     }
+    if (hurrying)
+        engine_calm(engine);
+    return status;
 }
 
 /* Workers leave the sealing to this thread for as long as it counts in `waiters`; the pulse at the end hands it
@@ -119,12 +127,10 @@ int32_t lck_job_release(lck_engine *engine, uint64_t ticket)
 /* Only the blocks under way are waited for; helping with other jobs would make that longer. */
 static void wait_for_end(lck_engine *engine, struct job *job)
 {
-    for (;;) {
-        uint32_t seen = atomic_load(&engine->pulse);
-        if (phase_ended(job_phase(job)))
-            return;
+    engine_hurry(engine);
+    for (uint32_t seen = atomic_load(&engine->pulse); !phase_ended(job_phase(job)); seen = atomic_load(&engine->pulse))
         engine_park(engine, seen, LOOK_NS);
-    }
+    engine_calm(engine);
 }
 
 static int32_t drop(lck_engine *engine, struct job *job, uint64_t ticket)

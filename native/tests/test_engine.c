@@ -1,9 +1,11 @@
 /* The engine: order of commits, ends of jobs, and the fences that stand between copies and the line. */
+#include <dirent.h>
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -723,6 +725,81 @@ static void test_storm(void)
     teardown();
 }
 
+/* ---- priority ------------------------------------------------------------------------------------------ */
+
+static pid_t copier(void)
+{
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks != NULL);
+    pid_t found = 0;
+    for (struct dirent *task; (task = readdir(tasks)) != NULL;) {
+        char path[300], name[32] = "";
+        snprintf(path, sizeof path, "/proc/self/task/%s/comm", task->d_name);
+        FILE *file = task->d_name[0] == '.' ? NULL : fopen(path, "r");
+        if (file != NULL && fgets(name, sizeof name, file) != NULL && strcmp(name, "lightck-copy-0\n") == 0)
+            found = (pid_t)atoi(task->d_name);
+        if (file != NULL)
+            fclose(file);
+    }
+    closedir(tasks);
+    CHECK(found != 0);
+    return found;
+}
+
+static _Atomic bool watching;
+static _Atomic int hurried;
+
+static void *watch(void *arg)
+{
+    pid_t worker = *(pid_t *)arg;
+    while (atomic_load(&watching)) {
+        if (sched_getscheduler(worker) == SCHED_OTHER)
+            atomic_fetch_add(&hurried, 1);
+        usleep(300);
+    }
+    return NULL;
+}
+
+static void *may_stop_idling(void *arg)
+{
+    const struct sched_param none = {0};
+    *(bool *)arg = pthread_setschedparam(pthread_self(), SCHED_IDLE, &none) == 0 &&
+                   pthread_setschedparam(pthread_self(), SCHED_OTHER, &none) == 0;
+    return NULL;
+}
+
+/* A worker that holds the last block is not left at idle priority while the caller waits for it. */
+static void test_hurry(void)
+{
+    bool permitted;
+    pthread_t asker, watcher;
+    CHECK_EQ(pthread_create(&asker, NULL, may_stop_idling, &permitted), 0);
+    CHECK_EQ(pthread_join(asker, NULL), 0);
+    CHECK_EQ(lck_emulate(100000, 0, 0, 0), LCK_OK); /* a block of 4 KiB takes 40 ms */
+    setup(1);
+    CHECK_EQ(lck_emulate(0, 0, 0, 0), LCK_OK);
+    usleep(20000);
+    pid_t worker = copier();
+    CHECK_EQ(sched_getscheduler(worker), SCHED_IDLE);
+    atomic_store(&watching, true);
+    CHECK_EQ(pthread_create(&watcher, NULL, watch, &worker), 0);
+    for (uint64_t g = 1; g <= 20 && (g == 1 || (permitted && atomic_load(&hurried) == 0)); g++) {
+        struct version *v = version_new(g, 0);
+        CHECK_EQ(lck_job_submit(engine, medium, &v->copies[2], 1, &v->commit, &v->ticket), LCK_OK);
+        usleep(10000); /* the worker has claimed its one block by now, mostly */
+        CHECK_EQ(wait_until(v, LCK_JOB_COPIED), LCK_OK);
+        CHECK_EQ(sched_getscheduler(worker), SCHED_IDLE);
+        CHECK_EQ(lck_job_drop(engine, v->ticket), LCK_OK);
+        forget(v);
+        version_free(v);
+    }
+    CHECK((atomic_load(&hurried) > 0) == permitted);
+    atomic_store(&watching, false);
+    CHECK_EQ(pthread_join(watcher, NULL), 0);
+    CHECK_EQ(sched_getscheduler(worker), SCHED_IDLE);
+    teardown();
+}
+
 /* ---- processes ----------------------------------------------------------------------------------------- */
 
 static void test_fork(void)
@@ -811,6 +888,7 @@ int main(void)
     test_busy_and_close();
     test_populate();
     test_storm();
+    test_hurry();
     test_fork();
     free(events);
     return 0;
