@@ -5,14 +5,15 @@ background copies go into the slot of the next one at once, several layers to a 
 as ever: what is still the same tensor, and looks as it did when its copy began, need not be copied again; all else is.
 
 A loop may write to a parameter after its update in a way that moves no version counter (``p.data.clamp_``). Without
-layers the boundary reads what was written then, so here it has to be found: the first early copies of each tensor are
-compared, by checksums, with what it holds at the boundary; later those of one tensor in turn, and where that differs
-those of all. What differs is copied again, and never early from then on.
+layers the boundary reads what was written then, so here it has to be found. A *proof* is the checksums of a tensor
+right after its update: the first times that it is copied early, and later for one parameter and another in turn, they
+are compared with what it holds at the boundary. Where one differs, all early copies of this version are compared with
+their tensors; what differs is copied again, and never early from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,7 @@ PARTS_MAX = 6
 PART_NBYTES_MIN = 4 << 20
 """Layers are gathered up to so many bytes, or to their share of the parts, before a job is made of them."""
 PROBATION = 3
-"""Early copies of a tensor that are compared before they are trusted."""
+"""Early copies of a tensor with a proof, before it is trusted."""
 
 
 class Early:
@@ -42,8 +43,10 @@ class Early:
         self._begun: _Begun | None = None
         self._check = check
         self._proved: dict[str, int] = {}
-        """How often an early copy of this tensor was compared, and right."""
+        """How often a proof of this tensor held."""
         self._turn = 0
+        self._n_params = 0
+        """Parameters that the last version had copied early."""
         self._never: set[str] = set()
         """Names of tensors that something writes to after their update."""
 
@@ -55,9 +58,14 @@ class Early:
         columns = None if writer is None else writer.columns
         if self._begun is None and writer is not None and isinstance(columns, Columns) and columns.background:
             slot = writer.slots.choose() if room > 0 else None
-            self._begun = None if slot is None else _Begun(writer, slot, columns)
+            self._begun = None if slot is None else _Begun(writer, slot, columns, self._is_doubted)
         if self._begun is not None:
             self._begun.add(tensors, min(room, PARTS_MAX), self._never)
+
+    def _is_doubted(self, name: str, nth: int | None) -> bool:
+        """Whether to take a proof of this tensor, the nth parameter of its version (None: it is none)."""
+        in_turn = nth is not None and nth in (0, self._turn % max(self._n_params, 1))
+        return self._check or in_turn or self._proved.get(name, 0) < PROBATION
 
     @property
     def draft(self) -> Draft | None:
@@ -78,15 +86,14 @@ class Early:
         return np.array([one.number for one in good], np.int64), others
 
     def _wrong(self, begun: _Begun, copies: Sequence[_Copy]) -> set[_Copy]:
-        """Those that hold other bytes than their tensors, as far as it is looked for."""
+        """Those that hold other bytes than their tensors do now, as far as it is looked for."""
         self._turn += 1
-        turn = [copies[self._turn % len(copies)]] if copies else []
-        looked = [one for one in copies if self._check or self._proved.get(one.name, 0) < PROBATION] or turn
-        wrong = set(begun.differing(looked))
-        for one in looked:
+        self._n_params = begun.n_params
+        doubted = [one for one in copies if one.proof is not None]
+        broken = {one for one in doubted if not begun.proof_holds(one)}
+        for one in doubted:
             self._proved[one.name] = self._proved.get(one.name, 0) + 1
-        if wrong and len(looked) < len(copies):
-            wrong |= set(begun.differing([one for one in copies if one not in looked]))
+        wrong = broken | set(begun.differing(copies if broken else doubted))
         self._never.update(one.name for one in wrong)
         return wrong
 
@@ -114,15 +121,19 @@ class _Copy:
     number: int
     tensor: torch.Tensor
     look: Look
+    proof: npt.NDArray[np.uint32] | None
 
 
 class _Begun:
-    """The copies of one update."""
+    """The copies of one update. ``is_doubted``: see there."""
 
-    def __init__(self, writer: PoolWriter, slot: Slot, columns: Columns) -> None:
+    def __init__(self, writer: PoolWriter, slot: Slot, columns: Columns,
+                 is_doubted: Callable[[str, int | None], bool]) -> None:  # fmt: skip
         self.draft = writer.draft(slot)
         self._writer, self._columns = writer, columns
-        self._waiting: dict[int, Live] = {}
+        self._is_doubted = is_doubted
+        self.n_params = 0
+        self._waiting: dict[int, _Copy] = {}
         self._waiting_nbytes = 0
         self._part_nbytes = max(PART_NBYTES_MIN, sum(live.tensor.nbytes for live in columns.background) // PARTS_MAX)
         self._copies: dict[int, _Copy] = {}
@@ -143,10 +154,17 @@ class _Begun:
             if number in self._copies:
                 self._again.add(number)
             else:
-                self._waiting[number] = live
+                self._waiting[number] = self._noted(live, number)
                 self._waiting_nbytes += tensor.nbytes
         if self._waiting_nbytes >= self._part_nbytes and len(self.draft.parts) < parts_max:
             self._begin()
+
+    def _noted(self, live: Live, number: int) -> _Copy:
+        is_param = live.role == "param"
+        doubted = self._is_doubted(live.name, self.n_params if is_param else None)
+        self.n_params += is_param
+        proof = checksums(live.tensor, self._writer.superblock.block) if doubted else None
+        return _Copy(live.name, number, live.tensor, look(live.tensor), proof)
 
     def _is_as_recorded(self, live: Live, number: int) -> bool:
         record = self._writer.known.get(live.name)
@@ -154,10 +172,9 @@ class _Begun:
 
     def _begin(self) -> None:
         waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
-        tensors = [live.tensor for live in waiting.values()]
-        copies = {n: _Copy(live.name, n, live.tensor, look(live.tensor)) for n, live in waiting.items()}
+        tensors = [one.tensor for one in waiting.values()]
         if self.draft.copy(list(waiting), [tensor.data_ptr() for tensor in tensors], tensors):
-            self._copies |= copies
+            self._copies |= waiting
 
     def still_good(self, background: dict[int, Live]) -> list[_Copy]:
         """The copies of what the version holds, as far as looks tell."""
@@ -169,6 +186,10 @@ class _Begun:
             and background[number].tensor is one.tensor
             and look(one.tensor) == one.look
         ]
+
+    def proof_holds(self, one: _Copy) -> bool:
+        """Whether the tensor holds what it held after its update."""
+        return one.proof is None or np.array_equal(checksums(one.tensor, self._writer.superblock.block), one.proof)
 
     def differing(self, copies: Sequence[_Copy]) -> list[_Copy]:
         """Those whose tensor holds other bytes now than were copied. Waits for the copies."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightck.capture.watch import Watched
-from lightck.pool.engine import JOBS_MAX
+from lightck.pool.engine import JOBS_MAX, THREADS_MAX
 from lightck.pool.writer import Pending
 
 log = logging.getLogger("lightck")
@@ -43,6 +43,6 @@ class Flight:
 
 def room_for_parts(flights: Sequence[Flight], behind_max: int) -> int:
     """How many jobs a version may take beside the one that commits it. Each version that can follow before one of
-    these has ended needs an entry of the engine for its commit."""
+    these has ended needs an entry of the engine for its commit, and each copy thread may hold one that is free."""
     to_come = max(behind_max - len(flights), 0)
-    return JOBS_MAX - 1 - to_come - sum(flight.jobs for flight in flights)
+    return JOBS_MAX - THREADS_MAX - 1 - to_come - sum(flight.jobs for flight in flights)

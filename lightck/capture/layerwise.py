@@ -207,9 +207,9 @@ class Layerwise:
 
     def _note(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
         """What the update uses, so that ``step()`` can tell whether it still is that. A write through ``.data`` moves
-        no version counter: bytes are compared too, at first of all gradients, then of one layer in turn."""
+        no version counter: bytes are compared too, at first of all gradients, then of some in turn."""
         layer.used = [options_of(group) for group in layer.groups]
-        turn = self._passes <= _PROBATION or len(self._used) == self._passes % max(len(self._layer_of), 1)
+        turn = self._passes <= _PROBATION or len(self._used) in (0, self._passes % max(len(self._layer_of), 1))
         for p in params:
             grad = p.grad
             assert grad is not None

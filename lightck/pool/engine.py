@@ -22,6 +22,7 @@ from lightck.pool.failures import io_error
 COPIED, ENDED = 2, 3
 JOBS_MAX = 16
 """Jobs that an engine holds at once, ended ones that are not forgotten included."""
+THREADS_MAX = 2
 _SLICE_MS = 100
 _ZEROS = 1 << 20
 
@@ -92,7 +93,7 @@ class Engine:
 
     def __init__(self, threads: int | None = None) -> None:
         out = ffi.new("lck_engine **")
-        n = threads or (1 if (os.cpu_count() or 1) <= 4 else 2)
+        n = threads or (1 if (os.cpu_count() or 1) <= 4 else THREADS_MAX)
         status = lib.lck_engine_open(n, out)
         if status != lib.LCK_OK:
             raise io_error("The threads that copy versions cannot be started", errno_of(status), reason(status))
