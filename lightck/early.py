@@ -13,7 +13,7 @@ their tensors; what differs is copied again, and never early from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,11 +89,17 @@ class Early:
         """Those that hold other bytes than their tensors do now, as far as it is looked for."""
         self._turn += 1
         self._n_params = begun.n_params
-        doubted = [one for one in copies if one.proof is not None]
-        broken = {one for one in doubted if not begun.proof_holds(one)}
-        for one in doubted:
-            self._proved[one.name] = self._proved.get(one.name, 0) + 1
-        wrong = broken | set(begun.differing(copies if broken else doubted))
+        now: dict[_Copy, npt.NDArray[np.uint32]] = {}
+        broken: set[_Copy] = set()
+        for one in copies:
+            if one.proof is not None:
+                now[one] = begun.checksums_of(one)
+                self._proved[one.name] = self._proved.get(one.name, 0) + 1
+                if not np.array_equal(one.proof, now[one]):
+                    broken.add(one)
+        if broken:
+            now |= {one: begun.checksums_of(one) for one in copies if one not in now}
+        wrong = broken | begun.differing(now)
         self._never.update(one.name for one in wrong)
         return wrong
 
@@ -187,18 +193,14 @@ class _Begun:
             and look(one.tensor) == one.look
         ]
 
-    def proof_holds(self, one: _Copy) -> bool:
-        """Whether the tensor holds what it held after its update."""
-        return one.proof is None or np.array_equal(checksums(one.tensor, self._writer.superblock.block), one.proof)
+    def checksums_of(self, one: _Copy) -> npt.NDArray[np.uint32]:
+        """Of what the tensor holds now."""
+        return checksums(one.tensor, self._writer.superblock.block)
 
-    def differing(self, copies: Sequence[_Copy]) -> list[_Copy]:
-        """Those whose tensor holds other bytes now than were copied. Waits for the copies."""
-        if not copies:
-            return []
+    def differing(self, now: Mapping[_Copy, npt.NDArray[np.uint32]]) -> set[_Copy]:
+        """Of copies and what their tensors hold, those that hold something else. Waits for the copies."""
+        if not now:
+            return set()
         self.draft.wait()
-        block, slot = self._writer.superblock.block, self.draft.slot
-        return [
-            one
-            for one in copies
-            if not np.array_equal(checksums(one.tensor, block), self._writer.raw_crcs(slot, one.number))
-        ]
+        slot = self.draft.slot
+        return {one for one, crcs in now.items() if not np.array_equal(self._writer.raw_crcs(slot, one.number), crcs)}

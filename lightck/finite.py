@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightck.capture.inventory import Live
+from lightck.capture.scaler import enabled
 from lightck.capture.snapshot import Closing
 from lightck.pool.layout import is_dense
 from lightck.stats import Meter
@@ -56,11 +57,10 @@ class Finite:
         return True
 
     def _find(self, lives: list[Live]) -> str | None:
-        for name, obj in self._objects.items():
-            if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled():
-                scale = float(obj.get_scale())
-                if not math.isfinite(scale) or scale <= 0:
-                    return f"the loss scale of {name!r} is {scale}"
+        for name, obj in enabled(self._objects).items():
+            scale = float(obj.get_scale())
+            if not math.isfinite(scale) or scale <= 0:
+                return f"the loss scale of {name!r} is {scale}"
         watched = [live for live in lives if _is_watched(live)]
         if self._exempt is None:
             self._exempt = {live.name for live in watched if live.role == "buffer" and _is_mask(live.tensor)}

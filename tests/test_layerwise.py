@@ -7,6 +7,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -74,16 +75,21 @@ def step(model: nn.Module, optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
-def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int, *, layers: bool) -> Any:
-    model = Deep()
-    optimizer = make(groups(model))
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    if layers:
-        lightck.layerwise(model, optimizer)
-    for number in range(steps):
-        step(model, optimizer, number)
-        scheduler.step()
-    return everything(model, optimizer)
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups(model), lr=0.01)
+
+
+def with_and_without(play: Callable[[Any, Any, Any], None],
+                     made: Callable[[Any], torch.optim.Optimizer] = adamw) -> list[Any]:  # fmt: skip
+    """What a training without layers and one with them end with. ``play`` gets the model, its optimizer, and the layers
+    or None."""
+    results = []
+    for has_layers in (False, True):
+        model = Deep()
+        optimizer = made(model)
+        play(model, optimizer, lightck.layerwise(model, optimizer) if has_layers else None)
+        results.append(everything(model, optimizer))
+    return results
 
 
 @pytest.fixture
@@ -104,7 +110,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def started(pool: Any, width: int = 64, **options: Any) -> tuple[Any, Any, Any]:
     model = Deep(width)
-    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    optimizer = adamw(model)
     lightck.layerwise(model, optimizer)
     return model, optimizer, lightck.attach(model, pool, **options)
 
@@ -114,7 +120,19 @@ def started(pool: Any, width: int = 64, **options: Any) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_layers_updated_one_by_one_are_those_that_step_makes(make):
-    assert same(trained(make, 7, layers=True), trained(make, 7, layers=False))
+    schedulers = {}
+
+    def made(model: Any) -> torch.optim.Optimizer:
+        optimizer = make(groups(model))
+        schedulers[optimizer] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # wraps optimizer.step
+        return optimizer
+
+    def play(model: Any, optimizer: Any, layers: Any) -> None:
+        for number in range(7):
+            step(model, optimizer, number)
+            schedulers[optimizer].step()
+
+    assert same(*with_and_without(play, made))
 
 
 def test_each_layer_is_updated_inside_the_backward_pass():
@@ -142,32 +160,21 @@ def test_gradients_are_still_there_after_step():
 
 
 def test_accumulated_gradients_are_used_once():
-    results = []
-    for layers in (False, True):
-        model = Deep()
-        optimizer = torch.optim.AdamW(groups(model), lr=0.01)
-        handle = lightck.layerwise(model, optimizer) if layers else None
+    def play(model: Any, optimizer: Any, layers: Any) -> None:
         for number in range(4):
             optimizer.zero_grad()
-            if handle is not None:
-                with handle.accumulate():
-                    model(batch(number)).square().sum().backward()
-            else:
+            with layers.accumulate() if layers is not None else nullcontext():
                 model(batch(number)).square().sum().backward()
             model(batch(number + 50)).square().sum().backward()
             optimizer.step()
-        results.append(everything(model, optimizer))
-    assert same(*results)
+
+    assert same(*with_and_without(play))
 
 
 def test_parameters_that_are_added_later_are_layers_too():
-    results = []
-    for layers in (False, True):
-        model = Deep()
+    def play(model: Any, optimizer: Any, layers: Any) -> None:
+        torch.manual_seed(4)
         late = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(groups(model), lr=0.01)
-        if layers:
-            lightck.layerwise(model, optimizer)
         for number in range(4):
             if number == 1:
                 model.late = late
@@ -176,49 +183,39 @@ def test_parameters_that_are_added_later_are_layers_too():
             out = model(batch(number))
             (out if number == 0 else late(out)).square().sum().backward()
             optimizer.step()
-        results.append(everything(model, optimizer))
-    assert same(*results)
+
+    assert same(*with_and_without(play, lambda model: torch.optim.SGD(groups(model), lr=0.01)))
 
 
 def test_layers_that_are_frozen_and_thawed_are_updated_as_step_would():
-    results = []
-    for layers in (False, True):
-        model = Deep()
+    def made(model: Any) -> torch.optim.Optimizer:
         model.middle.requires_grad_(False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # the frozen ones too
-        handle = lightck.layerwise(model, optimizer) if layers else None
+        return torch.optim.AdamW(model.parameters(), lr=0.01)  # the frozen ones too
+
+    def play(model: Any, optimizer: Any, layers: Any) -> None:
         for number in range(8):
             if number == 3:
                 model.middle.requires_grad_(True)
                 model.norm.requires_grad_(False)
             step(model, optimizer, number)
-        assert handle is None or handle.layers == ("inner", "middle.0", "middle.2", "seldom", "out")
-        results.append(everything(model, optimizer))
-    assert same(*results)
+        assert layers is None or layers.layers == ("inner", "middle.0", "middle.2", "seldom", "out")
+
+    assert same(*with_and_without(play, made))
 
 
 def test_a_restored_optimizer_is_the_one_that_is_stepped():
     """``load_state_dict`` puts another ``state`` in the place of the one that the layers shared."""
-    results = []
-    for layers in (False, True):
-        model = Deep()
-        optimizer = torch.optim.AdamW(groups(model), lr=0.01)
-        if layers:
-            lightck.layerwise(model, optimizer)
+
+    def play(model: Any, optimizer: Any, layers: Any) -> None:
         step(model, optimizer, 0)
         optimizer.load_state_dict(optimizer.state_dict())
         step(model, optimizer, 1)
-        results.append(everything(model, optimizer))
-    assert same(*results)
+
+    assert same(*with_and_without(play))
 
 
 def test_options_that_are_loaded_or_set_between_steps_are_used_at_once():
-    results = []
-    for layers in (False, True):
-        model = Deep()
-        optimizer = torch.optim.AdamW(groups(model), lr=0.01)
-        if layers:
-            lightck.layerwise(model, optimizer)
+    def play(model: Any, optimizer: Any, layers: Any) -> None:
         step(model, optimizer, 0)
         saved = copy.deepcopy(optimizer.state_dict())
         saved["param_groups"][0]["lr"] = 0.3
@@ -229,8 +226,8 @@ def test_options_that_are_loaded_or_set_between_steps_are_used_at_once():
         step(model, optimizer, 2)
         optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.5})
         step(model, optimizer, 3)
-        results.append(everything(model, optimizer))
-    assert same(*results)
+
+    assert same(*with_and_without(play))
 
 
 def test_one_optimizer_with_layers_serves_two_sessions(pool):

@@ -8,7 +8,6 @@ notices that they do not fire.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lightck.capture.calls import closure_of, is_called_by, weakly
 from lightck.capture.layerwise import layerwise_of
 from lightck.capture.nest import has_hooks, places
 
@@ -62,7 +62,7 @@ class Hooks:
         self._handles: list[Any] = [
             model.register_forward_pre_hook(_ModuleHook(self._forward_pre)),
             model.register_forward_hook(_ModuleHook(self._forward_post)),
-            register_optimizer_step_pre_hook(_weakly(self._any_step_pre)),
+            register_optimizer_step_pre_hook(weakly(self._any_step_pre)),
         ]
         self.add(optimizers)
 
@@ -136,7 +136,7 @@ class Hooks:
             return None
         self._stepping[index] = wrapper
         self._listener.before_step(index, by_hand=self._optimizers[index] is not optimizer)
-        closure, put_back = _closure_of(args, kwargs)
+        closure, put_back = closure_of(args, kwargs)
         if closure is None:
             self._listener.gate()
             return None
@@ -205,32 +205,11 @@ class _ModuleHook:
         return _ModuleHook, ()
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """For a global hook: torch's registry must not keep a session alive that its model no longer does."""
-    ref = weakref.WeakMethod(method)
-
-    def hook(*args: Any) -> None:
-        alive = ref()
-        if alive is not None:
-            alive(*args)
-
-    return hook
-
-
 def remove(handles: list[Any]) -> None:
     """Take hooks out. Handles hold nothing alive, so this also works when the session is being collected."""
     for handle in handles:
         handle.remove()
     handles.clear()
-
-
-def _closure_of(args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
-    """The closure in the arguments of ``step`` (args[0] is the optimizer), and how to put another in its place."""
-    if callable(kwargs.get("closure")):
-        return kwargs["closure"], lambda new: (args, {**kwargs, "closure": new})
-    if len(args) > 1 and callable(args[1]):
-        return args[1], lambda new: ((args[0], new, *args[2:]), kwargs)
-    return None, lambda new: (args, kwargs)
 
 
 def _changed_nothing(optimizer: Optimizer) -> bool:
@@ -242,9 +221,4 @@ def _changed_nothing(optimizer: Optimizer) -> bool:
 def _is_dummy(kwargs: Any) -> bool:
     if "closure" not in kwargs or kwargs["closure"] is not None:
         return False
-    frame, depth = sys._getframe(1), 0
-    while frame is not None and depth < 16:
-        if frame.f_code.co_name == _DUMMY_STEP:
-            return True
-        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
-    return False
+    return is_called_by(lambda frame: frame.f_code.co_name == _DUMMY_STEP)

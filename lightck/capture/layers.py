@@ -16,9 +16,9 @@ from lightck.capture.watch import checksums
 _NOT_SHARED = ("step", "_optimizer_")
 """Beginnings of attributes that a layer's instance does not take over: hooks, and a ``step`` that a scheduler wrapped.
 So it keeps no optimizer alive, and nobody who looks for optimizers finds it."""
-
-
 BLOCK = 1 << 20
+"""Bytes of a gradient to one checksum."""
+
 
 @dataclass(slots=True, eq=False)
 class Layer:
@@ -56,9 +56,13 @@ class Used:
     """Checksums of the gradient, where it is to be compared by its bytes too."""
     param_version: int = 0
     """After the update."""
+    is_hidden: bool = False
+    """From ``step()``, which is to pass over the parameter; for good where it raised."""
 
     def changed(self) -> str | None:
         """What somebody has changed since the update."""
+        if self.is_hidden:
+            return None
         grad = self.param.grad
         if grad is None:
             return "gradients were removed"
@@ -80,7 +84,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_over(name: str, params: Sequence[torch.Tensor], group_of: dict[int, dict[str, Any]],
-           optimizer: Optimizer) -> Layer:  # fmt: skip
+               optimizer: Optimizer) -> Layer:  # fmt: skip
     """With an instance of the optimizer's class that was never initialised by itself: it is a view of the user's."""
     groups: dict[int, tuple[dict[str, Any], list[torch.Tensor]]] = {}
     for p in params:

@@ -11,7 +11,6 @@ between two calls of ``step()``, with the gradient that ``step()`` would have us
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightck.capture.calls import closure_of, is_called_by, weakly
 from lightck.capture.inventory import clean_prefixes
 from lightck.capture.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
 from lightck.capture.watch import checksums
@@ -59,10 +59,11 @@ class Layerwise:
         self._listeners: list[weakref.ref[Listener]] = []
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
+        self._layers: list[Layer] = []
         self._layer_of: dict[int, Layer] = {}
+        """By id of the parameter."""
         self._used: dict[int, Used] = {}
         """Parameters that were updated since the last ``step()``."""
-        self._hidden: list[Used] = []
         self._is_first = True
         """Nothing has arrived since the last ``step()``."""
         self._passes = 0
@@ -81,7 +82,7 @@ class Layerwise:
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of the modules that are updated one by one."""
-        return tuple(dict.fromkeys(layer.name for layer in self._layer_of.values()))
+        return tuple(dict.fromkeys(layer.name for layer in self._layers))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -96,7 +97,7 @@ class Layerwise:
         """After a ``backward()`` that raised half-way: keep the layers as they are, some updated and some not, and drop
         the gradients of all. It counts as no step; the pool holds the one before."""
         optimizer = self._optimizer()
-        for layer in self._layer_of.values():
+        for layer in self._layers:
             for param in layer.params:
                 param.grad = None
         self._over()
@@ -115,6 +116,7 @@ class Layerwise:
             handle.remove()
         self._handles.clear()
         self._param_handles.clear()
+        self._layers.clear()
         self._layer_of.clear()
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -143,6 +145,7 @@ class Layerwise:
         for handle in self._param_handles:
             handle.remove()
         self._param_handles.clear()
+        self._layers.clear()
         self._layer_of.clear()
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for prefix, module in clean_prefixes(model):
@@ -150,8 +153,9 @@ class Layerwise:
             params = [p for p in own if id(p) not in self._layer_of]
             if params:
                 layer = layer_over(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
+                self._layers.append(layer)
                 self._layer_of.update((id(p), layer) for p in params)
-                hook = _weakly(self)
+                hook = weakly(self.arrived)
                 handles = [p.register_post_accumulate_grad_hook(hook) for p in params]  # type: ignore[no-untyped-call]
                 self._param_handles.extend(handles)
         self._shape = shape_of(optimizer)
@@ -220,7 +224,7 @@ class Layerwise:
 
     def _step_pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hide the gradients that were used: ``step()`` passes over parameters without one, and does the others."""
-        if callable(kwargs.get("closure")) or (len(args) > 1 and callable(args[1])):
+        if closure_of(args, kwargs)[0] is not None:
             raise UnsupportedError(
                 "step(closure) was called, and layers are updated inside backward(): the closure's backward would "
                 "update them before step() does. Call backward() yourself, then step()."
@@ -230,18 +234,16 @@ class Layerwise:
         _refuse_scaled(optimizer)
         self._refuse_changed(optimizer)
         for used in self._used.values():
-            if used not in self._hidden:
-                self._hidden.append(used)
+            used.is_hidden = True
             used.param.grad = None
 
     def _refuse_changed(self, optimizer: Optimizer) -> None:
-        hidden = set(map(id, self._hidden))  # by a step() that raised
-        for used in self._used.values():
-            what = used.changed() if id(used) not in hidden else None
-            what = what or used.layer.changed(optimizer)
+        changes = [(used.layer, used.changed()) for used in self._used.values()]
+        changes += [(layer, layer.changed(optimizer)) for layer in dict.fromkeys(layer for layer, _ in changes)]
+        for layer, what in changes:
             if what is not None:
                 raise UnsupportedError(
-                    f"The {what} between backward() and step(), and the layer {used.layer.name!r} was updated inside "
+                    f"The {what} between backward() and step(), and the layer {layer.name!r} was updated inside "
                     "backward() with what there was before. Clipping, GradScaler, and all that looks at gradients or "
                     "changes anything at this place, cannot go with a layer-wise update. Leave out lightck.layerwise() "
                     "or move it before backward(). The pool holds the step before; layers.forget() goes on from the "
@@ -249,16 +251,15 @@ class Layerwise:
                 )
 
     def _step_post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for used in self._hidden:
-            if used.param.grad is None:
+        for used in self._used.values():
+            if used.is_hidden and used.param.grad is None:
                 used.param.grad = used.grad
         self._over()
 
     def _over(self) -> None:
         self._used.clear()
-        self._hidden.clear()
         self._is_first = True
-        for layer in self._layer_of.values():
+        for layer in self._layers:
             layer.arrived.clear()
             layer.used.clear()
 
@@ -287,36 +288,15 @@ def refuse_many_ranks() -> None:
 
 def _refuse_scaled(optimizer: Any) -> None:
     fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-    if fused or _is_called_by_a_scaler():
+    # The stack is asked, too: what ``unscale_`` writes to the gradients moves no version counter (measured).
+    if fused or is_called_by(lambda frame: frame.f_globals.get("__name__") == "torch.amp.grad_scaler"):
         raise UnsupportedError(
             "A GradScaler drives this optimizer. Whether a step is skipped is known when all gradients are there, and "
             "a layer-wise update comes before that. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none)."
         )
 
 
-def _is_called_by_a_scaler() -> bool:
-    """Asked of the stack: what ``unscale_`` writes to the gradients moves no version counter (measured)."""
-    frame, depth = sys._getframe(1), 0
-    while frame is not None and depth < 12:
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            return True
-        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
-    return False
-
-
 def _last(optimizer: Optimizer, handle: Any) -> None:
     """Let this pre-hook run last: those of others are to see the gradients."""
     hooks: Any = optimizer._optimizer_step_pre_hooks
     hooks.move_to_end(handle.id)
-
-
-def _weakly(owner: Layerwise) -> Any:
-    """A parameter's hook must not keep the optimizer alive."""
-    ref = weakref.ref(owner)
-
-    def hook(param: torch.Tensor) -> None:
-        alive = ref()
-        if alive is not None:
-            alive.arrived(param)
-
-    return hook

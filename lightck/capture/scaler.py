@@ -23,12 +23,13 @@ class ScalerWatch:
 
     def skipped(self) -> bool:
         """Whether one was updated since the last look without a step in between."""
-        seen = tuple((float(obj.get_scale()), int(obj._get_growth_tracker())) for obj in enabled(self._objects))
+        scalers = enabled(self._objects).values()
+        seen = tuple((float(scaler.get_scale()), int(scaler._get_growth_tracker())) for scaler in scalers)
         stepped, self._stepped = self._stepped, False
         moved, self._seen = seen != self._seen, seen
         return moved and not stepped and bool(seen)
 
 
-def enabled(objects: Mapping[str, Any]) -> list[torch.amp.GradScaler]:
-    """The GradScalers that scale."""
-    return [obj for obj in objects.values() if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()]
+def enabled(objects: Mapping[str, Any]) -> dict[str, torch.amp.GradScaler]:
+    """The GradScalers that scale, by name."""
+    return {n: obj for n, obj in objects.items() if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()}

@@ -1,0 +1,43 @@
+"""What a hook can tell of the call that it is in: the closure that ``step`` was given, and who called."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+_DEPTH = 17
+"""Frames that are looked at, the asking one among them."""
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """For a global hook: torch's registry must not keep a session alive that its model no longer does."""
+    ref = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            alive(*args)
+
+    return hook
+
+
+def closure_of(args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
+    """The closure in the arguments of ``step`` (args[0] is the optimizer), and how to put another in its place."""
+    if callable(kwargs.get("closure")):
+        return kwargs["closure"], lambda new: (args, {**kwargs, "closure": new})
+    if len(args) > 1 and callable(args[1]):
+        return args[1], lambda new: ((args[0], new, *args[2:]), kwargs)
+    return None, lambda new: (args, kwargs)
+
+
+def is_called_by(matches: Callable[[FrameType], bool]) -> bool:
+    """Whether one of the nearest callers is such a frame."""
+    frame, depth = sys._getframe(1), 0
+    while frame is not None and depth < _DEPTH:
+        if matches(frame):
+            return True
+        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+    return False
