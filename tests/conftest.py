@@ -18,7 +18,8 @@ from typing import NoReturn
 import pytest
 import torch
 
-from lightck.pool import backends, pmemobj
+from lightck.pool import backends, emulation, pmemobj
+from lightck.pool.emulation import Profile
 from lightck.pool.format import MIB
 from lightck.pool.pmdk import PmdkBackend
 
@@ -111,3 +112,12 @@ def commits_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what happens before the gate: under LIGHTCK_CHECK=1 no version commits before all its sources were
     read again there."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
+
+
+@pytest.fixture
+def slow_memory() -> Iterator[None]:
+    """Pools that take 4 MB a second: who waits for a version finds blocks of it left, however fast the machine is."""
+    before = emulation.used()
+    emulation.use(Profile("slow", 4_000_000, 1_000_000_000, 0, 64, "made up"))
+    yield
+    emulation.use(before)

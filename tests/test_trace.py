@@ -160,13 +160,13 @@ def test_spans_of_the_users_own_make_rows(pool, out):
     assert found.rows()[1] == "data"
 
 
-def test_a_waiting_training_thread_is_seen_to_copy(pool, out):
+def test_a_waiting_training_thread_is_seen_to_copy(pool, out, slow_memory):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 1)
         with session.trace(out):
-            for _ in range(20):
+            for _ in range(3):
                 session.flush()  # closes the version and waits for it: most is left to copy
                 train(model, optimizer, 1)
     trace = read(out)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import same, settled
+from toys import BIG, adam, net, same, settled, train
 
 import lightck
 from lightck.errors import FlushTimeoutError
@@ -190,11 +190,11 @@ def test_flush_in_no_time_is_a_timeout_and_the_copies_go_on(pool):
         assert lightck.recover(pool).step == 1
 
 
-def test_waiting_thread_helps(pool):
-    model, optimizer = table()
+def test_waiting_thread_helps(pool, slow_memory):
+    model = net(BIG)
+    optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        for number in range(4):
-            update(model, optimizer, number)
+        train(model, optimizer, 3)
         assert session.stats().bytes_helped > 0
 
 
