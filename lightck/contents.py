@@ -159,6 +159,15 @@ def load_tensor(source: Source, name: str, device: torch.device | str = "cpu") -
     return tensor.to(device)
 
 
+def load_tensors(source: Source, names: Sequence[str], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """The same for many: together where they stay on the CPU; else one by one, so that the host never holds all."""
+    if torch.device(device).type != "cpu":
+        return {name: load_tensor(source, name, device) for name in names}
+    tensors = {name: empty_for(source.entries[name], "cpu") for name in names}
+    source.read_many([(name, tensor.data_ptr()) for name, tensor in tensors.items() if tensor.numel()])
+    return tensors
+
+
 def named(entries: Mapping[str, Entry], name: str) -> Entry:
     """The entry that the small state names. Raises ``CorruptPoolError``."""
     if name not in entries:

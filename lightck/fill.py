@@ -8,7 +8,7 @@ from lightck import memory
 from lightck.capture.inventory import is_plain
 from lightck.contents import Source, load_tensor
 from lightck.memory import Named
-from lightck.pool.layout import Entry
+from lightck.pool.layout import Entry, is_contiguous
 
 
 class Fills:
@@ -51,13 +51,6 @@ def _fill(source: Source, name: str, tensor: torch.Tensor) -> None:
 
 
 def _same_layout(entry: Entry, tensor: torch.Tensor) -> bool:
-    return tuple(tensor.stride()) == entry.stride or (tensor.is_contiguous() and _is_contiguous(entry))
-
-
-def _is_contiguous(entry: Entry) -> bool:
-    expected = 1
-    for size, step in zip(reversed(entry.shape), reversed(entry.stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= max(size, 1)
-    return True
+    if tuple(tensor.stride()) == entry.stride:
+        return True
+    return tensor.is_contiguous() and is_contiguous(entry.shape, entry.stride)

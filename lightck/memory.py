@@ -99,7 +99,7 @@ def lonely(tensors: Sequence[Named]) -> list[bool]:
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     low = tensor.data_ptr()
-    if is_dense(tensor.shape, tensor.stride()):
+    if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
         return low, low + tensor.numel() * tensor.element_size()
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return low, low + (reach + 1) * tensor.element_size()

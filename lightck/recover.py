@@ -16,7 +16,7 @@ from torch import nn
 
 from lightck import restore as _restore
 from lightck.checkpoint import Checkpoint, plan_restore
-from lightck.contents import Contents, MemorySource, load_tensor
+from lightck.contents import Contents, MemorySource, load_tensors
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.backends import pool_path as _pool_path
 from lightck.pool.format import CommitLine, DamagedError
@@ -133,8 +133,8 @@ def _load(reader: PoolReader, version: Version, contents: Contents, rejected: li
 
 
 def _in_memory(version: Version, device: torch.device | str = "cpu") -> MemorySource:
-    tensors = {n: load_tensor(version, n, device) for n, e in version.entries.items() if e.alias is None}
-    return MemorySource(version.entries, tensors)
+    names = [name for name, entry in version.entries.items() if entry.alias is None]
+    return MemorySource(version.entries, load_tensors(version, names, device))
 
 
 def _read_again(path: str, uuid: bytes, line: CommitLine) -> MemorySource:

@@ -246,10 +246,10 @@ def apply(plan: Plan, source: Source) -> None:
         for name, tensor in plan.tensors:
             plan.held[name] = tensor
             fills.add(name, tensor)
-        fills.run()
         states = [
-            read_state(saved, live, plan.contents, plan.unfit, plan.held, source) for saved, live in plan.optimizers
+            read_state(saved, live, plan.contents, plan.unfit, plan.held, fills) for saved, live in plan.optimizers
         ]
+        fills.run()
     read = tensor_reader(source, plan.held)
     rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}

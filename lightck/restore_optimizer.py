@@ -13,22 +13,22 @@ import torch
 from lightck import memory
 from lightck.capture import values
 from lightck.capture.inventory import OptimizerView
-from lightck.contents import Contents, OptimizerContents, Source, empty_for, tensor_reader, unpack_dict
+from lightck.contents import Contents, OptimizerContents, empty_for, tensor_reader, unpack_dict
 from lightck.fill import Fills
 from lightck.pool.layout import Entry
 
 
 def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents, unfit: set[str],
-               held: dict[str, torch.Tensor], source: Source) -> dict[str, Any]:  # fmt: skip
-    """The state of each parameter, by name: live tensors filled in place where they fit, new ones elsewhere.
+               held: dict[str, torch.Tensor], fills: Fills) -> dict[str, Any]:  # fmt: skip
+    """The state of each parameter, by name: live tensors where they fit, new ones elsewhere, added to ``fills``, which
+    gives them their values.
 
     ``unfit``: parameters of another shape or dtype, whose state is not taken. ``held`` gets the tensors by entry name.
     """
     keys = keys_by_param(contents, saved)
-    rest = unpack_dict(saved.values, tensor=tensor_reader(source, held))
+    rest = unpack_dict(saved.values, tensor=tensor_reader(fills.source, held))
     params = dict(live.params)
     filled: set[int] = set()
-    fills = Fills(source)
     state: dict[str, Any] = {}
     for name in saved.all_names:
         if name in unfit:
@@ -41,7 +41,6 @@ def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents
             new[key] = _state_tensor(now, entry, p.device, held, fills, filled)
         if new or name in rest:
             state[name] = joined(new, rest, name)
-    fills.run()
     return state
 
 

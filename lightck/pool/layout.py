@@ -149,41 +149,43 @@ def _checked(items: Iterator[Any], low: int, high: int) -> tuple[Entry, ...]:
 
 
 def _entry(item: Any) -> Entry:
-    if not isinstance(item, dict) or set(item) != _KEYS:
+    if not isinstance(item, dict) or item.keys() != _KEYS:
         raise DamagedError("layout table: an entry has the wrong keys")
-    entry = Entry(
-        name=_text(item["name"]),
-        role=_text(item["role"]),
-        dtype=_text(item["dtype"]),
-        shape=_ints(item["shape"]),
-        stride=_ints(item["stride"]),
-        nbytes=_int(item["nbytes"]),
-        device=_text(item["device"]),
-        offset=_int(item["offset"]),
-        layer=_int(item["layer"], low=-1),
-        alias=None if item["alias"] is None else _text(item["alias"]),
-    )
-    if entry.role not in ROLES or entry.dtype not in ITEM_NBYTES or len(entry.shape) != len(entry.stride):
-        raise DamagedError(f"layout table: entry {entry.name!r} has an unknown role, dtype or stride")
-    if math.prod(size for size in entry.shape if size) >= 1 << 62:
-        raise DamagedError(f"layout table: {entry.name!r} has a shape that no tensor can have")
-    expected = 0 if entry.alias is not None else math.prod(entry.shape) * ITEM_NBYTES[entry.dtype]
-    if entry.nbytes != expected or not is_dense(entry.shape, entry.stride):
-        raise DamagedError(f"layout table: size or stride of {entry.name!r} does not follow from its shape")
-    return entry
+    name, role, dtype, device, alias = (item[key] for key in ("name", "role", "dtype", "device", "alias"))
+    for text in (name, role, dtype, device, alias or ""):
+        _check_text(text)
+    shape, stride = _ints(item["shape"]), _ints(item["stride"])
+    nbytes, offset, layer = _int(item["nbytes"]), _int(item["offset"]), _int(item["layer"], low=-1)
+    if role not in ROLES or dtype not in ITEM_NBYTES or len(shape) != len(stride):
+        raise DamagedError(f"layout table: entry {name!r} has an unknown role, dtype or stride")
+    if math.prod(size for size in shape if size) >= 1 << 62:
+        raise DamagedError(f"layout table: {name!r} has a shape that no tensor can have")
+    expected = 0 if alias is not None else math.prod(shape) * ITEM_NBYTES[dtype]
+    if nbytes != expected or not is_dense(shape, stride):
+        raise DamagedError(f"layout table: size or stride of {name!r} does not follow from its shape")
+    return Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements fill one run of memory without gaps or overlaps, in some order of dimensions."""
-    if math.prod(shape) == 0:
+    if is_contiguous(shape, stride) or 0 in shape:
         return True
-    if len(shape) == 1:
-        return stride[0] == 1 or shape[0] == 1
     expected = 1
     for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
         if step != expected:
             return False
         expected *= size
+    return True
+
+
+def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """The same with the last dimension running fastest, of at least one element."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
     return True
 
 
@@ -193,10 +195,9 @@ def is_name(text: str) -> bool:
     return fits and "\0" not in text
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not is_name(value):
+def _check_text(value: Any) -> None:
+    if type(value) is not str or not is_name(value):
         raise DamagedError("layout table: bad text")
-    return value
 
 
 def _int(value: Any, low: int = 0) -> int:
@@ -208,4 +209,6 @@ def _int(value: Any, low: int = 0) -> int:
 def _ints(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > NDIM_MAX:
         raise DamagedError("layout table: bad list of numbers")
-    return tuple(_int(v) for v in value)
+    for one in value:
+        _int(one)
+    return tuple(value)

@@ -235,13 +235,12 @@ class Version:
 
     def _present(self) -> dict[str, int]:
         """name -> record number of every tensor in this version, each checked against layout and bounds."""
-        sb, present = self.reader.superblock, {}
-        for number, entry in enumerate(self._all):
-            record = self.records[number]
-            if not record["generation"]:
+        block, n_crcs, present = self.reader.superblock.block, len(self.crcs), {}
+        columns = (self.records[name].tolist() for name in ("generation", "offset", "crc"))
+        for number, (entry, generation, offset, crc) in enumerate(zip(self._all, *columns, strict=True)):
+            if not generation:
                 continue
-            blocks = blocks_of(entry.nbytes, sb.block)
-            if int(record["offset"]) != entry.offset or int(record["crc"]) + blocks > len(self.crcs):
+            if offset != entry.offset or crc + blocks_of(entry.nbytes, block) > n_crcs:
                 raise DamagedError(f"its record of {entry.name!r} is out of place")
             if entry.name in present:
                 raise DamagedError(f"it holds {entry.name!r} twice")
@@ -266,7 +265,7 @@ class Version:
         bad = ffi.new("uint64_t *")
         crcs = ffi.cast("uint32_t *", self._crcs_at(number))
         status = lib.lck_read_verified(
-            *self.reader.source, self._offset_of(entry), ffi.cast("void *", address), entry.nbytes,
+            *self.reader.source, self._base + entry.offset, ffi.cast("void *", address), entry.nbytes,
             self.reader.superblock.block, crcs, *uuid_words(self.header.origin), number, int(record["generation"]),
             bad,
         )  # fmt: skip
@@ -280,13 +279,14 @@ class Version:
                 self.read_into(name, address)
             return
         numbers = [self._index[name] for name, _ in places]
+        records = self.records[numbers]
         reads = np.zeros(len(places), READ_DTYPE)
-        reads["off"] = [self._offset_of(self._all[number]) for number in numbers]
+        reads["off"] = records["offset"] + np.uint64(self._base)
         reads["dst"] = [address for _, address in places]
         reads["nbytes"] = [self._all[number].nbytes for number in numbers]
-        reads["crcs"] = [self._crcs_at(number) for number in numbers]
+        reads["crcs"] = np.uint64(self.crcs.ctypes.data) + np.uint64(4) * records["crc"]
         reads["tensor"] = numbers
-        reads["generation"] = self.records["generation"][numbers]
+        reads["generation"] = records["generation"]
         bad = ffi.new("uint64_t[2]")
         status = lib.lck_read_many(
             *self.reader.source, ffi.cast("lck_read *", reads.ctypes.data), len(reads),
@@ -294,8 +294,10 @@ class Version:
         )  # fmt: skip
         self._refuse_bad(status, places[bad[0]][0], bad[1])
 
-    def _offset_of(self, entry: Entry) -> int:
-        return self.reader.superblock.slots[self.line.slot][0] + entry.offset
+    @property
+    def _base(self) -> int:
+        """Where its slot begins in the pool."""
+        return self.reader.superblock.slots[self.line.slot][0]
 
     def _crcs_at(self, number: int) -> int:
         """Address of the first checksum of a record."""

@@ -324,10 +324,13 @@ int32_t lck_map(int32_t fd, uint64_t nbytes, const void **out);
 int32_t lck_unmap(const void *address, uint64_t nbytes);
 
 /* Read nbytes at offset off of a pool in fd into dst, block by block (at most 1 MiB each): pread into a private buffer,
- * verify against crcs[i] (seeded as in lck_block_seed), only then store. LCK_ECHECKSUM, LCK_ESHORT (the file or the
- * extents end early) or LCK_ESYS at the first bad block: *bad (may be NULL) is its number, blocks before it are in dst, nothing of it or after it is. dst
- * NULL verifies only. Does not need a medium: recovery maps no file, so a truncated one is an error, not SIGBUS.
- * With fd LCK_MEMORY the offsets of the extents are addresses in this process: a device that has no read() is mapped. */
+ * then store and verify against crcs[i] (seeded as in lck_block_seed) in one pass. LCK_ECHECKSUM, LCK_ESHORT (the file or
+ * the extents end early) or LCK_ESYS at the first bad block: *bad (may be NULL) is its number, blocks before it are in
+ * dst, nothing after it is; one that does not match its checksum is overwritten with LCK_REFUSED, not a number in any
+ * floating-point format of 16 bits and more. dst NULL verifies only. Does not need a medium: recovery maps no file, so a
+ * truncated one is an error, not SIGBUS. With fd LCK_MEMORY the offsets of the extents are addresses in this process, and
+ * blocks are taken from there: a device that has no read() is mapped. */
+enum { LCK_REFUSED = 0xFF };
 int32_t lck_read_verified(int32_t fd, const lck_extent *extents, uint64_t count, uint64_t off, void *dst,
                           uint64_t nbytes, uint64_t block, const uint32_t *crcs, uint64_t uuid_lo,
                           uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t *bad);
@@ -341,7 +344,8 @@ typedef struct lck_read {
 } lck_read;
 
 /* The same for many at once, on up to `threads` threads, this one included. dst of no two may overlap. On a failure
- * *bad_read and *bad_block name the first bad block in the order of the reads; all blocks before it are in place. */
+ * *bad_read and *bad_block name the first bad block in the order of the reads; all blocks before it are in place, and no
+ * block that did not match its checksum is. */
 int32_t lck_read_many(int32_t fd, const lck_extent *extents, uint64_t count, const lck_read *reads, uint64_t n_reads,
                       uint64_t block, uint64_t uuid_lo, uint64_t uuid_hi, uint32_t threads, uint64_t *bad_read,
                       uint64_t *bad_block);

@@ -127,7 +127,7 @@ struct read_from {
 /* LCK_EINVAL for what is no pool, and no read. */
 int32_t read_check(const struct read_from *from);
 int32_t read_check_one(const lck_read *what);
-/* One block of a read, by way of the buffer; stored only if it is right. The caller fences. */
+/* One block of a read, by way of the buffer. Where it is not right, no byte of it stays in dst. The caller fences. */
 int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t index, unsigned char *buffer);
 
 /* ---- emulate.c --------------------------------------------------------------------------------------- */

@@ -63,24 +63,44 @@ int32_t lck_unmap(const void *address, uint64_t nbytes)
     return munmap((void *)(uintptr_t)address, nbytes) == 0 ? LCK_OK : status_sys(errno);
 }
 
-/* Verified in memory that nobody else can change, and not stored before: neither a bad medium nor a writer at
- * work can put a byte into dst that did not pass. */
+/* The bytes of a block: in place where they are mapped and in one piece, else read into the buffer. */
+static int32_t fetch_block(const struct read_from *from, uint64_t off, uint64_t n, unsigned char *buffer,
+                           const unsigned char **found)
+{
+    uint64_t inside, i = extents_find(from->extents, from->count, off, &inside);
+    if (from->fd == LCK_MEMORY && i < from->count && n <= from->extents[i].nbytes - inside) {
+        *found = (const unsigned char *)(uintptr_t)(from->extents[i].off + inside);
+        return LCK_OK;
+    }
+    *found = buffer;
+    return read_pool(from->fd, from->extents, from->count, buffer, n, off);
+}
+
+/* Stored and summed up in one pass, past the caches (what is read back next is something else): each byte is loaded
+ * once, so what is stored is what was verified, whoever writes to the medium meanwhile. */
+static uint32_t take_block(unsigned char *dst, const unsigned char *bytes, uint64_t n)
+{
+    return dst == NULL ? lck_crc32c(bytes, n) : kernel_copy(kernel_current(), dst, bytes, n);
+}
+
 int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t index, unsigned char *buffer)
 {
     uint64_t at = index * from->block;
     uint64_t left = what->nbytes - at, n = left < from->block ? left : from->block;
     uint64_t over = emulate_read(what->off + at, n);
-    int32_t status = read_pool(from->fd, from->extents, from->count, buffer, n, what->off + at);
+    unsigned char *dst = what->dst == 0 ? NULL : (unsigned char *)(uintptr_t)what->dst + at;
+    const unsigned char *bytes;
+    int32_t status = fetch_block(from, what->off + at, n, buffer, &bytes);
     if (LCK_UNLIKELY(over != 0))
         emulate_wait(over);
     if (status != LCK_OK)
         return status;
     uint32_t seed = lck_block_seed(from->uuid_lo, from->uuid_hi, what->tensor, what->generation, index);
-    if ((lck_crc32c(buffer, n) ^ seed) != ((const uint32_t *)(uintptr_t)what->crcs)[index])
-        return LCK_ECHECKSUM;
-    if (what->dst != 0) /* past the caches: what is read back next is something else */
-        (void)kernel_copy(kernel_current(), (unsigned char *)(uintptr_t)what->dst + at, buffer, n);
-    return LCK_OK;
+    if ((take_block(dst, bytes, n) ^ seed) == ((const uint32_t *)(uintptr_t)what->crcs)[index])
+        return LCK_OK;
+    if (dst != NULL)
+        memset(dst, LCK_REFUSED, n);
+    return LCK_ECHECKSUM;
 }
 
 int32_t read_check(const struct read_from *from)

@@ -1,4 +1,4 @@
-/* Verified reads: what passes is stored, what does not is named and never stored. */
+/* Verified reads: what passes is stored, what does not is named and never left in place. */
 #include <errno.h>
 
 #include "check.h"
@@ -51,6 +51,27 @@ static void check_good(void)
     CHECK_EQ(lck_read_verified(fd, parts, PARTS, OFF, dst, 0, BLOCK, NULL, 1, 2, 3, 4, NULL), LCK_OK);
 }
 
+static void check_untouched_from(size_t at)
+{
+    for (size_t i = at; i < SIZE; i++)
+        CHECK_EQ(dst[i], 0xEE);
+}
+
+static void check_ends_before(size_t block)
+{
+    CHECK(memcmp(dst, data, block * BLOCK) == 0);
+    check_untouched_from(block * BLOCK);
+}
+
+static void check_refused(size_t block)
+{
+    size_t end = (block + 1) * BLOCK < SIZE ? (block + 1) * BLOCK : SIZE;
+    CHECK(memcmp(dst, data, block * BLOCK) == 0);
+    for (size_t i = block * BLOCK; i < end; i++)
+        CHECK_EQ(dst[i], LCK_REFUSED);
+    check_untouched_from(end);
+}
+
 /* The same bytes where they are mapped, as of a device that has no read(). */
 static void check_memory(void)
 {
@@ -66,7 +87,7 @@ static void check_memory(void)
     memset(dst, 0xEE, SIZE);
     CHECK_EQ(lck_read_verified(LCK_MEMORY, here, 2, OFF, dst, SIZE, BLOCK, crcs, 11, 22, 3, 77, &bad), LCK_ECHECKSUM);
     CHECK_EQ(bad, 4);
-    CHECK_EQ(dst[4 * BLOCK], 0xEE);
+    check_refused(4);
     CHECK_EQ(lck_read_verified(LCK_MEMORY, here, 2, OFF + SIZE, dst, 10, BLOCK, crcs, 1, 2, 3, 4, &bad), LCK_ESHORT);
     free(pool);
     const void *mapped;
@@ -78,13 +99,6 @@ static void check_memory(void)
     CHECK_EQ(lck_map(9999, 4096, &mapped), LCK_ESYS);
 }
 
-static void check_untouched_from(size_t block)
-{
-    CHECK(memcmp(dst, data, block * BLOCK) == 0);
-    for (size_t i = block * BLOCK; i < SIZE; i++)
-        CHECK_EQ(dst[i], 0xEE);
-}
-
 static void check_bad(void)
 {
     uint64_t bad = 99;
@@ -94,7 +108,7 @@ static void check_bad(void)
         CHECK_EQ(pwrite(fd, &flipped, 1, place(OFF + at)), 1);
         CHECK_EQ(read_it(dst, 77, &bad), LCK_ECHECKSUM);
         CHECK_EQ(bad, block);
-        check_untouched_from(block);
+        check_refused(block);
         CHECK_EQ(read_it(NULL, 77, &bad), LCK_ECHECKSUM);
         CHECK_EQ(pwrite(fd, &data[at], 1, place(OFF + at)), 1);
     }
@@ -109,13 +123,13 @@ static void check_short(void)
         CHECK_EQ(ftruncate(fd, 20000 + (OFF + 3 * BLOCK + 7 - 600)), 0);
         CHECK_EQ(read_it(dst, 77, &bad), LCK_ESHORT);
         CHECK_EQ(bad, 3);
-        check_untouched_from(3);
+        check_ends_before(3);
         return;
     }
     CHECK_EQ(ftruncate(fd, OFF + 5 * BLOCK + 7), 0);
     CHECK_EQ(read_it(dst, 77, &bad), LCK_ESHORT);
     CHECK_EQ(bad, 5);
-    check_untouched_from(5);
+    check_ends_before(5);
 }
 
 static void check_arguments(void)

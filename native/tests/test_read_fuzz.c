@@ -20,7 +20,7 @@ typedef struct {
 
 typedef struct {
     int32_t status;
-    uint64_t bad, verified; /* bytes that passed */
+    uint64_t bad, verified, refused; /* bytes that passed, and those of a block after them that did not */
     unsigned char bytes[EXTENTS_MAX * FILE_NBYTES];
 } answer;
 
@@ -84,7 +84,7 @@ static int byte_at(const input *in, uint64_t off)
 static void expect(const input *in, answer *out)
 {
     out->status = is_valid(in) ? LCK_OK : LCK_EINVAL;
-    out->verified = out->bad = 0;
+    out->verified = out->bad = out->refused = 0;
     uint64_t at = 0;
     for (uint64_t index = 0; out->status == LCK_OK && at < in->nbytes; index++) {
         uint64_t n = in->nbytes - at < in->block ? in->nbytes - at : in->block;
@@ -97,11 +97,21 @@ static void expect(const input *in, answer *out)
         }
         if (out->status == LCK_OK && in->has_bad && index == in->bad_block)
             out->status = LCK_ECHECKSUM;
+        if (out->status == LCK_ECHECKSUM)
+            memset(out->bytes + at, LCK_REFUSED, out->refused = n);
         out->bad = index;
         at += n;
         if (out->status == LCK_OK)
             out->verified = at;
     }
+}
+
+static uint32_t checksum(const input *in, uint64_t at, uint64_t n)
+{
+    unsigned char bytes[EXTENTS_MAX * FILE_NBYTES];
+    for (uint64_t i = 0; i < n; i++)
+        bytes[i] = (unsigned char)byte_at(in, in->off + at + i);
+    return lck_crc32c(bytes, n);
 }
 
 static void play(uint64_t *state, int fd)
@@ -113,11 +123,12 @@ static void play(uint64_t *state, int fd)
     int is_read = in.nbytes > 0 && wanted.status != LCK_EINVAL;
     uint64_t blocks = is_read ? wanted.bad + (wanted.status != LCK_ESHORT) : 0;
     uint32_t *crcs = malloc(blocks * sizeof(uint32_t) + (blocks == 0));
-    unsigned char *dst = malloc(wanted.verified + (wanted.verified == 0));
+    uint64_t filled = wanted.verified + wanted.refused;
+    unsigned char *dst = malloc(filled + (filled == 0));
     CHECK(crcs != NULL && dst != NULL);
     for (uint64_t i = 0; i < blocks; i++) {
         uint64_t at = i * in.block, n = in.nbytes - at < in.block ? in.nbytes - at : in.block;
-        crcs[i] = lck_crc32c(wanted.bytes + at, n) ^ lck_block_seed(uuid, ~uuid, tensor, generation, i);
+        crcs[i] = checksum(&in, at, n) ^ lck_block_seed(uuid, ~uuid, tensor, generation, i);
         if (in.has_bad && i == in.bad_block)
             crcs[i] ^= 1u << below(state, 32);
     }
@@ -126,7 +137,7 @@ static void play(uint64_t *state, int fd)
     CHECK_EQ(status, wanted.status);
     CHECK_EQ(bad, status == LCK_ESHORT || status == LCK_ECHECKSUM ? wanted.bad : 12345);
     if (in.has_dst)
-        CHECK(memcmp(dst, wanted.bytes, wanted.verified) == 0);
+        CHECK(memcmp(dst, wanted.bytes, filled) == 0);
     free(in.extents);
     free(crcs);
     free(dst);

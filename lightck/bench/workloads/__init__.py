@@ -65,8 +65,8 @@ FULL = {
     w.name: w
     for w in (
         _vision("resnet18", resnet18, 224, 32, 90),
-        _vision("vgg16", vgg16, 224, 8, 1056),
-        _vision("inception_v3", inception_v3, 299, 16, 183),
+        _vision("vgg16", vgg16, 224, 16, 1056),
+        _vision("inception_v3", inception_v3, 299, 32, 183),
         _vision("alexnet", alexnet, 224, 32, 467),
         _language("gpt2", language.gpt2, 128, 50257, 8, 1508),
         _language("bert_large", language.bert_large, 64, 30522, 8, 4004),
