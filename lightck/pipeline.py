@@ -33,6 +33,7 @@ from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
 from lightck.pool.writer import FullError, PoolWriter
 from lightck.split import Split, columns_of
+from lightck.staging import Staging
 from lightck.stats import Meter
 from lightck.table import in_order_of_need, room_for, spare_nbytes
 
@@ -58,7 +59,7 @@ class Pipeline:
         self._meter = meter
         self._check, self._turn = check, 0
         self._flights: list[Flight] = []
-        self.early = Early(check)
+        self.early, self.staging = Early(check), Staging(meter, is_on=not check)
         self._wanted_slots: int | None = None
 
     def keep(self, keeper: Keeper | None) -> None:
@@ -152,7 +153,9 @@ class Pipeline:
             split = Split(self.resting, writer, slot, parts)
         begun, again = self.early.sift(split.background, split.background_numbers)
         self._meter.recopied += again
-        pending = writer.begin(split.plan(closing, begun), slot, split.keep, draft)
+        room = room_for_parts(self._flights, self._behind_max)
+        with self.staging.sending(writer, slot, split, draft, room) as (draft, sent):
+            pending = writer.begin(split.plan(closing, begun, sent), slot, split.keep, draft)
         self.early.taken()
         for live, number in split.stills:
             self.resting.written(live, writer.raw_crcs(slot, number))
@@ -369,20 +372,15 @@ class Pipeline:
         info = flight.pending.job.info()
         self.writer.committed(flight.pending)
         self.committed = flight.step
-        self._meter.versions += 1
-        self._meter.bytes_written += info.nbytes
-        self._meter.bytes_helped += info.nbytes_helped
+        self._meter.note_committed(info.nbytes, info.nbytes_helped)
         flight.pending.job.forget()
         if self.keeper is not None:
             self.keeper.committed(self.writer, self.holds, flight.step)
 
     def newest_committed(self) -> int | None:
         """Step of the newest durable version, as of now. Takes note of nothing: any thread may ask."""
-        committed = self.committed
-        for flight in tuple(self._flights):
-            if flight.pending.job.is_released and flight.pending.job.has_committed:
-                committed = flight.step
-        return committed
+        done = [f.step for f in tuple(self._flights) if f.pending.job.is_released and f.pending.job.has_committed]
+        return done[-1] if done else self.committed
 
     def close(self) -> None:
         """Stop the threads and unmap. Versions that are not released are dropped; others were finished before."""
@@ -391,6 +389,7 @@ class Pipeline:
                 self.keeper.end(self.writer, self.holds)
             if not self.engine.is_forked:
                 self.early.drop()
+                self.staging.close()
         finally:
             self.engine.close()
             self._flights.clear()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from lightck.capture.inventory import Live, entry_of, is_plain, staged
+from lightck.capture.lanes import Lane, lane_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting
 from lightck.pool.layout import Entry
@@ -40,6 +41,8 @@ class Record:
     plain: bool
     """Its own memory can be copied as it is."""
     at_once: bool
+    lane: Lane | None = None
+    """The way out of its device, where it has one."""
 
     def describes(self, live: Live) -> bool:
         """Shape and stride are asked for too: ``resize_``, ``t_`` and ``.data = ...`` can keep object and address. So
@@ -84,10 +87,20 @@ def records_of(writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], o
 
 def _record(number: int, live: Live, entry: Entry) -> Record:
     tensor = live.tensor
-    plain = is_plain(tensor)
-    at_once = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not plain
+    plain, lane = is_plain(tensor), lane_of(tensor)
+    at_once = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not (plain or lane)
     return Record(number, tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), live.alias, entry.nbytes, plain,
-                  at_once)  # fmt: skip
+                  at_once, lane)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A tensor on a device. ``in_order``: the next kernels may change it."""
+
+    live: Live
+    record: Record
+    lane: Lane
+    in_order: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +120,7 @@ class Columns:
     present: list[int]
     single: list[tuple[Live, Record]]
     """Those that are decided anew at each version: they may rest, or are copied by way of a staged copy."""
+    staged: list[Staged]
     _places: dict[int, tuple[Live, int]] = field(default_factory=dict)
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Live, int] | None:
@@ -122,9 +136,12 @@ def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], t
     written: list[tuple[Live, Record, bool]] = []
     present: list[int] = []
     single: list[tuple[Live, Record]] = []
+    staged: list[Staged] = []
     for live, record in zip(lives, records, strict=True):
         if not record.nbytes:
             present.append(record.number)
+        elif record.lane is not None and not live.still:
+            staged.append(Staged(live, record, record.lane, record.at_once or live.name in never))
         elif live.still or not record.plain:
             single.append((live, record))
         else:
@@ -141,6 +158,7 @@ def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], t
         [number for _, number in later],
         present,
         single,
+        staged,
     )
 
 
@@ -172,6 +190,7 @@ class Split:
         self._sources: list[int] = []
         self._now: list[bool] = []
         self._kept: list[int] = []
+        self.staged = [one for part in parts for one in part.staged]
         for part in parts:
             for live, record in part.single:
                 if live.still and _rests(resting, writer, slot, live, record.number):
@@ -195,14 +214,24 @@ class Split:
             self.background.append(live)
             self.background_numbers.append(record.number)
 
+    def copy_at_once(self, tensors: Sequence[Staged]) -> None:
+        """These do not wait for their device: they are read now."""
+        for one in tensors:
+            self._copy(one.live, one.record, True)
+
+    def follow(self, tensors: Sequence[Staged]) -> None:
+        """These are on their way, and read until the copies are done."""
+        self.background += [one.live for one in tensors]
+        self.background_numbers += [one.record.number for one in tensors]
+
     @property
     def keep(self) -> tuple[list[torch.Tensor], ...]:
         """What the copies read from."""
         return (*(part.keep for part in self._parts), self._keep)
 
-    def plan(self, closing: Closing, begun: npt.NDArray[np.int64] = NONE) -> VersionPlan:
-        """``begun``: records of ``background_numbers`` whose copies are under way already."""
-        parts = self._parts
+    def plan(self, closing: Closing, *early: npt.NDArray[np.int64]) -> VersionPlan:
+        """``early``: records whose copies are under way already, or whose bytes are."""
+        parts, begun = self._parts, np.concatenate([NONE, *early])
         numbers = np.concatenate([*(part.numbers for part in parts), np.array(self._numbers, np.int64)])
         sources = np.concatenate([*(part.sources for part in parts), np.array(self._sources, np.uint64)])
         now = np.concatenate([*(part.now for part in parts), np.array(self._now, np.bool_)])

@@ -59,10 +59,17 @@ class Meter:
     def __init__(self) -> None:
         self.observer: Observer | None = None
         """There while a trace is recorded."""
-        self.stall_seconds = self.wait_seconds = self.hook_cpu_seconds = self.keep_cpu_seconds = 0.0
+        self.stall_seconds = self.wait_seconds = 0.0
+        self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
         self.kept = 0
         self.bytes_written = self.bytes_helped = self.versions = self.skipped = self.recopied = self.left_out = 0
         self._depth = 0
+
+    def note_committed(self, nbytes: int, nbytes_helped: int) -> None:
+        """One more version, of so many bytes."""
+        self.versions += 1
+        self.bytes_written += nbytes
+        self.bytes_helped += nbytes_helped
 
     @contextmanager
     def stall(self, what: str = "lightck") -> Iterator[None]:
@@ -96,5 +103,5 @@ class Meter:
     def snapshot(self, *, engine_cpu_seconds: float, committed: int | None, interval: int,
                  emulated: str | None = None) -> Stats:  # fmt: skip
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
-        cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + engine_cpu_seconds
+        cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + self.staging_cpu_seconds + engine_cpu_seconds
         return Stats(**own, cpu_seconds=cpu_seconds, committed=committed, interval=interval, emulated=emulated)

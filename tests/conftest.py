@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import slow_lanes
 import torch
 
 from lightck.pool import backends, emulation, pmemobj
@@ -112,6 +113,14 @@ def commits_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what happens before the gate: under LIGHTCK_CHECK=1 no version commits before all its sources were
     read again there."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``LIGHTCK_TEST_LANES=1``: in the whole suite every tensor is on a device whose copies arrive late."""
+    if os.environ.get("LIGHTCK_TEST_LANES") == "1":
+        lane = slow_lanes.SlowLane(seed=1, seconds=0.002)
+        slow_lanes.install(monkeypatch, lambda tensor: lane)
 
 
 @pytest.fixture

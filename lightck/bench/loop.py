@@ -64,6 +64,7 @@ def _window(training: Training, saver: Saver, span: int, saved: bool) -> Window:
         saver.step_begins(training.step)
         training.iterate()
     saver.window_ends(saved)
+    training.settle()
     seconds, on_thread = time.perf_counter() - began, time.thread_time() - thread
     return Window(saved, seconds, cpu_seconds() - cpu, on_thread, _less(saver.costs(), before))
 

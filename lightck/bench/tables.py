@@ -128,6 +128,22 @@ def _many_rows(plan: Plan) -> list[Row]:
     return [Row("many", "full", {"tensors": 100_000, "steps": 30, "layers": 1_000})]
 
 
+def _gpu_rows(plan: Plan) -> list[Row]:
+    """None without a CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+
+    def row(name: str, saver: str, pairs: int, *prefix: str, **more: Any) -> Row:
+        options = {"workload": name, "size": "full", "saver": saver, "pairs": pairs, "device": "cuda", **more}
+        return Row("gpu", _key(*prefix, name, saver), options)
+
+    if plan.quick:
+        return [row("resnet18", LIGHTCK, plan.pairs or 4, QUICK, batch=2)]
+    return [row(name, saver, plan.pairs or PAIRS) for name in NAMES for saver in (LIGHTCK, TORCH_SAVE)]
+
+
 def _calibrate_rows(plan: Plan) -> list[Row]:
     if plan.quick:
         return []
@@ -147,6 +163,7 @@ TABLES = {
         Table("memory", "private memory beyond the same loop", "60 min", _memory_rows, views.memory),
         Table("flat", "10,000 steps of a small model", "10 min", _flat_rows, views.flat),
         Table("many", "100,000 tiny tensors; 1,000 layers", "3 min", _many_rows, views.many),
+        Table("gpu", "a checkpoint at every step of a training on a CUDA device", "30 min", _gpu_rows, views.overhead),
         Table("calibrate", "seconds of a step by batch size", "15 min", _calibrate_rows, views.calibrate),
     )
 }  # fmt: skip

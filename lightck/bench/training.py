@@ -18,10 +18,11 @@ SEED, BATCHES_MADE = 1234, 4
 
 @dataclass(slots=True)
 class Training:
-    """Steps of one workload. ``batch``: another number of examples than the workload's."""
+    """Steps of one workload. ``batch``: another number of examples than the workload's; ``device``: where it trains."""
 
     workload: Workload
     batch: int = 0
+    device: str = "cpu"
     seed: int = SEED
     step: int = 0
     model: nn.Module = field(init=False)
@@ -30,11 +31,12 @@ class Training:
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
-        self.model = self.workload.model().train()
+        self.model = self.workload.model().train().to(self.device)
         self.optimizer = self.workload.optimizer(self.model.parameters())
         generator = torch.Generator().manual_seed(SEED)
         n = self.batch or self.workload.batch
-        self._batches = [self.workload.input(n, generator) for _ in range(BATCHES_MADE)]
+        made = [self.workload.input(n, generator) for _ in range(BATCHES_MADE)]
+        self._batches = [(inputs.to(self.device), targets.to(self.device)) for inputs, targets in made]
 
     def iterate(self) -> torch.Tensor:
         """One update; its loss."""
@@ -44,6 +46,11 @@ class Training:
         self.optimizer.zero_grad()
         self.step += 1
         return loss.detach()
+
+    def settle(self) -> None:
+        """Wait until the device has done all that it was told."""
+        if self.device != "cpu":
+            torch.get_device_module(self.device).synchronize()
 
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for _, tensor in state_tensors(self.model, self.optimizer)]
@@ -64,7 +71,7 @@ class Training:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def differing(expected: dict[str, int], found: dict[str, int]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from lightck.capture.inventory import Live, ModelView, is_plain, staged
+from lightck.capture.lanes import lane_of
 from lightck.capture.looks import Looks, all_same
 from lightck.capture.storable import refuse_unstorable
 
@@ -50,8 +51,9 @@ class BufferCopies:
 
 
 def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """A copy; into the last one where it fits, since fresh memory costs a fault on every page."""
-    source = staged(tensor)
+    """A copy; into the last one where it fits, since fresh memory costs a fault on every page. One on a device stays
+    there: bringing it here would wait for all that the device has to do."""
+    source = staged(tensor) if lane_of(tensor) is None else tensor.detach().resolve_conj().resolve_neg()
     if last is not None and (last.shape, last.dtype, last.stride()) == (source.shape, source.dtype, source.stride()):
         return last.copy_(source)
     return source.clone()

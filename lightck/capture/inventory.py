@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightck.capture.lanes import lies_dense
 from lightck.capture.nest import Place, has_own_state, inner_of, places
 from lightck.capture.storable import refuse_hidden_state, refuse_script, refuse_unstorable
 from lightck.capture.values import dtype_name
 from lightck.errors import StateValueError
-from lightck.pool.layout import Entry, is_dense
+from lightck.pool.layout import Entry
 
 _WRAPPERS = {
     "DataParallel": "module",
@@ -322,7 +323,7 @@ def entry_of(live: Live) -> Entry:
     refuse_unstorable(live.name, tensor)
     shape = tuple(tensor.shape)
     stride = tuple(tensor.stride())
-    if not is_plain(tensor):
+    if not lies_dense(tensor):
         stride = contiguous_stride(shape)
     nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
     return Entry(live.name, live.role, dtype_name(tensor.dtype), shape, stride, nbytes, tensor.device.type,
@@ -336,9 +337,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory is one dense run of its bytes on the CPU: it can be copied from there."""
-    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
-        return False
-    return tensor.is_contiguous() or is_dense(tuple(tensor.shape), tuple(tensor.stride()))
+    return tensor.is_cpu and lies_dense(tensor)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -350,6 +349,11 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def staged(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy of it on the CPU where its own memory cannot be copied as it is."""
+    """The tensor, or a copy of it on the CPU where its own memory cannot be copied as it is: in its own order of
+    dimensions where it lies dense, else contiguous."""
     tensor = tensor.detach()
-    return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
+    if is_plain(tensor):
+        return tensor
+    if lies_dense(tensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+    return tensor.resolve_conj().resolve_neg().to("cpu").contiguous()

@@ -16,6 +16,7 @@ import torch
 
 from lightck._native import ffi, lib
 from lightck.capture.inventory import Live, staged
+from lightck.capture.lanes import lane_of, on_host
 from lightck.capture.looks import Looks, Places, Versions
 from lightck.errors import StateChangedError
 
@@ -95,6 +96,9 @@ class Watched:
 def _block_equal(tensor: torch.Tensor, copied: npt.NDArray[np.uint32], index: int, block: int) -> bool:
     nbytes = tensor.numel() * tensor.element_size()
     start = index * block
+    lane = lane_of(tensor)
+    if lane is not None:
+        return bool(checksums(lane.read(tensor, start, block), block)[0] == copied[index])
     address = ffi.cast("void *", tensor.data_ptr() + start)
     return bool(lib.lck_crc32c(address, min(block, nbytes - start)) == copied[index])
 
@@ -151,7 +155,7 @@ class Resting:
             return None
         self._turn += 1
         live = left_out[self._turn % len(left_out)]
-        if np.array_equal(checksums(staged(live.tensor), block), self._rests[live.name].crcs):
+        if np.array_equal(checksums(staged(on_host(live.tensor)), block), self._rests[live.name].crcs):
             return None
         self.never.add(live.name)
         del self._rests[live.name]

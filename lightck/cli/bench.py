@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightck.bench.rows import Place, Row
     from lightck.bench.tables import Plan, Table
 
-NAMES = ("overhead", "stall", "interval", "recovery", "bandwidth", "memory", "flat", "many", "calibrate")
+NAMES = ("overhead", "stall", "interval", "recovery", "bandwidth", "memory", "flat", "many", "gpu", "calibrate")
 _SOURCES = Path(__file__).resolve().parents[2] / "bench"
 """``bench/`` of the source tree that this module lies in; installed, there is none."""
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -50,8 +50,8 @@ def command(tables: tuple[str, ...], small: bool, check: bool, show: bool, plots
     """Measure what a checkpoint at every step costs, as ratios within one run.
 
     Without TABLE: a quick look at this machine. With TABLE (overhead, stall, interval, recovery, bandwidth, memory,
-    flat, many, calibrate): the project's rows, for hours; each is kept when it is done, and a run that was cut off goes
-    on. Exit status 1 where a row failed, or with --check a bar is not reached.
+    flat, many, gpu, calibrate): the project's rows, for hours; each is kept when it is done, and a run that was cut off
+    goes on. Exit status 1 where a row failed, or with --check a bar is not reached.
     """
     from lightck.bench.results import Results
 
@@ -105,8 +105,10 @@ def _measure(kept: Results, names: tuple[str, ...], plan: Plan, place: Place, on
     from lightck.bench.tables import TABLES
 
     tables = [TABLES[name] for name in names]
-    rows = {(row.measure, row.key): row for table in tables for row in table.rows(plan) if only is None or
-            only in row.key}  # fmt: skip
+    here = {table.name: table.rows(plan) for table in tables}
+    for name in (name for name, rows in here.items() if not rows and not plan.quick):
+        _tell(f"without {name}: this machine has nothing to measure it on")
+    rows = {(row.measure, row.key): row for rows in here.values() for row in rows if only is None or only in row.key}
     wanted = [row for row in rows.values() if again or row.key not in kept.rows(row.measure)]
     _tell(f"{count(len(wanted), 'row')} to measure, {len(rows) - len(wanted)} kept already")
     with _folders_removed_at_sigterm():
@@ -158,7 +160,7 @@ def _tables(kept: Results, tables: list[Table], keys: set[str] | None) -> None:
 def _measure_of(table: Table) -> str:
     from lightck.bench.tables import Plan
 
-    return next(row.measure for row in table.rows(Plan()))
+    return next((row.measure for row in table.rows(Plan())), table.name)
 
 
 def _machine(facts: dict[str, Any]) -> str:

@@ -137,6 +137,28 @@ class Job:
         self._keep = keep
         self.parts = tuple(parts)
         self.is_released = False
+        self._why: BaseException | None = None
+
+    def start(self) -> bool:
+        """The sources of a job that was begun ``held`` are filled: its copies may begin. False where it was dropped."""
+        status = lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_OK)
+        if status in (lib.LCK_EDROPPED, lib.LCK_ESTATE):  # the second: forgotten since
+            return False
+        check(status, "starting the copies of a version")
+        return True
+
+    def give_up(self, why: BaseException) -> None:
+        """The sources of a job that was begun ``held`` will never be filled: who waits for it gets ``why`` as the
+        reason."""
+        self._why = why
+        lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_ESTATE)
+
+    @property
+    def needs_sources(self) -> bool:
+        """Whether its copies may still read; False also where the job is forgotten already."""
+        out = ffi.new("lck_job_info *")
+        status = lib.lck_job_info_get(self._engine.handle, self._ticket, out)
+        return bool(status == lib.LCK_OK and out.state < lib.LCK_JOB_COPIED)
 
     def release(self) -> None:
         """Allow the commit. All is copied: ``wait(COPIED)`` returned True."""
@@ -209,13 +231,16 @@ class Job:
         out = ffi.new("lck_job_info *")
         lib.lck_job_info_get(self._engine.handle, self._ticket, out)
         code = int(out.error)
-        why = os.strerror(code) if code else reason(status)
+        why, cure = os.strerror(code) if code else reason(status), "the pool's medium (space, health)"
+        if self._why is not None:
+            why = f"its tensors did not come from their device ({type(self._why).__name__}: {self._why})"
+            cure = "the device (its log, its memory)"
         error = BackgroundError(
             f"A checkpoint could not be written: {why}. The versions committed before are intact; this one was "
-            "never called good. Look at the pool's medium (space, health), then start again with resume=True."
+            f"never called good. Look at {cure}, then start again with resume=True."
         )
         error.errno = code or None
-        raise error
+        raise error from self._why
 
 
 def _together(own: JobInfo, parts: Sequence[JobInfo]) -> JobInfo:

@@ -38,7 +38,7 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 6 };
+enum { LCK_ABI_VERSION = 7 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -189,7 +189,8 @@ typedef struct lck_engine lck_engine;
  * while a caller of lck_job_wait has nothing left to do but wait for them), named lightck-copy-0, -1, ..., all signals
  * blocked. */
 int32_t lck_engine_open(uint32_t threads, lck_engine **out);
-/* Finish jobs that are released, drop the others, join the workers, free. */
+/* Finish jobs that are released, drop the others, join the workers, free. One that is held and released fails: nobody
+ * is left to start it. */
 int32_t lck_engine_close(lck_engine *engine);
 /* Let idle workers touch every page of the mapping (MADV_POPULATE_WRITE in steps), so that the first checkpoints do
  * not pay for page faults. LCK_EBUSY beyond 4 mappings at once. lck_engine_quiesce before the medium is closed. */
@@ -218,7 +219,8 @@ enum {
      * ends as LCK_JOB_COMMITTED when they are copied, fenced and it is released. A later job of the same generation
      * commits the version; it fails (LCK_ESTATE) where a part that was not forgotten failed or was dropped. */
     LCK_PART = 1,
-    LCK_FOLLOWS = 2 /* not the first job of its generation: the slot's header is written already */
+    LCK_FOLLOWS = 2, /* not the first job of its generation: the slot's header is written already */
+    LCK_HELD = 4     /* the sources of what is queued are still being filled: nothing is copied before lck_job_start */
 };
 
 /* What a version commits with. All of it is copied at submit, but for the memory behind image and raw_crcs, which
@@ -240,7 +242,7 @@ typedef struct lck_commit {
     uint64_t step;
     uint32_t slot;
     uint32_t manifest_index;    /* 0 or 1 */
-    uint32_t flags;             /* LCK_PART, LCK_FOLLOWS */
+    uint32_t flags;             /* LCK_PART, LCK_FOLLOWS, LCK_HELD */
     uint32_t zero;
 } lck_commit;
 
@@ -268,6 +270,9 @@ typedef struct lck_job_info {
  * On failure nothing is queued. */
 int32_t lck_job_submit(lck_engine *engine, lck_medium *medium, const lck_copy *copies, uint64_t count,
                        const lck_commit *commit, uint64_t *ticket);
+/* The sources of a held job are as they are to be (outcome LCK_OK): its copies may begin. Or they never will be: the job
+ * fails with this outcome. LCK_OK also where the copies have begun already; LCK_EDROPPED for a job that was dropped. */
+int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome);
 /* Allow the commit. The sealing itself is done by a worker, or by a thread that waits. For a job that has failed:
  * its failure. Once per job: LCK_ESTATE after that. */
 int32_t lck_job_release(lck_engine *engine, uint64_t ticket);

@@ -149,6 +149,18 @@ int32_t lck_engine_open(uint32_t threads, lck_engine **out)
     return LCK_OK;
 }
 
+static void fail_held(lck_engine *engine, uint64_t ticket)
+{
+    struct job *job = job_find(engine, ticket);
+    if (job == NULL)
+        return;
+    if (atomic_load(&job->held)) {
+        job_fail(job, LCK_ESTATE);
+        work_skip_rest(engine, job, ticket);
+    }
+    job_leave(job);
+}
+
 /* All that are not released first: one of them would keep later, released ones from committing. */
 static void end_jobs(lck_engine *engine)
 {
@@ -156,6 +168,7 @@ static void end_jobs(lck_engine *engine)
         uint64_t ticket = word_ticket(atomic_load(&engine->jobs[i].word));
         if (ticket != 0)
             (void)lck_job_drop(engine, ticket);
+        fail_held(engine, ticket);
     }
     for (int i = 0; i < ENGINE_JOBS; i++) {
         uint64_t ticket = word_ticket(atomic_load(&engine->jobs[i].word));

@@ -222,6 +222,7 @@ struct job {
     _Atomic uint32_t users;
     _Atomic uint32_t waiters;  /* threads that will seal this job and all before it */
     _Atomic uint32_t verdict;
+    _Atomic bool held;         /* its queue is not to be touched yet */
     _Atomic uint64_t failure;  /* errno << 32 | (uint32) status of what failed first; 0: nothing did */
     _Atomic uint64_t next;     /* first block that is not claimed */
     _Atomic uint64_t done;     /* blocks copied and fenced, or given up */

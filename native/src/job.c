@@ -93,6 +93,25 @@ int32_t lck_job_wait(lck_engine *engine, uint64_t ticket, uint32_t until, uint32
     return status;
 }
 
+/* ---- sources that come later --------------------------------------------------------------------------- */
+
+int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome)
+{
+    struct job *job;
+    int32_t status = find(engine, ticket, &job);
+    if (status != LCK_OK)
+        return status;
+    if (outcome != LCK_OK) {
+        job_fail(job, outcome);
+        work_skip_rest(engine, job, ticket);
+    }
+    atomic_store(&job->held, false);
+    engine_pulse(engine);
+    status = atomic_load(&job->verdict) == VERDICT_DROPPED ? LCK_EDROPPED : LCK_OK;
+    job_leave(job);
+    return status;
+}
+
 /* ---- verdicts ---------------------------------------------------------------------------------------- */
 
 /* One of release and drop, whichever is first; the other finds the verdict given. */

@@ -17,7 +17,7 @@ static bool commit_fits(const lck_medium *medium, const lck_commit *commit)
     bool block = commit->block > 0 && commit->block % 256 == 0 && commit->block <= LCK_MAX_BLOCK;
     /* Generation 0 means "no line here". */
     bool names = commit->generation != 0 && commit->slot <= UINT8_MAX && commit->manifest_index <= 1 &&
-                 (commit->flags & ~(uint32_t)(LCK_PART | LCK_FOLLOWS)) == 0;
+                 (commit->flags & ~(uint32_t)(LCK_PART | LCK_FOLLOWS | LCK_HELD)) == 0;
     return places && image && block && names;
 }
 
@@ -104,6 +104,7 @@ static bool build(struct job *job, lck_medium *medium, const lck_copy *copies, u
     job->commit = *commit;
     job->count = job->total = 0;
     atomic_store(&job->waiters, 0);
+    atomic_store(&job->held, (commit->flags & LCK_HELD) != 0);
     atomic_store(&job->verdict, VERDICT_OPEN);
     atomic_store(&job->failure, 0);
     atomic_store(&job->next, 0);

@@ -96,6 +96,8 @@ void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket)
 
 static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum role role)
 {
+    if (atomic_load(&job->held))
+        return false;
     if (atomic_load(&job->next) >= job->total) /* keeps the counter from growing for ever */
         return false;
     uint64_t block = atomic_fetch_add(&job->next, 1);

@@ -572,6 +572,83 @@ static void test_lost_part(void)
     teardown();
 }
 
+/* As a device fills it: the sources get their bytes after the submit. */
+static void take_sources(struct version *v, unsigned char **kept)
+{
+    for (int i = 0; i < TENSORS; i++) {
+        kept[i] = malloc(nbytes_of[i] + 1);
+        CHECK(kept[i] != NULL);
+        memcpy(kept[i], v->source[i], nbytes_of[i]);
+        memset(v->source[i], 0, nbytes_of[i]);
+    }
+}
+
+static void give_sources(struct version *v, unsigned char **kept)
+{
+    for (int i = 0; i < TENSORS; i++) {
+        memcpy(v->source[i], kept[i], nbytes_of[i]);
+        free(kept[i]);
+    }
+}
+
+static void test_held(uint32_t threads)
+{
+    setup(threads);
+    for (uint64_t g = 1; g <= 6; g++) {
+        struct version *v = version_new(g, 0);
+        unsigned char *kept[TENSORS];
+        take_sources(v, kept);
+        v->commit.flags = LCK_HELD;
+        submit(v);
+        CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
+        CHECK_EQ(lck_job_wait(engine, v->ticket, LCK_JOB_COMMITTED, SHORT_MS), LCK_ETIMEDOUT);
+        CHECK_EQ(info(v).blocks, 0);
+        give_sources(v, kept);
+        CHECK_EQ(lck_job_start(engine, v->ticket, LCK_OK), LCK_OK);
+        CHECK_EQ(lck_job_start(engine, v->ticket, LCK_OK), LCK_OK);
+        CHECK_EQ(wait_until(v, LCK_JOB_COMMITTED), LCK_OK);
+        check_version(v);
+        forget(v);
+        CHECK_EQ(lck_job_start(engine, v->ticket, LCK_OK), LCK_ESTATE);
+        version_free(v);
+    }
+    teardown();
+}
+
+/* Nobody comes to start it: it ends all the same, and what follows commits. */
+static void test_held_for_ever(void)
+{
+    setup(1);
+    struct version *dropped = version_new(1, 0), *left = version_new(2, 0), *good = version_new(3, 0);
+    dropped->commit.flags = left->commit.flags = LCK_HELD;
+    submit(dropped);
+    CHECK_EQ(lck_job_drop(engine, dropped->ticket), LCK_OK);
+    CHECK_EQ(info(dropped).state, LCK_JOB_DROPPED);
+    CHECK_EQ(info(dropped).blocks, 0);
+    CHECK_EQ(lck_job_start(engine, dropped->ticket, LCK_OK), LCK_EDROPPED);
+    struct version *failed = version_new(5, 0);
+    failed->commit.flags = LCK_HELD;
+    submit(failed);
+    CHECK_EQ(lck_job_start(engine, failed->ticket, LCK_ESTATE), LCK_OK);
+    CHECK_EQ(wait_until(failed, LCK_JOB_COPIED), LCK_ESTATE);
+    CHECK_EQ(info(failed).blocks, 0);
+    CHECK_EQ(lck_job_drop(engine, failed->ticket), LCK_OK);
+    version_free(failed);
+    submit(left);
+    CHECK_EQ(lck_job_release(engine, left->ticket), LCK_OK);
+    submit(good);
+    CHECK_EQ(lck_job_release(engine, good->ticket), LCK_OK);
+    CHECK_EQ(lck_engine_close(engine), LCK_OK);
+    engine = NULL;
+    CHECK(!has_line(dropped));
+    CHECK(!has_line(left));
+    CHECK(has_line(good));
+    version_free(dropped);
+    version_free(left);
+    version_free(good);
+    teardown();
+}
+
 static void test_arguments(void)
 {
     setup(1);
@@ -604,7 +681,7 @@ static void test_arguments(void)
     REFUSED(generation, 0);
     REFUSED(slot, 256);
     REFUSED(manifest_index, 2);
-    REFUSED(flags, 4);
+    REFUSED(flags, 8);
     v->commit = good;
     v->copies[2].flags = 6;
     CHECK_EQ(lck_job_submit(engine, medium, v->copies, TENSORS, &v->commit, &ticket), LCK_EINVAL);
@@ -884,6 +961,9 @@ int main(void)
     test_parts(1);
     test_parts(3);
     test_lost_part();
+    test_held(1);
+    test_held(3);
+    test_held_for_ever();
     test_arguments();
     test_busy_and_close();
     test_populate();

@@ -112,6 +112,71 @@ def test_updates_that_are_still_queued_are_in_the_version(pool):
     assert is_step(lightck.recover(pool), seen)
 
 
+class Changing(torch.nn.Module):
+    """Buffers that each forward changes, weights in the order of channels last, half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 64, 3).to(memory_format=torch.channels_last)
+        self.norm, self.out = torch.nn.BatchNorm2d(64), torch.nn.Linear(64, 2000).to(torch.bfloat16)
+        self.register_buffer("history", torch.zeros(1 << 20))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.history += 1
+        return self.out(self.norm(self.conv(x)).mean((2, 3)).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_step_waits_for_the_device_and_each_is_exact(pool, slots, fused):
+    """Nothing but lightck ever waits, so the device is as far behind as it may be; buffers change right after each
+    boundary, and updates come as soon as the gate opens."""
+    torch.manual_seed(0)
+    model = Changing().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    images = torch.randn(8, 3, 32, 32, device="cuda")
+    states = {}
+    with lightck.attach(model, pool, slots=slots) as session:
+        for number in range(1, 9):
+            optimizer.zero_grad()
+            model(images * number).float().square().mean().backward()
+            torch.cuda._sleep(20_000_000)
+            optimizer.step()
+            states[number] = everything(model, optimizer)  # copies on the device, in the order of its work
+            session.end_step()
+            if session.committed is not None:
+                found = lightck.recover(pool)
+                assert is_step(found, on_cpu(states[found.step]))
+    assert is_step(lightck.recover(pool), on_cpu(states[8]))
+
+
+def test_a_write_beside_the_loop_drops_the_version(pool):
+    model = net(BIG).cuda()
+    optimizer = adam(model)
+    with lightck.attach(model, pool) as session:
+        for number in range(3):
+            step(model, optimizer, number)
+        seen = on_cpu(everything(model, optimizer))
+        session.flush()
+        step(model, optimizer, 3)
+        session.end_step()
+        with torch.no_grad():
+            model[0].weight.mul_(1.5)
+        step(model, optimizer, 4)
+        assert session.stats().skipped == 1
+        assert is_step(lightck.recover(pool, step=3), seen)
+
+
+def test_under_check_the_same_is_saved(pool, monkeypatch):
+    monkeypatch.setenv("LIGHTCK_CHECK", "1")
+    model = net(BIG).cuda()
+    optimizer = adam(model)
+    with lightck.attach(model, pool):
+        for number in range(3):
+            step(model, optimizer, number)
+    assert is_step(lightck.recover(pool), on_cpu(everything(model, optimizer)))
+
+
 def test_fused_steps_that_a_scaler_skips_make_no_version(pool):
     model = net(BIG).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-NAMES = ("steps", "recovery", "bandwidth", "memory", "flat", "many", "calibrate")
+NAMES = ("steps", "recovery", "bandwidth", "memory", "flat", "many", "calibrate", "gpu")
 
 
 def measure(name: str, options: dict[str, Any], folder: str) -> dict[str, Any]:

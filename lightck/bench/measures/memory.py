@@ -1,11 +1,13 @@
 """Private memory of a training that saves every step: while it trains, at its peak, and with the files that it keeps.
 
 One saver per row; the table compares with the row that saves nothing. A pool is mapped and shared, so it is no private
-memory; it counts with the files.
+memory; it counts with the files. While it trains, what is free in the heap is given back before each look: how much of
+freed activations the C library keeps differs by hundreds of megabytes between two runs of the same loop.
 """
 
 from __future__ import annotations
 
+import ctypes
 from statistics import median
 from typing import Any
 
@@ -25,6 +27,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
         for _ in range(options["steps"]):
             saver.step_begins(training.step)
             training.iterate()
+            _give_back_free_heap()
             settled.append(all_anonymous_bytes())
         saver.window_ends(True)
         if options["saver"] != NOTHING:
@@ -39,3 +42,10 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
         **saver.facts(),
     }
 
+
+
+def _give_back_free_heap() -> None:
+    """Where the C library is glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

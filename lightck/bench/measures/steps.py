@@ -28,14 +28,14 @@ SPREAD_PAIRS = 5
 
 
 def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
-    training = Training(workload(options["workload"], options["size"]), options.get("batch", 0))
+    training = _training(options)
     saver = _saver(options)
     found = loop.run(training, saver, folder, options["pairs"])
     loop.check(training, saver, folder)
     result = _result(found, options["saver"])
     result |= {"nbytes": training.nbytes, "batch": training.batch or training.workload.batch, **saver.facts()}
     _emptied(folder)
-    copies = memcpy_cpu_seconds(training.tensors(), folder)
+    copies = memcpy_cpu_seconds([tensor.cpu() for tensor in training.tensors()], folder)
     result["memcpy_cpu_seconds"] = median(copies)
     result["direct"] = result["own_cpu_seconds"] / median(copies)
     waited = result["end_wait_seconds"]
@@ -44,6 +44,11 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     if waited > 0.01 * result["step"]["median"]:
         result["spread_out"] = _spread_out(options, folder, math.ceil(waited / result["step"]["median"]))
     return result
+
+
+def _training(options: dict[str, Any]) -> Training:
+    device = options.get("device", "cpu")
+    return Training(workload(options["workload"], options["size"]), options.get("batch", 0), device)
 
 
 def _saver(options: dict[str, Any]) -> Saver:
@@ -101,7 +106,7 @@ def _difference(plain: Sequence[float], saved: Sequence[float], hooks: float) ->
 def _spread_out(options: dict[str, Any], folder: str, waited_steps: int) -> dict[str, Any]:
     """A saver whose background work outlasts a step: its cost in windows long enough that nothing is waited for."""
     span = waited_steps + 2
-    training = Training(workload(options["workload"], options["size"]), options.get("batch", 0))
+    training = _training(options)
     saver = _saver(options)
     found = loop.run(training, saver, folder, min(SPREAD_PAIRS, options["pairs"]), span)
     loop.check(training, saver, folder)

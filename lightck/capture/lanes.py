@@ -1,0 +1,115 @@
+"""How the bytes of tensors on a device get into host memory while the device goes on computing.
+
+A ``Lane`` is one device's way out. It has a stream of its own: what is sent there takes its time beside the
+computation, and whoever updates such a tensor waits until it has arrived. What the very next kernels will change
+(buffers) is sent in the order of the computation instead. Nothing here waits for the whole device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from lightck.pool.layout import is_dense
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Host memory (bytes, as long as the tensor) and the tensor that goes there."""
+
+
+class Arrival(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Wait, without the GIL, until the device has passed it."""
+
+
+class Lane(Protocol):
+    """One device's way out."""
+
+    def mark(self) -> Arrival:
+        """All that the computation was told to do so far."""
+
+    def send(self, pairs: Sequence[Pair], after: Arrival) -> Arrival:
+        """Beside the computation, but not before ``after`` has passed. The tensors must not change until it arrives."""
+
+    def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
+        """In the order of the computation: what it is told to do from now on may change the tensors."""
+
+    def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        """Bytes of a tensor as they are now, whatever the computation still has to do."""
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Host memory that the device can write to by itself."""
+
+
+def lies_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's own memory is one dense run of its bytes, in some order of dimensions."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.is_contiguous() or is_dense(tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor on its device: as they lie where it lies dense, else those of a contiguous copy."""
+    tensor = tensor.detach()
+    if not lies_dense(tensor):
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class CudaLane:
+    """Of a CUDA (or ROCm) device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Arrival:
+        return self._passed(torch.cuda.current_stream(self._device))
+
+    def send(self, pairs: Sequence[Pair], after: Any) -> Arrival:
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            for target, tensor in pairs:
+                target.copy_(raw(tensor), non_blocking=True)
+        return self._passed(self._stream)
+
+    def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
+        with torch.no_grad():
+            for target, tensor in pairs:
+                target.copy_(raw(tensor), non_blocking=True)
+        return self.mark()
+
+    def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            return raw(tensor)[start : None if nbytes is None else start + nbytes].to("cpu")
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def _passed(self, stream: torch.cuda.Stream) -> Arrival:
+        # Waits asleep: a processor is worth more to the loader.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+_lanes: dict[torch.device, Lane] = {}
+
+
+def lane_of(tensor: torch.Tensor) -> Lane | None:
+    """The way out of a tensor's device; None where it has none but ``.to("cpu")``."""
+    if not tensor.is_cuda:
+        return None
+    device = tensor.device
+    if device not in _lanes:
+        _lanes[device] = CudaLane(device)
+    return _lanes[device]
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor that nobody is about to change, beside the computation."""
+    lane = lane_of(tensor)
+    return tensor if lane is None else lane.read(tensor)
