@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightck.capture.watch import Watched
-from lightck.pool.engine import JOBS_MAX, THREADS_MAX
+from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_MAX
 from lightck.pool.writer import Pending
 
 log = logging.getLogger("lightck")
@@ -41,8 +41,21 @@ class Flight:
         self.pending.job.forget()
 
 
+    def commit(self) -> None:
+        """Now, while its sources cannot change. Where it fails, nothing of it is under way afterwards."""
+        job = self.pending.job
+        try:
+            job.wait(COPIED)
+            job.release()
+            job.wait(ENDED)
+        except BaseException:
+            job.abandon()
+            raise
+
+
 def room_for_parts(flights: Sequence[Flight], behind_max: int) -> int:
     """How many jobs a version may take beside the one that commits it. Each version that can follow before one of
-    these has ended needs an entry of the engine for its commit, and each copy thread may hold one that is free."""
+    these has ended needs an entry of the engine for its commit, and each copy thread, and the one that waits for
+    devices, may hold one that is free."""
     to_come = max(behind_max - len(flights), 0)
-    return JOBS_MAX - THREADS_MAX - 1 - to_come - sum(flight.jobs for flight in flights)
+    return JOBS_MAX - THREADS_MAX - 2 - to_come - sum(flight.jobs for flight in flights)

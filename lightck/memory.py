@@ -111,7 +111,7 @@ class _Scratch:
     def __init__(self, group: Sequence[Named]) -> None:
         ranges = [_range(tensor) for _, tensor in group]
         self._low = min(low for low, _ in ranges) // _ALIGN * _ALIGN
-        self._bytes = torch.empty(max(high for _, high in ranges) - self._low, dtype=torch.uint8)
+        self._bytes = torch.empty(max(high for _, high in ranges) - self._low, dtype=torch.uint8, device="cpu")
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
         low, high = _range(tensor)

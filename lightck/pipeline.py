@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from lightck.capture import lanes
 from lightck.capture.inventory import entry_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting, Watched, changed_error
@@ -115,6 +116,7 @@ class Pipeline:
 
     def close_version(self, closing: Closing) -> None:
         """Begin writing a version. Small tensors, buffers and state are copied before this returns."""
+        lanes.join_updates()
         self._reap()
         self.resting.never.update(closing.at_once)
         if self.finite is not None and self.finite.refuses(closing, self._meter):
@@ -191,8 +193,7 @@ class Pipeline:
 
         def first(writer: PoolWriter) -> Flight:
             flight = self._begin(writer, closing)
-            flight.pending.job.release()
-            flight.pending.job.wait(ENDED)
+            flight.commit()
             return flight
 
         self._note_committed(self._move([entry_of(live) for live in closing.lives], len(closing.state), first))

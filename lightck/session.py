@@ -74,7 +74,7 @@ class Session:
         self._half_updated = HalfUpdated()
         self._hooks = Hooks(Proxy(self), model, found.optimizers)
         self._traces = Traces(self._hooks, pipeline.engine, meter)
-        self._finalizer = weakref.finalize(self, _finalize, os.getpid(), pipeline, lock, self._hooks.handles)
+        self._finalizer = weakref.finalize(self, pipeline.staging.apart, _finalize, pipeline, lock, self._hooks.handles)
         self._finalizer.atexit = False
         abandon_at_exit(self)
 
@@ -434,11 +434,11 @@ class Session:
         return self._is_open
 
 
-def _finalize(pid: int, pipeline: Pipeline, lock: PoolLock, handles: list[Any]) -> None:
+def _finalize(pipeline: Pipeline, lock: PoolLock, handles: list[Any]) -> None:
     """What is left to do when a session ends, also by garbage collection: closed versions commit, threads end."""
     remove(handles)
     try:
-        if os.getpid() == pid:
+        if not pipeline.engine.is_forked:
             pipeline.finish_quietly()
         pipeline.close()
     finally:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,8 @@ class _Group:
     """Tensors that travel together, and the job that waits for them. ``sent``: they are on their way already."""
 
     tensors: list[Staged]
+    sources: list[torch.Tensor]
+    """Of their memory as it was at the boundary, also where .data is replaced meanwhile."""
     offsets: list[int]
     segment: _Segment
     job: Job
@@ -87,9 +90,9 @@ class _Group:
     def pairs(self) -> dict[Lane, list[tuple[torch.Tensor, torch.Tensor]]]:
         """By lane: places in host memory, and the tensors that go there."""
         found: dict[Lane, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for one, at in zip(self.tensors, self.offsets, strict=True):
+        for one, source, at in zip(self.tensors, self.sources, self.offsets, strict=True):
             place = self.segment.memory[at : at + one.record.nbytes]
-            found.setdefault(one.lane, []).append((place, one.live.tensor))
+            found.setdefault(one.lane, []).append((place, source))
         return found
 
 
@@ -165,6 +168,14 @@ class Staging:
             self._pump = _Pump(self._meter)
         self._pump.take(groups, {lane: lane.mark() for lane in lanes})
 
+    def apart(self, work: Callable[..., None], *args: Any) -> None:
+        """Call it, on a thread of its own where this one waits for devices: a collector ends a session anywhere, and
+        what ends a session waits for that thread."""
+        if self._pump is not None and self._pump.is_here:
+            threading.Thread(target=work, args=args, name="lightck-end").start()
+        else:
+            work(*args)
+
     def close(self) -> None:
         """End the thread. No version may be begun afterwards; those that are under way go on to their end first."""
         pump, self._pump = self._pump, None
@@ -178,7 +189,6 @@ class _Pump:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._has_ended = False
         self._tasks: SimpleQueue[tuple[list[_Group], dict[Lane, Arrival]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lightck-staging", daemon=True)
         self._thread.start()
@@ -186,13 +196,15 @@ class _Pump:
     def take(self, groups: list[_Group], marks: dict[Lane, Arrival]) -> None:
         self._tasks.put((groups, marks))
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread."""
+        return threading.current_thread() is self._thread
+
     def end(self) -> None:
-        """What was taken is brought to its end first; but nothing is waited for on the thread itself, where a collector
-        may close a session."""
-        self._has_ended = threading.current_thread() is self._thread
+        """What was taken is brought to its end first."""
         self._tasks.put(None)
-        if not self._has_ended:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -200,10 +212,9 @@ class _Pump:
             cpu = time.thread_time()
             for group in groups:
                 try:
+                    group.tensors[0].lane.enter()
                     _bring(group, marks)
                 except BaseException as err:
-                    if self._has_ended:
-                        return
                     group.job.give_up(err)
             self._meter.staging_cpu_seconds += time.thread_time() - cpu
             del task, groups, group  # tensors are not kept until the next version
@@ -260,16 +271,19 @@ def _submitted(draft: Draft, tensors: list[Staged], segment: _Segment, sent: boo
     """None where the engine has no room."""
     offsets, _ = _laid_out(tensors)
     base = segment.memory.data_ptr()
-    alive = [one.live.tensor.detach() for one in tensors]  # of the memory, also where .data is replaced meanwhile
+    sources = [one.live.tensor.detach() for one in tensors]
     records = [one.record.number for one in tensors]
-    if not draft.copy(records, [base + at for at in offsets], (segment.memory, alive), held=True):
+    if not draft.copy(records, [base + at for at in offsets], (segment.memory, sources), held=True):
         return None
-    return _Group(tensors, offsets, segment, draft.parts[-1], sent)
+    return _Group(tensors, sources, offsets, segment, draft.parts[-1], sent)
 
 
 def _host_memory(lane: Lane, nbytes: int) -> torch.Tensor:
-    try:
-        return lane.memory(nbytes)
-    except RuntimeError as err:
-        log.info("lightck: %d bytes of host memory cannot be pinned (%s): devices write to it more slowly", nbytes, err)
-        return torch.empty(nbytes, dtype=torch.uint8)
+    # A version may be closed inside an evaluation, or where another device is the default.
+    with torch.inference_mode(False), torch.device("cpu"):
+        try:
+            return lane.memory(nbytes)
+        except RuntimeError as err:
+            log.info("lightck: %d bytes of host memory cannot be pinned (%s): devices write to it more slowly", nbytes,
+                     err)  # fmt: skip
+            return torch.empty(nbytes, dtype=torch.uint8)

@@ -37,6 +37,8 @@ class SlowLane:
         """What sending in order raises."""
         self.fails_beside: Exception | None = None
         """What sending beside the computation raises."""
+        self.fails_once: Exception | None = None
+        self.before_send: Callable[[], None] | None = None
 
     def _run(self) -> None:
         stream = self._stream
@@ -52,8 +54,11 @@ class SlowLane:
         return _Waited(threading.Event(), is_set=True)
 
     def send(self, pairs: Sequence[Pair], after: Arrival) -> Arrival:
-        if self.fails_beside is not None:
-            raise self.fails_beside
+        if self.before_send is not None:
+            self.before_send()
+        once, self.fails_once = self.fails_once, None
+        if self.fails_beside is not None or once is not None:
+            raise self.fails_beside or once
         after.synchronize()
         return self._send([(target, partial(raw, tensor)) for target, tensor in pairs])
 
@@ -74,6 +79,12 @@ class SlowLane:
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
         return raw(tensor)[start : None if nbytes is None else start + nbytes].clone()
+
+    def enter(self) -> None: ...
+
+    def note_update(self) -> None: ...
+
+    def join_update(self) -> None: ...
 
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 0xAB, dtype=torch.uint8)

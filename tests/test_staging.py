@@ -6,11 +6,13 @@ does what a lane asks of it is for ``tests/gpu``.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 import lightck
 from lightck import staging
 from lightck.errors import BackgroundError, StateChangedError
+from lightck.pool.lock import holder_of
 
 SEED = 20261121
 
@@ -284,3 +287,88 @@ def test_versions_one_after_the_other_without_an_update_between_them_and_the_nex
             session.end_step()
         seen = everything(model, optimizer)
     assert is_step(lightck.recover(pool), seen)
+
+
+@pytest.mark.parametrize("change", ["swapped and back", "half"])
+def test_memory_that_is_exchanged_is_read_as_it_was(pool, lane, change):
+    """What is sent is the memory of the boundary, not what the tensor has by then."""
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(8):
+            train(model, optimizer, 1, start=number)
+            seen = everything(model, optimizer)
+            session.end_step()
+            held = {p: p.data for p in model.parameters()}
+            for p in held:
+                p.data = torch.zeros_like(p.data) if change != "half" else p.data.half()
+            time.sleep(0.02)
+            for p, data in held.items():
+                p.data = data
+            session.flush()
+            assert is_step(lightck.recover(pool), seen)
+        assert session.stats().skipped == 0
+
+
+def test_a_device_that_fails_while_the_pool_is_laid_out_anew(pool, lane, small_groups):
+    """Some groups arrive, one does not: nothing of the version is under way when its new file is given up."""
+    model = net(BIG)
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer)
+    train(model, optimizer, 2)
+    seen = everything(model, optimizer)
+    session.flush()
+    model.more = nn.Linear(4, 40 * BIG)
+    optimizer.add_param_group({"params": model.more.parameters()})
+    optimizer.zero_grad()
+    (model.more(batch(2)).square().mean() + model[:3](batch(2)).square().sum()).backward()
+    optimizer.step()
+    lane.fails_once = RuntimeError("lost")
+    with pytest.raises(BackgroundError, match=r"RuntimeError: lost"):
+        session.flush()
+    time.sleep(0.1)  # the groups that follow it arrive
+    with pytest.raises(BackgroundError):
+        session.close()
+    assert is_step(lightck.recover(pool), seen)
+
+
+def test_a_session_that_is_collected_on_the_thread_that_waits_for_devices(pool, lane):
+    model = net(BIG)
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer)
+    train(model, optimizer, 2)
+    seen = everything(model, optimizer)
+    collected = threading.Event()
+
+    def collect() -> None:
+        assert threading.current_thread().name == "lightck-staging"
+        gc.collect()
+        collected.set()
+
+    lane.before_send = collect
+    session.end_step()
+    model.itself = [model]  # a cycle, so that only a collector finds them
+    del session, model, optimizer
+    assert collected.wait(30)
+    lane.before_send = None
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while holder_of(str(pool)) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert is_step(lightck.recover(pool), seen)
+    lightck.attach(other := net(BIG), pool, optimizer=adam(other), overwrite=True).close()
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode], ids=["device", "inference"])
+def test_a_version_that_is_closed_where_other_tensors_are_made(pool, lane, mode):
+    """Under another default device, or inside an evaluation."""
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(3):
+            train(model, optimizer, 1, start=number)
+            seen = everything(model, optimizer)
+            with mode():
+                session.flush()
+            assert is_step(lightck.recover(pool), seen)

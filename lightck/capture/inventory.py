@@ -355,5 +355,5 @@ def staged(tensor: torch.Tensor) -> torch.Tensor:
     if is_plain(tensor):
         return tensor
     if lies_dense(tensor):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
     return tensor.resolve_conj().resolve_neg().to("cpu").contiguous()

@@ -43,6 +43,15 @@ class Lane(Protocol):
     def memory(self, nbytes: int) -> torch.Tensor:
         """Host memory that the device can write to by itself."""
 
+    def enter(self) -> None:
+        """Called on a thread before it sends."""
+
+    def note_update(self) -> None:
+        """The stream that is current here has been told to update."""
+
+    def join_update(self) -> None:
+        """What the stream that is current here is told from now on comes after the last update that was noted."""
+
 
 def lies_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory is one dense run of its bytes, in some order of dimensions."""
@@ -64,6 +73,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._updated: Any = None
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Arrival:
@@ -87,7 +97,17 @@ class CudaLane:
             return raw(tensor)[start : None if nbytes is None else start + nbytes].to("cpu")
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self._device)  # else a new thread makes itself a context on the first device
+
+    def note_update(self) -> None:
+        self._updated = self.mark()
+
+    def join_update(self) -> None:
+        if self._updated is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._updated)
 
     def _passed(self, stream: torch.cuda.Stream) -> Arrival:
         # Waits asleep: a processor is worth more to the loader.
@@ -107,6 +127,18 @@ def lane_of(tensor: torch.Tensor) -> Lane | None:
     if device not in _lanes:
         _lanes[device] = CudaLane(device)
     return _lanes[device]
+
+
+def note_updates() -> None:
+    """After an optimizer's step, on the thread that made it."""
+    for lane in _lanes.values():
+        lane.note_update()
+
+
+def join_updates() -> None:
+    """At a boundary: it may come while another stream is current than that of the update."""
+    for lane in _lanes.values():
+        lane.join_update()
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightck.capture import rng, values
+from lightck.capture import lanes, rng, values
 from lightck.capture.boundary import Event
 from lightck.capture.buffers import BufferCopies
 from lightck.capture.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
@@ -152,6 +152,7 @@ class Capture:
 
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
+        lanes.note_updates()
         self.provisional = provisional = Provisional(rng.capture(), self._buffer_copies.take(self.model))
         for name, obj in self.objects.items():
             if is_loader(obj):

@@ -151,8 +151,10 @@ def _tables(kept: Results, tables: list[Table], keys: set[str] | None) -> None:
         rows = {key: row for key, row in kept.rows(_measure_of(table)).items() if keys is None or key in keys}
         if rows:
             say(f"{table.name}: {table.says}")
+            say()
             for line in table.show(rows).splitlines():
                 say(line)
+            say()
             say(f"Measured on {'; '.join(sorted({_machine(row['machine']) for row in rows.values()}))}.")
             say()
 

@@ -103,10 +103,11 @@ class Engine:
     def populate(self, medium: Medium) -> None:
         check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")
 
-    def quiesce(self, medium: Medium) -> None:
-        """Wait until no thread touches this mapping any more."""
-        if self.handle is not None and medium.handle is not None:
-            lib.lck_engine_quiesce(self.handle, medium.handle)
+    def quiesce(self, medium: Medium) -> bool:
+        """Wait until no thread touches this mapping any more. False where a job on it has not ended."""
+        if self.handle is None or medium.handle is None:
+            return True
+        return bool(lib.lck_engine_quiesce(self.handle, medium.handle) != lib.LCK_ESTATE)
 
     @property
     def cpu_seconds(self) -> float:
@@ -174,6 +175,18 @@ class Job:
             if not part.is_released:
                 part.drop()
         check(lib.lck_job_drop(self._engine.handle, self._ticket), "dropping a version")
+
+    def abandon(self) -> None:
+        """Whatever became of it: nothing of it is under way afterwards, and its entries are free. If it was released it
+        may have committed."""
+        engine = self._engine.handle
+        for job in (*self.parts, self):
+            if not job.is_released:
+                lib.lck_job_drop(engine, job._ticket)
+        for job in (*self.parts, self):
+            while job.is_released and lib.lck_job_wait(engine, job._ticket, ENDED, _SLICE_MS) == lib.LCK_ETIMEDOUT:
+                continue
+        self.forget()
 
     def wait(self, until: int, timeout: float | None = None, *, pause: Callable[[], None] | None = None) -> bool:
         """Help until copied (``COPIED``) or ended (``ENDED``). False after ``timeout`` seconds.

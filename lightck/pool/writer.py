@@ -8,6 +8,7 @@ commit itself, the line written last, is native/src/seal.c.
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ from lightck.pool.reader import PoolReader
 from lightck.pool.ring import Ring, next_position
 from lightck.pool.slots import Slot, SlotImage, Slots, crc_starts
 
+log = logging.getLogger("lightck")
 COPY_DTYPE = np.dtype(
     [("src", "u8"), ("dst", "u8"), ("nbytes", "u8"), ("tensor", "u8"), ("crc_index", "u4"), ("flags", "u4")]
 )
@@ -358,8 +360,10 @@ class PoolWriter:
 
     def close(self) -> None:
         """Unmap. No job may be running; the engine may be closed already."""
-        self._engine.quiesce(self.medium)
-        self.medium.close()
+        if self._engine.quiesce(self.medium):
+            self.medium.close()
+        else:  # a fault of ours: addresses that stay mapped cost less than a thread that writes where nothing is
+            log.error("lightck: the pool %r is still written to, and stays mapped", self.reader.path)
         self.reader.close()
 
 

@@ -22,6 +22,8 @@ from lightck.bench.views import smallest_within
 from lightck.cli import bench as command
 from lightck.errors import BenchError
 
+ROOT = Path(__file__).resolve().parents[2]
+
 MANY = Row("many", "tiny", {"tensors": 20, "steps": 3, "layers": 3})
 
 
@@ -139,3 +141,11 @@ def test_background_work_that_outlasts_a_step_counts_by_longer_windows():
     longer = {**result, "spread_out": {"span": 4, "seconds": 0.1, "high": 0.4}}
     assert smallest_within(longer, "median", "seconds") == 4
     assert smallest_within(longer, "high", "high") == 8
+
+
+def test_the_project_s_results_are_written_out_beside_them():
+    """``lightck bench --show`` under the heading of bench/results/README.md."""
+    folder = ROOT / "bench" / "results"
+    heading, _, shown = (folder / "README.md").read_text().partition("\n\n")
+    assert heading == "# The last result of each row, as `lightck bench --show` shows them"
+    assert shown == call("bench", "--show", "--results", folder).stdout

@@ -150,6 +150,30 @@ def test_no_step_waits_for_the_device_and_each_is_exact(pool, slots, fused):
     assert is_step(lightck.recover(pool), on_cpu(states[8]))
 
 
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_boundary_while_another_stream_is_current_comes_after_the_update(pool, device):
+    """As where a prefetcher fetches the next batch; with another default device, as some scripts have it."""
+    model = Changing().cuda()
+    optimizer = adam(model)
+    images = torch.randn(8, 3, 32, 32, device="cuda")
+    aside = torch.cuda.Stream()
+    torch.set_default_device(device)
+    try:
+        with lightck.attach(model, pool) as session:
+            for number in range(1, 6):
+                optimizer.zero_grad()
+                model(images * number).float().square().mean().backward()
+                torch.cuda._sleep(50_000_000)
+                optimizer.step()
+                with torch.cuda.stream(aside):
+                    session.end_step()
+                seen = everything(model, optimizer)
+                session.flush()
+                assert is_step(lightck.recover(pool), on_cpu(seen))
+    finally:
+        torch.set_default_device(None)
+
+
 def test_a_write_beside_the_loop_drops_the_version(pool):
     model = net(BIG).cuda()
     optimizer = adam(model)
