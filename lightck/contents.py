@@ -168,6 +168,12 @@ def load_tensors(source: Source, names: Sequence[str], device: torch.device | st
     return tensors
 
 
+def in_memory(source: Source, device: torch.device | str = "cpu") -> MemorySource:
+    """All tensors of a version, verified: they stay when the pool is written to or closed."""
+    own = [name for name, entry in source.entries.items() if entry.alias is None]
+    return MemorySource(source.entries, load_tensors(source, own, device))
+
+
 def named(entries: Mapping[str, Entry], name: str) -> Entry:
     """The entry that the small state names. Raises ``CorruptPoolError``."""
     if name not in entries:

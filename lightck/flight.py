@@ -40,7 +40,6 @@ class Flight:
         self.pending.job.drop()
         self.pending.job.forget()
 
-
     def commit(self) -> None:
         """Now, while its sources cannot change. Where it fails, nothing of it is under way afterwards."""
         job = self.pending.job

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from lightck.contents import load_tensor
+from lightck.contents import load_tensors
 from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.engine import ENDED
 from lightck.pool.failures import io_error
@@ -106,7 +106,7 @@ def _carry(version: Version, hold: Hold, writer: PoolWriter) -> CommitLine:
     """Verified as it is read. The slot that it gets is held."""
     numbers = _numbers(version, writer)
     try:
-        tensors = {n: load_tensor(version, n) for n, e in version.entries.items() if e.nbytes}
+        tensors = load_tensors(version, [name for name, entry in version.entries.items() if entry.nbytes])
     except DamagedError as err:
         raise _damaged(hold, err) from err
     plan = _plan(version, numbers, tensors)

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightck import restore as _restore
 from lightck.checkpoint import Checkpoint, plan_restore
-from lightck.contents import Contents, MemorySource, load_tensors
+from lightck.contents import Contents, MemorySource, in_memory
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.backends import pool_path as _pool_path
 from lightck.pool.format import CommitLine, DamagedError
@@ -128,13 +128,8 @@ def _nothing_left(reader: PoolReader, ring: Ring, step: int | None, rejected: li
 
 def _load(reader: PoolReader, version: Version, contents: Contents, rejected: list[Rejected],
           device: torch.device | str) -> Checkpoint:  # fmt: skip
-    source = _in_memory(version, device)
+    source = in_memory(version, device)
     return Checkpoint(contents, lambda: source, version.line, reader.path, reader.superblock.uuid, rejected)
-
-
-def _in_memory(version: Version, device: torch.device | str = "cpu") -> MemorySource:
-    names = [name for name, entry in version.entries.items() if entry.alias is None]
-    return MemorySource(version.entries, load_tensors(version, names, device))
 
 
 def _read_again(path: str, uuid: bytes, line: CommitLine) -> MemorySource:
@@ -143,7 +138,7 @@ def _read_again(path: str, uuid: bytes, line: CommitLine) -> MemorySource:
     try:
         if reader.superblock.uuid != uuid:
             raise DamagedError("the pool was made anew since")
-        return _in_memory(reader.version(line))
+        return in_memory(reader.version(line))
     except DamagedError as err:
         raise NoCheckpointError(
             f"Step {line.step}, which was restored in place, is no longer in the pool {path!r} ({err}), and the live "

@@ -186,13 +186,31 @@ def test_what_is_written_while_it_is_under_way_drops_the_version(pool, monkeypat
         assert is_step(lightck.recover(pool), seen)
 
 
-def test_a_device_that_fails_is_told_and_older_versions_stay(pool, lane):
-    model = net(BIG)
+def begun(pool: Path, steps: int, model: nn.Module) -> tuple[Any, Any, dict[str, Any]]:
+    """A session whose newest step is committed, the optimizer, and what that step holds."""
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer)
-    train(model, optimizer, 3)
+    train(model, optimizer, steps)
     seen = everything(model, optimizer)
     session.flush()
+    return session, optimizer, seen
+
+
+def grow(model: nn.Module, optimizer: Any) -> None:
+    """More tensors than the pool has room for."""
+    model.more = nn.Linear(4, 40 * BIG)
+    optimizer.add_param_group({"params": model.more.parameters()})
+
+
+def train_grown(model: Any, optimizer: Any, number: int) -> None:
+    optimizer.zero_grad()
+    (model.more(batch(number)).square().mean() + model[:3](batch(number)).square().sum()).backward()
+    optimizer.step()
+
+
+def test_a_device_that_fails_is_told_and_older_versions_stay(pool, lane):
+    model = net(BIG)
+    session, optimizer, seen = begun(pool, 3, model)
     train(model, optimizer, 1, start=3)
     lane.fails_beside = RuntimeError("lost")
     session.end_step()
@@ -207,11 +225,7 @@ def test_a_device_that_fails_is_told_and_older_versions_stay(pool, lane):
 
 def test_a_device_that_fails_at_the_boundary_is_told(pool, lane):
     model = normed()
-    optimizer = adam(model)
-    session = lightck.attach(model, pool, optimizer=optimizer)
-    train(model, optimizer, 2)
-    seen = everything(model, optimizer)
-    session.flush()
+    session, optimizer, seen = begun(pool, 2, model)
     lane.fails = RuntimeError("lost")
     train(model, optimizer, 1, start=2)
     with pytest.raises(BackgroundError, match=r"did not leave their device \(lost\)"):
@@ -226,12 +240,9 @@ def test_tensors_that_need_a_new_layout(pool, lane):
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 2)
-        model.more = nn.Linear(4, 40 * BIG)
-        optimizer.add_param_group({"params": model.more.parameters()})
+        grow(model, optimizer)
         for number in range(2, 5):
-            optimizer.zero_grad()
-            (model.more(batch(number)).square().mean() + model[:3](batch(number)).square().sum()).backward()
-            optimizer.step()
+            train_grown(model, optimizer, number)
             seen = everything(model, optimizer)
             session.flush()
             assert is_step(lightck.recover(pool), seen)
@@ -313,16 +324,9 @@ def test_memory_that_is_exchanged_is_read_as_it_was(pool, lane, change):
 def test_a_device_that_fails_while_the_pool_is_laid_out_anew(pool, lane, small_groups):
     """Some groups arrive, one does not: nothing of the version is under way when its new file is given up."""
     model = net(BIG)
-    optimizer = adam(model)
-    session = lightck.attach(model, pool, optimizer=optimizer)
-    train(model, optimizer, 2)
-    seen = everything(model, optimizer)
-    session.flush()
-    model.more = nn.Linear(4, 40 * BIG)
-    optimizer.add_param_group({"params": model.more.parameters()})
-    optimizer.zero_grad()
-    (model.more(batch(2)).square().mean() + model[:3](batch(2)).square().sum()).backward()
-    optimizer.step()
+    session, optimizer, seen = begun(pool, 2, model)
+    grow(model, optimizer)
+    train_grown(model, optimizer, 2)
     lane.fails_once = RuntimeError("lost")
     with pytest.raises(BackgroundError, match=r"RuntimeError: lost"):
         session.flush()

@@ -35,6 +35,8 @@ class Table:
     name: str
     says: str
     time: str
+    measure: str
+    """Of its rows; that of several tables may be the same."""
     rows: Callable[[Plan], list[Row]]
     show: Callable[[Rows], str]
 
@@ -153,17 +155,20 @@ def _calibrate_rows(plan: Plan) -> list[Row]:
 TABLES = {
     table.name: table
     for table in (
-        Table("overhead", "a checkpoint at every step, lightck's and the rivals'", "2 to 4 h", _step_rows,
+        Table("overhead", "a checkpoint at every step, lightck's and the rivals'", "2 to 4 h", "steps", _step_rows,
               views.overhead),
-        Table("stall", "wall time on the training thread per step", "the rows of overhead", _step_rows, views.stall),
-        Table("interval", "the smallest interval within 5 % (LightCheck's Table I)", "the rows of overhead", _step_rows,
-              views.interval),
-        Table("recovery", "to the next step, against torch.load", "15 min", _recovery_rows, views.recovery),
-        Table("bandwidth", "against memcpy, a non-temporal one, libpmem's", "5 min", _bandwidth_rows, views.bandwidth),
-        Table("memory", "private memory beyond the same loop", "60 min", _memory_rows, views.memory),
-        Table("flat", "10,000 steps of a small model", "10 min", _flat_rows, views.flat),
-        Table("many", "100,000 tiny tensors; 1,000 layers", "3 min", _many_rows, views.many),
-        Table("gpu", "a checkpoint at every step of a training on a CUDA device", "30 min", _gpu_rows, views.overhead),
-        Table("calibrate", "seconds of a step by batch size", "15 min", _calibrate_rows, views.calibrate),
+        Table("stall", "wall time on the training thread per step", "the rows of overhead", "steps", _step_rows,
+              views.stall),
+        Table("interval", "the smallest interval within 5 % (LightCheck's Table I)", "the rows of overhead",
+              "steps", _step_rows, views.interval),
+        Table("recovery", "to the next step, against torch.load", "15 min", "recovery", _recovery_rows, views.recovery),
+        Table("bandwidth", "against memcpy, a non-temporal one, libpmem's", "5 min", "bandwidth", _bandwidth_rows,
+              views.bandwidth),
+        Table("memory", "private memory beyond the same loop", "60 min", "memory", _memory_rows, views.memory),
+        Table("flat", "10,000 steps of a small model", "10 min", "flat", _flat_rows, views.flat),
+        Table("many", "100,000 tiny tensors; 1,000 layers", "3 min", "many", _many_rows, views.many),
+        Table("gpu", "a checkpoint at every step of a training on a CUDA device", "30 min", "gpu", _gpu_rows,
+              views.overhead),
+        Table("calibrate", "seconds of a step by batch size", "15 min", "calibrate", _calibrate_rows, views.calibrate),
     )
 }  # fmt: skip

@@ -148,7 +148,7 @@ def _row(kept: Results, row: Row, place: Place, number: int, of: int) -> str | N
 
 def _tables(kept: Results, tables: list[Table], keys: set[str] | None) -> None:
     for table in tables:
-        rows = {key: row for key, row in kept.rows(_measure_of(table)).items() if keys is None or key in keys}
+        rows = {key: row for key, row in kept.rows(table.measure).items() if keys is None or key in keys}
         if rows:
             say(f"{table.name}: {table.says}")
             say()
@@ -157,12 +157,6 @@ def _tables(kept: Results, tables: list[Table], keys: set[str] | None) -> None:
             say()
             say(f"Measured on {'; '.join(sorted({_machine(row['machine']) for row in rows.values()}))}.")
             say()
-
-
-def _measure_of(table: Table) -> str:
-    from lightck.bench.tables import Plan
-
-    return next((row.measure for row in table.rows(Plan())), table.name)
 
 
 def _machine(facts: dict[str, Any]) -> str:
@@ -178,7 +172,7 @@ def _show(kept: Results, names: tuple[str, ...], as_json: bool) -> int:
     from lightck.bench.tables import TABLES
 
     if as_json:
-        say_json({name: kept.rows(_measure_of(TABLES[name])) for name in names})
+        say_json({name: kept.rows(TABLES[name].measure) for name in names})
     else:
         _tables(kept, [TABLES[name] for name in names], None)
     return OK

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from lightck.capture import values
-from lightck.contents import Contents, MemorySource, Source, load_tensor
+from lightck.contents import Contents, Source, load_tensor
 from lightck.pool.layout import Entry
-from lightck.pool.reader import Version
 
 _CHUNK = 1 << 20
 """Elements that are compared at a time."""
@@ -74,12 +73,6 @@ def _add(found: Distance, a: torch.Tensor, b: torch.Tensor) -> None:
     relative = torch.where(apart == 0, 0.0, apart / scale).nan_to_num(nan=math.inf, posinf=math.inf)
     found.max_abs = max(found.max_abs, float(apart.max()))
     found.max_rel = max(found.max_rel, float(relative.max()))
-
-
-def in_memory(version: Version) -> MemorySource:
-    """All tensors of a version, verified: of a pool in use, before they are overwritten."""
-    own = [name for name, entry in version.entries.items() if entry.alias is None]
-    return MemorySource(version.entries, {name: load_tensor(version, name) for name in own})
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------

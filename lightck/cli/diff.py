@@ -115,7 +115,7 @@ def _compared(sides: list[survey.Held]) -> dict[str, Any]:
 
 def _source(side: survey.Held) -> Source:
     """Where the tensors are read from: memory, where the slot may soon be written anew."""
-    from lightck.cli.compare import in_memory
+    from lightck.contents import in_memory
 
     assert side.version is not None
     if (side.nbytes or 0) > HELD_NBYTES_MAX or holder_of(side.version.reader.path) is None:
