@@ -51,5 +51,5 @@ def test_fork_server_has_not_called_lightck_in_the_reference(server: ForkServer,
 def test_pool_on_a_disk_and_attach_that_searches_the_whole_heap(server: ForkServer, tmp_path: Path) -> None:
     """The other tests' pools are on tmpfs, and what their server imported is hidden from attach."""
     training = Training(server, SCENARIOS["scheduler"], tmp_path, sees_frozen=True)
-    survival = training.survive(training.reference(), [*KILLS, Kill("site", "word", 2), Kill("clock", nth=2)])
+    survival = training.survive(training.reference(), [*KILLS, Kill("site", "word", 2), Kill("place", "update", 2)])
     assert len(survival.kills) == 4

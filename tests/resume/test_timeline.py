@@ -117,7 +117,7 @@ def test_crash_after_a_step_back_comes_back_to_that_timeline(server: ForkServer,
     line.dies(kill, {**branch, "recover_step": STOP - 1})
     assert held_steps(line.pool)[0] == (STOP - 1 if site in ("after attach", *BEFORE_THE_LINE) else STOP)
     line.dies(kill)
-    line.dies(Kill("clock", nth=2))
+    line.dies(Kill("place", "update", 2))
     line.finishes()
 
 
