@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightck.recover import recover
     from lightck.restore import Drift
     from lightck.session import Session
+    from lightck.staging.kinds import Device, Direct, Host
     from lightck.stats import Stats
     from lightck.strategy import FullState
 
@@ -38,10 +39,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Auto",
     "Checkpoint",
+    "Device",
+    "Direct",
     "Drift",
     "Durability",
     "Exported",
     "FullState",
+    "Host",
     "Keep",
     "LightckError",
     "Pin",
@@ -55,10 +59,13 @@ __all__ = [
 _HOMES = {
     "Auto": "interval",
     "Checkpoint": "checkpoint",
+    "Device": "staging.kinds",
+    "Direct": "staging.kinds",
     "Drift": "restore",
     "Durability": "pool.durability",
     "Exported": "export",
     "FullState": "strategy",
+    "Host": "staging.kinds",
     "Keep": "keep",
     "LightckError": "errors",
     "Pin": "pin",

@@ -51,6 +51,7 @@ from lightck.pool.ring import candidates
 from lightck.recover import parse, restore_newest
 from lightck.resume import Resumed, forget, is_poisoned, restored_from, tell_differences
 from lightck.session import Session
+from lightck.staging.kinds import Kind, check_kind
 from lightck.stats import Meter
 from lightck.strategy import FullState
 from lightck.table import in_order_of_need
@@ -74,6 +75,7 @@ def attach(
     slots: int | None = None,
     keep: Keep | None = None,
     pause_on_nonfinite: bool = False,
+    staging: Kind | None = None,
 ) -> Session:
     """Make every finished training step of ``model`` survive a crash.
 
@@ -91,6 +93,7 @@ def attach(
         slots: versions that the pool has room for, 2 to 8; by default 2, or what an existing pool has.
         keep: export a version every so often: ``lightck.Keep(every=1000, last=3, to=folder)``. It takes one more slot.
         pause_on_nonfinite: commit no state whose loss scale or sampled values are not finite.
+        staging: the way out of a device: ``lightck.Host()``, ``Direct()`` or ``Device()``; by default the best of them.
 
     Raises:
         CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` was said.
@@ -98,7 +101,7 @@ def attach(
         DriftError, CorruptPoolError: ``resume=True`` and the checkpoint does not fit, or none verifies.
         AmbiguousError, StateValueError, LateError, SessionError, MediumError, KeepError: see each.
     """
-    _check_arguments(model, state, resume, overwrite, strategy, slots, keep)
+    _check_arguments(model, state, resume, overwrite, strategy, slots, keep, staging)
     pace = cadence(interval)
     path = _pool_path(pool_path)
     kind = backend_for(path, backend)
@@ -112,7 +115,7 @@ def attach(
     finite = Finite(found.state) if pause_on_nonfinite else None
     is_checked = os.environ.get(CHECK_VARIABLE) == "1"
     with _undone(lock.release):
-        pipeline = Pipeline(path, kind, durable, slots or 2, meter, finite, check=is_checked)
+        pipeline = Pipeline(path, kind, durable, slots or 2, meter, finite, check=is_checked, staging=staging)
         with _undone(pipeline.close):
             pipeline.keep(Keeper(keep, path, meter) if keep is not None else None)
             kind.remove_stale(path)
@@ -140,7 +143,7 @@ def _undone(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def _check_arguments(model: Any, state: Any, resume: bool, overwrite: bool, strategy: Any, slots: Any,
-                     keep: Any) -> None:  # fmt: skip
+                     keep: Any, staging: Any) -> None:  # fmt: skip
     refuse_other_than_module(model)
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
@@ -156,6 +159,7 @@ def _check_arguments(model: Any, state: Any, resume: bool, overwrite: bool, stra
             "Build the model anew, or restore another checkpoint into it."
         )
     _check_slots(slots, keep)
+    check_kind(staging)
 
 
 def _check_slots(slots: Any, keep: Any) -> None:

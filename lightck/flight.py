@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lightck.capture.watch import Watched
 from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_MAX
-from lightck.pool.writer import Pending
+from lightck.pool.writer import Pending, PoolWriter
 
 log = logging.getLogger("lightck")
 
@@ -20,6 +21,8 @@ class Flight:
     pending: Pending
     watched: Watched
     step: int
+    is_apart: bool
+    """It came from devices, and all of it was taken in the order of their work: nothing is left to doubt."""
 
     @property
     def jobs(self) -> int:
@@ -31,6 +34,11 @@ class Flight:
         names = [self.watched.lives[i].name for i in self.watched.moved()]
         seen = self.watched.forward_seen
         return names, f"{'a forward' if seen else 'something between the boundary and the next forward'} wrote to it"
+
+    def audit(self, writer: PoolWriter, turn: int, whole: bool) -> str | None:
+        """As ``Watched.audit``, of what was copied. Its copies are done."""
+        raw = partial(writer.raw_crcs, self.pending.slot)
+        return self.watched.audit(raw, writer.superblock.block, turn, whole)
 
     def drop(self, reason: str, names: Sequence[str]) -> None:
         """Give it up, and say so."""

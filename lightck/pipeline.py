@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -24,7 +24,8 @@ from lightck.finite import Finite
 from lightck.flight import Flight, room_for_parts
 from lightck.interrupts import deliver
 from lightck.keep import Keeper
-from lightck.pin import Hold, Holds, carry_all
+from lightck.moving import move
+from lightck.pin import Hold, Holds
 from lightck.pool.backend import Backend
 from lightck.pool.create import create
 from lightck.pool.durability import Durability
@@ -34,9 +35,9 @@ from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
 from lightck.pool.writer import FullError, PoolWriter
 from lightck.split import Split, columns_of
-from lightck.staging import Staging
+from lightck.staging.kinds import Kind
+from lightck.staging.sending import Staging
 from lightck.stats import Meter
-from lightck.table import in_order_of_need, room_for, spare_nbytes
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class Pipeline:
     """Takes closed versions and brings them to their commit, in order."""
 
     def __init__(self, path: str, backend: Backend, durability: Durability, slots: int, meter: Meter,
-                 finite: Finite | None = None, *, check: bool = False) -> None:  # fmt: skip
+                 finite: Finite | None = None, staging: Kind | None = None, *, check: bool = False) -> None:
         self.path = path
         self.durability = durability
         self.committed: int | None = None
@@ -60,7 +61,8 @@ class Pipeline:
         self._meter = meter
         self._check, self._turn = check, 0
         self._flights: list[Flight] = []
-        self.early, self.staging = Early(check), Staging(meter, is_on=not check)
+        self.early = Early(check)
+        self.staging = Staging(meter, staging, runs_behind=slots > 2, is_on=not check)
         self._wanted_slots: int | None = None
 
     def keep(self, keeper: Keeper | None) -> None:
@@ -134,6 +136,9 @@ class Pipeline:
             self._relayout(closing, why)
             return
         self._flights.append(flight)
+        if flight.is_apart:
+            with suppress(LightckError):  # it failed already, which the gate tells
+                flight.pending.job.release()
 
     def copy_early(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are what they will be in the version to come: their copies begin now, where they can."""
@@ -165,7 +170,8 @@ class Pipeline:
         self._meter.left_out = len(split.left_out)
         if self._meter.observer is not None:
             self._meter.observer.version(pending.line.generation, closing.step, writer.entries)
-        flight = Flight(pending, Watched(split.background, split.background_numbers), closing.step)
+        flight = Flight(pending, Watched(split.background, split.background_numbers), closing.step,
+                        is_apart=len(sent) > 0 and not split.background)  # fmt: skip
         if self._check:
             flight.watched.prove(writer.superblock.block)
         if hidden is not None:
@@ -199,25 +205,12 @@ class Pipeline:
         self._note_committed(self._move([entry_of(live) for live in closing.lives], len(closing.state), first))
 
     def _move(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
-        """To a new file: what is held is carried over, then ``first`` commits, then the file gets its name."""
+        """To a new file, where ``first`` commits."""
         old = self.writer
         self.early.drop()
         if self.keeper is not None:
             self.keeper.wait(old, self.holds)  # it reads the old file
-        moving = self.holds.versions(old) if old is not None else []
-        held = [entry for _, version in moving for entry in version.entries.values()]
-        table, extras = room_for(old, entries, held)
-        state_nbytes = max([state_nbytes, *(len(version.state) for _, version in moving)])
-        writer = self._new_writer(in_order_of_need(table.values()), state_nbytes, spare_nbytes(old, table), extras)
-        try:
-            lines = carry_all(moving, writer)
-            result = first(writer)
-            writer.reader.container.publish()
-        except BaseException:
-            writer.close()
-            raise
-        self.writer = writer
-        self.holds.moved(lines, writer)
+        self.writer, result = move(old, self._new_writer, self.holds, entries, state_nbytes, first)
         if old is not None:
             old.close()
         return result
@@ -322,17 +315,15 @@ class Pipeline:
     def _settle(self, flight: Flight) -> None:
         """End of doubt: the copies are done, and the version is allowed to commit or is dropped."""
         assert self.writer is not None
-        job, watched = flight.pending.job, flight.watched
         self._wait_or_fail(flight, COPIED)
         if self._drop_if_moved(flight):
             return
-        raw = partial(self.writer.raw_crcs, flight.pending.slot)
         self._turn += 1
-        hidden = watched.audit(raw, self.writer.superblock.block, self._turn, self._check)
+        hidden = flight.audit(self.writer, self._turn, self._check)
         if hidden is not None:
             self._drop(flight, "it was written unannounced", [hidden])
             raise changed_error(hidden, "while a version was being copied")
-        job.release()
+        flight.pending.job.release()
 
     def _drop(self, flight: Flight, reason: str, names: Sequence[str]) -> None:
         assert self.writer is not None

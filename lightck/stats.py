@@ -39,6 +39,8 @@ class Stats:
     """Tensors that the newest version did not have to write again."""
     kept: int = 0
     """Versions exported by ``keep=``."""
+    staging: str | None = None
+    """The way by which the newest version's tensors left their device (``attach(..., staging=...)``)."""
     interval: int = 1
     """Updates between versions, as of now."""
     emulated: str | None = None
@@ -62,6 +64,7 @@ class Meter:
         self.stall_seconds = self.wait_seconds = 0.0
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
         self.kept = 0
+        self.staging: str | None = None
         self.bytes_written = self.bytes_helped = self.versions = self.skipped = self.recopied = self.left_out = 0
         self._depth = 0
 

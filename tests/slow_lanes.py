@@ -1,7 +1,8 @@
-"""A device for tests, made of CPU tensors: what is sent from it arrives late, in the order in which it was sent.
+"""A device for tests, made of CPU tensors: what is sent from it arrives late, on one of its two streams.
 
 What is sent beside the computation is read when it arrives, so a gate that opens too early is seen in the bytes; what
-is sent in order has the bytes of the call. Host memory is full of 0xAB at first: what is read too early is seen too.
+is sent in order, or copied within, has the bytes of the call, and arrives late too, on the other stream. Memory of
+either side is full of a pattern at first: what is read too early is seen.
 """
 
 from __future__ import annotations
@@ -24,14 +25,53 @@ from lightck.capture.lanes import Arrival, Lane, Pair, raw
 Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 
 
+class _Stream:
+    """Copies one after the other, on a thread; each batch after an arrival elsewhere."""
+
+    def __init__(self, seed: int, seconds: float) -> None:
+        self._random = random.Random(seed)
+        self._seconds = seconds
+        self._tasks: SimpleQueue[tuple[Copies, Arrival, threading.Event]] = SimpleQueue()
+        self._runs_in = 0
+        self._last, self.flows = threading.Event(), threading.Event()
+        self._last.set()
+        self.flows.set()
+
+    @property
+    def is_idle(self) -> bool:
+        return self._last.is_set()
+
+    def mark(self) -> Arrival:
+        return _Waited(self._last)
+
+    def send(self, copies: Copies, after: Arrival) -> Arrival:
+        if self._runs_in != os.getpid():  # a forked child has no threads of its parent's
+            self._runs_in, self._tasks = os.getpid(), SimpleQueue()
+            threading.Thread(target=self._run, daemon=True).start()
+        arrived = self._last = threading.Event()
+        self._tasks.put((copies, after, arrived))
+        return _Waited(arrived)
+
+    def _run(self) -> None:
+        tasks = self._tasks
+        while True:
+            copies, after, arrived = tasks.get()
+            after.synchronize()
+            self.flows.wait(60)
+            for target, source in copies:
+                time.sleep(self._random.uniform(0, self._seconds / len(copies)))
+                with torch.no_grad():
+                    target.copy_(source())
+            arrived.set()
+
+
 class SlowLane:
     """Of a device whose copies take up to ``seconds``, drawn from ``seed``."""
 
     def __init__(self, seed: int, seconds: float = 0.01) -> None:
-        self._random = random.Random(seed)
-        self._seconds = seconds
-        self._stream: SimpleQueue[tuple[Copies, threading.Event]] = SimpleQueue()
-        self._runs_in = 0
+        self._computation, self._beside = _Stream(seed, seconds), _Stream(seed + 1000, seconds)
+        self.flows_beside = self._beside.flows
+        """Cleared: what is sent beside the computation does not arrive."""
         self.sent = 0
         self.fails: Exception | None = None
         """What sending in order raises."""
@@ -39,19 +79,29 @@ class SlowLane:
         """What sending beside the computation raises."""
         self.fails_once: Exception | None = None
         self.before_send: Callable[[], None] | None = None
+        self.room = 1 << 40
+        """Bytes of memory of its own."""
+        self.refuses: Exception | None = None
+        """What registering memory raises."""
+        self.registered: list[int] = []
+        """Addresses of memory that it writes to by itself."""
 
-    def _run(self) -> None:
-        stream = self._stream
-        while True:
-            copies, arrived = stream.get()
-            for target, source in copies:
-                time.sleep(self._random.uniform(0, self._seconds / len(copies)))
-                with torch.no_grad():
-                    target.copy_(source())
-            arrived.set()
+    @property
+    def is_computing(self) -> bool:
+        """Something is on its way in the order of the computation."""
+        return not self._computation.is_idle
+
+    @property
+    def is_sending(self) -> bool:
+        """Something is on its way beside the computation."""
+        return not self._beside.is_idle
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.is_computing or self.is_sending)
 
     def mark(self) -> Arrival:
-        return _Waited(threading.Event(), is_set=True)
+        return self._computation.mark()
 
     def send(self, pairs: Sequence[Pair], after: Arrival) -> Arrival:
         if self.before_send is not None:
@@ -59,26 +109,38 @@ class SlowLane:
         once, self.fails_once = self.fails_once, None
         if self.fails_beside is not None or once is not None:
             raise self.fails_beside or once
-        after.synchronize()
-        return self._send([(target, partial(raw, tensor)) for target, tensor in pairs])
+        self.sent += len(pairs)
+        return self._beside.send([(target, partial(raw, tensor)) for target, tensor in pairs], after)
 
     def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
         if self.fails is not None:
             raise self.fails
-        held = [(target, raw(tensor).clone()) for target, tensor in pairs]
-        return self._send([(target, raw(tensor).clone) for target, tensor in held])
+        self.sent += len(pairs)
+        copies = [(target, raw(tensor).clone()) for target, tensor in pairs]
+        return self._computation.send([(target, copy.clone) for target, copy in copies], _NOTHING)
 
-    def _send(self, copies: Copies) -> Arrival:
-        if self._runs_in != os.getpid():  # a forked child has no threads of its parent's
-            self._runs_in, self._stream = os.getpid(), SimpleQueue()
-            threading.Thread(target=self._run, daemon=True).start()
-        self.sent += len(copies)
-        arrived = threading.Event()
-        self._stream.put((copies, arrived))
-        return _Waited(arrived)
+    def copy_within(self, pairs: Sequence[Pair]) -> None:
+        self.send_in_order(pairs)
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
         return raw(tensor)[start : None if nbytes is None else start + nbytes].clone()
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.room:
+            raise RuntimeError("out of memory")
+        return torch.full((nbytes,), 0xCD, dtype=torch.uint8, device="cpu")
+
+    def free_nbytes(self) -> int:
+        return self.room
+
+    def register(self, memory: torch.Tensor) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.registered.append(memory.data_ptr())
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        assert self.is_idle, "something is on its way"
+        self.registered.remove(memory.data_ptr())
 
     def enter(self) -> None: ...
 
@@ -91,13 +153,20 @@ class SlowLane:
 
 
 class _Waited:
-    def __init__(self, event: threading.Event, *, is_set: bool = False) -> None:
+    def __init__(self, event: threading.Event) -> None:
         self._event = event
-        if is_set:
-            event.set()
 
     def synchronize(self) -> None:
         assert self._event.wait(60), "nothing arrived"
+
+
+def _passed() -> Arrival:
+    event = threading.Event()
+    event.set()
+    return _Waited(event)
+
+
+_NOTHING = _passed()
 
 
 def install(patch: pytest.MonkeyPatch, lane_of: Callable[[torch.Tensor], Lane | None]) -> None:

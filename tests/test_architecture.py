@@ -41,7 +41,9 @@ LAYERS = {
     "staging": DATA | {"split", "stats"},
     "flight": DATA,
     "layerwise": DATA | {"sessions"},
-    "pipeline": DATA | {"early", "flight", "split", "staging", "stats", "interrupts", "pin", "keep", "finite", "table"},
+    "moving": DATA | {"pin", "table"},
+    "pipeline": DATA | {"early", "flight", "split", "staging", "stats", "interrupts", "moving", "pin", "keep",
+                        "finite"},
     "contents": DATA,
     "memory": {"pool"},
     "fill": DATA | {"contents", "memory"},
@@ -55,9 +57,9 @@ LAYERS = {
     "trace": DATA | {"_native", "export", "stats"},
     "session": DATA | {"interval", "pipeline", "pin", "resume", "first_step", "sessions", "stats", "trace"},
     "attach": DATA | {"checkpoint", "finite", "first_step", "interval", "keep", "pipeline", "recover", "resume",
-                      "session", "sessions", "stats", "strategy", "table"},
+                      "session", "sessions", "staging.kinds", "stats", "strategy", "table"},
     "": {"attach", "checkpoint", "errors", "export", "interval", "keep", "layerwise", "pin", "pool.durability",
-         "recover", "restore", "session", "stats", "strategy"},
+         "recover", "restore", "session", "staging.kinds", "stats", "strategy"},
     "demo": BASE | {""},
     "testing": DATA | {"", "_native", "cli", "contents", "early"},
     "bench": BASE | {"", "_native", "pool"},
@@ -159,8 +161,8 @@ def test_byte_level_knows_nothing_of_torch():
 
 def test_public_surface_is_sealed():
     assert lightck.__all__ == [
-        "Auto", "Checkpoint", "Drift", "Durability", "Exported", "FullState", "Keep", "LightckError", "Pin", "Session",
-        "Stats", "attach", "export_checkpoint", "layerwise", "recover",
+        "Auto", "Checkpoint", "Device", "Direct", "Drift", "Durability", "Exported", "FullState", "Host", "Keep",
+        "LightckError", "Pin", "Session", "Stats", "attach", "export_checkpoint", "layerwise", "recover",
     ]  # fmt: skip
     for name in lightck.__all__:
         assert getattr(lightck, name).__doc__, f"{name} has no docstring"

@@ -26,9 +26,12 @@ from torch import nn
 from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 
 import lightck
-from lightck import staging
 from lightck.errors import BackgroundError, StateChangedError
+from lightck.pool.engine import COPIED
 from lightck.pool.lock import holder_of
+from lightck.staging import groups
+from lightck.staging.choice import Choice
+from lightck.staging.pump import Pump
 
 SEED = 20261121
 
@@ -43,10 +46,19 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> SlowLane:
     return slow
 
 
+HOST, DIRECT, DEVICE = lightck.Host(), lightck.Direct(), lightck.Device()
+
+
+@pytest.fixture(params=[HOST, DIRECT, DEVICE], ids=str)
+def kind(request: pytest.FixtureRequest) -> Any:
+    """Each way by which tensors leave their device."""
+    return request.param
+
+
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many groups as there can be, of the smallest tensors too."""
-    monkeypatch.setattr(staging, "GROUP_NBYTES_MIN", 1024)
+    monkeypatch.setattr(groups, "GROUP_NBYTES_MIN", 1024)
 
 
 class Normed(nn.Module):
@@ -73,10 +85,10 @@ def normed() -> Normed:
 
 @pytest.mark.parametrize("model", [net, lambda: net(BIG), normed], ids=["small", "big", "buffers"])
 @pytest.mark.parametrize("slots", [2, 3])
-def test_every_step_is_exact(pool, lane, small_groups, model, slots):
+def test_every_step_is_exact(pool, lane, small_groups, model, slots, kind):
     model = model()
     optimizer = adam(model)
-    with lightck.attach(model, pool, optimizer=optimizer, slots=slots) as session:
+    with lightck.attach(model, pool, optimizer=optimizer, slots=slots, staging=kind) as session:
         for number in range(8):
             train(model, optimizer, 1, start=number)
             seen = everything(model, optimizer)
@@ -87,12 +99,12 @@ def test_every_step_is_exact(pool, lane, small_groups, model, slots):
 
 @pytest.mark.parametrize("model", [lambda: net(BIG), normed], ids=["big", "buffers"])
 @pytest.mark.parametrize("slots", [2, 3, 4])
-def test_a_kill_at_any_time_leaves_a_step_that_was(folder, lane, small_groups, model, slots):
+def test_a_kill_at_any_time_leaves_a_step_that_was(folder, lane, small_groups, model, slots, kind):
     states = states_of(model, 40)
     chosen = random.Random(SEED + slots)
     for number in range(4):
         pool, seen = folder / f"{number}.pool", mmap.mmap(-1, 8)
-        killed_child(partial(dies, pool, model(), slots, chosen.uniform(0, 0.3), seen))
+        killed_child(partial(dies, pool, model(), slots, kind, chosen.uniform(0, 0.3), seen))
         found = lightck.recover(pool)
         assert seen[0] <= found.step
         assert is_step(found, states[found.step])
@@ -109,10 +121,10 @@ def states_of(model: Callable[[], nn.Module], steps: int) -> list[dict[str, Any]
     return states
 
 
-def dies(pool: Path, model: nn.Module, slots: int, seconds: float, seen: mmap.mmap) -> None:
+def dies(pool: Path, model: nn.Module, slots: int, kind: Any, seconds: float, seen: mmap.mmap) -> None:
     """Trains for 40 steps, or until it is killed so long after the first commit. ``seen``: the newest known step."""
     optimizer = adam(model)
-    session = lightck.attach(model, pool, optimizer=optimizer, slots=slots)
+    session = lightck.attach(model, pool, optimizer=optimizer, slots=slots, staging=kind)
     killer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
     for number in range(40):
         train(model, optimizer, 1, start=number)
@@ -122,9 +134,9 @@ def dies(pool: Path, model: nn.Module, slots: int, seconds: float, seen: mmap.mm
     signal.pause()
 
 
-def test_the_training_is_not_changed(pool, lane):
+def test_the_training_is_not_changed(pool, lane, kind):
     plain, saved = normed(), normed()
-    with lightck.attach(saved, pool, optimizer=(optimizer := adam(saved))):
+    with lightck.attach(saved, pool, optimizer=(optimizer := adam(saved)), staging=kind):
         train(saved, optimizer, 6)
     train(plain, other := adam(plain), 6)
     assert is_step(lightck.recover(pool), everything(plain, other))
@@ -135,10 +147,10 @@ def test_host_memory_is_filled_again_only_when_it_was_copied(pool, lane, small_g
     exact = _steps_that_are_exact(pool, lane)
     assert exact == 4
 
-    def never(segment: staging._Segment) -> None:
+    def never(segment: groups.Segment) -> None:
         segment.arrivals = []
 
-    monkeypatch.setattr(staging, "_free", never)
+    monkeypatch.setattr(groups.Segment, "free", never)
     assert _steps_that_are_exact(pool.with_name("broken.pool"), lane) < 4
 
 
@@ -146,7 +158,7 @@ def _steps_that_are_exact(pool, lane) -> int:
     model = net(BIG)
     optimizer = adam(model)
     exact = 0
-    with lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
+    with lightck.attach(model, pool, optimizer=optimizer, slots=3, staging=lightck.Host()) as session:
         for number in range(4):
             train(model, optimizer, 1, start=number)
             seen = everything(model, optimizer)
@@ -158,13 +170,14 @@ def _steps_that_are_exact(pool, lane) -> int:
     return exact
 
 
-def test_what_is_written_while_it_is_under_way_drops_the_version(pool, monkeypatch):
+@pytest.mark.parametrize("kind", [lightck.Host(), lightck.Direct()], ids=str)
+def test_what_is_written_while_it_is_under_way_drops_the_version(pool, monkeypatch, kind):
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
     slow = SlowLane(SEED, seconds=0.2)
     slow_lanes.install(monkeypatch, lambda tensor: slow)
     model = net(BIG)
     optimizer = adam(model)
-    with lightck.attach(model, pool, optimizer=optimizer) as session:
+    with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
         train(model, optimizer, 2)
         seen = everything(model, optimizer)
         session.flush()
@@ -186,10 +199,10 @@ def test_what_is_written_while_it_is_under_way_drops_the_version(pool, monkeypat
         assert is_step(lightck.recover(pool), seen)
 
 
-def begun(pool: Path, steps: int, model: nn.Module) -> tuple[Any, Any, dict[str, Any]]:
+def begun(pool: Path, steps: int, model: nn.Module, kind: Any) -> tuple[Any, Any, dict[str, Any]]:
     """A session whose newest step is committed, the optimizer, and what that step holds."""
     optimizer = adam(model)
-    session = lightck.attach(model, pool, optimizer=optimizer)
+    session = lightck.attach(model, pool, optimizer=optimizer, staging=kind)
     train(model, optimizer, steps)
     seen = everything(model, optimizer)
     session.flush()
@@ -208,9 +221,9 @@ def train_grown(model: Any, optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
-def test_a_device_that_fails_is_told_and_older_versions_stay(pool, lane):
+def test_a_device_that_fails_is_told_and_older_versions_stay(pool, lane, kind):
     model = net(BIG)
-    session, optimizer, seen = begun(pool, 3, model)
+    session, optimizer, seen = begun(pool, 3, model, kind)
     train(model, optimizer, 1, start=3)
     lane.fails_beside = RuntimeError("lost")
     session.end_step()
@@ -223,9 +236,9 @@ def test_a_device_that_fails_is_told_and_older_versions_stay(pool, lane):
     assert lightck.recover(pool).step == 3
 
 
-def test_a_device_that_fails_at_the_boundary_is_told(pool, lane):
+def test_a_device_that_fails_at_the_boundary_is_told(pool, lane, kind):
     model = normed()
-    session, optimizer, seen = begun(pool, 2, model)
+    session, optimizer, seen = begun(pool, 2, model, kind)
     lane.fails = RuntimeError("lost")
     train(model, optimizer, 1, start=2)
     with pytest.raises(BackgroundError, match=r"did not leave their device \(lost\)"):
@@ -235,10 +248,10 @@ def test_a_device_that_fails_at_the_boundary_is_told(pool, lane):
     assert is_step(lightck.recover(pool), seen)
 
 
-def test_tensors_that_need_a_new_layout(pool, lane):
+def test_tensors_that_need_a_new_layout(pool, lane, kind):
     model = net(BIG)
     optimizer = adam(model)
-    with lightck.attach(model, pool, optimizer=optimizer) as session:
+    with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
         train(model, optimizer, 2)
         grow(model, optimizer)
         for number in range(2, 5):
@@ -248,14 +261,14 @@ def test_tensors_that_need_a_new_layout(pool, lane):
             assert is_step(lightck.recover(pool), seen)
 
 
-def test_some_tensors_on_a_device_and_others_not(pool, monkeypatch):
+def test_some_tensors_on_a_device_and_others_not(pool, monkeypatch, kind):
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
     slow, other = SlowLane(SEED), SlowLane(SEED + 1)
     model = normed()
     optimizer = adam(model)
     of = {id(model.one.weight): slow, id(model.two.weight): other, id(model.norm.running_mean): other}
     slow_lanes.install(monkeypatch, lambda tensor: of.get(id(tensor)))
-    with lightck.attach(model, pool, optimizer=optimizer) as session:
+    with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
         for number in range(4):
             train(model, optimizer, 1, start=number)
             seen = everything(model, optimizer)
@@ -272,27 +285,27 @@ def test_memory_that_cannot_be_pinned(pool, lane, monkeypatch, caplog):
     monkeypatch.setattr(lane, "memory", refused)
     model = net(BIG)
     optimizer = adam(model)
-    with caplog.at_level("INFO"), lightck.attach(model, pool, optimizer=optimizer):
+    with caplog.at_level("INFO"), lightck.attach(model, pool, optimizer=optimizer, staging=lightck.Host()):
         train(model, optimizer, 3)
     assert is_step(lightck.recover(pool), everything(model, optimizer))
     assert "cannot be pinned (no more)" in caplog.text
 
 
-def test_under_check_nothing_is_sent(pool, lane, monkeypatch):
+def test_under_check_nothing_is_sent(pool, lane, monkeypatch, kind):
     monkeypatch.setenv("LIGHTCK_CHECK", "1")
     model = net(BIG)
     optimizer = adam(model)
-    with lightck.attach(model, pool, optimizer=optimizer):
+    with lightck.attach(model, pool, optimizer=optimizer, staging=kind):
         train(model, optimizer, 3)
     assert is_step(lightck.recover(pool), everything(model, optimizer))
     assert lane.sent == 0
 
 
-def test_versions_one_after_the_other_without_an_update_between_them_and_the_next(pool, lane, small_groups):
+def test_versions_one_after_the_other_without_an_update_between_them_and_the_next(pool, lane, small_groups, kind):
     """Boundaries without a gate: the memory for what is sent in order is waited for."""
     model = normed()
     optimizer = adam(model)
-    with lightck.attach(model, pool, optimizer=optimizer, slots=4) as session:
+    with lightck.attach(model, pool, optimizer=optimizer, slots=4, staging=kind) as session:
         for number in range(6):
             train(model, optimizer, 1, start=number)
             session.end_step()
@@ -301,11 +314,11 @@ def test_versions_one_after_the_other_without_an_update_between_them_and_the_nex
 
 
 @pytest.mark.parametrize("change", ["swapped and back", "half"])
-def test_memory_that_is_exchanged_is_read_as_it_was(pool, lane, change):
+def test_memory_that_is_exchanged_is_read_as_it_was(pool, lane, change, kind):
     """What is sent is the memory of the boundary, not what the tensor has by then."""
     model = net(BIG)
     optimizer = adam(model)
-    with lightck.attach(model, pool, optimizer=optimizer) as session:
+    with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
         for number in range(8):
             train(model, optimizer, 1, start=number)
             seen = everything(model, optimizer)
@@ -321,10 +334,10 @@ def test_memory_that_is_exchanged_is_read_as_it_was(pool, lane, change):
         assert session.stats().skipped == 0
 
 
-def test_a_device_that_fails_while_the_pool_is_laid_out_anew(pool, lane, small_groups):
+def test_a_device_that_fails_while_the_pool_is_laid_out_anew(pool, lane, small_groups, kind):
     """Some groups arrive, one does not: nothing of the version is under way when its new file is given up."""
     model = net(BIG)
-    session, optimizer, seen = begun(pool, 2, model)
+    session, optimizer, seen = begun(pool, 2, model, kind)
     grow(model, optimizer)
     train_grown(model, optimizer, 2)
     lane.fails_once = RuntimeError("lost")
@@ -336,10 +349,10 @@ def test_a_device_that_fails_while_the_pool_is_laid_out_anew(pool, lane, small_g
     assert is_step(lightck.recover(pool), seen)
 
 
-def test_a_session_that_is_collected_on_the_thread_that_waits_for_devices(pool, lane):
+def test_a_session_that_is_collected_on_the_thread_that_waits_for_devices(pool, lane, kind):
     model = net(BIG)
     optimizer = adam(model)
-    session = lightck.attach(model, pool, optimizer=optimizer)
+    session = lightck.attach(model, pool, optimizer=optimizer, staging=kind)
     train(model, optimizer, 2)
     seen = everything(model, optimizer)
     collected = threading.Event()
@@ -361,18 +374,221 @@ def test_a_session_that_is_collected_on_the_thread_that_waits_for_devices(pool, 
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert is_step(lightck.recover(pool), seen)
-    lightck.attach(other := net(BIG), pool, optimizer=adam(other), overwrite=True).close()
+    lightck.attach(other := net(BIG), pool, optimizer=adam(other), overwrite=True, staging=kind).close()
 
 
 @pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode], ids=["device", "inference"])
-def test_a_version_that_is_closed_where_other_tensors_are_made(pool, lane, mode):
+def test_a_version_that_is_closed_where_other_tensors_are_made(pool, lane, mode, kind):
     """Under another default device, or inside an evaluation."""
     model = net(BIG)
     optimizer = adam(model)
-    with lightck.attach(model, pool, optimizer=optimizer) as session:
+    with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
         for number in range(3):
             train(model, optimizer, 1, start=number)
             seen = everything(model, optimizer)
             with mode():
                 session.flush()
             assert is_step(lightck.recover(pool), seen)
+
+
+# -- what is told of each way, and what only one of them does ----------------------------------------------------------
+
+
+def test_the_way_that_was_named_is_gone(pool, lane, kind):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
+        assert session.stats().staging is None
+        train(model, optimizer, 2)
+        session.end_step()
+        assert session.stats().staging == str(kind)
+        assert bool(lane.registered) == (kind == lightck.Direct())
+    assert not lane.registered
+    assert lane.is_idle
+
+
+@pytest.mark.parametrize("wrong", ["Host", lightck.Host, 3])
+def test_a_way_that_is_none_is_refused(pool, wrong):
+    model = net()
+    with pytest.raises(TypeError, match=r"staging is .*Pass lightck\.Host\(\)"):
+        lightck.attach(model, pool, optimizer=adam(model), staging=wrong)
+    assert not pool.exists()
+
+
+def test_a_copy_on_the_device_frees_the_update_from_the_way_into_the_pool(pool, lane, slow_memory):
+    """Of the kinds, only this one lets an update begin while the version before it is still on its way."""
+    behind = {kind: _updates_behind(pool.with_name(f"{kind}.pool"), kind) for kind in (HOST, DIRECT, DEVICE)}
+    assert behind == {HOST: 0, DIRECT: 0, DEVICE: 1}
+
+
+def _updates_behind(pool: Path, kind: Any) -> int:
+    """How many versions are not copied yet when an update begins."""
+    model = net(40 * BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, slots=3, staging=kind) as session:
+        train(model, optimizer, 3)
+        flights = session._pipeline._flights
+        return sum(flight.pending.job.info().state < COPIED for flight in flights)
+
+
+def test_what_is_written_after_the_boundary_is_not_in_a_copy_on_the_device(pool, lane):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, staging=lightck.Device()) as session:
+        for number in range(4):
+            train(model, optimizer, 1, start=number)
+            session.end_step()
+            seen = everything(model, optimizer)
+            with torch.no_grad():
+                model[0].weight.mul_(1.5)
+            session.flush()
+            assert is_step(lightck.recover(pool), seen)
+        assert session.stats().skipped == 0
+
+
+def test_a_device_without_room_for_a_copy_and_a_pool_that_cannot_be_registered(pool, lane, kind, caplog):
+    lane.room, lane.refuses = 1000, RuntimeError("refused")
+    model = net(BIG)
+    optimizer = adam(model)
+    with caplog.at_level("WARNING"), lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
+        train(model, optimizer, 3)
+        session.end_step()
+        assert session.stats().staging == "Host()"
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+    told = "\n".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    reasons = {"Host()": "", "Device()": "no room for a copy", "Direct()": "cannot be registered: refused"}
+    assert reasons[str(kind)] in told
+    assert ("lightck.Host() is used" in told) == (kind != lightck.Host())
+
+
+def test_a_pool_on_a_disk_is_never_written_by_a_device(tmp_path, lane, caplog):
+    """Its pages would be dirty without the kernel knowing."""
+    model = net(BIG)
+    optimizer = adam(model)
+    with caplog.at_level("WARNING"), lightck.attach(
+        model, tmp_path / "run.pool", optimizer=optimizer, staging=lightck.Direct()
+    ) as session:
+        train(model, optimizer, 2)
+        session.end_step()
+        assert session.stats().staging == "Host()"
+    assert "the pool is on a disk" in caplog.text
+    assert is_step(lightck.recover(tmp_path / "run.pool"), everything(model, optimizer))
+
+
+def test_a_new_pool_file_is_registered_in_the_place_of_the_old_one(pool, lane):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, staging=lightck.Direct()) as session:
+        train(model, optimizer, 2)
+        session.end_step()
+        before = list(lane.registered)
+        grow(model, optimizer)
+        train_grown(model, optimizer, 2)
+        session.flush()
+        assert len(lane.registered) == 1
+        assert lane.registered != before
+        assert session.stats().staging == "Direct()"
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_version_that_was_given_up_does_not_reach_the_next_one_in_its_slot(pool, lane, monkeypatch, is_waited_for):
+    """A device may still be writing into its slot; and the same without the wait is found."""
+    model = net(BIG)
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, staging=DIRECT)
+    train(model, optimizer, 2)
+    session.flush()
+    lane.flows_beside.clear()
+    train(model, optimizer, 1, start=2)
+    session.end_step()
+    while not lane.is_sending:
+        time.sleep(0.001)
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)  # gives the version up; it is sent in order from now on
+    train(model, optimizer, 1, start=3)
+    seen = everything(model, optimizer)
+    if is_waited_for:
+        threading.Timer(0.1, lane.flows_beside.set).start()
+    else:
+        monkeypatch.setattr(Pump, "settle", lambda self: None)
+    session.end_step()
+    with torch.no_grad():
+        model[0].weight.fill_(7.0)
+    while lane.is_computing:
+        time.sleep(0.001)
+    lane.flows_beside.set()
+    session.flush()
+    assert session.stats().skipped == 1
+    assert is_step(lightck.recover(pool), seen) == is_waited_for
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+class _Costs:
+    """A way that holds the training up for so long at each version."""
+
+    def __init__(self, kind: Any, *seconds: float) -> None:
+        self.kind = kind
+        self.seconds = list(seconds)
+
+    def cost(self) -> float:
+        return self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
+
+
+def chosen(*ways: _Costs, versions: int = 40) -> list[Any]:
+    """The kinds by which so many versions go."""
+    choice, stall, gone = Choice(list(ways)), 0.0, []
+    for _ in range(versions):
+        way = choice.next(stall)
+        gone.append(way.kind)
+        stall += way.cost()
+    return gone
+
+
+def test_the_way_that_holds_the_training_up_least_is_chosen():
+    gone = chosen(_Costs(DIRECT, 0.9, 0.02), _Costs(HOST, 0.5, 0.01), _Costs(DEVICE, 0.7, 0.03))
+    assert set(gone[:12]) == {DIRECT, HOST, DEVICE}
+    assert set(gone[12:]) == {HOST}
+
+
+def test_of_ways_that_are_alike_the_one_that_needs_least_is_chosen():
+    assert set(chosen(_Costs(DIRECT, 0.0105), _Costs(HOST, 0.01))[10:]) == {DIRECT}
+    assert set(chosen(_Costs(DIRECT, 0.0002), _Costs(HOST, 0.0001))[10:]) == {DIRECT}
+    assert set(chosen(_Costs(DIRECT, 0.02), _Costs(HOST, 0.01))[10:]) == {HOST}
+
+
+def test_first_versions_and_one_slow_step_do_not_decide():
+    assert set(chosen(_Costs(DIRECT, 9, 9, 9, 0.01, 5, 0.01), _Costs(HOST, 1, 0.02))[10:]) == {DIRECT}
+
+
+def test_a_way_that_cannot_be_gone_is_left_out():
+    ways = [_Costs(DIRECT, 0.001), _Costs(HOST, 0.01), _Costs(DEVICE, 0.02)]
+    choice = Choice(list(ways))
+    assert choice.next(0.0).kind == DIRECT
+    assert choice.unavailable("refused").kind == HOST
+    stall, gone = 0.01, []
+    for _ in range(20):
+        way = choice.next(stall)
+        gone.append(way.kind)
+        stall += way.cost()
+    assert DIRECT not in gone
+    assert set(gone[10:]) == {HOST}
+
+
+def test_without_a_word_each_way_is_tried_and_one_stays(pool, lane, caplog):
+    model = net(BIG)
+    optimizer = adam(model)
+    gone = []
+    with caplog.at_level("INFO"), lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
+        for number in range(16):
+            train(model, optimizer, 1, start=number)
+            seen = everything(model, optimizer)
+            session.flush()
+            gone.append(session.stats().staging)
+            assert is_step(lightck.recover(pool), seen)
+        last = gone[-1]
+        assert bool(lane.registered) == (last == "Direct()")
+    assert {"Direct()", "Host()", "Device()"} == set(gone)
+    assert set(gone[-4:]) == {last}
+    assert f"tensors leave their device by {last} from here on" in caplog.text

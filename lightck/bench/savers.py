@@ -25,6 +25,7 @@ from lightck.bench.training import Training
 from lightck.errors import BenchError
 
 NOTHING, LIGHTCK, TORCH_SAVE = "nothing", "lightck", "torch.save"
+STAGING: dict[str, Any] = {"direct": lightck.Direct, "host": lightck.Host, "device": lightck.Device}
 _AT_EVERY_CALL: dict[str, dict[str, Any]] = {"CheckFreq": {"interval": 1}}
 """Options without which a rival would choose itself which of the calls save."""
 _SAVED_SECONDS_MAX, _POLL_SECONDS = 600.0, 0.0005
@@ -92,17 +93,20 @@ class Nothing:
 
 class Lightck:
     """As a user has it: ``attach`` and no further call. Its boundary is the forward, so that a checkpoint's whole cost
-    falls between the top of one step and its end."""
+    falls between the top of one step and its end. ``staging``: a name of ``STAGING``, with a slot more so that each
+    can show what it is for."""
 
-    def __init__(self, backend: str = "file") -> None:
-        self._backend = backend
+    def __init__(self, backend: str = "file", staging: str | None = None) -> None:
+        self._options: dict[str, Any] = {"backend": backend}
+        if staging is not None:
+            self._options |= {"staging": STAGING[staging](), "slots": 3}
         self._facts: dict[str, Any] = {}
         self._costs: Costs | None = None
 
     def start(self, training: Training, folder: str, every: int) -> None:
         began = time.perf_counter()
         self._session = lightck.attach(training.model, self._path(folder), optimizer=training.optimizer,
-                                       interval=every, backend=self._backend)  # fmt: skip
+                                       interval=every, **self._options)  # fmt: skip
         self._facts["attach_seconds"] = time.perf_counter() - began
         self._facts["survives"] = str(self._session.durability)
         self._facts |= self._populated()
@@ -129,6 +133,7 @@ class Lightck:
 
     def finish(self, step: int) -> None:
         self._session.close()
+        self._facts["staging"] = self._session.stats().staging
 
     def load(self, training: Training, folder: str) -> int:
         return lightck.recover(self._path(folder), training.model, training.optimizer).step
@@ -262,12 +267,12 @@ class Driven:
         return {"synchronous": self._rival.synchronous, "use": self._rival.use}
 
 
-def make(name: str, backend: str = "file", rivals: str | None = None) -> Saver:
-    """The saver of this name; rivals come from the folder, where there is one."""
+def make(name: str, backend: str = "file", rivals: str | None = None, staging: str | None = None) -> Saver:
+    """The saver of this name; rivals come from the folder, where there is one. Backend and staging are lightck's."""
     if name == NOTHING:
         return Nothing()
     if name == LIGHTCK:
-        return Lightck(backend)
+        return Lightck(backend, staging)
     known = rivals_in(rivals)
     if name not in known:
         raise BenchError(f"There is no rival {name!r}; there are {', '.join(known)}. Name one of them.")

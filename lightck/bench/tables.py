@@ -11,10 +11,13 @@ from typing import Any
 from lightck.bench import views
 from lightck.bench.results import Rows
 from lightck.bench.rows import DISK, TMPFS, Row
+from lightck.bench.savers import STAGING
 
 NAMES = ("resnet18", "vgg16", "inception_v3", "alexnet", "gpt2", "bert_large")
 LIGHTCK, TORCH_SAVE, NOTHING = "lightck", "torch.save", "nothing"
 PAIRS, RIVAL_PAIRS, QUICK = 30, 10, "quick"
+STAGED = ("gpt2", "vgg16")
+"""Workloads with which the ways out of a device are measured against each other, and the rivals on a device."""
 OTHER_MEDIA = ("gpt2", "resnet18")
 """Workloads that are also saved to PMDK pools and to a disk."""
 
@@ -139,11 +142,15 @@ def _gpu_rows(plan: Plan) -> list[Row]:
 
     def row(name: str, saver: str, pairs: int, *prefix: str, **more: Any) -> Row:
         options = {"workload": name, "size": "full", "saver": saver, "pairs": pairs, "device": "cuda", **more}
-        return Row("gpu", _key(*prefix, name, saver), options)
+        words = [*prefix, name, saver, *([more["staging"]] if "staging" in more else [])]
+        return Row("gpu", _key(*words), options)
 
     if plan.quick:
         return [row("resnet18", LIGHTCK, plan.pairs or 4, QUICK, batch=2)]
-    return [row(name, saver, plan.pairs or PAIRS) for name in NAMES for saver in (LIGHTCK, TORCH_SAVE)]
+    pairs, rival_pairs = plan.pairs or PAIRS, plan.pairs or RIVAL_PAIRS
+    found = [row(name, LIGHTCK, pairs) for name in NAMES]
+    found += [row(name, LIGHTCK, pairs, staging=way) for name in STAGED for way in STAGING]
+    return found + [row(name, rival, rival_pairs) for name in STAGED for rival in plan.rivals]
 
 
 def _calibrate_rows(plan: Plan) -> list[Row]:

@@ -40,8 +40,23 @@ class Lane(Protocol):
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
         """Bytes of a tensor as they are now, whatever the computation still has to do."""
 
+    def copy_within(self, pairs: Sequence[Pair]) -> None:
+        """As ``send_in_order``, into memory on the device itself."""
+
     def memory(self, nbytes: int) -> torch.Tensor:
         """Host memory that the device can write to by itself."""
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        """Memory on the device."""
+
+    def free_nbytes(self) -> int:
+        """How much of it could be had now."""
+
+    def register(self, memory: torch.Tensor) -> None:
+        """From here on the device may write to this memory by itself. Raises ``RuntimeError`` where it cannot."""
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """It is not the device's any more. Nothing is on its way there."""
 
     def enter(self) -> None:
         """Called on a thread before it sends."""
@@ -74,10 +89,11 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._updated: Any = None
+        self._updated_on: torch.cuda.Stream | None = None
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Arrival:
-        return self._passed(torch.cuda.current_stream(self._device))
+        return self._passed(self._computation())
 
     def send(self, pairs: Sequence[Pair], after: Any) -> Arrival:
         with torch.no_grad(), torch.cuda.stream(self._stream):
@@ -87,7 +103,7 @@ class CudaLane:
         return self._passed(self._stream)
 
     def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
-        with torch.no_grad():
+        with torch.no_grad(), torch.cuda.stream(self._computation()):
             for target, tensor in pairs:
                 target.copy_(raw(tensor), non_blocking=True)
         return self.mark()
@@ -96,18 +112,45 @@ class CudaLane:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             return raw(tensor)[start : None if nbytes is None else start + nbytes].to("cpu")
 
+    def copy_within(self, pairs: Sequence[Pair]) -> None:
+        with torch.no_grad(), torch.cuda.stream(self._computation()):
+            torch._foreach_copy_([target for target, _ in pairs], [raw(tensor) for _, tensor in pairs])
+
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def free_nbytes(self) -> int:
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return int(torch.cuda.mem_get_info(self._device)[0]) + unused
+
+    def register(self, memory: torch.Tensor) -> None:
+        _registered.add(memory)
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        _registered.remove(memory)
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)  # else a new thread makes itself a context on the first device
 
     def note_update(self) -> None:
-        self._updated = self.mark()
+        self._updated_on = torch.cuda.current_stream(self._device)
+        self._updated = self._passed(self._updated_on)
 
     def join_update(self) -> None:
         if self._updated is not None:
             torch.cuda.current_stream(self._device).wait_event(self._updated)
+
+    def _computation(self) -> torch.cuda.Stream:
+        """The stream of the updates, on which the next forward will follow; another one may be current at a boundary.
+        What that was told so far comes before."""
+        current = torch.cuda.current_stream(self._device)
+        if self._updated_on is None or self._updated_on == current:
+            return current
+        self._updated_on.wait_stream(current)
+        return self._updated_on
 
     def _passed(self, stream: torch.cuda.Stream) -> Arrival:
         # Waits asleep: a processor is worth more to the loader.
@@ -116,6 +159,35 @@ class CudaLane:
         return event
 
 
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class _Registered:
+    """Memory that all CUDA devices may write to; who registers it second finds it registered."""
+
+    _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
+
+    def __init__(self) -> None:
+        self._users: dict[int, int] = {}
+
+    def add(self, memory: torch.Tensor) -> None:
+        address = memory.data_ptr()
+        if address not in self._users:
+            status = _runtime().cudaHostRegister(address, memory.numel(), self._PORTABLE)
+            if int(status) != 0:
+                raise RuntimeError(f"cudaHostRegister of {memory.numel():,} bytes: {status}")
+        self._users[address] = self._users.get(address, 0) + 1
+
+    def remove(self, memory: torch.Tensor) -> None:
+        address = memory.data_ptr()
+        self._users[address] -= 1
+        if not self._users[address]:
+            del self._users[address]
+            _runtime().cudaHostUnregister(address)
+
+
+_registered = _Registered()
 _lanes: dict[torch.device, Lane] = {}
 
 

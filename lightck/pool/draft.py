@@ -29,15 +29,17 @@ class Draft:
         self.parts: list[Job] = []
         self._writer = writer
 
-    def copy(self, records: Sequence[int], sources: Sequence[int], keep: Any, *, held: bool = False) -> bool:
+    def copy(self, records: Sequence[int], sources: Sequence[int] | None, keep: Any, *, held: bool = False) -> bool:
         """Begin to copy these tensors in the background: record numbers, addresses, and what keeps them alive.
 
         False where the engine has no room for one more job. The sources must stay unchanged until ``wait``; with
-        ``held`` they are filled first, and ``parts[-1].start()`` says when that is done.
+        ``held`` they are filled first, and ``parts[-1].start()`` says when that is done. ``None`` for sources: a
+        device puts the bytes into their places by itself.
         """
         flags = lib.LCK_PART | (lib.LCK_FOLLOWS if self.parts else 0) | (lib.LCK_HELD if held else 0)
         numbers = np.array(records, np.int64)
-        job = self._writer.submit_part(self, numbers, np.array(sources, np.uint64), flags, keep)
+        addresses = None if sources is None else np.array(sources, np.uint64)
+        job = self._writer.submit_part(self, numbers, addresses, flags, keep)
         if job is not None:
             self.parts.append(job)
         return job is not None

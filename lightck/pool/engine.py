@@ -53,6 +53,8 @@ class Medium:
         if status != lib.LCK_OK:
             raise io_error("The pool cannot be mapped into memory", errno_of(status), reason(status))
         self.handle: Any = out[0]
+        self.nbytes = int(lib.lck_medium_size(self.handle))
+        self.address = int(lib.lck_medium_address(self.handle))
         if Medium.trace_from_start:
             check(lib.lck_trace_start(self.handle), "starting a trace")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,6 +92,8 @@ class PoolWriter:
         self.incarnation: int = self.ring.incarnation + 1 if after is None else after.incarnation
         self._last_position = max(self.ring.lines, key=lambda p: self.ring.lines[p].generation, default=-1)
         self._engine = engine
+        self.before_unmap: list[Callable[[], None]] = []
+        """Called before the mapping goes: by what lets others than the engine write into it."""
         self.medium = Medium(reader.container.fd, reader.container.extents, durability.tier)
         try:
             self._get_ready()
@@ -203,6 +205,10 @@ class PoolWriter:
         start = int(self._template["crc_index"][number])
         return slot.image.raw[start : start + blocks_of(self.entries[number].nbytes, self.superblock.block)]
 
+    def place(self, slot: Slot, number: int) -> tuple[int, int]:
+        """Where the bytes of a record begin in the mapping when they lie in this slot, and how many there are."""
+        return slot.offset + int(self._template["dst"][number]), self.entries[number].nbytes
+
     # -- identity ----------------------------------------------------------------------------------------
 
     def adopt(self, line: CommitLine) -> None:
@@ -245,7 +251,7 @@ class PoolWriter:
         position = self._next_position()
         parts = [] if draft is None else draft.parts
         commit = self._commit(slot, plan.step, generation, position, image_nbytes, lib.LCK_FOLLOWS if parts else 0)
-        copies = self._copies(slot, plan.records, plan.sources, plan.now)
+        copies = self._copies(slot, plan.records, plan.sources, np.where(plan.now, lib.LCK_NOW, 0))
         status, ticket = self._submit(copies, commit)
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
@@ -258,12 +264,13 @@ class PoolWriter:
                           slot.index, int(commit.manifest_index))  # fmt: skip
         return Pending(job, slot, line, position, plan)
 
-    def submit_part(self, draft: Draft, records: npt.NDArray[np.int64], sources: npt.NDArray[np.uint64], flags: int,
-                    keep: Any) -> Job | None:  # fmt: skip
+    def submit_part(self, draft: Draft, records: npt.NDArray[np.int64], sources: npt.NDArray[np.uint64] | None,
+                    flags: int, keep: Any) -> Job | None:  # fmt: skip
         """Of ``Draft.copy``. None where the engine is busy."""
         slot = draft.slot
         commit = self._commit(slot, 0, draft.generation, 0, slot.image.tail_offset, flags)
-        copies = self._copies(slot, records, sources, np.zeros(len(records), np.bool_))
+        copies = self._copies(slot, records, 0 if sources is None else sources,
+                              lib.LCK_PLACED if sources is None else 0)  # fmt: skip
         status, ticket = self._submit(copies, commit)
         if status == lib.LCK_EBUSY:
             return None
@@ -301,12 +308,12 @@ class PoolWriter:
         )  # fmt: skip
         return image.write_tail(header.pack(), extras, plan.state)
 
-    def _copies(self, slot: Slot, records: npt.NDArray[np.int64], sources: npt.NDArray[np.uint64],
-                now: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:  # fmt: skip
+    def _copies(self, slot: Slot, records: npt.NDArray[np.int64], sources: npt.NDArray[np.uint64] | int,
+                flags: npt.NDArray[np.int64] | int) -> npt.NDArray[Any]:  # fmt: skip
         copies = self._template[records]
         copies["dst"] += np.uint64(slot.offset)
         copies["src"] = sources
-        copies["flags"] = np.where(now, lib.LCK_NOW, 0)
+        copies["flags"] = flags
         return copies
 
     def _commit(self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int) -> Any:
@@ -361,6 +368,8 @@ class PoolWriter:
     def close(self) -> None:
         """Unmap. No job may be running; the engine may be closed already."""
         if self._engine.quiesce(self.medium):
+            for release in self.before_unmap:
+                release()
             self.medium.close()
         else:  # a fault of ours: addresses that stay mapped cost less than a thread that writes where nothing is
             log.error("lightck: the pool %r is still written to, and stays mapped", self.reader.path)

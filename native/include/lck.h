@@ -38,7 +38,7 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 7 };
+enum { LCK_ABI_VERSION = 8 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -114,6 +114,8 @@ int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, u
 /* Unmap and free; frees its trace. No job may be running on it. In a forked child: frees nothing. */
 int32_t lck_medium_close(lck_medium *medium);
 uint64_t lck_medium_size(const lck_medium *medium);
+/* Address of its first byte, for a device that writes into it by itself (LCK_PLACED); 0 where there is none. */
+uint64_t lck_medium_address(const lck_medium *medium);
 
 /* Ordinary store of nbytes at offset off. */
 int32_t lck_m_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes);
@@ -201,17 +203,18 @@ int32_t lck_engine_quiesce(lck_engine *engine, lck_medium *medium);
 uint64_t lck_engine_cpu_ns(const lck_engine *engine);
 
 enum {
-    LCK_NOW = 1  /* copied by the calling thread inside lck_job_submit, before it returns */
+    LCK_NOW = 1,   /* copied by the calling thread inside lck_job_submit, before it returns */
+    LCK_PLACED = 2 /* a device puts the bytes at dst: they are only read back for their checksums, and written back */
 };
 
 /* One tensor (or any run of bytes) to copy into the pool. */
 typedef struct lck_copy {
-    uint64_t src;        /* address; must stay valid and unchanged until the copies of the job ended */
+    uint64_t src;        /* address; must stay valid and unchanged until the copies of the job ended; unused: LCK_PLACED */
     uint64_t dst;        /* offset in the medium */
     uint64_t nbytes;     /* 0 is allowed: no block */
     uint64_t tensor;     /* record number, for the checksum seed */
     uint32_t crc_index;  /* its first checksum in the arrays of lck_commit; ceil(nbytes / block) follow */
-    uint32_t flags;      /* LCK_NOW or 0 */
+    uint32_t flags;      /* LCK_NOW, LCK_PLACED */
 } lck_copy;
 
 enum {

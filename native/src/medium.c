@@ -172,6 +172,11 @@ int32_t lck_medium_close(lck_medium *medium)
 
 uint64_t lck_medium_size(const lck_medium *medium) { return medium_check(medium) == LCK_OK ? medium->nbytes : 0; }
 
+uint64_t lck_medium_address(const lck_medium *medium)
+{
+    return medium_check(medium) == LCK_OK ? (uint64_t)(uintptr_t)medium->base : 0;
+}
+
 /* ---- operations -------------------------------------------------------------------------------------- */
 
 /* A store that meets a page that is not there ends half-way. Its version never commits: what follows every store, a
@@ -278,6 +283,38 @@ int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t 
     if (trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_COPY, off, nbytes, medium->base + off);
     flush_copied(medium, kernel, off, nbytes);
+    if (LCK_UNLIKELY(over != 0))
+        emulate_wait(over);
+    return LCK_OK;
+}
+
+static uint32_t sum_guarded(lck_medium *medium, uint64_t off, uint64_t nbytes)
+{
+    struct guard guard;
+    if (sigsetjmp(guard.back, 0) != 0) {
+        lose(medium);
+        return 0;
+    }
+    guard_enter(&guard, medium->base, medium->nbytes);
+    uint32_t sum = lck_crc32c(medium->base + off, nbytes);
+    guard_leave();
+    return sum;
+}
+
+/* A device stored these bytes, into memory or into caches: what is read back is what its checksum is of, and all of it
+ * is written back like any store. A trace sees the store here, later than it came; nothing reads the slot in between. */
+int32_t medium_placed(lck_medium *medium, uint64_t off, uint64_t nbytes, uint32_t *crc)
+{
+    int32_t error = fault_take(LCK_OP_COPY);
+    if (LCK_UNLIKELY(error != 0))
+        return status_sys(error);
+    uint64_t over = LCK_UNLIKELY(medium->shape.write_bps != 0) ? emulate_write(&medium->shape, off, nbytes) : 0;
+    *crc = sum_guarded(medium, off, nbytes);
+    if (is_lost(medium))
+        return status_sys(EIO);
+    if (trace_on(&medium->trace))
+        trace_record(&medium->trace, LCK_EV_STORE, off, nbytes, medium->base + off);
+    medium_flush(medium, off, nbytes);
     if (LCK_UNLIKELY(over != 0))
         emulate_wait(over);
     return LCK_OK;

@@ -24,7 +24,8 @@ static bool commit_fits(const lck_medium *medium, const lck_commit *commit)
 static bool copy_fits(const lck_medium *medium, const lck_commit *commit, const lck_copy *copy)
 {
     uint64_t blocks = blocks_of(copy->nbytes, commit->block);
-    return (copy->flags & ~(uint32_t)LCK_NOW) == 0 && (copy->src != 0 || copy->nbytes == 0) &&
+    bool placed = (copy->flags & LCK_PLACED) != 0;
+    return (copy->flags & ~(uint32_t)(LCK_NOW | LCK_PLACED)) == 0 && (copy->src != 0 || copy->nbytes == 0 || placed) &&
            medium_holds(medium, copy->dst, copy->nbytes) && copy->crc_index <= commit->crcs_count &&
            blocks <= commit->crcs_count - copy->crc_index;
 }

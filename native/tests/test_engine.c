@@ -251,7 +251,8 @@ static void check_fences_before(uint64_t word, uint64_t generation)
     CHECK(events[header].off == slot && ordered_before(header, word));
     CHECK(body > header && ordered_before(body, word));
     for (uint64_t i = header; i < word; i++)
-        if (events[i].kind == LCK_EV_COPY && events[i].off >= slot && events[i].off < slot + SLOT_NBYTES)
+        if ((events[i].kind == LCK_EV_COPY || events[i].kind == LCK_EV_STORE) && events[i].off >= slot &&
+            events[i].off < slot + SLOT_NBYTES)
             CHECK(ordered_before(i, body));
 }
 
@@ -615,6 +616,48 @@ static void test_held(uint32_t threads)
     teardown();
 }
 
+static int written_back_next(uint64_t at)
+{
+    uint64_t next = at + 1;
+    while (next < event_count && events[next].thread != events[at].thread)
+        next++;
+    return next < event_count && events[next].kind == LCK_EV_FLUSH && events[next].off == events[at].off &&
+           events[next].nbytes == events[at].nbytes;
+}
+
+/* As a device does that writes into the pool by itself: there is no source. */
+static void test_placed(uint32_t threads)
+{
+    setup(threads);
+    unsigned char *base = (unsigned char *)(uintptr_t)lck_medium_address(medium);
+    CHECK(base != NULL);
+    struct version *v = version_new(1, LCK_PLACED);
+    for (int i = 0; i < TENSORS; i++)
+        v->copies[i].src = 0;
+    v->commit.flags = LCK_HELD;
+    submit(v);
+    check_header(v);
+    for (int i = 0; i < TENSORS; i++)
+        memcpy(base + v->copies[i].dst, v->source[i], nbytes_of[i]);
+    CHECK_EQ(lck_job_start(engine, v->ticket, LCK_OK), LCK_OK);
+    CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
+    CHECK_EQ(wait_until(v, LCK_JOB_COMMITTED), LCK_OK);
+    check_version(v);
+    take_trace();
+    CHECK_EQ(check_trace_order(), 1);
+    uint64_t stored = 0, payload = slot_off(1) + PAYLOAD;
+    for (uint64_t i = 0; i < event_count; i++) {
+        if (events[i].kind != LCK_EV_STORE || events[i].off < payload || events[i].off >= slot_off(1) + SLOT_NBYTES)
+            continue;
+        CHECK(written_back_next(i));
+        stored += events[i].nbytes;
+    }
+    CHECK_EQ(stored, info(v).nbytes - IMAGE);
+    forget(v);
+    version_free(v);
+    teardown();
+}
+
 /* Nobody comes to start it: it ends all the same, and what follows commits. */
 static void test_held_for_ever(void)
 {
@@ -964,6 +1007,8 @@ int main(void)
     test_held(1);
     test_held(3);
     test_held_for_ever();
+    test_placed(1);
+    test_placed(3);
     test_arguments();
     test_busy_and_close();
     test_populate();

@@ -30,6 +30,8 @@ static void check_ranges(void)
     CHECK(none == NULL);
     lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
     CHECK_EQ(lck_medium_size(medium), SIZE);
+    CHECK(lck_medium_address(medium) != 0);
+    CHECK_EQ(lck_medium_address(NULL), 0);
     CHECK_EQ(lck_m_store(medium, SIZE - 3, "abcd", 4), LCK_EINVAL);
     CHECK_EQ(lck_m_store(medium, UINT64_MAX, "abcd", 4), LCK_EINVAL);
     CHECK_EQ(lck_m_store(medium, SIZE, "", 0), LCK_OK);
@@ -316,6 +318,7 @@ static void check_fork(void)
         CHECK_EQ(lck_trace_stop(medium), LCK_EFORK);
         CHECK_EQ(lck_trace_count(medium), 0);
         CHECK_EQ(lck_medium_size(medium), 0);
+        CHECK_EQ(lck_medium_address(medium), 0);
         CHECK_EQ(lck_medium_close(medium), LCK_EFORK);
         lck_medium *own = open_medium(fd, SIZE, LCK_TIER_CACHE);
         CHECK_EQ(lck_m_store(own, 5, "y", 1), LCK_OK);

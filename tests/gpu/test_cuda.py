@@ -57,12 +57,16 @@ def on_cpu(seen: Any) -> Any:
     return seen
 
 
+KINDS = pytest.mark.parametrize("kind", [None, lightck.Host(), lightck.Direct(), lightck.Device()], ids=str)
+
+
+@KINDS
 @pytest.mark.parametrize("width", [8, BIG])
 @pytest.mark.parametrize("slots", [2, 3])
-def test_every_step_is_exact(pool, width, slots):
+def test_every_step_is_exact(pool, width, slots, kind):
     model = net(width).cuda()
     optimizer = adam(model)
-    session = lightck.attach(model, pool, slots=slots)
+    session = lightck.attach(model, pool, slots=slots, staging=kind)
     for number in range(6):
         step(model, optimizer, number)
         seen = on_cpu(everything(model, optimizer))
@@ -96,11 +100,12 @@ def test_live_tensors_on_the_device_are_filled_in_place(pool):
     assert same(everything(other, optimizer_of_other), everything(model, optimizer))
 
 
-def test_updates_that_are_still_queued_are_in_the_version(pool):
+@KINDS
+def test_updates_that_are_still_queued_are_in_the_version(pool, kind):
     """The boundary comes while the device is far behind."""
     model = net(BIG).cuda()
     optimizer = adam(model)
-    session = lightck.attach(model, pool)
+    session = lightck.attach(model, pool, staging=kind)
     for number in range(4):
         optimizer.zero_grad()
         model(batch(number).cuda()).square().sum().backward()
@@ -126,9 +131,10 @@ class Changing(torch.nn.Module):
         return self.out(self.norm(self.conv(x)).mean((2, 3)).to(torch.bfloat16))
 
 
+@KINDS
 @pytest.mark.parametrize("slots", [2, 3, 4])
 @pytest.mark.parametrize("fused", [False, True])
-def test_no_step_waits_for_the_device_and_each_is_exact(pool, slots, fused):
+def test_no_step_waits_for_the_device_and_each_is_exact(pool, slots, fused, kind):
     """Nothing but lightck ever waits, so the device is as far behind as it may be; buffers change right after each
     boundary, and updates come as soon as the gate opens."""
     torch.manual_seed(0)
@@ -136,7 +142,7 @@ def test_no_step_waits_for_the_device_and_each_is_exact(pool, slots, fused):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     images = torch.randn(8, 3, 32, 32, device="cuda")
     states = {}
-    with lightck.attach(model, pool, slots=slots) as session:
+    with lightck.attach(model, pool, slots=slots, staging=kind) as session:
         for number in range(1, 9):
             optimizer.zero_grad()
             model(images * number).float().square().mean().backward()
@@ -150,8 +156,9 @@ def test_no_step_waits_for_the_device_and_each_is_exact(pool, slots, fused):
     assert is_step(lightck.recover(pool), on_cpu(states[8]))
 
 
+@KINDS
 @pytest.mark.parametrize("device", [None, "cuda"])
-def test_a_boundary_while_another_stream_is_current_comes_after_the_update(pool, device):
+def test_a_boundary_while_another_stream_is_current_comes_after_the_update(pool, device, kind):
     """As where a prefetcher fetches the next batch; with another default device, as some scripts have it."""
     model = Changing().cuda()
     optimizer = adam(model)
@@ -159,7 +166,7 @@ def test_a_boundary_while_another_stream_is_current_comes_after_the_update(pool,
     aside = torch.cuda.Stream()
     torch.set_default_device(device)
     try:
-        with lightck.attach(model, pool) as session:
+        with lightck.attach(model, pool, staging=kind) as session:
             for number in range(1, 6):
                 optimizer.zero_grad()
                 model(images * number).float().square().mean().backward()
@@ -174,10 +181,11 @@ def test_a_boundary_while_another_stream_is_current_comes_after_the_update(pool,
         torch.set_default_device(None)
 
 
-def test_a_write_beside_the_loop_drops_the_version(pool):
+@pytest.mark.parametrize("kind", [lightck.Host(), lightck.Direct()], ids=str)
+def test_a_write_beside_the_loop_drops_the_version(pool, kind):
     model = net(BIG).cuda()
     optimizer = adam(model)
-    with lightck.attach(model, pool) as session:
+    with lightck.attach(model, pool, staging=kind) as session:
         for number in range(3):
             step(model, optimizer, number)
         seen = on_cpu(everything(model, optimizer))
@@ -257,3 +265,39 @@ def test_a_killed_training_goes_on_with_the_same_bits(pool, kill_at):
     assert run(pool, 9) == 0
     ends = [torch.load(str(path) + ".end", weights_only=True) for path in (pool, whole)]
     assert same(*ends)
+
+
+@pytest.mark.parametrize("kind", [lightck.Host(), lightck.Direct(), lightck.Device()], ids=str)
+def test_the_way_that_was_named_is_gone_or_the_log_says_why(pool, kind, caplog):
+    """A pool on tmpfs can be registered, where the driver lets a process do that."""
+    model = net(BIG).cuda()
+    with caplog.at_level("WARNING"), lightck.attach(
+        model, pool, optimizer=(optimizer := adam(model)), staging=kind
+    ) as s:
+        step(model, optimizer, 0)
+        s.end_step()
+        assert s.stats().staging == str(kind) or (s.stats().staging == "Host()" and "is not possible" in caplog.text)
+    assert is_step(lightck.recover(pool), on_cpu(everything(model, optimizer)))
+
+
+@KINDS
+def test_buffers_are_taken_before_the_next_forward_also_where_another_stream_is_current(pool, kind):
+    """The boundary comes on a prefetcher's stream, and the next forward is queued at once on the training's own."""
+    model = Changing().cuda()
+    optimizer = adam(model)
+    images = torch.randn(8, 3, 32, 32, device="cuda")
+    aside = torch.cuda.Stream()
+    states = {}
+    with lightck.attach(model, pool, slots=3, staging=kind) as session:
+        for number in range(1, 9):
+            optimizer.zero_grad()
+            model(images * number).float().square().mean().backward()
+            optimizer.step()
+            states[number] = everything(model, optimizer)
+            with torch.cuda.stream(aside):
+                torch.cuda._sleep(20_000_000)
+                session.end_step()
+            if session.committed is not None:
+                found = lightck.recover(pool)
+                assert is_step(found, on_cpu(states[found.step]))
+    assert is_step(lightck.recover(pool), on_cpu(states[8]))

@@ -52,7 +52,7 @@ def _training(options: dict[str, Any]) -> Training:
 
 
 def _saver(options: dict[str, Any]) -> Saver:
-    return make(options["saver"], options.get("backend", "file"), options.get("rivals"))
+    return make(options["saver"], options.get("backend", "file"), options.get("rivals"), options.get("staging"))
 
 
 def _emptied(folder: str) -> None:
