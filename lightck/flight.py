@@ -61,8 +61,10 @@ class Flight:
 
 
 def room_for_parts(flights: Sequence[Flight], behind_max: int) -> int:
-    """How many jobs a version may take beside the one that commits it. Each version that can follow before one of
-    these has ended needs an entry of the engine for its commit, and each copy thread, and the one that waits for
-    devices, may hold one that is free."""
+    """How many jobs a version may take beside the one that commits it. Each version that can be under way at once gets
+    its share of the engine's entries, and each copy thread, and the one that waits for devices, may hold one that is
+    free."""
+    entries = JOBS_MAX - THREADS_MAX - 1
+    share = entries // (behind_max + 1) - 1
     to_come = max(behind_max - len(flights), 0)
-    return JOBS_MAX - THREADS_MAX - 2 - to_come - sum(flight.jobs for flight in flights)
+    return min(share, entries - 1 - to_come - sum(flight.jobs for flight in flights))

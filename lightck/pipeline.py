@@ -346,6 +346,7 @@ class Pipeline:
             flight.pending.job.wait(until, pause=deliver)
         except LightckError:
             self._flights.remove(flight)
+            flight.pending.job.abandon()
             self.writer.given_up(flight.pending, bad=True)
             self.writer.refuse_lost_pool()  # says more, where that is the reason
             raise

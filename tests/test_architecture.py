@@ -38,7 +38,7 @@ LAYERS = {
     "finite": DATA | {"stats"},
     "table": DATA,
     "early": DATA | {"split"},
-    "staging": DATA | {"split", "stats"},
+    "staging": DATA | {"interrupts", "split", "stats"},
     "flight": DATA,
     "layerwise": DATA | {"sessions"},
     "moving": DATA | {"pin", "table"},

@@ -418,7 +418,7 @@ def test_updates_between_two_boundaries_leave_nothing_behind(pool, parts, fused)
 
 @pytest.mark.parametrize("slots", [5, 6, 7, 8])
 def test_early_copies_leave_room_for_every_commit(tmp_path, parts, slots):
-    """The engine holds 16 jobs; on a disk, where each commit waits for two fdatasync, many versions are under way."""
+    """The engine holds so many jobs; on a disk, where each commit waits for two fdatasync, versions pile up."""
     pool = tmp_path / "run.pool"
     model, optimizer, session = started(pool, slots=slots)
     for number in range(30):

@@ -27,8 +27,11 @@ from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 
 import lightck
 from lightck.errors import BackgroundError, StateChangedError
+from lightck.pool import emulation
+from lightck.pool.emulation import Profile
 from lightck.pool.engine import COPIED
 from lightck.pool.lock import holder_of
+from lightck.split import Split
 from lightck.staging import groups
 from lightck.staging.choice import Choice
 from lightck.staging.pump import Pump
@@ -423,7 +426,7 @@ def test_a_copy_on_the_device_frees_the_update_from_the_way_into_the_pool(pool, 
 
 def _updates_behind(pool: Path, kind: Any) -> int:
     """How many versions are not copied yet when an update begins."""
-    model = net(40 * BIG)
+    model = net(10 * BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=3, staging=kind) as session:
         train(model, optimizer, 3)
@@ -510,7 +513,7 @@ def test_a_version_that_was_given_up_does_not_reach_the_next_one_in_its_slot(poo
     if is_waited_for:
         threading.Timer(0.1, lane.flows_beside.set).start()
     else:
-        monkeypatch.setattr(Pump, "settle", lambda self: None)
+        monkeypatch.setattr(Pump, "settle", lambda self, pause=None: None)
     session.end_step()
     with torch.no_grad():
         model[0].weight.fill_(7.0)
@@ -520,6 +523,62 @@ def test_a_version_that_was_given_up_does_not_reach_the_next_one_in_its_slot(poo
     session.flush()
     assert session.stats().skipped == 1
     assert is_step(lightck.recover(pool), seen) == is_waited_for
+
+
+def test_a_send_that_fails_half_way_leaves_nothing_under_way(pool, monkeypatch):
+    """Of two devices one has begun to write into the pool when the other fails; then the pool is unmapped."""
+    monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
+    slow, failing = SlowLane(SEED, seconds=0.3), SlowLane(SEED + 1)
+    model = net(BIG)
+    optimizer = adam(model)
+    slow_lanes.install(monkeypatch, lambda tensor: failing if tensor is model[2].weight else slow)
+    session = lightck.attach(model, pool, optimizer=optimizer, staging=DIRECT)
+    train(model, optimizer, 2)
+    seen = everything(model, optimizer)
+    session.flush()
+    train(model, optimizer, 1, start=2)
+    failing.fails_beside = RuntimeError("lost")
+    session.end_step()
+    with pytest.raises(BackgroundError):
+        session.close()
+    assert slow.is_idle  # unregistering asserts it too
+    assert not slow.registered
+    assert is_step(lightck.recover(pool), seen)
+
+
+@pytest.mark.parametrize("slots", [3, 4, 6, 8])
+def test_with_many_versions_under_way_there_is_room_for_each(pool, lane, small_groups, monkeypatch, kind, slots):
+    """The engine holds so many jobs; what finds no room there would be read at once, and wait for the device."""
+    read_at_once = []
+    monkeypatch.setattr(Split, "copy_at_once", lambda self, tensors: read_at_once.extend(tensors))
+    before = emulation.used()
+    emulation.use(Profile("slow to fence", 1_000_000_000, 1_000_000_000, 15_000_000, 64, "made up"))
+    try:
+        model = net(BIG)
+        optimizer = adam(model)
+        with lightck.attach(model, pool, optimizer=optimizer, slots=slots, staging=kind):
+            train(model, optimizer, slots + 4)
+    finally:
+        emulation.use(before)
+    assert not read_at_once
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, lane):
+    model = net(BIG)
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, slots=3, staging=DEVICE)
+    train(model, optimizer, 2)
+    seen = everything(model, optimizer)
+    session.flush()
+    lane.flows_beside.clear()
+    train(model, optimizer, 2, start=2)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        session.end_step()
+    assert is_step(lightck.recover(pool), seen)
+    lane.flows_beside.set()
+    session.close()
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -576,7 +635,10 @@ def test_a_way_that_cannot_be_gone_is_left_out():
     assert set(gone[10:]) == {HOST}
 
 
-def test_without_a_word_each_way_is_tried_and_one_stays(pool, lane, caplog):
+@pytest.mark.parametrize("has_room", [True, False])
+def test_without_a_word_each_way_is_tried_and_one_stays(pool, lane, caplog, has_room):
+    """What the others held is given back."""
+    lane.room = 1 << 30 if has_room else 100_000
     model = net(BIG)
     optimizer = adam(model)
     gone = []
@@ -589,6 +651,9 @@ def test_without_a_word_each_way_is_tried_and_one_stays(pool, lane, caplog):
             assert is_step(lightck.recover(pool), seen)
         last = gone[-1]
         assert bool(lane.registered) == (last == "Direct()")
-    assert {"Direct()", "Host()", "Device()"} == set(gone)
+        held = {str(way.kind): bool(way._ring._segments) for way in session._pipeline.staging._choice.others
+                if way.kind != DIRECT}  # fmt: skip
+        assert not any(held.values()), held
+    assert {"Direct()", "Host()", *(["Device()"] if has_room else [])} == set(gone)
     assert set(gone[-4:]) == {last}
     assert f"tensors leave their device by {last} from here on" in caplog.text

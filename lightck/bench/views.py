@@ -134,10 +134,12 @@ def many(rows: Rows) -> str:
 
 
 def calibrate(rows: Rows) -> str:
+    from lightck.bench.workloads import FULL  # needs torch
+
     header = ("row", "batch 8", "batch 16", "batch 32", "by the rule", "frozen")
     lines = []
     for key, row in rows.items():
         r = row["result"]
         seconds = [milliseconds(r["seconds"][n]) if n in r["seconds"] else "" for n in ("8", "16", "32")]
-        lines.append((key, *seconds, str(r["batch"]), str(r["frozen"])))
+        lines.append((key, *seconds, str(r["batch"]), str(FULL[key].batch)))
     return markdown(header, lines)

@@ -8,6 +8,7 @@ computation, and whoever updates such a tensor waits until it has arrived. What 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -96,25 +97,23 @@ class CudaLane:
         return self._passed(self._computation())
 
     def send(self, pairs: Sequence[Pair], after: Any) -> Arrival:
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
-            for target, tensor in pairs:
-                target.copy_(raw(tensor), non_blocking=True)
-        return self._passed(self._stream)
+        self._stream.wait_event(after)
+        return self._sent(self._stream, pairs)
 
     def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
-        with torch.no_grad(), torch.cuda.stream(self._computation()):
-            for target, tensor in pairs:
-                target.copy_(raw(tensor), non_blocking=True)
-        return self.mark()
+        arrival = self._sent(self._computation(), pairs)
+        torch.cuda.current_stream(self._device).wait_event(arrival)
+        return arrival
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             return raw(tensor)[start : None if nbytes is None else start + nbytes].to("cpu")
 
     def copy_within(self, pairs: Sequence[Pair]) -> None:
-        with torch.no_grad(), torch.cuda.stream(self._computation()):
+        stream = self._computation()
+        with torch.no_grad(), torch.cuda.stream(stream):
             torch._foreach_copy_([target for target, _ in pairs], [raw(tensor) for _, tensor in pairs])
+        torch.cuda.current_stream(self._device).wait_event(self._passed(stream))
 
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -123,14 +122,15 @@ class CudaLane:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def free_nbytes(self) -> int:
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        # Not by what is allocated now: at a boundary the activations of the next step are not there yet.
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + unused
 
     def register(self, memory: torch.Tensor) -> None:
-        _registered.add(memory)
+        _registered.add(memory, self._device)
 
     def unregister(self, memory: torch.Tensor) -> None:
-        _registered.remove(memory)
+        _registered.remove(memory, self._device)
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)  # else a new thread makes itself a context on the first device
@@ -144,23 +144,29 @@ class CudaLane:
             torch.cuda.current_stream(self._device).wait_event(self._updated)
 
     def _computation(self) -> torch.cuda.Stream:
-        """The stream of the updates, on which the next forward will follow; another one may be current at a boundary.
-        What that was told so far comes before."""
+        """The stream of the updates. Another one may be current at a boundary, that of the next forward perhaps: what
+        it was told so far comes before, and who copies here lets it wait for the copies."""
         current = torch.cuda.current_stream(self._device)
         if self._updated_on is None or self._updated_on == current:
             return current
         self._updated_on.wait_stream(current)
         return self._updated_on
 
-    def _passed(self, stream: torch.cuda.Stream) -> Arrival:
+    def _sent(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> torch.cuda.Event:
+        try:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                for target, tensor in pairs:
+                    target.copy_(raw(tensor), non_blocking=True)
+        except BaseException:
+            self._passed(stream).synchronize()  # nothing stays under way that nobody knows of
+            raise
+        return self._passed(stream)
+
+    def _passed(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         # Waits asleep: a processor is worth more to the loader.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class _Registered:
@@ -171,20 +177,30 @@ class _Registered:
     def __init__(self) -> None:
         self._users: dict[int, int] = {}
 
-    def add(self, memory: torch.Tensor) -> None:
+    def add(self, memory: torch.Tensor, device: torch.device) -> None:
         address = memory.data_ptr()
         if address not in self._users:
-            status = _runtime().cudaHostRegister(address, memory.numel(), self._PORTABLE)
-            if int(status) != 0:
-                raise RuntimeError(f"cudaHostRegister of {memory.numel():,} bytes: {status}")
+            self._call(device, "cudaHostRegister", address, memory.numel(), self._PORTABLE)
         self._users[address] = self._users.get(address, 0) + 1
 
-    def remove(self, memory: torch.Tensor) -> None:
+    def remove(self, memory: torch.Tensor, device: torch.device) -> None:
         address = memory.data_ptr()
         self._users[address] -= 1
         if not self._users[address]:
             del self._users[address]
-            _runtime().cudaHostUnregister(address)
+            with suppress(RuntimeError):
+                self._call(device, "cudaHostUnregister", address)
+
+    def _call(self, device: torch.device, name: str, *args: int) -> None:
+        """Raises ``RuntimeError``."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = getattr(runtime, name)(*args)
+        if int(status) != 0:
+            with suppress(RuntimeError):
+                # The runtime keeps the error of this thread for whoever looks next, which would be the user's next
+                # kernel. Here it is looked at, and is gone.
+                torch.ones(1, device=device)
+            raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(status)}")
 
 
 _registered = _Registered()

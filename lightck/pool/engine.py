@@ -20,7 +20,7 @@ from lightck.pool.extents import Extents, native
 from lightck.pool.failures import io_error
 
 COPIED, ENDED = 2, 3
-JOBS_MAX = 16
+JOBS_MAX = 32
 """Jobs that an engine holds at once, ended ones that are not forgotten included."""
 THREADS_MAX = 2
 _SLICE_MS = 100

@@ -57,7 +57,7 @@ class Choice:
         log.info("lightck: tensors do not leave their device by %s: %s", self.way.kind, why)
         self._found.pop(self.way.kind, None)
         del self._ways[self._at]
-        self._over = 0
+        self._over = min(self._over, 0)
         if self._is_made or self._at == len(self._ways) or len(self._ways) == 1:
             self._decide()
         return self.way

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +88,8 @@ class Group:
         """On the training thread."""
         self.segment.free()
         self.segment.reader = self.job
-        self.segment.arrivals = [lane.send_in_order(pairs) for lane, pairs in self.pairs().items()]
+        for lane, pairs in self.pairs().items():
+            self.segment.arrivals.append(lane.send_in_order(pairs))
 
     def bring(self, marks: dict[Lane, Arrival]) -> None:
         """Send it, wait until it has arrived, and start its job; unless the version was given up."""
@@ -96,10 +98,17 @@ class Group:
             if not self.job.needs_sources:
                 return
             self.segment.reader = self.job
-            self.segment.arrivals = [lane.send(pairs, marks[lane]) for lane, pairs in self.pairs().items()]
+            for lane, pairs in self.pairs().items():
+                self.segment.arrivals.append(lane.send(pairs, marks[lane]))
         for arrival in self.segment.arrivals:
             arrival.synchronize()
         self.job.start()
+
+    def drain(self) -> None:
+        """Nothing of it is under way afterwards; why it is given up is known."""
+        for arrival in self.segment.arrivals:
+            with suppress(RuntimeError):
+                arrival.synchronize()
 
 
 def parted(tensors: Sequence[Staged], parts_max: int) -> list[list[Staged]]:

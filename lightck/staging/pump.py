@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -13,6 +14,8 @@ from lightck.errors import LightckError
 from lightck.pool.engine import COPIED, Job
 from lightck.staging.groups import Group
 from lightck.stats import Meter
+
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(slots=True)
@@ -43,18 +46,22 @@ class Pump:
         """Whether this is the thread."""
         return threading.current_thread() is self._thread
 
-    def settle(self) -> None:
+    def settle(self, pause: Callable[[], None] | None = None) -> None:
         """Wait, and help with the copies, until nothing that was taken is under way. What failed is for whoever waits
-        for its version."""
+        for its version. ``pause`` is called now and then, and may raise."""
         if self._last is None:
             return
         for job in self._last.jobs:
             with suppress(LightckError):
-                job.wait(COPIED)
-        self._last.over.wait()
+                job.wait(COPIED, pause=pause)
+        while not self._last.over.wait(_LOOK_SECONDS):
+            if pause is not None:
+                pause()
+        self._last = None
 
     def end(self) -> None:
         """What was taken is brought to its end first."""
+        self.settle()
         self._tasks.put(None)
         self._thread.join()
 
@@ -67,6 +74,7 @@ class Pump:
                     group.tensors[0].lane.enter()
                     group.bring(marks)
                 except BaseException as err:
+                    group.drain()
                     group.job.give_up(err)
             task.groups = []
             del groups, group  # tensors are not kept until the next version

@@ -12,20 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.errors import BackgroundError
+from lightck.interrupts import deliver
 from lightck.pool.draft import Draft
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
 from lightck.split import NONE, Split, Staged
 from lightck.staging.choice import Choice
 from lightck.staging.groups import GROUPS_MAX, Group, laid_out, parted
-from lightck.staging.kinds import Device, Direct, Host, Kind
+from lightck.staging.kinds import Direct, Host, Kind
 from lightck.staging.pump import Pump
 from lightck.staging.ways import DeviceWay, DirectWay, HostWay, UnavailableError, Way
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
 
-_ROOM = 2
+_SPARE = 2
 """The device has to have so many times the memory of a copy before one is made there unasked."""
 
 
@@ -52,8 +53,8 @@ class Staging:
         under way. What finds no room in the engine (``room`` jobs) is copied at the boundary itself. A draft that was
         made here is given up where the version cannot be begun."""
         if self._way is not None and self._way.is_in_slot:
-            self._settle()
-        if not self.is_on or not split.staged:
+            self._settle(deliver)
+        if not self.is_on or not split.staged or room < 1:
             split.copy_at_once(split.staged)
             yield draft, NONE
             return
@@ -85,13 +86,11 @@ class Staging:
     def _prepared(self, writer: PoolWriter, staged: Sequence[Staged]) -> Way:
         """A way that is ready for this version."""
         if self._choice is None:
-            self._choice = Choice(self._ways(staged), is_made=self._kind is not None)
+            self._choice = Choice(self._ways(), is_made=self._kind is not None)
         way = self._choice.next(self._meter.stall_seconds)
-        if way is not self._way:
-            self._forget(self._choice.others)
         while True:
             if way.settles:
-                self._settle()
+                self._settle(deliver)
             try:
                 way.prepare(writer, staged)
             except UnavailableError as why:
@@ -100,18 +99,18 @@ class Staging:
                     log.warning("lightck: staging=%s is not possible here (%s). lightck.Host() is used.", way.kind, why)
                 way = self._choice.unavailable(str(why))
                 continue
+            if way is not self._way:
+                self._forget(self._choice.others)
             self._way, self._meter.staging = way, str(way.kind)
             return way
 
-    def _ways(self, staged: Sequence[Staged]) -> list[Way]:
+    def _ways(self) -> list[Way]:
+        direct, host = DirectWay(self._settle), HostWay()
+        if self._kind is None:
+            return [direct, host, *([DeviceWay(_SPARE)] if self._runs_behind else [])]
         if isinstance(self._kind, Host):
-            return [HostWay()]
-        if isinstance(self._kind, Direct):
-            return [DirectWay(self._settle), HostWay()]
-        if isinstance(self._kind, Device):
-            return [DeviceWay(), HostWay()]
-        more = [DeviceWay()] if self._runs_behind and _has_room(staged) else []
-        return [DirectWay(self._settle), HostWay(), *more]
+            return [host]
+        return [direct if isinstance(self._kind, Direct) else DeviceWay(), host]
 
     def _forget(self, ways: Sequence[Way]) -> None:
         if ways:
@@ -119,11 +118,11 @@ class Staging:
         for way in ways:
             way.forget()
 
-    def _settle(self) -> None:
-        """Nothing is under way afterwards."""
+    def _settle(self, pause: Callable[[], None] | None = None) -> None:
+        """Nothing is under way afterwards. ``pause`` may raise."""
         if self._pump is not None:
             with self._meter.wait():
-                self._pump.settle()
+                self._pump.settle(pause)
 
     # -- the groups of a version
 
@@ -131,9 +130,14 @@ class Staging:
         """On the training thread: sends what must go in order, marks what the device has to do, and leaves the rest."""
         if not groups:
             return
-        for group in groups:
-            if group.in_order:
-                group.send_in_order()
+        try:
+            for group in groups:
+                if group.in_order:
+                    group.send_in_order()
+        except BaseException:
+            for group in groups:
+                group.drain()
+            raise
         if self._pump is None:
             self._pump = Pump(self._meter)
         lanes = {one.lane for group in groups for one in group.tensors}
@@ -159,20 +163,13 @@ class Staging:
             choice.forget()
 
 
-def _has_room(staged: Sequence[Staged]) -> bool:
-    """Whether each device has room for a copy of what is on it."""
-    lanes = {one.lane for one in staged}
-    needs = {lane: sum(one.record.nbytes for one in staged if one.lane is lane) for lane in lanes}
-    return all(lane.free_nbytes() >= _ROOM * nbytes for lane, nbytes in needs.items())
-
-
 def _groups(way: Way, draft: Draft, staged: Sequence[Staged], room: int) -> tuple[list[Group], list[Staged]]:
     """Groups whose jobs are submitted, held; and what is left."""
     in_order = [one for one in staged if one.in_order and way.beside]
     later = [one for one in staged if not (one.in_order and way.beside)]
     parts = parted(later, min(room - bool(in_order), GROUPS_MAX))
     plans = ([(in_order, True)] if in_order else []) + [(part, False) for part in parts]
-    if room < 1 or (later and not parts):
+    if later and not parts:
         return [], list(staged)
     nbytes_max = max((laid_out(part)[1] for part in parts), default=0)
     groups: list[Group] = []

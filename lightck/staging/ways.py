@@ -111,7 +111,9 @@ class DeviceWay:
     beside = False
     is_in_slot, settles = False, True  # there is one copy
 
-    def __init__(self) -> None:
+    def __init__(self, spare: int = 1) -> None:
+        """``spare``: how many times the memory of the copy a device has to have, so that one is made there."""
+        self._spare = spare
         self._ring = Ring()
         self._memory: dict[Lane, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}
@@ -128,11 +130,16 @@ class DeviceWay:
                 place = memory[at : at + one.record.nbytes]
                 pairs.append((place, one.live.tensor.detach()))
                 self._copies[one.record.number] = place
-            lane.copy_within(pairs)
+            try:
+                lane.copy_within(pairs)
+            except torch.OutOfMemoryError as err:
+                raise UnavailableError(f"the device has no room to make a copy: {err}") from err
 
     def _room(self, lane: Lane, nbytes: int) -> torch.Tensor:
         if lane not in self._memory or self._memory[lane].numel() < nbytes:
             self._memory.pop(lane, None)
+            if self._spare > 1 and lane.free_nbytes() < self._spare * nbytes:
+                raise UnavailableError(f"the device has no room to spare for a copy of {nbytes:,} bytes")
             try:
                 with torch.inference_mode(False):
                     self._memory[lane] = lane.device_memory(nbytes)

@@ -287,7 +287,7 @@ int32_t lck_job_drop(lck_engine *engine, uint64_t ticket);
  * LCK_EDROPPED. */
 int32_t lck_job_wait(lck_engine *engine, uint64_t ticket, uint32_t until, uint32_t timeout_ms);
 int32_t lck_job_info_get(lck_engine *engine, uint64_t ticket, lck_job_info *out);
-/* Free the entry of a job that has ended. At most 16 entries exist. */
+/* Free the entry of a job that has ended. At most 32 entries exist. */
 int32_t lck_job_forget(lck_engine *engine, uint64_t ticket);
 
 /* -- spans: who worked on a version, and when -- */

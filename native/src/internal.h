@@ -198,7 +198,7 @@ uint64_t clock_ns(void); /* monotonic */
 
 /* ---- engine ------------------------------------------------------------------------------------------ */
 
-enum { ENGINE_JOBS = 16, ENGINE_THREADS = 64, ENGINE_POPULATES = 4 };
+enum { ENGINE_JOBS = 32, ENGINE_THREADS = 64, ENGINE_POPULATES = 4 };
 
 /* Phases of an entry: those of the interface, and inner ones. */
 enum phase {

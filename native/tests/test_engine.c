@@ -740,19 +740,19 @@ static void test_arguments(void)
 
 static void test_busy_and_close(void)
 {
-    struct version *v[17];
+    struct version *v[33];
     setup(2);
-    for (uint64_t i = 0; i < 17; i++)
+    for (uint64_t i = 0; i < 33; i++)
         v[i] = version_new(i + 1, 0);
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < 32; i++)
         submit(v[i]);
-    CHECK_EQ(lck_job_submit(engine, medium, v[16]->copies, TENSORS, &v[16]->commit, &v[16]->ticket), LCK_EBUSY);
+    CHECK_EQ(lck_job_submit(engine, medium, v[32]->copies, TENSORS, &v[32]->commit, &v[32]->ticket), LCK_EBUSY);
     CHECK_EQ(lck_engine_quiesce(engine, medium), LCK_ESTATE);
     CHECK_EQ(lck_job_release(engine, v[9]->ticket), LCK_OK);
     CHECK_EQ(lck_job_release(engine, v[14]->ticket), LCK_OK);
     CHECK_EQ(lck_engine_close(engine), LCK_OK); /* commits the released two, drops the others */
     engine = NULL;
-    for (int i = 0; i < 17; i++) {
+    for (int i = 0; i < 33; i++) {
         CHECK_EQ(has_line(v[i]), i == 9 || i == 14);
         version_free(v[i]);
     }

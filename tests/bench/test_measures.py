@@ -209,7 +209,7 @@ def test_calibrate_goes_on_until_a_step_is_too_slow(monkeypatch, folder):
     seconds = iter([1.0, 1.0, 20.0, 20.0])
     monkeypatch.setattr(calibrate, "_step", lambda training: next(seconds))
     found = measure("calibrate", {**TINY, "steps": 2}, str(folder))
-    assert found == {"seconds": {"8": 1.0, "16": 20.0}, "batch": 8, "frozen": 2}
+    assert found == {"seconds": {"8": 1.0, "16": 20.0}, "batch": 8}
 
 
 def test_cpu_of_processes_below_this_one_counts():

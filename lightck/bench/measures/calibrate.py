@@ -21,7 +21,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
         if found[str(batch)] > SECONDS_MAX:
             break
     fitting = [int(batch) for batch, seconds in found.items() if seconds <= SECONDS_MAX]
-    return {"seconds": found, "batch": max(fitting, default=BATCHES[0]), "frozen": of.batch}
+    return {"seconds": found, "batch": max(fitting, default=BATCHES[0])}
 
 
 def _step(training: Training) -> float:
