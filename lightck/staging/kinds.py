@@ -30,7 +30,8 @@ class Device:
 
     It takes as much memory on the device as the state does, and host memory as ``Host()``. No update waits for the way
     into the pool then: with ``slots=3`` or more it may take as long as a step (with two slots a version is committed
-    before the next update all the same). Where the device has no room for the copy, ``Host()`` is used, and the log says so.
+    before the next update all the same). Where the device has no room for the copy, ``Host()`` is used, and the log
+    says so.
     """
 
 
