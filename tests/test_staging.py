@@ -617,6 +617,17 @@ def test_of_ways_that_are_alike_the_one_that_needs_least_is_chosen():
     assert set(chosen(_Costs(DIRECT, 0.02), _Costs(HOST, 0.01))[10:]) == {HOST}
 
 
+@pytest.mark.parametrize("best", [DIRECT, HOST, DEVICE], ids=str)
+def test_the_ways_that_were_not_chosen_are_told_once(best):
+    ways = [_Costs(kind, 0.01 if kind == best else 0.5) for kind in (DIRECT, HOST, DEVICE)]
+    choice, stall, told = Choice(list(ways)), 0.0, []
+    for _ in range(30):
+        way = choice.next(stall)
+        told.append([left.kind for left in choice.take_left()])
+        stall += way.cost()
+    assert [kinds for kinds in told if kinds] == [[kind for kind in (DIRECT, HOST, DEVICE) if kind != best]]
+
+
 def test_first_versions_and_one_slow_step_do_not_decide():
     assert set(chosen(_Costs(DIRECT, 9, 9, 9, 0.01, 5, 0.01), _Costs(HOST, 1, 0.02))[10:]) == {DIRECT}
 
@@ -651,8 +662,8 @@ def test_without_a_word_each_way_is_tried_and_one_stays(pool, lane, caplog, has_
             assert is_step(lightck.recover(pool), seen)
         last = gone[-1]
         assert bool(lane.registered) == (last == "Direct()")
-        held = {str(way.kind): bool(way._ring._segments) for way in session._pipeline.staging._choice.others
-                if way.kind != DIRECT}  # fmt: skip
+        held = {str(way.kind): bool(way._ring._segments) for way in session._pipeline.staging._choice._ways
+                if way.kind != DIRECT and str(way.kind) != last}  # fmt: skip
         assert not any(held.values()), held
     assert {"Direct()", "Host()", *(["Device()"] if has_room else [])} == set(gone)
     assert set(gone[-4:]) == {last}

@@ -32,6 +32,7 @@ class Choice:
         self._over = -WARM_UP
         """Versions by the way whose turn it is."""
         self._before: float | None = None
+        self._left: list[Way] = []
         self._is_made = is_made or len(self._ways) == 1
 
     @property
@@ -39,10 +40,10 @@ class Choice:
         """Whose turn it is."""
         return self._ways[self._at]
 
-    @property
-    def others(self) -> list[Way]:
-        """Those that are not gone any more."""
-        return [way for way in self._ways if way is not self.way] if self._is_made else []
+    def take_left(self) -> list[Way]:
+        """Those that are not gone any more, told once after each decision."""
+        left, self._left = self._left, []
+        return left
 
     def next(self, stall_seconds: float) -> Way:
         """The way of the version that begins now; ``stall_seconds``: of the session so far."""
@@ -81,6 +82,7 @@ class Choice:
         best = min(self._found.values(), default=math.inf)
         alike = [n for n, way in enumerate(self._ways) if self._cost(way) <= _ALIKE * best + _ALIKE_SECONDS]
         self._at, self._is_made = alike[0], True
+        self._left = [way for way in self._ways if way is not self.way]
         if len(self._ways) > 1:
             costs = ", ".join(f"{kind} {1e3 * seconds:.2f} ms" for kind, seconds in self._found.items())
             log.info("lightck: tensors leave their device by %s from here on (a version held the training up: %s)",

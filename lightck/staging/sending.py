@@ -99,8 +99,7 @@ class Staging:
                     log.warning("lightck: staging=%s is not possible here (%s). lightck.Host() is used.", way.kind, why)
                 way = self._choice.unavailable(str(why))
                 continue
-            if way is not self._way:
-                self._forget(self._choice.others)
+            self._forget(self._choice.take_left())
             self._way, self._meter.staging = way, str(way.kind)
             return way
 
