@@ -7,6 +7,7 @@ over the state takes longer than the second: a mapped file is read only then.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from lightck.bench.measures.copies import mapped, places, total
 from lightck.bench.training import Training, differing
 from lightck.bench.workloads import workload
 from lightck.errors import BenchError
+
+_REST_SECONDS = 0.05
 
 
 def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -76,11 +79,19 @@ def _timed(training: Training, load: Callable[[], None]) -> tuple[float, float]:
     """Seconds of the load, and with what the first pass over the state takes longer."""
     _own_memory(training)
     _pass(training)
+    _rest()
     began = time.perf_counter()
     load()
     seconds = time.perf_counter() - began
     first, second = _pass(training), _pass(training)
     return seconds, seconds + max(0.0, first - second)
+
+
+def _rest() -> None:
+    """As after a restart: no thread of OpenMP still spins for more of what came before, and what another load left
+    behind is not collected at this one's cost."""
+    gc.collect()
+    time.sleep(_REST_SECONDS)
 
 
 @torch.no_grad()
@@ -104,6 +115,7 @@ def _own_memory(training: Training) -> None:
 def _memcpy(training: Training, pool: str) -> float:
     """As many bytes out of the pool's pages, all there, into the live tensors; twice, the second counts."""
     buffers = places(training.tensors())
+    _rest()
     with open(pool, "rb") as file:
         size = min(os.fstat(file.fileno()).st_size, total(buffers))
         with mapped(file.fileno(), size, write=False) as source:
