@@ -100,7 +100,7 @@ def lonely(tensors: Sequence[Named]) -> list[bool]:
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     low = tensor.data_ptr()
     if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
-        return low, low + tensor.numel() * tensor.element_size()
+        return low, low + tensor.nbytes
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return low, low + (reach + 1) * tensor.element_size()
 

@@ -7,7 +7,7 @@ not stand out of a narrower line, that is said beside it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,11 @@ def _pairs(results: Results, rival: str) -> Iterator[tuple[str, dict[str, Any], 
             yield name, ours, row["result"]
 
 
-def _worst(what: str, ratios: dict[str, float]) -> Reached:
+def _worst(what: str, ratios: dict[str, float], unresolved: Collection[str] = ()) -> Reached:
     if not ratios:
         return Reached(what, None)
-    return Reached(what, min(ratios.values()), ", ".join(f"{name} {times(ratio)}" for name, ratio in ratios.items()))
+    note = [f"{n} {times(ratio)}{' (not resolved)' if n in unresolved else ''}" for n, ratio in ratios.items()]
+    return Reached(what, min(ratios.values()), ", ".join(note))
 
 
 def _stall_of_rivals(results: Results, what: str) -> Reached:
@@ -135,7 +136,9 @@ def _cpu_of_rivals(results: Results, what: str) -> Reached:
         used: float = max(ours["cpu_difference"]["median"], ours["own_cpu_seconds"])
         return float(theirs["cpu_difference"]["median"]) / used
 
-    return _worst(what, {n: ratio(ours, theirs) for n, ours, theirs in _pairs(results, what)})
+    found = list(_pairs(results, what))
+    unresolved = [n for n, *rows in found if not all(row["cpu_difference"]["resolved"] for row in rows)]
+    return _worst(what, {n: ratio(ours, theirs) for n, ours, theirs in found}, unresolved)
 
 
 def _write(results: Results, what: str) -> Reached:

@@ -17,6 +17,7 @@ from lightck.pool.format import EXTENT_ALIGN, LARGE_EXTENT, LARGE_EXTENT_ALIGN, 
 
 ENTRIES_MAX = 1 << 20
 NDIM_MAX = 64
+_INT_MAX = 1 << 62
 NAME_NBYTES_MAX = 4096
 ROLES = ("param", "buffer", "optimizer", "state")
 
@@ -152,15 +153,18 @@ def _entry(item: Any) -> Entry:
     if not isinstance(item, dict) or item.keys() != _KEYS:
         raise DamagedError("layout table: an entry has the wrong keys")
     name, role, dtype, device, alias = (item[key] for key in ("name", "role", "dtype", "device", "alias"))
-    for text in (name, role, dtype, device, alias or ""):
-        _check_text(text)
+    _check_text(name)
+    _check_text(device)
+    if alias is not None:
+        _check_text(alias)
     shape, stride = _ints(item["shape"]), _ints(item["stride"])
     nbytes, offset, layer = _int(item["nbytes"]), _int(item["offset"]), _int(item["layer"], low=-1)
-    if role not in ROLES or dtype not in ITEM_NBYTES or len(shape) != len(stride):
+    if not (type(role) is type(dtype) is str and role in ROLES and dtype in ITEM_NBYTES and len(shape) == len(stride)):
         raise DamagedError(f"layout table: entry {name!r} has an unknown role, dtype or stride")
-    if math.prod(size for size in shape if size) >= 1 << 62:
+    numel = math.prod(shape)
+    if (numel or math.prod(filter(None, shape))) >= _INT_MAX:
         raise DamagedError(f"layout table: {name!r} has a shape that no tensor can have")
-    expected = 0 if alias is not None else math.prod(shape) * ITEM_NBYTES[dtype]
+    expected = 0 if alias is not None else numel * ITEM_NBYTES[dtype]
     if nbytes != expected or not is_dense(shape, stride):
         raise DamagedError(f"layout table: size or stride of {name!r} does not follow from its shape")
     return Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
@@ -201,7 +205,7 @@ def _check_text(value: Any) -> None:
 
 
 def _int(value: Any, low: int = 0) -> int:
-    if type(value) is not int or not low <= value < 1 << 62:
+    if type(value) is not int or not low <= value < _INT_MAX:
         raise DamagedError("layout table: bad number")
     return value
 
@@ -210,5 +214,6 @@ def _ints(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > NDIM_MAX:
         raise DamagedError("layout table: bad list of numbers")
     for one in value:
-        _int(one)
+        if type(one) is not int or not 0 <= one < _INT_MAX:  # not _int: a call for each takes as long as all the rest
+            raise DamagedError("layout table: bad number")
     return tuple(value)
