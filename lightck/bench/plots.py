@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightck.bench.results import Results, Rows
-from lightck.bench.tables import NAMES, QUICK
+from lightck.bench.tables import LIGHTCK, NAMES, QUICK
 from lightck.bench.views import smallest_within
 from lightck.errors import BenchError
 
@@ -25,7 +25,7 @@ def draw(results: Results, folder: Path) -> Iterator[Path]:
             path = folder / f"{name}.svg"
             axes.figure.tight_layout()
             # Without a date and with a fixed salt: the same results give the same file.
-            axes.figure.savefig(path, metadata={"Date": None})
+            axes.figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
             plt.close(axes.figure)
             yield path
 
@@ -61,17 +61,19 @@ def _bars(plt: Any, results: Results, value: Callable[[dict[str, Any]], float], 
     if not savers:
         return None
     workloads = [name for name in NAMES if any(name in found for found in savers.values())]
-    _, axes = plt.subplots(figsize=(10, 4))
+    _, axes = plt.subplots(figsize=(12, 4.5))
     width = _WIDTH / len(savers)
+    colors = plt.get_cmap("tab20").colors
     for i, (saver, found) in enumerate(savers.items()):
         at = [x + (i - (len(savers) - 1) / 2) * width for x, name in enumerate(workloads) if name in found]
-        axes.bar(at, [value(found[name]) for name in workloads if name in found], width, label=saver)
+        heights = [value(found[name]) for name in workloads if name in found]
+        axes.bar(at, heights, width, label=saver, color="black" if saver == LIGHTCK else colors[i % len(colors)])
     axes.set_xticks(range(len(workloads)), workloads)
     axes.set_yscale(scale)
     axes.set_ylabel(label)
     if line is not None:
         axes.axhline(line[0], color="black", linewidth=0.8, linestyle="--", label=line[1])
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return axes
 
 
