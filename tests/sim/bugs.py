@@ -16,6 +16,7 @@ from lightck.pool.format import (
     RING_LINES,
     RING_OFFSET,
     RING_STRIDE,
+    SLOT_ALIGN,
     SLOT_MAGIC,
     TABLE_OFFSET,
 )
@@ -43,7 +44,12 @@ def is_header(event: Event) -> bool:
 
 
 def is_payload(event: Event) -> bool:
-    return isinstance(event, Store) and event.streamed and not is_manifest(event)
+    return isinstance(event, Store) and (event.streamed or is_placed(event)) and not is_manifest(event)
+
+
+def is_placed(event: Store) -> bool:
+    """A device put it into a slot: it is longer than a header, and lies behind the pool's static part."""
+    return event.offset >= SLOT_ALIGN and len(event.data) > LINE_NBYTES
 
 
 def orders(event: Event) -> bool:

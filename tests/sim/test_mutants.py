@@ -43,6 +43,9 @@ IN_THE_TRACE: list[tuple[Transform, str, tuple[Model, ...]]] = [
     (bugs.header_written_once, "two slots", (PM, EADR, ADVERSARY)),  # on a disk the blocks' checksums tell
     (bugs.payload_not_fenced, "background", (PM, EADR, ADVERSARY)),
     (bugs.payload_not_fenced, "layered", (PM,)),
+    (bugs.no_flush_of_the_payload, "by a device, direct", (PM, ADVERSARY)),
+    (bugs.payload_not_fenced, "by a device, direct", (PM, ADVERSARY)),  # no streamed stores: caches that persist do
+    (bugs.no_header, "by a device, direct", (PM, EADR, ADVERSARY)),
     (bugs.no_header, "layered", (PM,)),
     (bugs.payload_after_the_line, "two slots", (PM, EADR, ADVERSARY, DISK)),
     (bugs.adoption_not_durable, "going back", (PM, DISK)),

@@ -6,6 +6,8 @@ from contextlib import closing, suppress
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+import slow_lanes
 import torch
 from torch import nn
 
@@ -13,6 +15,7 @@ import lightck
 from lightck import early
 from lightck.pool.reader import Version, open_pool
 from lightck.pool.writer import PoolWriter
+from lightck.staging import ways
 from lightck.testing.recorded import Average, Workload, build, one_step, train
 from lightck.testing.recording import Recorder
 
@@ -138,6 +141,23 @@ def background() -> Workload:
         model, optimizer = build(700)
         with recorder.attach(model, optimizer, slots=3):
             train(recorder, model, optimizer, 4)
+
+    return Workload(run, lambda: build(700))
+
+
+def by_a_device(staging: Any) -> Workload:
+    """All tensors are on a device. By ``Direct`` it writes into the slot by itself; what is recorded is what a copy
+    thread reads back and makes durable."""
+
+    def run(recorder: Recorder) -> None:
+        lane = slow_lanes.SlowLane(1, seconds=0.001)
+        with pytest.MonkeyPatch.context() as on_a_device:
+            on_a_device.setattr(ways, "TIER_DISK", None)  # what is recorded does not depend on the kernel's part in it
+            slow_lanes.install(on_a_device, lambda tensor: lane)
+            model, optimizer = build(700)
+            with recorder.attach(model, optimizer, staging=staging) as session:
+                train(recorder, model, optimizer, 4)
+                assert session.stats().staging == str(staging)
 
     return Workload(run, lambda: build(700))
 
@@ -269,6 +289,8 @@ WORKLOADS: dict[str, Workload] = {
     "background": background(),
     "layered": layered(2),
     "layered, three slots": layered(3),
+    "by a device, direct": by_a_device(lightck.Direct()),
+    "by a device, copied": by_a_device(lightck.Device()),
     "dropped": dropped(),
     "wrapped": wrapped(),
 }
