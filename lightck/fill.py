@@ -51,6 +51,6 @@ def _fill(source: Source, name: str, tensor: torch.Tensor) -> None:
 
 
 def _same_layout(entry: Entry, tensor: torch.Tensor) -> bool:
-    if tuple(tensor.stride()) == entry.stride:
+    if tensor.stride() == entry.stride:
         return True
     return tensor.is_contiguous() and is_contiguous(entry.shape, entry.stride)

@@ -129,7 +129,7 @@ def _match_elastic(contents: Contents, view: ModelView, lives: list[Live], plan:
 
 
 def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
-    return tuple(tensor.shape) == entry.shape and tensor.dtype == values.dtype_from_name(entry.dtype)
+    return tensor.shape == entry.shape and tensor.dtype == values.dtype_from_name(entry.dtype)
 
 
 def _match_tensors(contents: Contents, lives: list[Live], plan: Plan,
