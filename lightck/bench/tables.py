@@ -175,7 +175,7 @@ TABLES = {
         Table("memory", "private memory beyond the same loop", "60 min", "memory", _memory_rows, views.memory),
         Table("flat", "10,000 steps of a small model", "10 min", "flat", _flat_rows, views.flat),
         Table("many", "100,000 tiny tensors; 1,000 layers", "3 min", "many", _many_rows, views.many),
-        Table("gpu", "a checkpoint at every step of a training on a CUDA device", "30 min", "gpu", _gpu_rows,
+        Table("gpu", "a checkpoint at every step of a training on a CUDA device", "45 min", "gpu", _gpu_rows,
               views.overhead),
         Table("calibrate", "seconds of a step by batch size", "15 min", "calibrate", _calibrate_rows, views.calibrate),
     )

@@ -52,7 +52,7 @@ class Staging:
         """Send what a version has on devices, while it is begun: its draft, and the numbers of the records that are
         under way. What finds no room in the engine (``room`` jobs) is copied at the boundary itself. A draft that was
         made here is given up where the version cannot be begun."""
-        if self._way is not None and self._way.is_in_slot:
+        if self._way is not None and self._way.settles:
             self._settle(deliver)
         if not self.is_on or not split.staged or room < 1:
             split.copy_at_once(split.staged)
@@ -89,8 +89,6 @@ class Staging:
             self._choice = Choice(self._ways(), is_made=self._kind is not None)
         way = self._choice.next(self._meter.stall_seconds)
         while True:
-            if way.settles:
-                self._settle(deliver)
             try:
                 way.prepare(writer, staged)
             except UnavailableError as why:

@@ -31,9 +31,7 @@ class Way(Protocol):
     beside: bool
     """Tensors are read beside the computation, while the next step runs; False: all in its order, at the boundary."""
     settles: bool
-    """What is under way of earlier versions has to come to its end first."""
-    is_in_slot: bool
-    """What is under way may be a version that was given up, on its way into a slot that was taken again since."""
+    """What is under way by it has to come to its end before the next version begins, by whichever way."""
 
     def prepare(self, writer: PoolWriter, staged: Sequence[Staged]) -> None:
         """For a version of these, in this pool. Raises ``UnavailableError``."""
@@ -50,7 +48,7 @@ class HostWay:
 
     kind: Kind = Host()
     beside = True
-    is_in_slot = settles = False
+    settles = False
 
     def __init__(self) -> None:
         self._ring, self._in_order = Ring(), Ring()
@@ -72,7 +70,7 @@ class DirectWay:
 
     kind: Kind = Direct()
     beside = True
-    is_in_slot = settles = True
+    settles = True  # a version that was given up may be on its way into a slot that is taken again
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
@@ -109,7 +107,7 @@ class DeviceWay:
 
     kind: Kind = Device()
     beside = False
-    is_in_slot, settles = False, True  # there is one copy
+    settles = True  # there is one copy
 
     def __init__(self, spare: int = 1) -> None:
         """``spare``: how many times the memory of the copy a device has to have, so that one is made there."""

@@ -169,7 +169,6 @@ struct lck_medium {
 void medium_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes);
 void medium_store8(lck_medium *medium, uint64_t off, uint64_t value);
 int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
-int32_t medium_placed(lck_medium *medium, uint64_t off, uint64_t nbytes, uint32_t *crc);
 void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
 void medium_fence(lck_medium *medium);
 int32_t medium_sync(lck_medium *medium);

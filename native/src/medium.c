@@ -266,28 +266,6 @@ static uint32_t copy_guarded(lck_medium *medium, const struct kernel *kernel, ui
     return sum;
 }
 
-int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
-{
-    int32_t error = fault_take(LCK_OP_COPY);
-    if (LCK_UNLIKELY(error != 0))
-        return status_sys(error);
-    uint64_t over = LCK_UNLIKELY(medium->shape.write_bps != 0) ? emulate_write(&medium->shape, off, nbytes) : 0;
-    const struct kernel *kernel = kernel_current();
-    uint32_t sum = copy_guarded(medium, kernel, off, src, nbytes);
-    if (is_lost(medium))
-        return status_sys(EIO);
-    if (crc != NULL)
-        *crc = sum;
-    if (nbytes == 0)
-        return LCK_OK;
-    if (trace_on(&medium->trace))
-        trace_record(&medium->trace, LCK_EV_COPY, off, nbytes, medium->base + off);
-    flush_copied(medium, kernel, off, nbytes);
-    if (LCK_UNLIKELY(over != 0))
-        emulate_wait(over);
-    return LCK_OK;
-}
-
 static uint32_t sum_guarded(lck_medium *medium, uint64_t off, uint64_t nbytes)
 {
     struct guard guard;
@@ -301,20 +279,29 @@ static uint32_t sum_guarded(lck_medium *medium, uint64_t off, uint64_t nbytes)
     return sum;
 }
 
-/* A device stored these bytes, into memory or into caches: what is read back is what its checksum is of, and all of it
- * is written back like any store. A trace sees the store here, later than it came; nothing reads the slot in between. */
-int32_t medium_placed(lck_medium *medium, uint64_t off, uint64_t nbytes, uint32_t *crc)
+/* Without src a device has stored the bytes, into memory or into caches: they are read back for the checksum, and all of
+ * them are written back like any store. A trace sees that store here, later than it came; nothing reads the slot in
+ * between. */
+int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
 {
     int32_t error = fault_take(LCK_OP_COPY);
     if (LCK_UNLIKELY(error != 0))
         return status_sys(error);
     uint64_t over = LCK_UNLIKELY(medium->shape.write_bps != 0) ? emulate_write(&medium->shape, off, nbytes) : 0;
-    *crc = sum_guarded(medium, off, nbytes);
+    const struct kernel *kernel = kernel_current();
+    uint32_t sum = src == NULL ? sum_guarded(medium, off, nbytes) : copy_guarded(medium, kernel, off, src, nbytes);
     if (is_lost(medium))
         return status_sys(EIO);
+    if (crc != NULL)
+        *crc = sum;
+    if (nbytes == 0)
+        return LCK_OK;
     if (trace_on(&medium->trace))
-        trace_record(&medium->trace, LCK_EV_STORE, off, nbytes, medium->base + off);
-    medium_flush(medium, off, nbytes);
+        trace_record(&medium->trace, src == NULL ? LCK_EV_STORE : LCK_EV_COPY, off, nbytes, medium->base + off);
+    if (src == NULL)
+        medium_flush(medium, off, nbytes);
+    else
+        flush_copied(medium, kernel, off, nbytes);
     if (LCK_UNLIKELY(over != 0))
         emulate_wait(over);
     return LCK_OK;

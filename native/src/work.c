@@ -24,13 +24,9 @@ static int32_t copy_block(lck_engine *engine, struct job *job, const lck_copy *c
     uint64_t start = index * job->commit.block;
     uint64_t left = copy->nbytes - start;
     uint64_t nbytes = left < job->commit.block ? left : job->commit.block;
+    const void *src = copy->flags & LCK_PLACED ? NULL : (const void *)(uintptr_t)(copy->src + start);
     uint32_t crc;
-    int32_t status;
-    if (copy->flags & LCK_PLACED)
-        status = medium_placed(job->medium, copy->dst + start, nbytes, &crc);
-    else
-        status = medium_copy(job->medium, copy->dst + start, (const void *)(uintptr_t)(copy->src + start), nbytes,
-                             &crc);
+    int32_t status = medium_copy(job->medium, copy->dst + start, src, nbytes, &crc);
     if (status != LCK_OK)
         return status;
     put_checksum(job, copy, index, crc);

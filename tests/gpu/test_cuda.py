@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,29 +134,46 @@ class Changing(torch.nn.Module):
         return self.out(self.norm(self.conv(x)).mean((2, 3)).to(torch.bfloat16))
 
 
-@KINDS
-@pytest.mark.parametrize("slots", [2, 3, 4])
-@pytest.mark.parametrize("fused", [False, True])
-def test_no_step_waits_for_the_device_and_each_is_exact(pool, slots, fused, kind):
-    """Nothing but lightck ever waits, so the device is as far behind as it may be; buffers change right after each
-    boundary, and updates come as soon as the gate opens."""
+def each_version_is_exact(pool: Path, finish: Callable[[lightck.Session, Callable[[], None]], None],
+                          make: Callable[[Any], Any] = adam, **options: Any) -> None:  # fmt: skip
+    """Train ``Changing`` for eight steps. Nothing but lightck ever waits for the device, so it is as far behind as it
+    may be. ``finish(session, update)`` is all of a step after the backward pass; it calls ``update`` once."""
     torch.manual_seed(0)
     model = Changing().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    optimizer = make(model)
     images = torch.randn(8, 3, 32, 32, device="cuda")
-    states = {}
-    with lightck.attach(model, pool, slots=slots, staging=kind) as session:
+    states: dict[int, Any] = {}
+
+    def update() -> None:
+        optimizer.step()
+        states[len(states) + 1] = everything(model, optimizer)  # copies on the device, in the order of its work
+
+    with lightck.attach(model, pool, **options) as session:
         for number in range(1, 9):
             optimizer.zero_grad()
             model(images * number).float().square().mean().backward()
-            torch.cuda._sleep(20_000_000)
-            optimizer.step()
-            states[number] = everything(model, optimizer)  # copies on the device, in the order of its work
-            session.end_step()
+            finish(session, update)
             if session.committed is not None:
                 found = lightck.recover(pool)
                 assert is_step(found, on_cpu(states[found.step]))
     assert is_step(lightck.recover(pool), on_cpu(states[8]))
+
+
+@KINDS
+@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_step_waits_for_the_device_and_each_is_exact(pool, slots, fused, kind):
+    """Buffers change right after each boundary, and updates come as soon as the gate opens."""
+
+    def finish(session: lightck.Session, update: Callable[[], None]) -> None:
+        torch.cuda._sleep(20_000_000)
+        update()
+        session.end_step()
+
+    def make(model: Any) -> Any:
+        return torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+
+    each_version_is_exact(pool, finish, make, slots=slots, staging=kind)
 
 
 @KINDS
@@ -314,45 +332,27 @@ def test_memory_that_cannot_be_registered_leaves_no_error_behind():
 @KINDS
 def test_buffers_are_taken_before_the_next_forward_also_where_another_stream_is_current(pool, kind):
     """The boundary comes on a prefetcher's stream, and the next forward is queued at once on the training's own."""
-    model = Changing().cuda()
-    optimizer = adam(model)
-    images = torch.randn(8, 3, 32, 32, device="cuda")
     aside = torch.cuda.Stream()
-    states = {}
-    with lightck.attach(model, pool, slots=3, staging=kind) as session:
-        for number in range(1, 9):
-            optimizer.zero_grad()
-            model(images * number).float().square().mean().backward()
-            optimizer.step()
-            states[number] = everything(model, optimizer)
-            with torch.cuda.stream(aside):
-                torch.cuda._sleep(20_000_000)
-                session.end_step()
-            if session.committed is not None:
-                found = lightck.recover(pool)
-                assert is_step(found, on_cpu(states[found.step]))
-    assert is_step(lightck.recover(pool), on_cpu(states[8]))
+
+    def finish(session: lightck.Session, update: Callable[[], None]) -> None:
+        update()
+        with torch.cuda.stream(aside):
+            torch.cuda._sleep(20_000_000)
+            session.end_step()
+
+    each_version_is_exact(pool, finish, slots=3, staging=kind)
 
 
 @KINDS
 def test_a_forward_on_another_stream_than_the_update_waits_for_what_is_taken_before_it(pool, kind):
-    """As in a warm-up for CUDA graphs: updates on a stream beside, boundary and forward on the default one."""
-    model = Changing().cuda()
-    optimizer = adam(model)
-    images = torch.randn(8, 3, 32, 32, device="cuda")
+    """As in a warm-up for CUDA graphs: updates on a stream beside, boundary (by the forward) on the default one."""
     aside = torch.cuda.Stream()
-    states = {}
-    with lightck.attach(model, pool, slots=3, staging=kind) as session:
-        for number in range(1, 9):
-            optimizer.zero_grad()
-            model(images * number).float().square().mean().backward()  # its hook closes the version before
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                optimizer.step()
-                states[number] = everything(model, optimizer)
-                torch.cuda._sleep(20_000_000)
-            torch.cuda.current_stream().wait_stream(aside)
-            if session.committed is not None:
-                found = lightck.recover(pool)
-                assert is_step(found, on_cpu(states[found.step]))
-    assert is_step(lightck.recover(pool), on_cpu(states[8]))
+
+    def finish(session: lightck.Session, update: Callable[[], None]) -> None:
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            update()
+            torch.cuda._sleep(20_000_000)
+        torch.cuda.current_stream().wait_stream(aside)
+
+    each_version_is_exact(pool, finish, slots=3, staging=kind)
