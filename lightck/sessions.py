@@ -17,12 +17,12 @@ def opened(model: nn.Module, session: Any) -> None:
 
 def has_open_session(model: nn.Module) -> bool:
     """Whether an open session saves this module, a part of it, or a module that it is a part of."""
+    sessions = ((other, ref()) for other, ref in list(_open.items()))
+    others = [other for other, session in sessions if session is not None and session.is_open]
+    if not others:
+        return False
     mine = set(model.modules())
-    for other, ref in list(_open.items()):
-        session = ref()
-        if session is not None and session.is_open and (other in mine or model in set(other.modules())):
-            return True
-    return False
+    return any(other in mine or model in set(other.modules()) for other in others)
 
 
 _living: weakref.WeakSet[Any] = weakref.WeakSet()

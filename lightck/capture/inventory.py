@@ -55,12 +55,18 @@ def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module under every name, as "" or "name.": without the wrappers (DDP, torch.compile, ...)."""
     found: list[tuple[str, nn.Module]] = []
     todo: list[tuple[str, nn.Module]] = [("", model)]
+    wraps: dict[type, str | None] = {}
     while todo:
         prefix, module = todo.pop()
         found.append((prefix, module))
-        wrapped = next((_WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
-        children = [(key, child) for key, child in module._modules.items() if child is not None]
-        todo.extend((prefix if key == wrapped else f"{prefix}{key}.", child) for key, child in reversed(children))
+        if not module._modules:
+            continue
+        kind = type(module)
+        if kind not in wraps:
+            wraps[kind] = next((_WRAPPERS[c.__name__] for c in kind.__mro__ if c.__name__ in _WRAPPERS), None)
+        for key, child in reversed(module._modules.items()):
+            if child is not None:
+                todo.append((prefix if key == wraps[kind] else f"{prefix}{key}.", child))
     return found
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -30,8 +31,7 @@ ITEM_NBYTES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One extent: the bytes of one tensor. docs/format.md, "Layout table", explains each field."""
 
     name: str
@@ -56,8 +56,7 @@ class Entry:
         )
 
     def to_map(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in _FIELDS}
-        plain |= {"shape": list(self.shape), "stride": list(self.stride)}
+        plain = self._asdict() | {"shape": list(self.shape), "stride": list(self.stride)}
         return plain | {
             "global_shape": list(self.shape),
             "placements": None,
@@ -66,8 +65,8 @@ class Entry:
         }
 
 
-_FIELDS = tuple(f.name for f in fields(Entry))
-_KEYS = {*_FIELDS} | {"global_shape", "placements", "mesh", "offsets"}
+_VALUES = itemgetter(*Entry._fields)
+_KEYS = {*Entry._fields} | {"global_shape", "placements", "mesh", "offsets"}
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
@@ -75,7 +74,7 @@ def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
     placed, at = [], start
     for entry in entries:
         at = align_up(at, LARGE_EXTENT_ALIGN if entry.nbytes >= LARGE_EXTENT else EXTENT_ALIGN)
-        placed.append(replace(entry, offset=at))
+        placed.append(entry._replace(offset=at))
         at += entry.nbytes
     return placed, align_up(at, LARGE_EXTENT_ALIGN)
 
@@ -150,24 +149,31 @@ def _checked(items: Iterator[Any], low: int, high: int) -> tuple[Entry, ...]:
 
 
 def _entry(item: Any) -> Entry:
-    if not isinstance(item, dict) or item.keys() != _KEYS:
+    if type(item) is not dict or len(item) != len(_KEYS) or item.keys() != _KEYS:
         raise DamagedError("layout table: an entry has the wrong keys")
-    name, role, dtype, device, alias = (item[key] for key in ("name", "role", "dtype", "device", "alias"))
-    _check_text(name)
-    _check_text(device)
-    if alias is not None:
-        _check_text(alias)
-    shape, stride = _ints(item["shape"]), _ints(item["stride"])
-    nbytes, offset, layer = _int(item["nbytes"]), _int(item["offset"]), _int(item["layer"], low=-1)
+    name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
+    for text in (name, device) if alias is None else (name, device, alias):
+        if type(text) is not str or not is_name(text):
+            raise DamagedError("layout table: bad text")
+    for number, low in ((nbytes, 0), (offset, 0), (layer, -1)):
+        if type(number) is not int or not low <= number < _INT_MAX:
+            raise DamagedError("layout table: bad number")
+    shape, stride = _ints(shape), _ints(stride)
     if not (type(role) is type(dtype) is str and role in ROLES and dtype in ITEM_NBYTES and len(shape) == len(stride)):
         raise DamagedError(f"layout table: entry {name!r} has an unknown role, dtype or stride")
-    numel = math.prod(shape)
-    if (numel or math.prod(filter(None, shape))) >= _INT_MAX:
-        raise DamagedError(f"layout table: {name!r} has a shape that no tensor can have")
-    expected = 0 if alias is not None else numel * ITEM_NBYTES[dtype]
-    if nbytes != expected or not is_dense(shape, stride):
-        raise DamagedError(f"layout table: size or stride of {name!r} does not follow from its shape")
+    numel = _dense_numel(shape, stride)
+    if numel is None or nbytes != (0 if alias is not None else numel * ITEM_NBYTES[dtype]):
+        raise DamagedError(f"layout table: shape, stride and size of {name!r} do not go together")
     return Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
+
+
+@lru_cache(maxsize=4096)
+def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
+    """Elements of a dense tensor; None where there can be no such tensor. Cached: the layers of a model are alike."""
+    numel = math.prod(shape)
+    if (numel or math.prod(filter(None, shape))) >= _INT_MAX or not is_dense(shape, stride):
+        return None
+    return numel
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -199,21 +205,10 @@ def is_name(text: str) -> bool:
     return fits and "\0" not in text
 
 
-def _check_text(value: Any) -> None:
-    if type(value) is not str or not is_name(value):
-        raise DamagedError("layout table: bad text")
-
-
-def _int(value: Any, low: int = 0) -> int:
-    if type(value) is not int or not low <= value < _INT_MAX:
-        raise DamagedError("layout table: bad number")
-    return value
-
-
 def _ints(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > NDIM_MAX:
         raise DamagedError("layout table: bad list of numbers")
     for one in value:
-        if type(one) is not int or not 0 <= one < _INT_MAX:  # not _int: a call for each takes as long as all the rest
+        if type(one) is not int or not 0 <= one < _INT_MAX:
             raise DamagedError("layout table: bad number")
     return tuple(value)

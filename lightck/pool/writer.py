@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -176,7 +176,7 @@ class PoolWriter:
 
     def _reuse(self, number: int, entry: Entry) -> int:
         """What a slot holds under this number is none of the new tensor's."""
-        self.entries[number] = replace(entry, offset=self.entries[number].offset)
+        self.entries[number] = entry._replace(offset=self.entries[number].offset)
         for slot in self.slots.slots:
             slot.image.in_slot[number] = False
         return number
@@ -185,10 +185,10 @@ class PoolWriter:
         """One that changed its size before gets twice the room that it needs: it will grow again."""
         room = self.superblock.slot_nbytes
         for nbytes in (2 * entry.nbytes, entry.nbytes) if entry.name in self.grew else (entry.nbytes,):
-            (placed,), end = layout.place([replace(entry, nbytes=nbytes)], self._reserve_at)
+            (placed,), end = layout.place([entry._replace(nbytes=nbytes)], self._reserve_at)
             if end <= room:
                 self._reserve_at = end
-                self.entries.append(replace(placed, nbytes=entry.nbytes))
+                self.entries.append(placed._replace(nbytes=entry.nbytes))
                 self._rooms.append(nbytes)
                 return len(self.entries) - 1
         return None
