@@ -31,7 +31,7 @@ import torch
 
 from bench import faults, forks, rivals, subject
 
-PACKAGES = ("torch", "safetensors", "torchsnapshot", "torch_checkpointing")
+PACKAGES = ("torch", "safetensors", "torchsnapshot", "torch_checkpointing", "lm-resiliency", "nvidia-resiliency-ext")
 
 
 def machine() -> str:

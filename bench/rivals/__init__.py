@@ -58,18 +58,27 @@ TABLE = {
     "torch_checkpointing (sync)": "manager:SyncSave",
     "torch_checkpointing (async)": "manager:AsyncSave",
     "CheckFreq": "checkfreq:CheckFreq",
+    "lm-resiliency": "gemini:InMemory",
+    "nvidia-resiliency-ext": "nvrx:AsyncTorchSave",
 }
-_PACKAGES = {"snapshot": "torchsnapshot", "manager": "torch_checkpointing", "safetensors_file": "safetensors"}
-_NEED_ACCELERATOR = {"dcp.async_save (pinned)"}
+_PACKAGES = {
+    "snapshot": "torchsnapshot",
+    "manager": "torch_checkpointing",
+    "safetensors_file": "safetensors",
+    "gemini": "lm_resiliency",
+    "nvrx": "nvidia_resiliency_ext",
+}
+_NEED_ACCELERATOR = {"dcp.async_save (pinned)", "nvidia-resiliency-ext"}
 
 
 def why_not(name: str) -> str:
     """Why this rival cannot be used here, or ""."""
+    if name in _NEED_ACCELERATOR and not torch.accelerator.is_available():
+        return "it needs an accelerator"
     package = _PACKAGES.get(TABLE[name].split(":")[0], "")
     if package and find_spec(package) is None:
-        return f"{package} is not installed (pip install -c constraints.txt '.[bench]')"
-    if name in _NEED_ACCELERATOR and not torch.accelerator.is_available():
-        return "torch's pinned staging needs an accelerator"
+        extra = "bench-gpu" if name in _NEED_ACCELERATOR else "bench"
+        return f"{package} is not installed (pip install -c constraints.txt '.[{extra}]')"
     return ""
 
 
