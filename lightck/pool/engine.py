@@ -6,6 +6,7 @@ so that signals (Ctrl-C) are served while the training thread waits.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from lightck.pool import emulation
 from lightck.pool.extents import Extents, native
 from lightck.pool.failures import io_error
 
+log = logging.getLogger("lightck")
 COPIED, ENDED = 2, 3
 JOBS_MAX = 32
 """Jobs that an engine holds at once, ended ones that are not forgotten included."""
@@ -101,6 +103,17 @@ class Engine:
             raise io_error("The threads that copy versions cannot be started", errno_of(status), reason(status))
         self.handle: Any = out[0]
         self._pid = os.getpid()
+
+    def place(self, processors: frozenset[int]) -> None:
+        """From now on the copy threads run on these processors only; without any, where they ran before. Where the
+        system does not allow it they stay too: it costs speed and nothing else."""
+        if not processors:
+            return
+        status = lib.lck_engine_place(self.handle, sorted(processors), len(processors))
+        if status == lib.LCK_OK:
+            log.info("lightck: copies run on the processors next to the pool (%d of them)", len(processors))
+        else:
+            log.warning("lightck: the copy threads could not be moved next to the pool: %s", reason(status))
 
     def populate(self, medium: Medium) -> None:
         check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")

@@ -142,6 +142,14 @@ class System:
         text = self._read(f"{self.proc}/cpuinfo", 1 << 16)
         return re.search(r"^flags\b.*\bhypervisor\b", text, re.MULTILINE) is not None
 
+    def processors(self, node: int) -> frozenset[int]:
+        """The processors of a NUMA node; none where it is not known."""
+        text = self._read(f"{self.sys}/devices/system/node/node{node}/cpulist").strip()
+        if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
+            return frozenset()
+        runs = [run.partition("-") for run in text.split(",")]
+        return frozenset(cpu for low, _, high in runs for cpu in range(int(low), int(high or low) + 1))
+
     def mount(self, path: str) -> Mount | None:
         """The mount with the longest mount point above ``path``; of equal ones, the one mounted last."""
         path = os.path.realpath(path)

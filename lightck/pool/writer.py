@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lightck._native import errno_of, ffi, lib, reason
 from lightck.errors import BackgroundError
-from lightck.pool import layout
+from lightck.pool import layout, placement
 from lightck.pool.checksum import uuid_words
 from lightck.pool.draft import Draft
 from lightck.pool.durability import TIER_DISK, Durability
@@ -107,6 +107,7 @@ class PoolWriter:
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
         # Beyond the slots' too: so what a version that never committed left there is older than the adoption, and dead.
         self._generation = max(self._generation, *(slot.generation or 0 for slot in self.slots.slots))
+        self._engine.place(placement.processors(self.durability.numa_node))
         if self.durability.tier != TIER_DISK:  # there it would read the whole pool and mark it dirty
             self._engine.populate(self.medium)
 

@@ -38,7 +38,7 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 8 };
+enum { LCK_ABI_VERSION = 9 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -194,6 +194,9 @@ int32_t lck_engine_open(uint32_t threads, lck_engine **out);
 /* Finish jobs that are released, drop the others, join the workers, free. One that is held and released fails: nobody
  * is left to start it. */
 int32_t lck_engine_close(lck_engine *engine);
+/* From now on the workers run on these processors only (numbers below 65,536). LCK_ESYS where the system refuses: they
+ * run where they ran. */
+int32_t lck_engine_place(lck_engine *engine, const uint32_t *processors, uint64_t count);
 /* Let idle workers touch every page of the mapping (MADV_POPULATE_WRITE in steps), so that the first checkpoints do
  * not pay for page faults. LCK_EBUSY beyond 4 mappings at once. lck_engine_quiesce before the medium is closed. */
 int32_t lck_engine_populate(lck_engine *engine, lck_medium *medium);

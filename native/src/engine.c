@@ -10,6 +10,8 @@
 
 #include "internal.h"
 
+enum { PROCESSORS = 1 << 16 };
+
 /* A sleeper counts itself before it compares `pulse` (in the kernel), a pulse changes it before it looks for
  * sleepers: either the sleeper sees the change or it is woken. */
 void engine_pulse(lck_engine *engine)
@@ -89,6 +91,42 @@ static void name_worker(pthread_t thread, uint32_t number)
 #else
     (void)thread;
     (void)number;
+#endif
+}
+
+#if defined(__linux__)
+static int32_t place_workers(lck_engine *engine, const cpu_set_t *set, size_t nbytes)
+{
+    int error = 0;
+    for (uint32_t i = 0; error == 0 && i < engine->threads; i++)
+        error = pthread_setaffinity_np(engine->workers[i], nbytes, set);
+    return error == 0 ? LCK_OK : status_sys(error);
+}
+#endif
+
+int32_t lck_engine_place(lck_engine *engine, const uint32_t *processors, uint64_t count)
+{
+    int32_t status = engine_check(engine);
+    if (status != LCK_OK)
+        return status;
+    uint32_t last = 0;
+    for (uint64_t i = 0; i < count; i++)
+        last = processors[i] > last ? processors[i] : last;
+    if (count == 0 || last >= PROCESSORS)
+        return LCK_EINVAL;
+#if defined(__linux__)
+    cpu_set_t *set = CPU_ALLOC(last + 1);
+    if (set == NULL)
+        return LCK_ENOMEM;
+    size_t nbytes = CPU_ALLOC_SIZE(last + 1);
+    CPU_ZERO_S(nbytes, set);
+    for (uint64_t i = 0; i < count; i++)
+        CPU_SET_S(processors[i], nbytes, set);
+    status = place_workers(engine, set, nbytes);
+    CPU_FREE(set);
+    return status;
+#else
+    return status_sys(ENOSYS);
 #endif
 }
 
