@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from lightck.pool.failures import TRANSIENT, io_error, is_of_medium, told
 from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 from lightck.pool.pmdk_file import is_pmdk
 
+log = logging.getLogger("lightck")
 TEMPORARY_SUFFIX = ".new"
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EBUSY,
             errno.ETXTBSY, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # fmt: skip
@@ -247,7 +249,9 @@ def _checked_size(path: str, fd: int, nbytes_min: int) -> int:
 
 
 def _allocate(path: str, fd: int, nbytes: int) -> None:
-    """All of it, now: what posix_fallocate granted cannot be missing later."""
+    """All of it, now: what posix_fallocate granted cannot be missing later. On tmpfs in huge pages, if it can be."""
+    made = lib.lck_huge(fd, nbytes, len(os.sched_getaffinity(0)))
+    log.debug("lightck: %d of %d bytes of %r are in huge pages", made, nbytes, path)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as err:

@@ -151,6 +151,14 @@ void emulate_fence(const struct shape *shape);
 uint64_t bucket_take(struct bucket *bucket, uint64_t now, uint64_t nbytes, uint64_t bps);
 uint64_t whole_units(uint64_t off, uint64_t nbytes, uint64_t unit);
 
+/* ---- huge.c ------------------------------------------------------------------------------------------ */
+
+#define HUGE_PAGE ((uint64_t)2 << 20) /* bytes of a huge page */
+
+/* Address space, without memory, that begins at a huge page, so that extents that lie apart in a file can lie back to
+ * back in it, and its huge pages are used. MAP_FAILED where there is none. */
+void *huge_reserve(uint64_t nbytes);
+
 /* ---- medium.c ---------------------------------------------------------------------------------------- */
 
 struct lck_medium {

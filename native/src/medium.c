@@ -15,8 +15,6 @@
 #define MAP_SYNC 0x080000
 #endif
 
-#define HUGE_PAGE ((uint64_t)2 << 20) /* bytes of a huge page */
-
 /* ---- open and close ---------------------------------------------------------------------------------- */
 
 static bool file_too_short(int fd, const lck_extent *extents, uint64_t count)
@@ -37,20 +35,6 @@ static bool whole_pages(const lck_extent *extents, uint64_t count)
         if ((extents[i].off & inside) != 0 || (i + 1 < count && (extents[i].nbytes & inside) != 0))
             return false;
     return true;
-}
-
-/* Address space for the whole pool, so that extents that lie apart in the file lie back to back in memory, and huge
- * pages can be used where the file has them. */
-static void *reserve(uint64_t nbytes)
-{
-    unsigned char *space = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (space == MAP_FAILED)
-        return MAP_FAILED;
-    uint64_t before = (HUGE_PAGE - ((uintptr_t)space & (HUGE_PAGE - 1))) & (HUGE_PAGE - 1);
-    if (before > 0)
-        munmap(space, before);
-    munmap(space + before + nbytes, HUGE_PAGE - before);
-    return space + before;
 }
 
 static bool writes_back(uint32_t tier) { return tier == LCK_TIER_PM || tier == LCK_TIER_PM_EMULATED; }
@@ -97,7 +81,7 @@ static int32_t map_privately(lck_medium *medium, int fd, const lck_extent *exten
         return map_device(medium, fd, extents, count);
     uint64_t inside = (uint64_t)sysconf(_SC_PAGESIZE) - 1, at = 0;
     uint64_t nbytes = (medium->nbytes + inside) & ~inside;
-    unsigned char *base = reserve(nbytes);
+    unsigned char *base = huge_reserve(nbytes);
     if (base == MAP_FAILED)
         return status_sys(errno);
     medium->base = base; /* release() unmaps all of it from here on */

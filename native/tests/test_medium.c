@@ -161,6 +161,33 @@ static void check_prewrite(void)
     fclose(file);
 }
 
+/* memfd: a file on tmpfs wherever the test runs. Whether it gets huge pages is the kernel's to say. */
+static void check_huge(void)
+{
+    uint64_t huge = 2 << 20, nbytes = 5 * huge + 4096;
+    for (uint32_t threads = 1; threads <= 16; threads += 15) {
+        int fd = memfd_create("huge", MFD_CLOEXEC);
+        uint64_t made = lck_huge(fd, nbytes, threads);
+        CHECK(made == 0 || made == 5 * huge);
+        CHECK_EQ(lseek(fd, 0, SEEK_END), nbytes);
+        CHECK_EQ(posix_fallocate(fd, 0, (off_t)nbytes), 0);
+        CHECK_EQ(pwrite(fd, "kept", 4, (off_t)huge - 2), 4);
+        char got[8];
+        read_back(fd, got, 8, huge - 4);
+        CHECK(memcmp(got, "\0\0kept\0\0", 8) == 0);
+        close(fd);
+    }
+    FILE *file = fopen("/proc/self/exe", "rb");
+    CHECK(file != NULL);
+    CHECK_EQ(lck_huge(fileno(file), nbytes, 1), 0); /* elsewhere nothing happens */
+    fclose(file);
+    CHECK_EQ(lck_huge(-1, nbytes, 1), 0);
+    int small = memfd_create("small", MFD_CLOEXEC);
+    CHECK_EQ(lck_huge(small, huge - 1, 1), 0);
+    CHECK_EQ(lseek(small, 0, SEEK_END), 0);
+    close(small);
+}
+
 static lck_event event(const lck_medium *medium, uint64_t index)
 {
     lck_event out;
@@ -342,6 +369,7 @@ int main(void)
     check_disk();
     check_alignment();
     check_prewrite();
+    check_huge();
     check_trace();
     check_faults();
     check_kills();
