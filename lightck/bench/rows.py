@@ -67,7 +67,8 @@ def _in_child(row: Row, place: Place, folder: str, out: str) -> dict[str, Any]:
     order = {"measure": row.measure, "options": options, "folder": folder, "threads": place.threads, "out": out}
     # Not in this folder: in the source tree Python would find the sources, and not the lightck that was installed.
     done = subprocess.run([sys.executable, "-m", "lightck.bench"], input=json.dumps(order), text=True, cwd=folder,
-                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environment())  # fmt: skip
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          env=_environment() | options.get("env", {}))  # fmt: skip
     if done.returncode != 0:
         told = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else "failed"

@@ -21,6 +21,9 @@ STAGED = ("gpt2", "vgg16")
 """Workloads with which the ways out of a device are measured against each other, and the rivals on a device."""
 OTHER_MEDIA = ("gpt2", "resnet18")
 """Workloads that are also saved to PMDK pools and to a disk."""
+BUSY = ("alexnet", "bert_large")
+"""Workloads that leave the copy threads no processor: also with OpenMP threads that sleep where they have to wait."""
+SLEEPING = {"GOMP_SPINCOUNT": "1000"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,14 @@ def _key(*words: str) -> str:
 
 
 def _step(workload: str, saver: str, pairs: int, *, batch: int = 0, backend: str = "file", medium: str = TMPFS,
-          prefix: str = "") -> Row:  # fmt: skip
+          prefix: str = "", env: dict[str, str] | None = None) -> Row:  # fmt: skip
     options: dict[str, Any] = {"workload": workload, "size": "full", "saver": saver, "pairs": pairs}
     name = f"{workload}-batch{batch}" if batch else workload
     words = [prefix] if prefix else []
     words += [name, saver]
+    if env:
+        options["env"] = env
+        words += [f"{key}={value}" for key, value in env.items()]
     if batch:
         options["batch"] = batch
     if backend != "file":
@@ -77,6 +83,7 @@ def _step_rows(plan: Plan) -> list[Row]:
     found += [_step("resnet18", saver, pairs, batch=1) for saver in (LIGHTCK, TORCH_SAVE)]
     found += [_step(name, LIGHTCK, rival_pairs, backend="pmdk") for name in OTHER_MEDIA]
     found += [_step(name, LIGHTCK, rival_pairs, medium=DISK) for name in OTHER_MEDIA]
+    found += [_step(name, LIGHTCK, pairs, env=SLEEPING) for name in BUSY]
     return found
 
 
