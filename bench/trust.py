@@ -27,6 +27,8 @@ from typing import Any
 if __name__ in ("__main__", "__mp_main__"):
     sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed lightck goes first
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not spoil CUDA for the children
+
 import torch
 
 from bench import faults, forks, rivals, subject

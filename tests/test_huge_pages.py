@@ -15,6 +15,7 @@ from toys import BIG, adam, everything, is_step, net, train
 
 import lightck
 from lightck._native import lib
+from lightck.errors import NoSpaceError
 from lightck.pool import file
 from lightck.pool.system import System
 
@@ -41,54 +42,89 @@ def kernel_gives_them() -> bool:
         os.close(fd)
 
 
-def huge_nbytes(pool: Path) -> int:
-    """Bytes of this process's mapping of the pool that are mapped by huge pages."""
-    maps = Path("/proc/self/smaps").read_text().split("\n")
+def of_mapping(pool: Path, *fields: str) -> int:
+    """Bytes that /proc/self/smaps gives for this process's mapping of the pool."""
     inside, found = False, 0
-    for line in maps:
+    for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             inside = line.endswith(str(pool))
-        elif inside and line.startswith(("ShmemPmdMapped:", "FilePmdMapped:")):
+        elif inside and line.startswith(fields):
             found += 1024 * int(line.split()[1])
     return found
+
+
+def huge_nbytes(pool: Path) -> int:
+    return of_mapping(pool, "ShmemPmdMapped:", "FilePmdMapped:")
+
+
+def resident_nbytes(pool: Path) -> int:
+    return of_mapping(pool, "Rss:")
+
+
+def mapped(pool: Path, seconds: float = 20.0) -> int:
+    """The same once the copy threads have mapped the pool, which they do in the background."""
+    deadline, before = time.monotonic() + seconds, -1
+    while time.monotonic() < deadline:
+        resident = resident_nbytes(pool)
+        if resident == before and resident >= os.path.getsize(pool) - HUGE:
+            return huge_nbytes(pool)
+        before = resident
+        time.sleep(0.05)
+    raise AssertionError(f"{resident_nbytes(pool)} of {os.path.getsize(pool)} bytes are mapped")
 
 
 def test_a_new_pool_on_tmpfs_lies_in_huge_pages(pool):
     if System().file_system(str(pool.parent)) != TMPFS:
         pytest.skip("the tests' folder is not on tmpfs")
-    gives = kernel_gives_them()
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        deadline = time.monotonic() + 20
-        while gives and not huge_nbytes(pool) and time.monotonic() < deadline:
-            time.sleep(0.02)  # the copy threads map the pages
-        assert (huge_nbytes(pool) > 0) == gives
+        if kernel_gives_them():
+            assert mapped(pool) > 0
         train(model, optimizer, 3)
         session.flush()
         assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_without_huge_pages_a_pool_is_the_same(pool, monkeypatch):
-    models = [net(BIG), net(BIG)]
-    other = pool.with_name("other.pool")
-    lightck.attach(models[0], pool, optimizer=adam(models[0])).close()
-    monkeypatch.setattr(file, "lib", WithoutHugePages())
-    optimizer = adam(models[1])
-    with lightck.attach(models[1], other, optimizer=optimizer) as session:
-        assert huge_nbytes(other) == 0
-        assert os.path.getsize(other) == os.path.getsize(pool)
-        assert os.stat(other).st_blocks == os.stat(pool).st_blocks
-        train(models[1], optimizer, 3)
+def test_a_kernel_that_gives_none_does_no_harm(pool, monkeypatch):
+    class Without:
+        asked = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lib, name)
+
+        def lck_huge(self, *args: int) -> int:
+            self.asked += 1
+            return 0
+
+    monkeypatch.setattr(file, "lib", Without())
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        assert file.lib.asked == 1  # and not again for the next slice
+        train(model, optimizer, 3)
         session.flush()
-        assert is_step(lightck.recover(other), everything(models[1], optimizer))
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-class WithoutHugePages:
-    """The native library on a kernel that has none."""
+def test_a_pool_that_cannot_fit_takes_nothing_before_it_is_refused(pool, monkeypatch):
+    """Else others on that tmpfs would find it full meanwhile."""
+    if System().file_system(str(pool.parent)) != TMPFS:
+        pytest.skip("the tests' folder is not on tmpfs")
+    asked = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(lib, name)
+    class Recorded:
+        def __getattr__(self, name: str) -> Any:
+            if name == "lck_huge":
+                asked.append(name)
+            return getattr(lib, name)
 
-    def lck_huge(self, fd: int, nbytes: int, threads: int) -> int:
-        return 0
+    monkeypatch.setattr(file, "lib", Recorded())
+    space = os.statvfs(pool.parent)
+    free = space.f_bavail * space.f_frsize
+    with pytest.raises(NoSpaceError, match="MB left") as refused:
+        file.FileBackend().create(str(pool), free + (64 << 20))
+    assert not asked
+    told = float(re.search(r"has ([\d,.]+) MB left", str(refused.value))[1].replace(",", ""))
+    assert told > 0.5 * free / 1e6
+    assert not list(pool.parent.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from dataclasses import replace
@@ -15,7 +16,8 @@ from lightck.pool import durability, placement
 from lightck.pool.engine import Engine
 from lightck.pool.system import System
 
-MINE = sorted(os.sched_getaffinity(0))
+AFFINITY = os.sched_getaffinity
+MINE = sorted(AFFINITY(0))
 
 
 @pytest.fixture
@@ -36,26 +38,37 @@ def machine(tmp_path, monkeypatch):
     return make
 
 
-def copy_threads() -> list[set[int]]:
-    """Of each copy thread the processors on which it may run."""
-    found = []
+def copy_threads() -> dict[str, set[int]]:
+    """Of each copy thread of this process the processors on which it may run."""
+    found = {}
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().startswith("lightck-copy-"):
-            found.append(os.sched_getaffinity(int(task.name)))
+        with contextlib.suppress(OSError):  # it has ended since
+            if (task / "comm").read_text().startswith("lightck-copy-"):
+                found[task.name] = os.sched_getaffinity(int(task.name))
     return found
 
 
+@pytest.fixture
+def mine():
+    """The copy threads that were not there before."""
+    before = copy_threads().keys()
+    return lambda: [on for thread, on in copy_threads().items() if thread not in before]
+
+
 @pytest.mark.skipif(len(MINE) < 2, reason="one processor: there is nothing to choose")
-def test_copies_run_next_to_the_pool_and_the_training_where_it_was(pool, machine):
-    machine(node0=f"{MINE[0]}", node1=f"{MINE[-1]}")
+def test_copies_run_next_to_the_pool_and_the_training_where_it_was(pool, machine, mine, monkeypatch):
+    """The node has processors that only this test knows of: the kernel takes those that it has."""
+    machine(node0=f"{MINE[0]}", node1=f"{MINE[-1]},{MINE[-1] + 1}-{MINE[-1] + 8}")
+    allowed = {*MINE, *range(MINE[-1] + 1, MINE[-1] + 9)}
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda pid: allowed if pid == 0 else AFFINITY(pid))
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 3)
         session.flush()
-        assert copy_threads()
-        assert all(on == {MINE[-1]} for on in copy_threads())
-        assert sorted(os.sched_getaffinity(0)) == MINE
+        assert mine()
+        assert all(on == {MINE[-1]} for on in mine())
+        assert sorted(AFFINITY(os.getpid())) == MINE
         assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
@@ -63,15 +76,16 @@ def test_copies_run_next_to_the_pool_and_the_training_where_it_was(pool, machine
     {"node0": f"{MINE[0]}"},  # the pool's node has no processors here
     {"node0": f"{MINE[0]}", "node1": f"{MINE[-1] + 1}-{MINE[-1] + 4}"},  # this process may use none of them
     {"node1": f"{MINE[0]}-{MINE[-1]}"},  # or has no others
+    {"node1": f"{MINE[-1]}"},  # one processor, which the training fills as well
     {"node1": "0-"},
     {"node1": "0-9999999999"},
     {"node1": ""},
 ])  # fmt: skip
-def test_where_there_is_nothing_to_choose_copies_run_anywhere(pool, machine, nodes):
+def test_where_there_is_nothing_to_choose_copies_run_anywhere(pool, machine, mine, nodes):
     machine(**nodes)
     with lightck.attach(net(), pool):
-        assert copy_threads()
-        assert all(sorted(on) == MINE for on in copy_threads())
+        assert mine()
+        assert all(sorted(on) == MINE for on in mine())
 
 
 def test_lists_of_processors_are_read_as_the_kernel_writes_them(machine):
@@ -79,15 +93,25 @@ def test_lists_of_processors_are_read_as_the_kernel_writes_them(machine):
     assert system.processors(0) == {0, 1, 2, 3, 8, 10, 11}
     assert system.processors(1) == {4}
     assert system.processors(2) == frozenset()
-    assert placement.processors(None, system) == frozenset()
 
 
-def test_a_system_that_refuses_leaves_them_where_they_are_and_it_is_told(caplog):
+def test_a_system_that_refuses_leaves_them_where_they_are_and_it_is_told(caplog, mine):
     engine = Engine()
     try:
         with caplog.at_level(logging.WARNING, "lightck"):
-            engine.place(frozenset({60_000}))  # no machine has it
+            engine.run_on(frozenset({60_000}))  # no machine has it
         assert "could not be moved next to the pool: Invalid argument" in caplog.text
-        assert all(sorted(on) == MINE for on in copy_threads())
+        assert all(sorted(on) == MINE for on in mine())
+    finally:
+        engine.close()
+
+
+def test_for_a_pool_elsewhere_they_run_anywhere_again(mine):
+    engine = Engine()
+    try:
+        engine.run_on(frozenset({MINE[-1]}))
+        assert all(on == {MINE[-1]} for on in mine())
+        engine.run_on(frozenset())
+        assert all(sorted(on) == MINE for on in mine())
     finally:
         engine.close()

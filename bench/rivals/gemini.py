@@ -70,9 +70,9 @@ def manager_in(folder: str) -> InMemoryCheckpointManager:
 
 
 def flushed(folder: str) -> dict[int, Path]:
-    """Step -> its folder, of every checkpoint with its final name: ``<run>/step-N/rank-0.pt``."""
+    """Step -> its folder, of every checkpoint with its final name: ``runs/<run>/<topology>/step-N/rank-0.pt``."""
     found = {}
-    for shard in Path(folder).glob("**/rank-0.pt"):
+    for shard in Path(folder).glob("runs/*/*/step-*/rank-0.pt"):
         if step := re.fullmatch(r"step-(\d+)", shard.parent.name):
             found[int(step[1])] = shard.parent
     return found

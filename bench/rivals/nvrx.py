@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-import os
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,17 @@ from torch.optim import Optimizer
 from bench.rivals import steps
 from bench.rivals.torch_save import everything, put_back
 
+_SECONDS_MAX, _POLL_SECONDS = 600, 0.0005
+
 
 class AsyncTorchSave(steps.PerStep):
     name = "nvidia-resiliency-ext"
     needs = "nvidia-resiliency-ext"
     synchronous = False
-    use = "TorchAsyncCheckpoint, persistent queue, finalized before the next save; a file per step, last two kept"
+    use = (
+        "TorchAsyncCheckpoint, persistent queue, finalized before the next save, tensors on the CPU cloned first; "
+        "a file per step, last two kept"
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,33 +35,53 @@ class AsyncTorchSave(steps.PerStep):
 
     def start(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
         super().start(model, optimizer, folder)
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.saver = TorchAsyncCheckpoint(persistent_queue=True)
 
     @property
     def saved(self) -> int:
-        self.finalize(blocking=False)
+        self.finalize()
         return self.finished
 
     def save(self, step: int) -> None:
-        self.finalize(blocking=True)
-        self.saver.async_save(everything(self.model, self.optimizer, step), steps.path_of(self.folder, step))
+        self.wait()
+        state = cloned(everything(self.model, self.optimizer, step))
+        self.saver.async_save(state, steps.path_of(self.folder, step))
         self.pending = step
 
-    def finalize(self, *, blocking: bool, terminate: bool = False) -> None:
+    def finalize(self, *, terminate: bool = False) -> None:
         """``finalize_async_save`` does not say whether it found the save done: that stands in its queue only."""
-        self.saver.finalize_async_save(blocking=blocking, no_dist=True, terminate=terminate)
+        self.saver.finalize_async_save(blocking=False, no_dist=True, terminate=terminate)
         if self.pending is not None and self.saver._async_calls_queue.get_num_unfinalized_calls() == 0:
             step, self.pending = self.pending, None
             self.is_finished(step)
 
+    def wait(self) -> None:
+        """Not with ``blocking``: that waits for ever where its process has died."""
+        deadline = time.monotonic() + _SECONDS_MAX
+        self.finalize()
+        while self.pending is not None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"its process has not saved step {self.pending} within {_SECONDS_MAX} seconds")
+            time.sleep(_POLL_SECONDS)
+            self.finalize()
+
     def finish(self) -> None:
-        self.finalize(blocking=True, terminate=True)
+        self.wait()
+        self.finalize(terminate=True)
 
     def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> int:
         def load(path: Path) -> int:
             return put_back(torch.load(path, weights_only=True), model, optimizer)
 
         return steps.newest_that_loads(folder, load)
+
+
+def cloned(state: Any) -> Any:
+    """It stages with ``tensor.to("cpu")``, which hands on tensors that are there already as they are: live."""
+    if isinstance(state, torch.Tensor):
+        return state if state.is_cuda else state.detach().clone()
+    if isinstance(state, dict):
+        return {key: cloned(value) for key, value in state.items()}
+    return [cloned(value) for value in state] if isinstance(state, list) else state

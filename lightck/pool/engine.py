@@ -98,22 +98,26 @@ class Engine:
     def __init__(self, threads: int | None = None) -> None:
         out = ffi.new("lck_engine **")
         n = threads or (1 if (os.cpu_count() or 1) <= 4 else THREADS_MAX)
+        self.threads = n
+        self._processors: frozenset[int] = frozenset()
         status = lib.lck_engine_open(n, out)
         if status != lib.LCK_OK:
             raise io_error("The threads that copy versions cannot be started", errno_of(status), reason(status))
         self.handle: Any = out[0]
         self._pid = os.getpid()
 
-    def place(self, processors: frozenset[int]) -> None:
-        """From now on the copy threads run on these processors only; without any, where they ran before. Where the
-        system does not allow it they stay too: it costs speed and nothing else."""
-        if not processors:
+    def run_on(self, processors: frozenset[int]) -> None:
+        """From now on the copy threads run on these processors; without any, where this thread may run. Where the
+        system does not allow it they stay where they are: that costs speed and nothing else."""
+        if processors == self._processors:
             return
-        status = lib.lck_engine_place(self.handle, sorted(processors), len(processors))
-        if status == lib.LCK_OK:
-            log.info("lightck: copies run on the processors next to the pool (%d of them)", len(processors))
-        else:
+        numbers = sorted(processors or os.sched_getaffinity(0))
+        status = lib.lck_engine_run_on(self.handle, numbers, len(numbers))
+        if status != lib.LCK_OK:
             log.warning("lightck: the copy threads could not be moved next to the pool: %s", reason(status))
+            return
+        self._processors = processors
+        log.info("lightck: copies run on %d processors%s", len(numbers), " next to the pool" if processors else "")
 
     def populate(self, medium: Medium) -> None:
         check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")

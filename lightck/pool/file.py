@@ -32,6 +32,7 @@ from lightck.pool.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
 TEMPORARY_SUFFIX = ".new"
+HUGE_PAGE, _SLICE = 2 << 20, 1 << 30
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EBUSY,
             errno.ETXTBSY, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # fmt: skip
 """Errors about the path, and who may do what there; all others are the system's."""
@@ -250,8 +251,7 @@ def _checked_size(path: str, fd: int, nbytes_min: int) -> int:
 
 def _allocate(path: str, fd: int, nbytes: int) -> None:
     """All of it, now: what posix_fallocate granted cannot be missing later. On tmpfs in huge pages, if it can be."""
-    made = lib.lck_huge(fd, nbytes, len(os.sched_getaffinity(0)))
-    log.debug("lightck: %d of %d bytes of %r are in huge pages", made, nbytes, path)
+    log.debug("lightck: %d of %d bytes of %r are in huge pages", _huge(fd, nbytes), nbytes, path)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as err:
@@ -263,12 +263,29 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
         ) from err
 
 
+def _huge(fd: int, nbytes: int) -> int:
+    """Bytes of a new file that are in huge pages now. In slices, between which Ctrl-C is served. A file that cannot fit
+    is refused afterwards, and must not take what is left before that."""
+    space = os.fstatvfs(fd)
+    if space.f_blocks and space.f_bavail * space.f_frsize < nbytes:
+        return 0
+    threads, made = len(os.sched_getaffinity(0)), 0
+    for at in range(0, nbytes, _SLICE):
+        slice_nbytes = min(_SLICE, nbytes - at)
+        done = lib.lck_huge(fd, at, slice_nbytes, threads)
+        made += done
+        if done + HUGE_PAGE <= slice_nbytes:
+            break
+    return made
+
+
 def _free(fd: int) -> str:
+    """What there would be without this file."""
     try:
-        space = os.fstatvfs(fd)
+        space, held = os.fstatvfs(fd), os.fstat(fd).st_blocks * 512
     except OSError:
         return "cannot have them"
-    return f"its file system has {space.f_bavail * space.f_frsize / 1e6:,.1f} MB left"
+    return f"its file system has {(space.f_bavail * space.f_frsize + held) / 1e6:,.1f} MB left"
 
 
 def _prewrite(path: str, fd: int, nbytes: int) -> None:

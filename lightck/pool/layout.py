@@ -167,7 +167,7 @@ def _entry(item: Any) -> Entry:
     return Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)  # few: a hostile table may be made of keys that share a hash, each compared with all others
 def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     """Elements of a dense tensor; None where there can be no such tensor. Cached: the layers of a model are alike."""
     numel = math.prod(shape)

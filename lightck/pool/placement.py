@@ -12,11 +12,12 @@ import os
 from lightck.pool.system import System
 
 
-def processors(node: int | None, system: System | None = None) -> frozenset[int]:
-    """Those of a pool's NUMA node that the calling thread may run on; empty where the node is not known, where it has
-    none of them, or all: there is nothing to choose then."""
+def processors(node: int | None, threads: int) -> frozenset[int]:
+    """Those of a pool's NUMA node that the calling thread may run on. Empty where the copy threads had better run
+    anywhere: where the node is not known, is the only one, or has no more of them than there are copy threads, which
+    would wait there for a training that fills them."""
     if node is None:
         return frozenset()
     allowed = os.sched_getaffinity(0)
-    near = (system or System()).processors(node) & allowed
-    return frozenset() if near == allowed else near
+    near = System().processors(node) & allowed
+    return near if threads < len(near) < len(allowed) else frozenset()

@@ -107,7 +107,7 @@ class PoolWriter:
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
         # Beyond the slots' too: so what a version that never committed left there is older than the adoption, and dead.
         self._generation = max(self._generation, *(slot.generation or 0 for slot in self.slots.slots))
-        self._engine.place(placement.processors(self.durability.numa_node))
+        self._engine.run_on(placement.processors(self.durability.numa_node, self._engine.threads))
         if self.durability.tier != TIER_DISK:  # there it would read the whole pool and mark it dirty
             self._engine.populate(self.medium)
 

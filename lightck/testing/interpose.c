@@ -27,9 +27,9 @@
 enum { SHORT = -1 }; /* instead of an errno: the call transfers less than it was asked for */
 
 #define CALLS(X)                                                                                                      \
-    X(open) X(posix_fallocate) X(ftruncate) X(mmap) X(read) X(pread) X(write) X(pwrite) X(fsync) X(fdatasync)         \
-    X(msync) X(rename) X(link) X(unlink) X(mkdir) X(stat) X(fstat) X(fchmod) X(statfs) X(fstatvfs) X(fcntl)           \
-    X(madvise) X(pthread_create) X(malloc) X(calloc) X(realloc)
+    X(open) X(posix_fallocate) X(fallocate) X(ftruncate) X(mmap) X(read) X(pread) X(write) X(pwrite) X(fsync)         \
+    X(fdatasync) X(msync) X(rename) X(link) X(unlink) X(mkdir) X(stat) X(fstat) X(fchmod) X(statfs) X(fstatvfs)       \
+    X(fcntl) X(madvise) X(pthread_create) X(malloc) X(calloc) X(realloc)
 
 enum call {
 #define AS_ENUM(name) CALL_##name,
@@ -245,11 +245,14 @@ FALLOCATE(posix_fallocate64, off64_t)
     }
 ON_FD(ftruncate, ftruncate, (int fd, off_t nbytes), (fd, nbytes))
 ON_FD(ftruncate64, ftruncate, (int fd, off64_t nbytes), (fd, nbytes))
+ON_FD(fallocate, fallocate, (int fd, int mode, off_t at, off_t nbytes), (fd, mode, at, nbytes))
+ON_FD(fallocate64, fallocate, (int fd, int mode, off64_t at, off64_t nbytes), (fd, mode, at, nbytes))
 ON_FD(fsync, fsync, (int fd), (fd))
 ON_FD(fdatasync, fdatasync, (int fd), (fd))
 ON_FD(fstat, fstat, (int fd, struct stat *st), (fd, st))
 ON_FD(fstat64, fstat, (int fd, struct stat64 *st), (fd, st))
 ON_FD(fchmod, fchmod, (int fd, mode_t mode), (fd, mode))
+ON_FD(fstatfs, statfs, (int fd, struct statfs *fs), (fd, fs))
 ON_FD(fstatvfs, fstatvfs, (int fd, struct statvfs *st), (fd, st))
 ON_FD(fstatvfs64, fstatvfs, (int fd, struct statvfs64 *st), (fd, st))
 

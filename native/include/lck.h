@@ -38,7 +38,7 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 10 };
+enum { LCK_ABI_VERSION = 11 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -100,9 +100,10 @@ enum {
     LCK_TIER_PM_EMULATED = 4 /* does what LCK_TIER_PM does, on any file: for tests; promises what the file does */
 };
 
-/* Give the first nbytes of a new, empty file huge pages, on up to 16 threads; it has that size then, and its space is not
- * all allocated. Returns how many bytes have them: 0 where it is not on tmpfs, or the kernel has no such pages now. */
-uint64_t lck_huge(int32_t fd, uint64_t nbytes, uint32_t threads);
+/* Give a range of a new file, where nothing is allocated yet, huge pages, on up to 8 threads. `off` is a multiple of 2 MiB.
+ * The file is as long then; its space is not all allocated. Returns how many bytes have them: 0 where the file is not on
+ * tmpfs, or where the kernel has no such pages now. */
+uint64_t lck_huge(int32_t fd, uint64_t off, uint64_t nbytes, uint32_t threads);
 /* Write zeros over the first nbytes of a new file, whose space is allocated. On persistent memory, before it is mapped:
  * else the first store to each page would convert an extent and wait for a commit of the file system's journal. */
 int32_t lck_prewrite(int32_t fd, uint64_t nbytes);
@@ -199,7 +200,7 @@ int32_t lck_engine_open(uint32_t threads, lck_engine **out);
 int32_t lck_engine_close(lck_engine *engine);
 /* From now on the workers run on these processors only (numbers below 65,536). LCK_ESYS where the system refuses: they
  * run where they ran. */
-int32_t lck_engine_place(lck_engine *engine, const uint32_t *processors, uint64_t count);
+int32_t lck_engine_run_on(lck_engine *engine, const uint32_t *processors, uint64_t count);
 /* Let idle workers touch every page of the mapping (MADV_POPULATE_WRITE in steps), so that the first checkpoints do
  * not pay for page faults. LCK_EBUSY beyond 4 mappings at once. lck_engine_quiesce before the medium is closed. */
 int32_t lck_engine_populate(lck_engine *engine, lck_medium *medium);

@@ -104,7 +104,7 @@ static int32_t place_workers(lck_engine *engine, const cpu_set_t *set, size_t nb
 }
 #endif
 
-int32_t lck_engine_place(lck_engine *engine, const uint32_t *processors, uint64_t count)
+int32_t lck_engine_run_on(lck_engine *engine, const uint32_t *processors, uint64_t count)
 {
     int32_t status = engine_check(engine);
     if (status != LCK_OK)

@@ -6,24 +6,20 @@
  * kernel locks the page meanwhile, and whoever stores to it would wait.
  *
  * An optimisation: where it fails the file has small pages from there on. No byte is stored: the mapping is read-only. */
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
-#include <sys/vfs.h>
 
 #include "internal.h"
 
-#if !defined(MADV_COLLAPSE)
-#define MADV_COLLAPSE 25
-#endif
-
-#define IS_TMPFS 0x01021994
-/* One call of madvise: each makes all processors hand over pages that they hold back. */
-#define WINDOW ((uint64_t)64 << 20)
-enum { HUGE_THREADS = 8 };
-
 void *huge_reserve(uint64_t nbytes)
 {
+    if (nbytes > SIZE_MAX - HUGE_PAGE) {
+        errno = ENOMEM;
+        return MAP_FAILED;
+    }
     unsigned char *space = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (space == MAP_FAILED)
         return MAP_FAILED;
@@ -34,67 +30,108 @@ void *huge_reserve(uint64_t nbytes)
     return space + before;
 }
 
-struct making {
+#if defined(__linux__)
+
+#include <linux/magic.h>
+#include <sys/vfs.h>
+
+#if !defined(MADV_COLLAPSE)
+#define MADV_COLLAPSE 25
+#endif
+
+/* One call of madvise: each makes all processors hand over pages that they hold back. */
+#define WINDOW ((uint64_t)64 << 20)
+enum { HUGE_THREADS = 8 };
+
+/* Bytes from `off` on, in whole huge pages. `view` maps them. */
+struct range {
     int fd;
+    uint64_t off, nbytes;
     unsigned char *view;
-    uint64_t nbytes;
-    _Atomic uint64_t next, made;
+    _Atomic uint64_t next, done;
 };
 
-static bool make_window(struct making *making, uint64_t from, uint64_t to)
+static bool allocate_byte(int fd, uint64_t off)
 {
-    for (uint64_t at = from; at < to; at += HUGE_PAGE)
-        if (fallocate(making->fd, 0, (off_t)at, 1) != 0)
+    int failed;
+    do
+        failed = fallocate(fd, 0, (off_t)off, 1);
+    while (failed != 0 && errno == EINTR);
+    return failed == 0;
+}
+
+static bool collapse_window(struct range *range, uint64_t from, uint64_t nbytes)
+{
+    for (uint64_t at = from; at < from + nbytes; at += HUGE_PAGE)
+        if (!allocate_byte(range->fd, range->off + at))
             return false;
-    return madvise(making->view + from, to - from, MADV_COLLAPSE) == 0;
+    return madvise(range->view + from, nbytes, MADV_COLLAPSE) == 0;
 }
 
 /* Where one window fails (memory is short of huge pages, the kernel does not know how) the others are not tried. */
-static void *make_windows(void *argument)
+static void *claim_windows(void *argument)
 {
-    struct making *making = argument;
+    struct range *range = argument;
     for (;;) {
-        uint64_t from = atomic_fetch_add(&making->next, WINDOW);
-        if (from >= making->nbytes)
+        uint64_t from = atomic_fetch_add(&range->next, WINDOW);
+        if (from >= range->nbytes)
             return NULL;
-        uint64_t left = making->nbytes - from, nbytes = left < WINDOW ? left : WINDOW;
-        if (!make_window(making, from, from + nbytes)) {
-            atomic_store(&making->next, making->nbytes);
+        uint64_t left = range->nbytes - from, nbytes = left < WINDOW ? left : WINDOW;
+        if (!collapse_window(range, from, nbytes)) {
+            atomic_store(&range->next, range->nbytes);
             return NULL;
         }
-        atomic_fetch_add(&making->made, nbytes);
+        atomic_fetch_add(&range->done, nbytes);
     }
 }
 
-static void make_all(struct making *making, uint32_t threads)
+/* Signals are for the threads of the program: the others block them. */
+static void collapse(struct range *range, uint32_t threads)
 {
     pthread_t others[HUGE_THREADS];
     uint32_t started = 0;
-    uint64_t windows = blocks_of(making->nbytes, WINDOW);
-    while (started + 1 < threads && started + 1 < windows && started < HUGE_THREADS &&
-           pthread_create(&others[started], NULL, make_windows, making) == 0)
+    uint64_t windows = blocks_of(range->nbytes, WINDOW);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (started + 1 < threads && started + 1 < windows && started + 1 < HUGE_THREADS &&
+           pthread_create(&others[started], NULL, claim_windows, range) == 0)
         started++;
-    make_windows(making);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    claim_windows(range);
     for (uint32_t i = 0; i < started; i++)
         pthread_join(others[i], NULL);
 }
 
-static bool is_tmpfs(int fd)
+static bool is_on_tmpfs(int fd)
 {
     struct statfs fs;
-    return fstatfs(fd, &fs) == 0 && fs.f_type == IS_TMPFS;
+    return fstatfs(fd, &fs) == 0 && fs.f_type == TMPFS_MAGIC;
 }
 
-uint64_t lck_huge(int32_t fd, uint64_t nbytes, uint32_t threads)
+uint64_t lck_huge(int32_t fd, uint64_t off, uint64_t nbytes, uint32_t threads)
 {
-    struct making making = {.fd = fd, .nbytes = nbytes & ~(HUGE_PAGE - 1)};
-    if (making.nbytes == 0 || nbytes > INT64_MAX || !is_tmpfs(fd) || ftruncate(fd, (off_t)nbytes) != 0)
+    struct range range = {.fd = fd, .off = off, .nbytes = nbytes & ~(HUGE_PAGE - 1)};
+    if (range.nbytes == 0 || off % HUGE_PAGE != 0 || off > INT64_MAX || nbytes > INT64_MAX - off ||
+        !is_on_tmpfs(fd))
         return 0;
-    making.view = huge_reserve(making.nbytes);
-    if (making.view == MAP_FAILED)
+    if (!allocate_byte(fd, off + nbytes - 1)) /* the file has this size from here on */
         return 0;
-    if (mmap(making.view, making.nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED)
-        make_all(&making, threads);
-    munmap(making.view, making.nbytes);
-    return atomic_load(&making.made);
+    range.view = huge_reserve(range.nbytes);
+    if (range.view == MAP_FAILED)
+        return 0;
+    if (mmap(range.view, range.nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, (off_t)off) != MAP_FAILED)
+        collapse(&range, threads);
+    munmap(range.view, range.nbytes);
+    return atomic_load(&range.done);
 }
+
+#else
+
+uint64_t lck_huge(int32_t fd, uint64_t off, uint64_t nbytes, uint32_t threads)
+{
+    (void)fd, (void)off, (void)nbytes, (void)threads;
+    return 0;
+}
+
+#endif

@@ -700,9 +700,9 @@ static void test_arguments(void)
     CHECK_EQ(lck_engine_open(1000, &none), LCK_EINVAL);
     CHECK_EQ(lck_engine_close(NULL), LCK_EINVAL);
     const uint32_t processors[] = {0, 1 << 16};
-    CHECK_EQ(lck_engine_place(NULL, processors, 1), LCK_EINVAL);
-    CHECK_EQ(lck_engine_place(engine, processors, 0), LCK_EINVAL);
-    CHECK_EQ(lck_engine_place(engine, processors, 2), LCK_EINVAL);
+    CHECK_EQ(lck_engine_run_on(NULL, processors, 1), LCK_EINVAL);
+    CHECK_EQ(lck_engine_run_on(engine, processors, 0), LCK_EINVAL);
+    CHECK_EQ(lck_engine_run_on(engine, processors, 2), LCK_EINVAL);
     struct version *v = version_new(1, 0);
     lck_commit good = v->commit;
     uint64_t ticket;

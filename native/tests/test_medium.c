@@ -161,31 +161,42 @@ static void check_prewrite(void)
     fclose(file);
 }
 
+static void check_bytes_around(int fd, uint64_t at)
+{
+    char got[8];
+    CHECK_EQ(pwrite(fd, "kept", 4, (off_t)at - 2), 4);
+    read_back(fd, got, 8, at - 4);
+    CHECK(memcmp(got, "\0\0kept\0\0", 8) == 0);
+}
+
 /* memfd: a file on tmpfs wherever the test runs. Whether it gets huge pages is the kernel's to say. */
 static void check_huge(void)
 {
-    uint64_t huge = 2 << 20, nbytes = 5 * huge + 4096;
+    uint64_t huge = 2 << 20, part = 96 * huge, nbytes = part + 5 * huge + 4096; /* more than one thread has to do */
     for (uint32_t threads = 1; threads <= 16; threads += 15) {
         int fd = memfd_create("huge", MFD_CLOEXEC);
-        uint64_t made = lck_huge(fd, nbytes, threads);
+        CHECK(lck_huge(fd, 0, part, threads) <= part);
+        uint64_t made = lck_huge(fd, part, nbytes - part, threads);
         CHECK(made == 0 || made == 5 * huge);
-        CHECK_EQ(lseek(fd, 0, SEEK_END), nbytes);
         CHECK_EQ(posix_fallocate(fd, 0, (off_t)nbytes), 0);
-        CHECK_EQ(pwrite(fd, "kept", 4, (off_t)huge - 2), 4);
-        char got[8];
-        read_back(fd, got, 8, huge - 4);
-        CHECK(memcmp(got, "\0\0kept\0\0", 8) == 0);
+        CHECK_EQ(lseek(fd, 0, SEEK_END), nbytes);
+        check_bytes_around(fd, huge);
+        check_bytes_around(fd, part);
+        check_bytes_around(fd, nbytes - huge);
         close(fd);
     }
     FILE *file = fopen("/proc/self/exe", "rb");
     CHECK(file != NULL);
-    CHECK_EQ(lck_huge(fileno(file), nbytes, 1), 0); /* elsewhere nothing happens */
+    CHECK_EQ(lck_huge(fileno(file), 0, nbytes, 1), 0); /* elsewhere nothing happens */
     fclose(file);
-    CHECK_EQ(lck_huge(-1, nbytes, 1), 0);
-    int small = memfd_create("small", MFD_CLOEXEC);
-    CHECK_EQ(lck_huge(small, huge - 1, 1), 0);
-    CHECK_EQ(lseek(small, 0, SEEK_END), 0);
-    close(small);
+    CHECK_EQ(lck_huge(-1, 0, nbytes, 1), 0);
+    int empty = memfd_create("empty", MFD_CLOEXEC);
+    CHECK_EQ(lck_huge(empty, 0, huge - 1, 1), 0);
+    CHECK_EQ(lck_huge(empty, 4096, huge, 1), 0);
+    CHECK_EQ(lck_huge(empty, INT64_MAX - 1, huge, 1), 0);
+    CHECK_EQ(lck_huge(empty, 2 * huge, INT64_MAX, 1), 0);
+    CHECK_EQ(lseek(empty, 0, SEEK_END), 0);
+    close(empty);
 }
 
 static lck_event event(const lck_medium *medium, uint64_t index)

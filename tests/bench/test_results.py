@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,11 @@ def test_a_row_is_measured_in_a_process_of_its_own_and_leaves_nothing(folder):
     assert {"cores", "cpu", "kernels", "medium", "survives"} <= found["machine"].keys()
     assert str(folder) not in json.dumps(found)
     assert not list(folder.iterdir())
+
+
+def test_a_row_is_measured_with_the_environment_that_it_names(folder):
+    row = replace(MANY, options={**MANY.options, "env": {"LIGHTCK_ISA": "portable"}})
+    assert rows.run(row, Place(tmpfs=str(folder), threads=1))["machine"]["kernels"] == "portable"
 
 
 def test_a_row_that_fails_says_why(folder):

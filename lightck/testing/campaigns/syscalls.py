@@ -26,6 +26,7 @@ _MEMORY = (errno.ENOMEM,)
 ERRORS: dict[str, tuple[int, ...]] = {
     "open": (errno.EMFILE, errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EINTR),
     "posix_fallocate": (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EINTR),
+    "fallocate": _DISK,
     "ftruncate": _DISK,
     "mmap": (errno.ENOMEM, errno.EIO),
     "read": (errno.EIO, errno.EINTR, interpose.SHORT),
