@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 
 from lightck._native import NativeError, check, lib
@@ -32,7 +33,7 @@ from lightck.pool.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
 TEMPORARY_SUFFIX = ".new"
-HUGE_PAGE, _SLICE = 2 << 20, 1 << 30
+HUGE_PAGE, _SLICE, _HUGE_SECONDS = 2 << 20, 256 << 20, 2.0
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EBUSY,
             errno.ETXTBSY, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # fmt: skip
 """Errors about the path, and who may do what there; all others are the system's."""
@@ -264,17 +265,18 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
 
 
 def _huge(fd: int, nbytes: int) -> int:
-    """Bytes of a new file that are in huge pages now. In slices, between which Ctrl-C is served. A file that cannot fit
-    is refused afterwards, and must not take what is left before that."""
+    """Bytes of a new file that are in huge pages now. In slices, between which Ctrl-C is served and the time is looked
+    at: in a virtual machine whose host has to find the memory first, it can take seconds for a GB, which small pages
+    spread over the first steps. A file that cannot fit is refused afterwards, and must not take what is left before."""
     space = os.fstatvfs(fd)
     if space.f_blocks and space.f_bavail * space.f_frsize < nbytes:
         return 0
-    threads, made = len(os.sched_getaffinity(0)), 0
+    threads, made, deadline = len(os.sched_getaffinity(0)), 0, time.monotonic() + _HUGE_SECONDS
     for at in range(0, nbytes, _SLICE):
         slice_nbytes = min(_SLICE, nbytes - at)
         done = lib.lck_huge(fd, at, slice_nbytes, threads)
         made += done
-        if done + HUGE_PAGE <= slice_nbytes:
+        if done + HUGE_PAGE <= slice_nbytes or time.monotonic() > deadline:
             break
     return made
 
