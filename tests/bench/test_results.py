@@ -16,7 +16,7 @@ from calls_bench import call
 
 import lightck
 from lightck.bench import rows
-from lightck.bench.results import Results, markdown
+from lightck.bench.results import Results, markdown, megabytes, milliseconds, percent
 from lightck.bench.rows import Place, Row
 from lightck.bench.tables import TABLES, Plan
 from lightck.bench.views import smallest_within
@@ -155,3 +155,27 @@ def test_the_project_s_results_are_written_out_beside_them():
     heading, _, shown = (folder / "README.md").read_text().partition("\n\n")
     assert heading == "# The last result of each row, as `lightck bench --show` shows them"
     assert shown == call("bench", "--show", "--results", folder).stdout
+
+
+def test_the_readme_tells_what_was_measured():
+    readme = (ROOT / "README.md").read_text()
+    assert told(ROOT / "bench" / "results") in readme
+
+
+def told(kept: Path) -> str:
+    """The table of the README."""
+    steps, recovery = (Results(kept).rows(measure) for measure in ("steps", "recovery"))
+    titles = {"resnet18": "ResNet-18", "vgg16": "VGG-16", "inception_v3": "Inception-V3", "alexnet": "AlexNet",
+              "gpt2": "GPT-2 124M", "bert_large": "BERT-large"}  # fmt: skip
+    lines = []
+    for name, title in titles.items():
+        ours, rival = (steps[f"{name} {saver}"]["result"] for saver in ("lightck", "torch.save"))
+        load = recovery[name]["result"]
+        lines.append((
+            title, megabytes(load["nbytes"]), milliseconds(ours["step"]["median"]),
+            percent(ours["difference"]["share"]), percent(rival["difference"]["share"]),
+            milliseconds(ours["stall"]["median"]), milliseconds(load["lightck"]["load"]["median"]),
+            milliseconds(load["torch.load"]["load"]["median"]),
+        ))  # fmt: skip
+    return markdown(("every step", "state", "a step", "lightck adds", "torch.save adds", "lightck holds it up",
+                     "recovered in", "torch.load"), lines)  # fmt: skip
