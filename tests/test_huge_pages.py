@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -62,7 +63,7 @@ def resident_nbytes(pool: Path) -> int:
 
 
 def mapped(pool: Path, seconds: float = 20.0) -> int:
-    """The same once the copy threads have mapped the pool, which they do in the background."""
+    """``huge_nbytes`` once the copy threads have mapped the pool, which they do in the background."""
     deadline, before = time.monotonic() + seconds, -1
     while time.monotonic() < deadline:
         resident = resident_nbytes(pool)
@@ -125,3 +126,18 @@ def test_a_pool_that_cannot_fit_takes_nothing_before_it_is_refused(pool, monkeyp
         file.FileBackend().create(str(pool), space.f_blocks * space.f_frsize + (1 << 30))  # more than all of it
     assert not asked
     assert not list(pool.parent.iterdir())
+
+
+def test_a_file_system_that_does_not_tell_its_space_gives_a_pool_all_the_same(pool, monkeypatch):
+    """The space is asked for huge pages' sake only: what fails there is no reason to refuse a pool."""
+
+    def failing(fd: int) -> os.statvfs_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(file.os, "fstatvfs", failing)
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 3)
+        session.flush()
+        assert is_step(lightck.recover(pool), everything(model, optimizer))

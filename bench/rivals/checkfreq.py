@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bench.rivals import steps
-from bench.rivals.torch_save import everything, put_back
+from bench.rivals.torch_save import everything, put_back_newest
 
 WARM_UP = 5
 
@@ -82,8 +82,7 @@ class CheckFreq:
         self._raise_failure()
 
     def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> int:
-        return steps.newest_that_loads(folder, lambda path: put_back(torch.load(path, weights_only=True), model,
-                                                                     optimizer))  # fmt: skip
+        return put_back_newest(model, optimizer, folder)
 
     # -- frequency ---------------------------------------------------------------------------------------
 

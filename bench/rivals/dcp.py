@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -167,7 +166,6 @@ class AsyncProcess(_Staged):
 
     def start(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        steps.join_a_group_of_one()
         self.options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
         super().start(model, optimizer, folder)

@@ -5,17 +5,15 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 from torch import nn
 from torch.optim import Optimizer
 
 from bench.rivals import steps
-from bench.rivals.torch_save import everything, put_back
+from bench.rivals.torch_save import everything, put_back_newest
 
 _SECONDS_MAX, _POLL_SECONDS = 600, 0.0005
 
@@ -35,8 +33,7 @@ class AsyncTorchSave(steps.PerStep):
 
     def start(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
         super().start(model, optimizer, folder)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        steps.join_a_group_of_one()
         self.saver = TorchAsyncCheckpoint(persistent_queue=True)
 
     @property
@@ -72,10 +69,7 @@ class AsyncTorchSave(steps.PerStep):
         self.finalize(terminate=True)
 
     def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> int:
-        def load(path: Path) -> int:
-            return put_back(torch.load(path, weights_only=True), model, optimizer)
-
-        return steps.newest_that_loads(folder, load)
+        return put_back_newest(model, optimizer, folder)
 
 
 def cloned(state: Any) -> Any:

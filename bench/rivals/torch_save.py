@@ -25,6 +25,15 @@ def put_back(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> i
     return int(state["step"])
 
 
+def put_back_newest(model: nn.Module, optimizer: Optimizer, folder: str) -> int:
+    """From a folder with a file of ``torch.save`` per step."""
+
+    def load(path: Path) -> int:
+        return put_back(torch.load(path, weights_only=True), model, optimizer)
+
+    return steps.newest_that_loads(folder, load)
+
+
 class InPlace:
     name = "torch.save"
     needs = ""
@@ -69,8 +78,7 @@ class Renamed:
         pass
 
     def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> int:
-        return steps.newest_that_loads(folder, lambda path: put_back(torch.load(path, weights_only=True), model,
-                                                                     optimizer))  # fmt: skip
+        return put_back_newest(model, optimizer, folder)
 
 
 def write_renamed(state: dict[str, Any], path: Path) -> None:

@@ -33,7 +33,7 @@ from lightck.pool.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
 TEMPORARY_SUFFIX = ".new"
-HUGE_PAGE, _SLICE, _HUGE_SECONDS = 2 << 20, 256 << 20, 2.0
+_HUGE_PAGE, _SLICE, _HUGE_SECONDS = 2 << 20, 256 << 20, 2.0
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EBUSY,
             errno.ETXTBSY, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # fmt: skip
 """Errors about the path, and who may do what there; all others are the system's."""
@@ -268,7 +268,10 @@ def _huge(fd: int, nbytes: int) -> int:
     """Bytes of a new file that are in huge pages now. In slices, between which Ctrl-C is served and the time is looked
     at: in a virtual machine whose host has to find the memory first, it can take seconds for a GB, which small pages
     spread over the first steps. A file that cannot fit is refused afterwards, and must not take what is left before."""
-    space = os.fstatvfs(fd)
+    try:
+        space = os.fstatvfs(fd)
+    except OSError:
+        return 0  # small pages will do: no failure here is one of the pool
     if space.f_blocks and space.f_bavail * space.f_frsize < nbytes:
         return 0
     threads, made, deadline = len(os.sched_getaffinity(0)), 0, time.monotonic() + _HUGE_SECONDS
@@ -276,7 +279,7 @@ def _huge(fd: int, nbytes: int) -> int:
         slice_nbytes = min(_SLICE, nbytes - at)
         done = lib.lck_huge(fd, at, slice_nbytes, threads)
         made += done
-        if done + HUGE_PAGE <= slice_nbytes or time.monotonic() > deadline:
+        if done + _HUGE_PAGE <= slice_nbytes or time.monotonic() > deadline:
             break
     return made
 

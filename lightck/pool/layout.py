@@ -149,7 +149,7 @@ def _checked(items: Iterator[Any], low: int, high: int) -> tuple[Entry, ...]:
 
 
 def _entry(item: Any) -> Entry:
-    if type(item) is not dict or len(item) != len(_KEYS) or item.keys() != _KEYS:
+    if not isinstance(item, dict) or item.keys() != _KEYS:
         raise DamagedError("layout table: an entry has the wrong keys")
     name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
     for text in (name, device) if alias is None else (name, device, alias):
