@@ -38,6 +38,7 @@ from lightck.split import Split, columns_of
 from lightck.staging.kinds import Kind
 from lightck.staging.sending import Staging
 from lightck.stats import Meter
+from lightck.wait_policy import WaitPolicy
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class Pipeline:
         self._flights: list[Flight] = []
         self.early = Early(check)
         self.staging = Staging(meter, staging, runs_behind=slots > 2, is_on=not check)
+        self.wait_policy = WaitPolicy(self.engine, meter, is_on=not check)
         self._wanted_slots: int | None = None
 
     def keep(self, keeper: Keeper | None) -> None:
@@ -131,6 +133,7 @@ class Pipeline:
             if self._wanted_slots is not None:
                 self._n_slots, self._wanted_slots = self._wanted_slots, None
                 raise FullError(f"the pool is to have {self._n_slots} slots")
+            self.wait_policy.version_begins()
             flight = self._begin(writer, closing)
         except FullError as why:
             self._relayout(closing, why)
@@ -142,6 +145,7 @@ class Pipeline:
 
     def copy_early(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are what they will be in the version to come: their copies begin now, where they can."""
+        self.wait_policy.version_begins(early=True)
         self.early.copy(self.writer, tensors, room_for_parts(self._flights, self._behind_max))
 
     def _settle_all(self) -> None:
@@ -279,6 +283,7 @@ class Pipeline:
             while len(self._flights) > self._behind_max:
                 self._finish(self._flights[0])
         self._reap()
+        self.wait_policy.gate_passed()
 
     def finish(self, timeout: float | None = None) -> bool:
         """Bring every closed version to its end. False where ``timeout`` seconds were not enough."""
@@ -366,6 +371,7 @@ class Pipeline:
         self.writer.committed(flight.pending)
         self.committed = flight.step
         self._meter.note_committed(info.nbytes, info.nbytes_helped)
+        self.wait_policy.version_ended(info.nbytes, info.nbytes_helped)
         flight.pending.job.forget()
         if self.keeper is not None:
             self.keeper.committed(self.writer, self.holds, flight.step)

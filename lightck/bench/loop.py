@@ -17,8 +17,10 @@ from lightck.bench.savers import Costs, Saver
 from lightck.bench.training import Training, differing
 from lightck.errors import BenchError
 
-WARM_UP = 2
-"""Pairs of windows that are not counted."""
+WARM_UP = 5
+"""Pairs of windows that are not counted, at least: what a saver tries out begins within them."""
+SETTLED_WITHIN = 40
+"""Pairs of windows after which it counts whatever a saver still tries out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Windows:
 
     all: tuple[Window, ...]
     span: int
+    unsettled: int = 0
+    """Windows at whose end the saver was trying something out."""
 
     @property
     def plain(self) -> tuple[Window, ...]:
@@ -52,10 +56,24 @@ def run(training: Training, saver: Saver, folder: str, pairs: int, span: int = 1
     """Start the saver and measure so many pairs of windows of ``span`` steps. The training is at its first step."""
     saver.start(training, folder, 2 * span)
     # Window w begins at step w * span, and the saver saves at multiples of 2 * span: the even ones, but the first.
-    found = [_window(training, saver, span, w > 0 and w % 2 == 0) for w in range(2 * (WARM_UP + pairs) + 2)]
-    counted = tuple(found[2 * WARM_UP + 1 :])
+    first = _warm_up(training, saver, span)
+    counted, unsettled = [], 0
+    for w in range(first, first + 2 * pairs + 1):
+        counted.append(_window(training, saver, span, w % 2 == 0))
+        unsettled += not saver.is_settled
     assert [w.saved for w in counted] == [False, True] * pairs + [False], "the windows are in turn"
-    return Windows(counted, span)
+    return Windows(tuple(counted), span, unsettled)
+
+
+def _warm_up(training: Training, saver: Saver, span: int) -> int:
+    """Windows until the saver does what it will go on doing. How many: an odd number, the next one is plain."""
+    passed = 1
+    _window(training, saver, span, False)
+    while passed < 2 * WARM_UP or (passed < 2 * SETTLED_WITHIN and not saver.is_settled):
+        for w in (passed, passed + 1):
+            _window(training, saver, span, w % 2 == 0)
+        passed += 2
+    return passed
 
 
 def _window(training: Training, saver: Saver, span: int, saved: bool) -> Window:

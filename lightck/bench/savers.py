@@ -23,6 +23,7 @@ import lightck
 from lightck.bench.machine import cpu_seconds
 from lightck.bench.training import Training
 from lightck.errors import BenchError
+from lightck.wait_policy import TRIAL
 
 NOTHING, LIGHTCK, TORCH_SAVE = "nothing", "lightck", "torch.save"
 STAGING: dict[str, Any] = {"direct": lightck.Direct, "host": lightck.Host, "device": lightck.Device}
@@ -56,6 +57,10 @@ class Saver(Protocol):
 
     def window_ends(self, saved: bool) -> None: ...
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it goes on as it does now: it is not trying anything out."""
+
     def costs(self) -> Costs: ...
 
     def finish(self, step: int) -> None: ...
@@ -72,6 +77,8 @@ def saves(step: int, every: int) -> bool:
 
 class Nothing:
     """The same loop without any checkpoint."""
+
+    is_settled = True
 
     def start(self, training: Training, folder: str, every: int) -> None: ...
 
@@ -126,6 +133,10 @@ class Lightck:
 
     def window_ends(self, saved: bool) -> None: ...
 
+    @property
+    def is_settled(self) -> bool:
+        return self._session.stats().wait_policy != TRIAL
+
     def costs(self) -> Costs:
         stats = self._session.stats()
         return Costs(stats.stall_seconds, 0.0, stats.wait_seconds, stats.cpu_seconds, stats.bytes_helped,
@@ -133,7 +144,8 @@ class Lightck:
 
     def finish(self, step: int) -> None:
         self._session.close()
-        self._facts["staging"] = self._session.stats().staging
+        stats = self._session.stats()
+        self._facts |= {"staging": stats.staging, "wait_policy": stats.wait_policy}
 
     def load(self, training: Training, folder: str) -> int:
         return lightck.recover(self._path(folder), training.model, training.optimizer).step
@@ -202,6 +214,8 @@ class _Clock:
 
 class Driven:
     """A rival as a saver: its calls, and its hooks before a forward and an update, are timed from outside."""
+
+    is_settled = True
 
     def __init__(self, make: Callable[[], Rival]) -> None:
         self._make, self._rival = make, make()

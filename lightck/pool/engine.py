@@ -92,6 +92,11 @@ class JobInfo:
     nbytes_helped: int
 
 
+def find_openmp(library: str) -> bool:
+    """Whether this library, which is loaded already, uses GNU OpenMP."""
+    return bool(lib.lck_openmp_find(library.encode()) == lib.LCK_OK)
+
+
 class Engine:
     """Copy threads at idle priority, shared by all pools of a session."""
 
@@ -118,6 +123,11 @@ class Engine:
             return
         self._processors = processors
         log.info("lightck: copies run on %d processors%s", len(numbers), " next to the pool" if processors else "")
+
+    def wait_passively(self, on: bool) -> bool:
+        """Whether OpenMP's threads sleep soon where they wait while a version is copied, instead of spinning. False
+        where that cannot be had: without ``find_openmp``, or where no thread more can be started."""
+        return bool(lib.lck_engine_passive(self.handle, on) == lib.LCK_OK)
 
     def populate(self, medium: Medium) -> None:
         check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")

@@ -38,7 +38,7 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 11 };
+enum { LCK_ABI_VERSION = 12 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -206,7 +206,15 @@ int32_t lck_engine_run_on(lck_engine *engine, const uint32_t *processors, uint64
 int32_t lck_engine_populate(lck_engine *engine, lck_medium *medium);
 /* Stop populating and wait until no worker touches `medium`; LCK_ESTATE if a job on it has not ended. */
 int32_t lck_engine_quiesce(lck_engine *engine, lck_medium *medium);
-/* CPU nanoseconds of all workers so far (CLOCK_THREAD_CPUTIME_ID). */
+/* Find GNU OpenMP as the library of this file name uses it, which is loaded already. LCK_EMISSING where it uses none, or
+ * one older than OpenMP 5.0. What was found first stays, for the whole process. */
+int32_t lck_openmp_find(const char *library);
+/* While a job is being copied, OpenMP's threads sleep soon where they wait instead of spinning (on: not 0), so that the
+ * workers find a processor; it takes a thread more, named lightck-openmp, and one of OpenMP's while a job is copied. Of
+ * use only where OpenMP has a thread per processor. LCK_EMISSING without lck_openmp_find; LCK_ESYS where a thread cannot
+ * be started, or could not before. */
+int32_t lck_engine_passive(lck_engine *engine, int32_t on);
+/* CPU nanoseconds of all of the engine's own threads so far (CLOCK_THREAD_CPUTIME_ID). */
 uint64_t lck_engine_cpu_ns(const lck_engine *engine);
 
 enum {

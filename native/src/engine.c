@@ -155,6 +155,7 @@ static void stop_workers(lck_engine *engine)
     engine_pulse(engine);
     for (uint32_t i = 0; i < engine->threads; i++)
         pthread_join(engine->workers[i], NULL);
+    openmp_stop(engine);
 }
 
 static void release(lck_engine *engine)
@@ -226,16 +227,21 @@ int32_t lck_engine_close(lck_engine *engine)
     return LCK_OK;
 }
 
+static uint64_t cpu_ns(pthread_t thread)
+{
+    clockid_t clock;
+    struct timespec used;
+    if (pthread_getcpuclockid(thread, &clock) != 0 || clock_gettime(clock, &used) != 0)
+        return 0;
+    return (uint64_t)used.tv_sec * 1000000000u + (uint64_t)used.tv_nsec;
+}
+
 uint64_t lck_engine_cpu_ns(const lck_engine *engine)
 {
-    uint64_t sum = 0;
     if (engine_check(engine) != LCK_OK)
         return 0;
-    for (uint32_t i = 0; i < engine->threads; i++) {
-        clockid_t clock;
-        struct timespec used;
-        if (pthread_getcpuclockid(engine->workers[i], &clock) == 0 && clock_gettime(clock, &used) == 0)
-            sum += (uint64_t)used.tv_sec * 1000000000u + (uint64_t)used.tv_nsec;
-    }
+    uint64_t sum = atomic_load(&engine->has_team) ? cpu_ns(engine->team) : 0;
+    for (uint32_t i = 0; i < engine->threads; i++)
+        sum += cpu_ns(engine->workers[i]);
     return sum;
 }

@@ -260,6 +260,7 @@ struct lck_engine {
     _Atomic bool stop;
     _Atomic uint32_t hurrying; /* threads that wait for what only workers can do */
     _Atomic bool never_hurries;
+    _Atomic bool passive; /* OpenMP's threads are to wait passively while a job is copied: openmp.c */
     _Atomic bool spans_on;
     _Atomic(struct span_queue *) spans; /* made at the first start; freed with the engine */
     pthread_mutex_t submit_lock; /* order of tickets; taken by callers only, never by a worker */
@@ -267,6 +268,9 @@ struct lck_engine {
     struct job jobs[ENGINE_JOBS];
     struct populate populates[ENGINE_POPULATES];
     pthread_t workers[ENGINE_THREADS];
+    pthread_t team;
+    _Atomic bool has_team; /* `team` is there */
+    _Atomic bool no_room;  /* for a thread of OpenMP's: no other try is made */
 };
 
 static inline int32_t engine_check(const lck_engine *engine)
@@ -320,6 +324,10 @@ int32_t job_failure(struct job *job); /* its status; lck_last_errno follows */
 uint64_t blocks_of(uint64_t nbytes, uint64_t block);
 /* Which of the things whose blocks end, counted together, at these ends (ascending, at least one) has this block. */
 uint64_t first_beyond(const uint64_t *ends, uint64_t count, uint64_t block);
+
+/* -- openmp.c -- */
+
+void openmp_stop(lck_engine *engine); /* after `stop` was set */
 
 /* -- spans.c -- */
 

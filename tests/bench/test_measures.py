@@ -70,7 +70,36 @@ def test_a_rival_saves_in_the_windows_that_say_so(folder):
     training = Training(workload("vgg16", "small"))
     found = run(training, savers.Driven(Noted), str(folder), 1)
     assert [w.saved for w in found.all] == [False, True, False]
-    assert steps == [(step, "save") for step in (2, 4, 6)]
+    assert steps == [(step, "save") for step in range(2, 2 * loop.WARM_UP + 3, 2)]
+
+
+def test_what_a_saver_tries_out_is_over_before_windows_count(folder):
+    """It ends in the 7th pair; the one that begins it anew in a counted window is told."""
+    windows: list[bool] = []
+
+    class Saver(savers.Driven):
+        def window_ends(self, saved: bool) -> None:
+            super().window_ends(saved)
+            windows.append(saved)
+
+        @property
+        def is_settled(self) -> bool:
+            return len(windows) >= 15 and len(windows) != 17
+
+    found = run(Training(workload("vgg16", "small")), Saver(TorchSave), str(folder), 2)
+    assert windows == [False, *[False, True] * 9, False]
+    assert [w.saved for w in found.all] == [False, True, False, True, False]
+    assert found.unsettled == 1
+
+
+def test_a_saver_that_never_settles_is_measured_all_the_same(folder, monkeypatch):
+    monkeypatch.setattr(loop, "SETTLED_WITHIN", 6)
+
+    class Saver(savers.Driven):
+        is_settled = False
+
+    found = run(Training(workload("vgg16", "small")), Saver(TorchSave), str(folder), 1)
+    assert found.unsettled == 3
 
 
 def test_a_window_ends_when_its_checkpoint_is_saved(folder):

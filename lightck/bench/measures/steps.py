@@ -71,6 +71,7 @@ def _result(found: Windows, saver: str) -> dict[str, Any]:
     step = median(w.seconds for w in plain)
     return {
         "pairs": len(saved),
+        "unsettled": found.unsettled,
         "step": asdict(spread([w.seconds for w in plain])),
         "difference": _difference([w.seconds for w in plain], [w.seconds for w in saved], hooks),
         "cpu_step": asdict(spread([w.cpu_seconds for w in plain])),

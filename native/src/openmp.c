@@ -1,0 +1,199 @@
+/* openmp.c: OpenMP's threads wait passively while versions are copied.
+ *
+ * A thread of GNU OpenMP that waits for its team spins for some milliseconds before it sleeps. To a copy thread of idle
+ * priority its processor looks busy, though it does nothing. libgomp has a rule for this (do_spin, in its
+ * config/linux/wait.h): while it has more threads than there are processors, one that waits spins a hundred rounds only.
+ * A copy thread is one more that could run, and libgomp is told so in its own terms: while a job is being copied, a
+ * thread here keeps a team of two, which does nothing. What is computed, and by how many threads, stays the same. (In a
+ * child that is forked meanwhile libgomp goes on counting one more: it sleeps a little sooner there.) */
+#include "internal.h"
+
+#if defined(__linux__)
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <sched.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/syscall.h>
+
+enum { TEAM = 2, PAUSE_SOFT = 1 }; /* omp_pause_soft of OpenMP 5.0 */
+
+typedef void parallel_fn(void (*work)(void *), void *arg, unsigned threads, unsigned flags);
+typedef int pause_fn(int kind);
+
+static pthread_mutex_t find_lock = PTHREAD_MUTEX_INITIALIZER;
+/* Written once, before the first thread that reads it is started. */
+static struct {
+    parallel_fn *parallel;
+    pause_fn *pause; /* ends the calling thread's own team, and no other */
+} api;
+
+/* That of the library which `library` uses: a process may have several. */
+static void *symbol(void *library, const char *name)
+{
+    Dl_info info;
+    void *found = dlsym(library, name);
+    bool gnu = found != NULL && dladdr(found, &info) != 0 && info.dli_fname != NULL &&
+               strstr(info.dli_fname, "libgomp") != NULL;
+    return gnu ? found : NULL; /* others have functions of these names too, and rules of their own */
+}
+
+static bool find(const char *library)
+{
+    void *handle = dlopen(library, RTLD_NOLOAD | RTLD_LAZY);
+    if (handle == NULL)
+        return false;
+    parallel_fn *parallel = (parallel_fn *)symbol(handle, "GOMP_parallel");
+    pause_fn *pause_own = (pause_fn *)symbol(handle, "omp_pause_resource_all");
+    bool found = parallel != NULL && pause_own != NULL;
+    if (found) {
+        api.parallel = parallel;
+        api.pause = pause_own;
+    } else {
+        dlclose(handle);
+    }
+    return found; /* then the handle is kept: the library must stay */
+}
+
+int32_t lck_openmp_find(const char *library)
+{
+    if (library == NULL)
+        return LCK_EINVAL;
+    pthread_mutex_lock(&find_lock);
+    bool found = api.parallel != NULL || find(library);
+    pthread_mutex_unlock(&find_lock);
+    return found ? LCK_OK : LCK_EMISSING;
+}
+
+static bool copies_under_way(lck_engine *engine)
+{
+    bool copying = false;
+    for (int i = 0; !copying && i < ENGINE_JOBS; i++)
+        copying = word_phase(atomic_load(&engine->jobs[i].word)) == PHASE_COPYING;
+    return copying;
+}
+
+static void nothing(void *arg) { (void)arg; }
+
+struct probe {
+    pthread_mutex_t *end; /* locked until it may end */
+    pid_t tid;
+};
+
+static void *probe(void *arg)
+{
+    struct probe *mine = arg;
+    mine->tid = (pid_t)syscall(SYS_gettid);
+    pthread_mutex_lock(mine->end);
+    pthread_mutex_unlock(mine->end);
+    return NULL;
+}
+
+/* A thread that was joined counts against limits until the kernel has taken it down. */
+static void await_its_end(pid_t tid)
+{
+    while (syscall(SYS_tgkill, getpid(), tid, 0) == 0)
+        sched_yield();
+}
+
+/* libgomp ends the process where it cannot start a thread (a limit on threads, or on memory). It needs one: it is asked
+ * only where there was room for two at once, a moment before. */
+static bool room_for_a_thread(void)
+{
+    pthread_mutex_t end = PTHREAD_MUTEX_INITIALIZER;
+    struct probe probes[2] = {{.end = &end}, {.end = &end}};
+    pthread_t threads[2];
+    int started = 0;
+    pthread_mutex_lock(&end);
+    while (started < 2 && pthread_create(&threads[started], NULL, probe, &probes[started]) == 0)
+        started++;
+    pthread_mutex_unlock(&end);
+    for (int i = 0; i < started; i++) {
+        pthread_join(threads[i], NULL);
+        await_its_end(probes[i].tid);
+    }
+    pthread_mutex_destroy(&end);
+    return started == 2;
+}
+
+static bool make_team(void)
+{
+    bool room = room_for_a_thread();
+    if (room)
+        api.parallel(nothing, NULL, TEAM, 0);
+    return room;
+}
+
+/* At normal priority: at idle priority it would come too late where it is needed. It never copies. */
+static void *keep_team(void *arg)
+{
+    lck_engine *engine = arg;
+    for (bool kept = false;;) {
+        uint32_t seen = atomic_load(&engine->pulse);
+        bool stop = atomic_load(&engine->stop);
+        bool wanted = !stop && atomic_load(&engine->passive) && copies_under_way(engine);
+        if (kept && !wanted)
+            (void)api.pause(PAUSE_SOFT);
+        if (stop)
+            return NULL;
+        if (wanted && !kept && !make_team()) {
+            atomic_store(&engine->no_room, true);
+            atomic_store(&engine->passive, wanted = false);
+        }
+        kept = wanted;
+        engine_park(engine, seen, PARK_FOREVER);
+    }
+}
+
+static int32_t start(lck_engine *engine)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&engine->team, NULL, keep_team, engine);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error != 0)
+        return status_sys(error);
+    (void)pthread_setname_np(engine->team, "lightck-openmp");
+    atomic_store(&engine->has_team, true);
+    return LCK_OK;
+}
+
+int32_t lck_engine_passive(lck_engine *engine, int32_t on)
+{
+    int32_t status = engine_check(engine);
+    if (status != LCK_OK)
+        return status;
+    if (on != 0 && api.parallel == NULL)
+        return LCK_EMISSING;
+    if (on != 0 && atomic_load(&engine->no_room))
+        return status_sys(EAGAIN);
+    pthread_mutex_lock(&engine->submit_lock);
+    if (on != 0 && !atomic_load(&engine->has_team))
+        status = start(engine);
+    pthread_mutex_unlock(&engine->submit_lock);
+    if (status == LCK_OK && atomic_exchange(&engine->passive, on != 0) != (on != 0))
+        engine_pulse(engine);
+    return status;
+}
+
+void openmp_stop(lck_engine *engine)
+{
+    if (atomic_load(&engine->has_team))
+        pthread_join(engine->team, NULL);
+}
+
+#else
+
+int32_t lck_openmp_find(const char *library) { return library == NULL ? LCK_EINVAL : LCK_EMISSING; }
+
+int32_t lck_engine_passive(lck_engine *engine, int32_t on)
+{
+    int32_t status = engine_check(engine);
+    return status == LCK_OK && on != 0 ? LCK_EMISSING : status;
+}
+
+void openmp_stop(lck_engine *engine) { (void)engine; }
+
+#endif
