@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -27,8 +28,10 @@ _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _IN_THE_WAY = ("OMP_STACKSIZE", "GOMP_STACKSIZE", "OMP_DISPLAY_AFFINITY")
 """With these set, one more team might be too large, or be announced at every version."""
 
-_STARVED_SHARE, _STARVED_NBYTES, _STARVED_VERSIONS = 0.1, 16 << 20, 3
-"""A version was starved where the waiting thread copied as much of it; this many in a row are worth a trial."""
+_STARVED_SHARE, _STARVED_NBYTES = 0.1, 16 << 20
+"""A version was starved where the waiting thread copied as much of it."""
+_STARVED_VERSIONS, _OF_THE_LAST = 3, 5
+"""So many of them are worth a trial."""
 _VERSIONS_UNTIL_NEXT = 1000
 """After a trial; twice as many after each further one. Trainings change, but seldom."""
 
@@ -101,7 +104,8 @@ class WaitPolicy:
         """Of a trial's version under way: whether OpenMP waits passively, the time, and the seconds waited so far."""
         self._has_begun_early = False
         self._was_starved = False
-        self._versions = self._starved = 0
+        self._starved: deque[bool] = deque(maxlen=_OF_THE_LAST)
+        self._versions = 0
         self._next_trial, self._pause = 0, _VERSIONS_UNTIL_NEXT
 
     def version_begins(self, *, early: bool = False) -> None:
@@ -128,7 +132,7 @@ class WaitPolicy:
     def gate_passed(self) -> None:
         """Copies have ended, and the update may begin."""
         window, self._window = self._window, None
-        self._starved = self._starved + 1 if self._was_starved else 0
+        self._starved.append(self._was_starved)
         self._was_starved = False
         if self._trial is None:
             self._consider()
@@ -142,7 +146,7 @@ class WaitPolicy:
     def _consider(self) -> None:
         """A trial, where there is reason for one."""
         due = self._is_on and self._versions >= self._next_trial
-        if due and (self._is_passive or self._starved >= _STARVED_VERSIONS) and _has_thread_per_processor():
+        if due and (self._is_passive or sum(self._starved) >= _STARVED_VERSIONS) and _has_thread_per_processor():
             self._is_on = find_openmp(OPENMP_OF)
             self._trial = Trial() if self._is_on else None
             self._tell()
@@ -150,7 +154,8 @@ class WaitPolicy:
     def _decide(self, trial: Trial, passive: bool) -> None:
         log.info("lightck: OpenMP's threads %s while versions are copied: %s",
                  "wait passively" if passive else "wait as they always do", trial)  # fmt: skip
-        self._trial, self._is_passive, self._starved = None, passive, 0
+        self._trial, self._is_passive = None, passive
+        self._starved.clear()
         self._next_trial, self._pause = self._versions + self._pause, 2 * self._pause
         self._engine.wait_passively(passive)
         self._tell()

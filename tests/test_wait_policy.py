@@ -140,12 +140,13 @@ def test_a_training_whose_copies_find_a_processor_is_left_alone(training):
 def test_now_and_then_a_starved_version_is_no_reason(training):
     for _ in range(50):
         assert training.versions(2, STARVED) is None
-        assert training.versions(1, FED) is None
+        assert training.versions(3, FED) is None
     assert not any(training.turns)
 
 
-def test_three_starved_versions_in_a_row_begin_a_trial_and_what_is_better_stays(training, caplog):
+def test_three_starved_versions_of_five_begin_a_trial_and_what_is_better_stays(training, caplog):
     assert training.versions(2, STARVED) is None
+    assert training.versions(2, FED) is None
     assert training.versions(1, STARVED) == TRIAL
     with caplog.at_level(logging.INFO, "lightck"):
         assert training.versions(15, STARVED) == TRIAL
@@ -230,8 +231,10 @@ from lightck import wait_policy
 from lightck.pool.engine import find_openmp
 assert not find_openmp("libc.so.6") and not find_openmp("no-such-library.so")
 assert not engine.wait_passively(True)
-wait_policy.OPENMP_OF, policy._starved = "libc.so.6", 3
-policy.version_ended(100 << 20, 60 << 20)
+wait_policy.OPENMP_OF = "libc.so.6"
+for _ in range(3):
+    policy.version_ended(100 << 20, 60 << 20)
+    policy.gate_passed()
 begin_version()
 print(team(), session.stats().wait_policy)
 session.close()
