@@ -17,7 +17,7 @@
 #include <string.h>
 #include <sys/syscall.h>
 
-enum { TEAM = 2, PAUSE_SOFT = 1 }; /* omp_pause_soft of OpenMP 5.0 */
+enum { TEAM = 2, PAUSE_SOFT = 1, /* omp_pause_soft of OpenMP 5.0 */ YIELDS = 10000 };
 
 typedef void parallel_fn(void (*work)(void *), void *arg, unsigned threads, unsigned flags);
 typedef int pause_fn(int kind);
@@ -91,10 +91,15 @@ static void *probe(void *arg)
 }
 
 /* A thread that was joined counts against limits until the kernel has taken it down. */
-static void await_its_end(pid_t tid)
+static bool is_taken_down(pid_t tid)
 {
-    while (syscall(SYS_tgkill, getpid(), tid, 0) == 0)
-        sched_yield();
+    bool there = true;
+    for (int i = 0; there && i < YIELDS; i++) {
+        there = syscall(SYS_tgkill, getpid(), tid, 0) == 0;
+        if (there)
+            sched_yield();
+    }
+    return !there;
 }
 
 /* libgomp ends the process where it cannot start a thread (a limit on threads, or on memory). It needs one: it is asked
@@ -104,17 +109,17 @@ static bool room_for_a_thread(void)
     pthread_mutex_t end = PTHREAD_MUTEX_INITIALIZER;
     struct probe probes[2] = {{.end = &end}, {.end = &end}};
     pthread_t threads[2];
-    int started = 0;
+    int started = 0, gone = 0;
     pthread_mutex_lock(&end);
     while (started < 2 && pthread_create(&threads[started], NULL, probe, &probes[started]) == 0)
         started++;
     pthread_mutex_unlock(&end);
     for (int i = 0; i < started; i++) {
         pthread_join(threads[i], NULL);
-        await_its_end(probes[i].tid);
+        gone += is_taken_down(probes[i].tid);
     }
     pthread_mutex_destroy(&end);
-    return started == 2;
+    return gone == 2;
 }
 
 static bool make_team(void)
