@@ -12,12 +12,17 @@
 
 #include <dlfcn.h>
 #include <errno.h>
-#include <sched.h>
 #include <signal.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 
-enum { TEAM = 2, PAUSE_SOFT = 1, /* omp_pause_soft of OpenMP 5.0 */ YIELDS = 10000 };
+enum {
+    TEAM = 2,
+    PAUSE_SOFT = 1, /* omp_pause_soft of OpenMP 5.0 */
+    NAP_NS = 20000,
+    NAPS = 100000, /* some seconds, on a processor that others keep busy */
+};
 
 typedef void parallel_fn(void (*work)(void *), void *arg, unsigned threads, unsigned flags);
 typedef int pause_fn(int kind);
@@ -93,11 +98,11 @@ static void *probe(void *arg)
 /* A thread that was joined counts against limits until the kernel has taken it down. */
 static bool is_taken_down(pid_t tid)
 {
-    bool there = true;
-    for (int i = 0; there && i < YIELDS; i++) {
+    const struct timespec nap = {.tv_nsec = NAP_NS};
+    bool there = syscall(SYS_tgkill, getpid(), tid, 0) == 0;
+    for (int i = 0; there && i < NAPS; i++) {
+        nanosleep(&nap, NULL);
         there = syscall(SYS_tgkill, getpid(), tid, 0) == 0;
-        if (there)
-            sched_yield();
     }
     return !there;
 }
