@@ -22,7 +22,7 @@ STAGED = ("gpt2", "vgg16")
 OTHER_MEDIA = ("gpt2", "resnet18")
 """Workloads that are also saved to PMDK pools and to a disk."""
 BUSY = ("alexnet", "bert_large")
-"""Workloads that leave the copy threads no processor: also with OpenMP threads that sleep where they have to wait."""
+"""Workloads that leave the copy threads no processor: also with OpenMP threads that always sleep where they wait."""
 SLEEPING = {"GOMP_SPINCOUNT": "1000"}
 
 
