@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from lightck.pool.layout import is_dense
@@ -79,30 +80,33 @@ def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor])
 
 def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
     """Groups of tensors on the CPU whose ranges of memory overlap."""
-    ranges = sorted((*_range(tensor), i) for i, (_, tensor) in enumerate(tensors) if tensor.is_cpu and tensor.numel())
-    groups: list[list[int]] = []
-    end = 0
-    for low, high, i in ranges:
-        if low < end:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-        end = max(end, high)
-    return [[tensors[i] for i in sorted(group)] for group in groups if len(group) > 1]
+    held = [i for i, (_, tensor) in enumerate(tensors) if tensor.is_cpu and tensor.numel()]
+    lows = np.array([tensors[i][1].data_ptr() for i in held], "u8")
+    highs = lows + np.array([_reach(tensors[i][1]) for i in held], "u8")
+    order = lows.argsort()
+    begins_one = lows[order][1:] >= np.maximum.accumulate(highs[order])[:-1]
+    if begins_one.all():
+        return []
+    groups = np.split(order, np.flatnonzero(begins_one) + 1)
+    return [[tensors[held[k]] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
 
 
-def lonely(tensors: Sequence[Named]) -> list[bool]:
-    """Of each tensor whether none of the others lies in its memory."""
-    crowded = {id(tensor) for group in _sharing(tensors) for _, tensor in group}
-    return [id(tensor) not in crowded for _, tensor in tensors]
+def crowded(tensors: Sequence[Named]) -> set[int]:
+    """Ids of those that have others of these in their memory."""
+    return {id(tensor) for group in _sharing(tensors) for _, tensor in group}
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to behind its last; of a tensor that has any."""
+    if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
+        return tensor.nbytes
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     low = tensor.data_ptr()
-    if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
-        return low, low + tensor.nbytes
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return low, low + (reach + 1) * tensor.element_size()
+    return low, low + _reach(tensor)
 
 
 class _Scratch:

@@ -95,7 +95,7 @@ def check(
     opt_views = optimizer_views(optimizers, names)
     plan = Plan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
     notes: list[str] = []
-    tensors = view.tensors(frozenset()) + [live for o in opt_views for live in o.outside()]
+    tensors = view.tensors(None) + [live for o in opt_views for live in o.outside()]
     left = _match_elastic(contents, view, tensors, plan)
     missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
     _match_optimizers(contents, opt_views, plan, notes, complete)

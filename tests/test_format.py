@@ -21,7 +21,7 @@ from torch import nn
 import lightck
 from lightck.capture import values
 from lightck.errors import FormatError, NotAPoolError
-from lightck.pool import layout
+from lightck.pool import layout, layout_decode, layout_native
 from lightck.pool.checksum import block_seed, crc64
 from lightck.pool.format import (
     KIB,
@@ -386,11 +386,74 @@ def entries(draw: st.DrawFn) -> list[Entry]:
 @given(entries())
 def test_a_layout_comes_back_and_does_not_overlap(plain: list[Entry]) -> None:
     placed, end = layout.place(plain, 20 * KIB)
-    assert layout.decode(layout.encode(placed), low=20 * KIB, high=end) == tuple(placed)
+    assert layout_decode.decode(layout.encode(placed), low=20 * KIB, high=end) == tuple(placed)
     ends = [e.offset + e.nbytes for e in placed if e.nbytes]
     if ends:
         with pytest.raises(DamagedError):
-            layout.decode(layout.encode(placed), low=20 * KIB, high=max(ends) - 1)
+            layout_decode.decode(layout.encode(placed), low=20 * KIB, high=max(ends) - 1)
+
+
+@st.composite
+def named_entries(draw: st.DrawFn) -> list[Entry]:
+    """With everything that an entry can say: names of any kind, layers, devices, ties."""
+    text = st.text("aZ/._1 \n\x7fé€漢\U0001f600", min_size=1, max_size=40)
+    found = []
+    for entry in draw(entries()):
+        alias, layer = draw(st.none() | text), draw(st.integers(-1, 300) | st.just(2**40))
+        found.append(entry._replace(name=draw(text), device=draw(text), layer=layer, alias=alias,
+                                    nbytes=0 if alias is not None else entry.nbytes))  # fmt: skip
+    return found
+
+
+@given(named_entries())
+def test_a_table_that_we_write_is_read_natively(plain: list[Entry]) -> None:
+    placed, end = layout.place(plain, 20 * KIB)
+    table = layout.encode(placed)
+    assert layout_native.read(table, 20 * KIB, end) == layout_decode.by_item(table, 20 * KIB, end) == tuple(placed)
+
+
+def test_large_numbers_and_long_names_are_read_natively() -> None:
+    many = [Entry(f"{'n' * (i * 7)}{i}", "param", "int64", (1, 300, 70_000), (21 * 10**6, 70_000, 1),
+                  8 * 21 * 10**6, layer=i) for i in range(585)]  # fmt: skip
+    placed, end = layout.place(many, 0)
+    table = layout.encode(placed)
+    assert end > 2**36
+    assert layout_native.read(table, 0, end) == layout_decode.by_item(table, 0, end) == tuple(placed)
+
+
+def is_read_alike(table: bytes, low: int, high: int) -> bool:
+    """Whether what is taken natively is what the other reader takes."""
+    found = layout_native.read(table, low, high)
+    return found is None or found == layout_decode.by_item(table, low, high)
+
+
+@settings(max_examples=500)
+@given(st.data())
+def test_a_table_with_changed_bytes_is_never_read_natively_as_another(data: st.DataObject) -> None:
+    placed, end = layout.place(data.draw(named_entries()), 256)
+    table = bytearray(layout.encode(placed))
+    for _ in range(data.draw(st.integers(1, 3))):
+        table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.none() | st.integers(0, len(table)))
+    assert is_read_alike(bytes(table[:cut]), 256, data.draw(st.sampled_from([end, end - 256, MIB])))
+
+
+@settings(max_examples=500)
+@given(st.lists(st.fixed_dictionaries({}, optional={
+    "shape": st.lists(st.integers(0, 5) | st.sampled_from([2**20, 2**31, 2**55, 2**61, 2**62, -1]), max_size=5),
+    "stride": st.lists(st.integers(0, 5) | st.sampled_from([2**20, 2**61]), max_size=5),
+    "nbytes": st.sampled_from([0, 24, 25, 2**62]), "offset": st.sampled_from([0, 255, 300, 512, 2**62, -256]),
+    "layer": st.sampled_from([-1, -2, 0, 2**63]), "alias": st.sampled_from(["", "a", "b\0", None, 3]),
+    "name": st.sampled_from(["", "b", "a\0", 5, "a" * 4096, "a" * 4097, "\ud800"]),
+    "role": st.sampled_from(["param", "", "other", "param\0"]), "dtype": st.sampled_from(["bool", "", "bool\0param"]),
+    "device": st.sampled_from(["cuda", "", None]), "placements": st.sampled_from([[], "x"]), "more": st.just(1),
+}), max_size=3))  # fmt: skip
+def test_an_impossible_entry_is_never_read_natively(changed: list[dict[str, Any]]) -> None:
+    table = msgpack.packb({"entries": [entry_map(**one) for one in changed]}, unicode_errors="surrogatepass")
+    try:
+        assert is_read_alike(table, 256, MIB)
+    except DamagedError:
+        pytest.fail("taken natively, and refused item by item")
 
 
 def entry_map(**changes: Any) -> dict[str, Any]:
@@ -423,9 +486,9 @@ def entry_map(**changes: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_an_impossible_entry_is_damaged(changes: dict[str, Any]) -> None:
-    layout.decode(msgpack.packb({"entries": [entry_map()]}), low=256, high=MIB)
+    layout_decode.decode(msgpack.packb({"entries": [entry_map()]}), low=256, high=MIB)
     with pytest.raises(DamagedError):
-        layout.decode(msgpack.packb({"entries": [entry_map(**changes)]}), low=256, high=MIB)
+        layout_decode.decode(msgpack.packb({"entries": [entry_map(**changes)]}), low=256, high=MIB)
 
 
 @pytest.mark.parametrize("table", [b"", b"\x80", b"\x81\xa7entries\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff",
@@ -433,7 +496,7 @@ def test_an_impossible_entry_is_damaged(changes: dict[str, Any]) -> None:
                                    msgpack.packb({"entries": [entry_map(), entry_map()]})], ids=range(8))  # fmt: skip
 def test_an_impossible_table_is_damaged(table: bytes) -> None:
     with pytest.raises(DamagedError):
-        layout.decode(table, low=256, high=MIB)
+        layout_decode.decode(table, low=256, high=MIB)
 
 
 LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5)
@@ -445,7 +508,7 @@ TREES = st.recursive(
 @settings(max_examples=300)
 @given(st.binary(max_size=200) | TREES.map(lambda tree: msgpack.packb({"entries": tree})))
 def test_a_hostile_table_is_damaged_or_empty(data: bytes) -> None:
-    for decode in (layout.decode, layout.decode_extras):
+    for decode in (layout_decode.decode, layout_decode.decode_extras):
         try:
             found = decode(data, low=0, high=MIB)
         except DamagedError:
@@ -460,7 +523,7 @@ def test_a_table_with_any_changed_byte_is_damaged_or_in_bounds(data: st.DataObje
     table = bytearray(layout.encode(placed))
     table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = layout.decode(bytes(table), low=256, high=end)
+        found = layout_decode.decode(bytes(table), low=256, high=end)
     except DamagedError:
         return
     assert all(e.offset >= 256 and e.offset + e.nbytes <= end for e in found if e.nbytes)

@@ -29,7 +29,7 @@ from lightck import contents
 from lightck.capture import values
 from lightck.cli import verify
 from lightck.errors import CorruptPoolError, LightckError
-from lightck.pool import layout, reader
+from lightck.pool import layout, layout_decode, reader
 from lightck.pool.format import CommitLine, DamagedError, ManifestHeader, Superblock, pack_slot_header
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.testing import confined, messages
@@ -198,7 +198,7 @@ def test_a_list_in_a_layout_table_gets_no_room_for_items_that_are_not_there():
     tracemalloc.start()
     try:
         with pytest.raises(DamagedError):
-            layout.decode(table, low=0, high=1 << 40)
+            layout_decode.decode(table, low=0, high=1 << 40)
         assert tracemalloc.get_traced_memory()[1] < 5 * len(table)
     finally:
         tracemalloc.stop()
@@ -321,7 +321,7 @@ def test_sealed_small_state_of_another_kind_is_refused(pool, tmp_path, change):
 def test_a_shape_that_torch_cannot_count_is_refused_in_an_empty_tensor_too(shape):
     data = layout.encode([layout.Entry("model/x", "param", "float32", shape, (1,) * len(shape), 0, "cpu", 0, -1, None)])
     with pytest.raises(DamagedError, match="shape"):
-        layout.decode(data, low=0, high=1 << 20)
+        layout_decode.decode(data, low=0, high=1 << 20)
 
 
 def test_the_reader_is_the_one_under_test():

@@ -103,9 +103,9 @@ class ModelView:
             self._build()
         return changed
 
-    def tensors(self, trained: frozenset[int] | set[int]) -> list[Live]:
+    def tensors(self, trained: frozenset[int] | set[int] | None) -> list[Live]:
         """Every tensor once; a second name of the same tensor, or of the same memory, as an alias. ``trained``: ids of
-        parameters that an optimizer updates."""
+        parameters that an optimizer updates; None where nobody asks which of them rest."""
         firsts: dict[int, Live] = {}
         places: dict[int, Live] = {}
         lives: list[Live] = []
@@ -114,7 +114,8 @@ class ModelView:
             if tensor is None:
                 continue
             live = Live(name, role, tensor, home, key, layer)
-            live.still = role == "param" and (id(tensor) not in trained or not tensor.requires_grad)
+            if role == "param" and trained is not None:
+                live.still = id(tensor) not in trained or not tensor.requires_grad
             first = firsts.setdefault(id(tensor), live)
             if first is live:
                 live.address = address_of(tensor)

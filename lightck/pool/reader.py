@@ -17,7 +17,7 @@ import numpy as np
 from lightck import _native
 from lightck._native import ffi, lib
 from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolTruncatedError
-from lightck.pool import emulation, layout
+from lightck.pool import emulation, layout_decode
 from lightck.pool.backend import Container
 from lightck.pool.checksum import uuid_words
 from lightck.pool.extents import native
@@ -136,7 +136,7 @@ class PoolReader:
             table = self.read(offset, sb.table_nbytes)
             if layout_hash(table) == sb.table_hash:
                 try:
-                    return table, layout.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
+                    return table, layout_decode.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
                 except DamagedError as err:
                     raise CorruptPoolError(
                         f"The pool {self.path!r} has an impossible layout ({err}). Whoever wrote it was no lightck, or "
@@ -217,7 +217,7 @@ class Version:
         sb = reader.superblock
         if header.n_table != len(reader.entries):
             raise DamagedError("its manifest counts on another layout")
-        extras = layout.decode_extras(
+        extras = layout_decode.decode_extras(
             manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
             low=sb.reserve_offset,
             high=sb.slot_nbytes,
@@ -245,7 +245,7 @@ class Version:
             if entry.name in present:
                 raise DamagedError(f"it holds {entry.name!r} twice")
             present[entry.name] = number
-        layout.check_aliases({name: self._all[number] for name, number in present.items()})
+        layout_decode.check_aliases({name: self._all[number] for name, number in present.items()})
         return present
 
     @property
@@ -274,16 +274,17 @@ class Version:
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
         """The same for many tensors, whose memory does not overlap, on as many threads as there are processors. Of bad
         blocks the first is told, in this order."""
-        if sum(self.entries[name].nbytes for name, _ in places) < MANY_NBYTES:
+        numbers = [self._index[name] for name, _ in places]
+        nbytes = [self._all[number].nbytes for number in numbers]
+        if sum(nbytes) < MANY_NBYTES:
             for name, address in places:
                 self.read_into(name, address)
             return
-        numbers = [self._index[name] for name, _ in places]
         records = self.records[numbers]
         reads = np.zeros(len(places), READ_DTYPE)
         reads["off"] = records["offset"] + np.uint64(self._base)
         reads["dst"] = [address for _, address in places]
-        reads["nbytes"] = [self._all[number].nbytes for number in numbers]
+        reads["nbytes"] = nbytes
         reads["crcs"] = np.uint64(self.crcs.ctypes.data) + np.uint64(4) * records["crc"]
         reads["tensor"] = numbers
         reads["generation"] = records["generation"]

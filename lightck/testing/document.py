@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
-from lightck.pool import layout
+from lightck.pool import layout_decode
 from lightck.pool.checksum import block_seed, crc64
 from lightck.pool.format import (
     LINE_NBYTES,
@@ -137,7 +137,7 @@ class Document:
         self.superblock[_TABLE_HASH_AT : _TABLE_HASH_AT + 16] = digest
         sb = self.base.sb
         try:
-            entries = layout.decode(self.table, low=sb.payload_offset, high=sb.reserve_offset)
+            entries = layout_decode.decode(self.table, low=sb.payload_offset, high=sb.reserve_offset)
         except DamagedError:
             return
         for manifest in self.manifests:
@@ -150,7 +150,7 @@ class Document:
         sb = self.base.sb
         manifest.is_changed = True
         try:
-            extras = layout.decode_extras(manifest.extras, low=sb.reserve_offset, high=sb.slot_nbytes)
+            extras = layout_decode.decode_extras(manifest.extras, low=sb.reserve_offset, high=sb.slot_nbytes)
         except DamagedError:
             return
         self.follow_entries(manifest, (*self.base.entries, *extras))

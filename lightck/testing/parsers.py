@@ -14,7 +14,7 @@ from lightck.capture import values
 from lightck.capture.rng import RngState
 from lightck.contents import Contents
 from lightck.errors import LightckError
-from lightck.pool import layout, pmdk_file
+from lightck.pool import layout_decode, layout_native, pmdk_file
 from lightck.pool.checksum import crc64
 from lightck.pool.format import (
     SUPERBLOCK_NBYTES,
@@ -77,10 +77,14 @@ class Inputs:
 
     def _table(self, rng: random.Random) -> None:
         data = mutations.changed_tree(rng, self._base.table_tree)
-        layout.decode(data if rng.random() < 0.8 else mutations.damaged(rng, data), low=0, high=1 << 40)
+        data = data if rng.random() < 0.8 else mutations.damaged(rng, data)
+        found = layout_native.read(data, 0, 1 << 40)
+        if found is not None:
+            assert found == layout_decode.by_item(data, 0, 1 << 40), "natively it is another table"
+        layout_decode.decode(data, low=0, high=1 << 40)
 
     def _extras(self, rng: random.Random) -> None:
-        layout.decode_extras(mutations.changed_tree(rng, self._base.table_tree.children[1]), low=0, high=1 << 40)
+        layout_decode.decode_extras(mutations.changed_tree(rng, self._base.table_tree.children[1]), low=0, high=1 << 40)
 
     def _state(self, rng: random.Random) -> None:
         version = self._base.versions[0]
