@@ -49,4 +49,6 @@ def _lies_as(entry: Entry, tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory holds elements of the saved shape in the saved order, which is dense."""
     if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         return False
+    if tensor.shape != entry.shape or tensor.nbytes != entry.nbytes:
+        return False  # nothing else may have looked: what is not like its entry is never written to by address
     return tensor.stride() == entry.stride or (tensor.is_contiguous() and is_contiguous(entry.shape, entry.stride))

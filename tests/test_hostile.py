@@ -324,6 +324,38 @@ def test_a_shape_that_torch_cannot_count_is_refused_in_an_empty_tensor_too(shape
         layout_decode.decode(data, low=0, high=1 << 20)
 
 
+@pytest.mark.parametrize(("dtype", "numel"), [(torch.float32, 2), (torch.float16, 1000)], ids=["shape", "dtype"])
+def test_a_tensor_tied_to_a_larger_one_is_refused_and_nothing_is_written_beside_it(pool, dtype, numel):
+    memory = torch.full((4000,), 7.0, dtype=dtype)
+    model = torch.nn.Module()
+    model.big = torch.nn.Parameter(torch.ones(1000))
+    model.small = torch.nn.Parameter(memory[:numel])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        for _ in range(2):
+            (model.big.sum() + model.small.sum()).backward()
+            optimizer.step()
+    tied_in_the_table(pool, "model/small", "model/big")
+    with pytest.raises(CorruptPoolError, match="tied to"):
+        lightck.recover(pool, model, optimizer)
+    assert (memory[numel:] == 7).all()
+
+
+def tied_in_the_table(pool: Path, name: str, other: str) -> None:
+    """Say of one tensor that another one holds its bytes, and seal everything again."""
+    opened = open_pool(str(pool))
+    document = Document(Base(opened))
+    tied = [e._replace(alias=other, nbytes=0) if e.name == name else e for e in opened.entries]
+    assert tied != list(opened.entries)
+    document.table = layout.encode(tied)
+    document.follow_table()
+    with pool.open("r+b") as file:
+        for offset, data in document.patches():
+            file.seek(offset)
+            file.write(data)
+    opened.close()
+
+
 def test_the_reader_is_the_one_under_test():
     """Planted bugs are put where the campaigns really read."""
     assert PoolReader.version.__globals__["manifest_hash"] is reader.manifest_hash

@@ -62,6 +62,20 @@ def check_aliases(present: Mapping[str, Entry]) -> None:
             raise DamagedError(f"layout table: {entry.name!r} is tied to nothing")
 
 
+def check_ties(present: Mapping[str, Entry]) -> None:
+    """The same for the entries of one version, and where an entry is tied to one of another dtype or shape: the bytes
+    of that one would go into a tensor that was found to be like this one. (Of entries that are in a table together, one
+    may have changed its kind since.)"""
+    check_aliases(present)
+    for entry in present.values():
+        if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
+            raise DamagedError(f"{entry.name!r} is tied to {entry.alias!r}, which is of another dtype or shape")
+
+
+def _kind(entry: Entry) -> tuple[str, tuple[int, ...]]:
+    return entry.dtype, entry.shape
+
+
 def _items(data: bytes, *, is_table: bool) -> Iterator[Any]:
     """What the list of entries holds, one by one: msgpack makes room for as many items as a list says it has, so the
     long list is not left to it, and the lists in an entry are short."""

@@ -245,7 +245,7 @@ class Version:
             if entry.name in present:
                 raise DamagedError(f"it holds {entry.name!r} twice")
             present[entry.name] = number
-        layout_decode.check_aliases({name: self._all[number] for name, number in present.items()})
+        layout_decode.check_ties({name: self._all[number] for name, number in present.items()})
         return present
 
     @property

@@ -35,6 +35,7 @@ from lightck.testing.images import ImageFile, pages_of
 STEPS = 5
 SOMETIMES = 1 / 24
 """How often an input goes through each of the other readers."""
+FENCE, FENCE_NBYTES = 0xA5, 256
 UNTOUCHED_EVERY = 1000
 """After so many inputs the whole file is compared."""
 
@@ -140,8 +141,23 @@ def load(path: str, rng: random.Random) -> str:
 
 def restore(path: str, rng: random.Random) -> str:
     model, optimizer, kept = parts()
-    lightck.recover(path, model, optimizer, {"kept": kept}, strict=rng.random() < 0.5)
+    fences = fenced(model)
+    try:
+        lightck.recover(path, model, optimizer, {"kept": kept}, strict=rng.random() < 0.5)
+    finally:
+        assert all((fence == FENCE).all() for fence in fences), "a restore wrote beside a tensor"
     return "restored"
+
+
+def fenced(model: nn.Module) -> list[torch.Tensor]:
+    """Known bytes on both sides of every tensor of a model."""
+    fences = []
+    for tensor in (*model.parameters(), *model.buffers()):
+        room = torch.full((FENCE_NBYTES + tensor.nbytes + FENCE_NBYTES,), FENCE, dtype=torch.uint8)
+        inside = room[FENCE_NBYTES : FENCE_NBYTES + tensor.nbytes]
+        fences += [room[:FENCE_NBYTES], room[FENCE_NBYTES + tensor.nbytes :]]
+        tensor.data = inside.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return fences
 
 
 def export(path: str, rng: random.Random, folder: str) -> str:
