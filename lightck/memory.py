@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from lightck.capture.lanes import bytes_in_order
 from lightck.pool.layout import is_dense
 
 Named = tuple[str, torch.Tensor]
@@ -20,8 +21,7 @@ _ALIGN = 64
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bytes, NaNs and signs of zeros included."""
-    raw = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*raw)
+    return torch.equal(bytes_in_order(one), bytes_in_order(other))
 
 
 def write(target: torch.Tensor, values: torch.Tensor) -> None:

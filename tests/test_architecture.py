@@ -46,7 +46,7 @@ LAYERS = {
     "pipeline": DATA | {"early", "flight", "split", "staging", "stats", "interrupts", "moving", "pin", "keep",
                         "finite", "wait_policy"},
     "contents": DATA,
-    "memory": {"pool"},
+    "memory": DATA,
     "fill": DATA | {"contents", "memory"},
     "restore_optimizer": DATA | {"contents", "fill", "memory"},
     "restore": DATA | {"contents", "fill", "memory", "restore_optimizer"},

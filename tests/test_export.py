@@ -168,6 +168,7 @@ def test_layouts_are_exported_as_their_values(pool, folder):
     model.register_buffer("scalar", torch.tensor(3.5, dtype=torch.float64))
     model.register_buffer("empty", torch.empty(0, 3))
     model.register_buffer("odd", torch.tensor([True, False, True]))
+    model.register_buffer("one", torch.arange(8.0)[5::7])
     lightck.export_checkpoint(saved(model, pool), folder / "model.safetensors")
     loaded = safetensors.torch.load_file(folder / "model.safetensors")
     assert same(loaded, weights(model))

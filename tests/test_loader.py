@@ -568,7 +568,7 @@ def test_batches_that_are_not_compared():
     assert list(Host(resumed=saved[2][1]).loader([Text("x"), Text("y"), Text("z")])) == ["z"]
 
 
-@pytest.mark.parametrize("name", ["sparse", "cyclic", "wide", "long", "empty", "scalar"])
+@pytest.mark.parametrize("name", ["sparse", "cyclic", "wide", "long", "empty", "one", "scalar"])
 def test_odd_batches_do_no_harm(name):
     cyclic: list[Any] = []
     cyclic.append(cyclic)
@@ -578,6 +578,7 @@ def test_odd_batches_do_no_harm(name):
         "wide": torch.rand(70, 4000).t(),
         "long": list(range(100_000)),
         "empty": torch.empty(0, 3),
+        "one": torch.arange(8.0)[5::7],
         "scalar": (torch.tensor(1.5), torch.tensor(2, dtype=torch.bfloat16), np.float32(1), None),
     }[name]
     assert list(Host().loader([batch])) == [batch] or name == "cyclic"

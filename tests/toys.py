@@ -83,7 +83,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8)
 
 
 def is_step(checkpoint: lightck.Checkpoint, seen: dict[str, Any]) -> bool:

@@ -78,10 +78,17 @@ def lies_dense(tensor: torch.Tensor) -> bool:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor on its device: as they lie where it lies dense, else those of a contiguous copy."""
-    tensor = tensor.detach()
-    if not lies_dense(tensor):
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return _as_bytes(tensor.detach()) if lies_dense(tensor) else bytes_in_order(tensor)
+
+
+def bytes_in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's elements on its device, in the order of their indices."""
+    return _as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _as_bytes(dense: torch.Tensor) -> torch.Tensor:
+    """``view`` alone refuses a dimension of one element whose stride is not 1, which counts as contiguous."""
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class CudaLane:

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightck.capture import rng, values
+from lightck.capture.lanes import bytes_in_order
 from lightck.capture.rng import RngState
 from lightck.errors import CorruptPoolError, DriftError, SessionError
 
@@ -306,7 +307,7 @@ def _tensor_bytes(item: torch.Tensor) -> bytes | None:
     while dense.dim() > 1 and not dense.is_contiguous() and dense.nbytes > _CHECKED_BYTES:
         dense = dense[0]  # never copy a whole batch in order to read its beginning
     flat = dense.reshape(-1)[: max(_CHECKED_BYTES // item.itemsize, 1)]
-    return flat.contiguous().view(torch.uint8).numpy().tobytes()
+    return bytes_in_order(flat).numpy().tobytes()
 
 
 def _same(left: _Mark | None, right: _Mark | None) -> bool:

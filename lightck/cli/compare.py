@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lightck.capture import values
+from lightck.capture.lanes import bytes_in_order
 from lightck.contents import Contents, Source, load_tensor
 from lightck.pool.layout import Entry
 
@@ -57,7 +58,7 @@ def _flat_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _add(found: Distance, a: torch.Tensor, b: torch.Tensor) -> None:
-    bits_a, bits_b = (t.contiguous().view(torch.uint8).view(t.numel(), -1) for t in (a, b))
+    bits_a, bits_b = (bytes_in_order(t).view(t.numel(), -1) for t in (a, b))
     differs = (bits_a != bits_b).any(1)
     wide = torch.complex128 if a.is_complex() else torch.float64
     x, y = a.to(wide), b.to(wide)

@@ -15,6 +15,7 @@ from typing import IO
 
 import torch
 
+from lightck.capture.lanes import bytes_in_order
 from lightck.errors import StateValueError
 from lightck.pool.layout import ITEM_NBYTES
 
@@ -71,8 +72,7 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Planned], metadata: Map
 def _write_bytes(file: IO[bytes], planned: Planned) -> None:
     if not planned.nbytes:
         return
-    tensor = planned.read().detach().to("cpu").contiguous()
-    data = tensor.reshape(-1).view(torch.uint8).numpy().data
+    data = bytes_in_order(planned.read().to("cpu")).numpy().data
     assert len(data) == planned.nbytes, "as the header says"
     for start in range(0, len(data), _CHUNK_NBYTES):
         file.write(data[start : start + _CHUNK_NBYTES])

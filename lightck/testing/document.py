@@ -143,17 +143,20 @@ class Document:
         for manifest in self.manifests:
             manifest.header[40:56] = digest
             _U32.pack_into(manifest.header, 76, len(entries))
-            self.follow_entries(manifest, entries)
+            self._follow(manifest, entries)
 
     def follow_extras(self, manifest: Manifest) -> None:
         """Make the records of a manifest count on its extras as they are now, as far as they can be read."""
+        self._follow(manifest, self.base.entries)
+
+    def _follow(self, manifest: Manifest, entries: tuple[Entry, ...]) -> None:
         sb = self.base.sb
         manifest.is_changed = True
         try:
             extras = layout_decode.decode_extras(manifest.extras, low=sb.reserve_offset, high=sb.slot_nbytes)
         except DamagedError:
             return
-        self.follow_entries(manifest, (*self.base.entries, *extras))
+        self.follow_entries(manifest, (*entries, *extras))
 
     def follow_entries(self, manifest: Manifest, entries: tuple[Entry, ...]) -> None:
         """Records and checksums for these entries, over the bytes that lie there."""

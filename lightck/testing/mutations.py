@@ -184,25 +184,26 @@ def table(rng: random.Random, doc: Document) -> None:
 
 
 def table_entries(rng: random.Random, doc: Document) -> None:
-    """Fields that go together: a shape with its stride, sizes that make no bytes, a dtype of the same size."""
+    """Fields that go together: a shape with its stride, sizes that make no bytes, a dtype of the same size, a tie."""
     tree = doc.base.table_tree
     changes: dict[int, bytes] = {}
-    for node in rng.sample(tree.children[1].children, rng.randint(1, len(tree.children[1].children))):
+    names = [messages.text(entry.name) for entry in doc.base.entries]
+    for node in rng.sample(tree.children[1].children, rng.choice((1, 1, rng.randint(1, len(names))))):
         entry = dict(zip((c.raw for c in node.children[::2]), node.children[1::2], strict=True))
-        for name, value in _fields(rng):
+        for name, value in _fields(rng, names):
             if messages.text(name) in entry:
                 changes[entry[messages.text(name)].first] = value
     doc.table = messages.replaced(tree, changes)
     doc.follow_table()
 
 
-def _fields(rng: random.Random) -> list[tuple[str, bytes]]:
+def _fields(rng: random.Random, names: list[bytes]) -> list[tuple[str, bytes]]:
     def ints(*values: int) -> bytes:
         return messages.head(LIST, len(values)) + b"".join(map(messages.integer, values))
 
     huge = rng.choice(EDGES[-9:-2])
     dims = rng.choice((1, 2, 5, 25, 26, 63, 64, 65))
-    name = messages.text(rng.choice(NAMES))
+    name = rng.choice((messages.text(rng.choice(NAMES)), rng.choice(names)))
     choices: list[list[tuple[str, bytes]]] = [
         [("shape", ints(0, huge)), ("stride", ints(huge, 1)), ("nbytes", messages.integer(0))],
         [("shape", ints(*[huge] * (dims - 1), 0)), ("stride", ints(*[huge] * dims)), ("nbytes", messages.integer(0))],

@@ -176,6 +176,7 @@ def test_layouts_are_compared_by_element():
     c[0, 1, 2, 3] = 0
     assert compare.distance(b, c).differing == compare.distance(a, c).differing == 1
     assert compare.distance(torch.tensor(1.0), torch.tensor(3.0)).max_abs == 2
+    assert compare.distance(torch.arange(8.0)[5::7], torch.tensor([6.0])).max_abs == 1
     assert compare.distance(torch.empty(0, 3), torch.empty(0, 3)).differing == 0
 
 

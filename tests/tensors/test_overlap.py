@@ -44,3 +44,14 @@ def test_a_tensor_is_crowded_where_another_lies_in_its_range_of_memory(tensors: 
         if i != k and max(places(one).start, places(other).start) < min(places(one).stop, places(other).stop)
     }
     assert memory.crowded([(str(i), tensor) for i, tensor in enumerate(tensors)]) == expected
+
+
+def test_bits_are_compared_in_the_order_of_indices():
+    columns = torch.arange(6.0).reshape(2, 3).t()
+    assert memory.same_bits(columns, columns.contiguous())
+    assert not memory.same_bits(columns, columns.flip(0))
+    assert memory.same_bits(torch.arange(8.0)[5::7], torch.tensor([5.0]))  # one element with a stride of its own
+    assert not memory.same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+    turned = torch.tensor([1j, 2]).conj()
+    assert memory.same_bits(turned, turned.resolve_conj().clone())
+    assert not memory.same_bits(turned, torch.tensor([1j, 2]))
