@@ -149,11 +149,15 @@ def test_background_work_that_outlasts_a_step_counts_by_longer_windows():
     assert smallest_within(longer, "high", "high") == 8
 
 
-def test_the_project_s_results_are_written_out_beside_them():
-    """``lightck bench --show`` under the heading of bench/results/README.md."""
-    folder = ROOT / "bench" / "results"
+@pytest.mark.parametrize(("place", "title"), [
+    (".", "# The last result of each row, as `lightck bench --show` shows them"),
+    ("xeon", "# lightck's rows on another kind of machine, as `lightck bench --show` shows them"),
+])  # fmt: skip
+def test_the_project_s_results_are_written_out_beside_them(place, title):
+    """``lightck bench --show`` under the heading of a README.md."""
+    folder = ROOT / "bench" / "results" / place
     heading, _, shown = (folder / "README.md").read_text().partition("\n\n")
-    assert heading == "# The last result of each row, as `lightck bench --show` shows them"
+    assert heading == title
     assert shown == call("bench", "--show", "--results", folder).stdout
 
 
