@@ -280,11 +280,16 @@ def other_state(pool: Path, change: Any) -> None:
         tree = values.unpack(manifest.state)
         change(tree)
         manifest.state, manifest.is_changed = values.pack(tree, path="x"), True
+    write_sealed(pool, document)
+    opened.close()
+
+
+def write_sealed(pool: Path, document: Document) -> None:
+    """What of a pool was changed, over it, with every checksum made anew."""
     with pool.open("r+b") as file:
         for offset, data in document.patches():
             file.seek(offset)
             file.write(data)
-    opened.close()
 
 
 def readings(pool: Path, folder: Path) -> list[Any]:
@@ -349,10 +354,7 @@ def tied_in_the_table(pool: Path, name: str, other: str) -> None:
     assert tied != list(opened.entries)
     document.table = layout.encode(tied)
     document.follow_table()
-    with pool.open("r+b") as file:
-        for offset, data in document.patches():
-            file.seek(offset)
-            file.write(data)
+    write_sealed(pool, document)
     opened.close()
 
 

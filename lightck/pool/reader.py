@@ -232,6 +232,7 @@ class Version:
         self._index = self._present()
         self.entries: dict[str, Entry] = {name: self._all[number] for name, number in self._index.items()}
         """The tensors of this version by name."""
+        layout_decode.check_ties(self.entries)
 
     def _present(self) -> dict[str, int]:
         """name -> record number of every tensor in this version, each checked against layout and bounds."""
@@ -245,7 +246,6 @@ class Version:
             if entry.name in present:
                 raise DamagedError(f"it holds {entry.name!r} twice")
             present[entry.name] = number
-        layout_decode.check_ties({name: self._all[number] for name, number in present.items()})
         return present
 
     @property

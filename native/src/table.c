@@ -120,31 +120,33 @@ static bool copy_alias(struct input *in, struct output *out)
     return copy_text(in, "alias", out) && *text != 0;
 }
 
-static bool copy_dims(struct input *in, const char *key, uint64_t *ndim, struct output *out)
+/* A list of dimensions, into room for so many where there is any (dims). */
+static bool take_dims(struct input *in, const char *key, uint64_t *ndim, int64_t *dims, uint64_t room)
 {
-    if (!take_key(in, key) || !take_list(in, ndim) || *ndim > NDIM_MAX)
-        return false;
-    if (*ndim > (uint64_t)(out->dims_end - out->dims))
+    if (!take_key(in, key) || !take_list(in, ndim) || *ndim > NDIM_MAX || *ndim > room)
         return false;
     for (uint64_t i = 0; i < *ndim; i++) {
         uint64_t dim;
         if (!take_number(in, NUMBER_END, &dim))
             return false;
-        *out->dims++ = (int64_t)dim;
+        if (dims != NULL)
+            dims[i] = (int64_t)dim;
     }
+    return true;
+}
+
+static bool copy_dims(struct input *in, const char *key, uint64_t *ndim, struct output *out)
+{
+    if (!take_dims(in, key, ndim, out->dims, (uint64_t)(out->dims_end - out->dims)))
+        return false;
+    out->dims += *ndim;
     return true;
 }
 
 static bool skip_dims(struct input *in, const char *key)
 {
-    uint64_t length, dim;
-    if (!take_key(in, key) || !take_list(in, &length) || length > NDIM_MAX)
-        return false;
-    for (uint64_t i = 0; i < length; i++) {
-        if (!take_number(in, NUMBER_END, &dim))
-            return false;
-    }
-    return true;
+    uint64_t ndim;
+    return take_dims(in, key, &ndim, NULL, NDIM_MAX);
 }
 
 static bool take_layer(struct input *in, int64_t *layer)
@@ -163,39 +165,20 @@ static bool take_layer(struct input *in, int64_t *layer)
 
 /* ---- shapes ------------------------------------------------------------------------------------------ */
 
-static bool is_contiguous(const int64_t *shape, const int64_t *stride, uint64_t ndim)
+/* Whether its elements, at least one, fill one run of memory: the dimensions of more than one element, by rising stride,
+ * each begin where those before them end. */
+static bool is_dense(const int64_t *shape, const int64_t *stride, uint64_t ndim, uint64_t numel)
 {
-    int64_t expected = 1;
-    for (uint64_t i = ndim; i-- > 0;) {
-        if (shape[i] == 1)
-            continue;
-        if (stride[i] != expected)
-            return false;
-        expected *= shape[i];
-    }
-    return true;
-}
-
-/* The dimensions of more than one element, by rising stride: each begins where those before it end. */
-static bool is_dense(const int64_t *shape, const int64_t *stride, uint64_t ndim)
-{
-    if (is_contiguous(shape, stride, ndim))
-        return true;
-    int64_t expected = 1;
-    for (uint64_t left = ndim; left-- > 0;) {
-        uint64_t next = ndim;
-        for (uint64_t i = 0; i < ndim && next == ndim; i++) {
-            if (shape[i] != 1 && stride[i] == expected)
-                next = i;
-        }
+    uint64_t filled = 1;
+    for (uint64_t left = ndim; left > 0 && filled < numel; left--) {
+        uint64_t next = 0;
+        while (next < ndim && (shape[next] == 1 || (uint64_t)stride[next] != filled))
+            next++;
         if (next == ndim)
-            break;
-        expected *= shape[next];
+            return false;
+        filled *= (uint64_t)shape[next];
     }
-    int64_t numel = 1;
-    for (uint64_t i = 0; i < ndim; i++)
-        numel *= shape[i];
-    return expected == numel;
+    return filled == numel;
 }
 
 /* Elements of a dense tensor; `shape` and `stride` are those that were copied last. */
@@ -213,7 +196,7 @@ static bool count_elements(const struct output *out, uint64_t *numel)
             product *= (uint64_t)shape[i];
     }
     *numel = is_empty ? 0 : product;
-    return is_empty || is_dense(shape, stride, out->row->ndim);
+    return is_empty || is_dense(shape, stride, out->row->ndim, product);
 }
 
 /* ---- entries ----------------------------------------------------------------------------------------- */
