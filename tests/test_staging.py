@@ -7,6 +7,7 @@ does what a lane asks of it is for ``tests/gpu``.
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import os
 import random
@@ -146,7 +147,8 @@ def test_the_training_is_not_changed(pool, lane, kind):
 
 
 def test_host_memory_is_filled_again_only_when_it_was_copied(pool, lane, small_groups, slow_memory, monkeypatch):
-    """The engine is slower than the device; and the same without the wait is found."""
+    """The engine is slower than the device; and the same without the wait is found, if not in the first training: there
+    it is a race."""
     exact = _steps_that_are_exact(pool, lane)
     assert exact == 4
 
@@ -154,7 +156,7 @@ def test_host_memory_is_filled_again_only_when_it_was_copied(pool, lane, small_g
         segment.arrivals = []
 
     monkeypatch.setattr(groups.Segment, "free", never)
-    assert _steps_that_are_exact(pool.with_name("broken.pool"), lane) < 4
+    assert any(_steps_that_are_exact(pool.with_name(f"broken-{number}.pool"), lane) < 4 for number in range(20))
 
 
 def _steps_that_are_exact(pool, lane) -> int:
@@ -630,6 +632,21 @@ def test_the_ways_that_were_not_chosen_are_told_once(best):
 
 def test_first_versions_and_one_slow_step_do_not_decide():
     assert set(chosen(_Costs(DIRECT, 9, 9, 9, 0.01, 5, 0.01), _Costs(HOST, 1, 0.02))[10:]) == {DIRECT}
+
+
+def test_memory_is_given_back_before_the_next_version_is_under_way(pool, lane, monkeypatch):
+    """Not beneath copies that the chosen way has begun."""
+    monkeypatch.setattr(Choice, "_cost", lambda self, way: 0.0 if way.kind == DEVICE else math.inf)
+    copy_within, registered = lane.copy_within, []
+    monkeypatch.setattr(lane, "copy_within", lambda pairs: (registered.append(bool(lane.registered)), copy_within(pairs)))
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
+        train(model, optimizer, 16)
+        session.flush()
+        assert session.stats().staging == "Device()"
+    assert registered == [True] * 3 + [False] * (len(registered) - 3), "tried three times, then chosen"
+    assert len(registered) > 4
 
 
 def test_a_way_that_cannot_be_gone_is_left_out():

@@ -89,6 +89,7 @@ class Staging:
             self._choice = Choice(self._ways(), is_made=self._kind is not None)
         way = self._choice.next(self._meter.stall_seconds)
         while True:
+            self._forget(self._choice.take_left())  # first: memory is not given back under what this version sends
             try:
                 way.prepare(writer, staged)
             except UnavailableError as why:
@@ -97,7 +98,6 @@ class Staging:
                     log.warning("lightck: staging=%s is not possible here (%s). lightck.Host() is used.", way.kind, why)
                 way = self._choice.unavailable(str(why))
                 continue
-            self._forget(self._choice.take_left())
             self._way, self._meter.staging = way, str(way.kind)
             return way
 
