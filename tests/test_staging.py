@@ -638,7 +638,12 @@ def test_memory_is_given_back_before_the_next_version_is_under_way(pool, lane, m
     """Not beneath copies that the chosen way has begun."""
     monkeypatch.setattr(Choice, "_cost", lambda self, way: 0.0 if way.kind == DEVICE else math.inf)
     copy_within, registered = lane.copy_within, []
-    monkeypatch.setattr(lane, "copy_within", lambda pairs: (registered.append(bool(lane.registered)), copy_within(pairs)))
+
+    def noted(pairs):
+        registered.append(bool(lane.registered))
+        copy_within(pairs)
+
+    monkeypatch.setattr(lane, "copy_within", noted)
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
