@@ -18,12 +18,28 @@ from hypothesis import strategies as st
 
 from lightck import _native
 from lightck._native import check, ffi, lib
+from lightck.pool import layout_native
+from lightck.pool.reader import READ_DTYPE
+from lightck.pool.writer import COPY_DTYPE
+from lightck.trace.spans import SPAN_DTYPE
 
 MASK = 2**64 - 1
 U64 = st.integers(0, MASK)
 ISAS = [n for n in ("portable", "sse2-table", "sse2", "avx2-narrow", "avx2", "avx512")
         if lib.lck_isa_set(n.encode()) == _native.OK]  # fmt: skip
 lib.lck_isa_set(b"auto")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "struct"),
+    [(COPY_DTYPE, "lck_copy"), (READ_DTYPE, "lck_read"), (SPAN_DTYPE, "lck_span"), (layout_native._ROW, "lck_row")],
+    ids=str,
+)
+def test_an_array_that_the_library_takes_has_the_fields_of_its_struct(dtype, struct):
+    fields = {name.removesuffix("_ns"): (field.offset, ffi.sizeof(field.type))
+              for name, field in ffi.typeof(struct).fields}  # fmt: skip
+    assert {name: (at, kind.itemsize) for name, (kind, at) in dtype.fields.items()} == fields
+    assert dtype.itemsize == ffi.sizeof(struct)
 
 
 def splitmix64(x: int) -> int:

@@ -3,7 +3,7 @@
  * Deterministic: test_table [INPUTS [SEED]]. */
 #include "check.h"
 
-enum { ROOM = 8192, DEFAULT_INPUTS = 200000, NAME_TOO_LONG = 4097 };
+enum { ROOM = 8192, DEFAULT_INPUTS = 200000, NAME_TOO_LONG = 4097, DIMS_MAX = 64 };
 
 typedef struct {
     unsigned char bytes[ROOM];
@@ -36,10 +36,18 @@ static void put_text(table *to, const char *text)
     put(to, text, nbytes);
 }
 
+static void put_length(table *to, uint64_t count)
+{
+    if (count < 16)
+        put_number(to, 0, 0x90 | count, 1);
+    else
+        put_number(to, 0xdc, count, 2);
+}
+
 static void put_list(table *to, const char *key, const uint64_t *numbers, uint64_t count)
 {
     put_text(to, key);
-    put_number(to, 0, 0x90 | count, 1);
+    put_length(to, count);
     for (uint64_t i = 0; i < count; i++) {
         if (numbers[i] < 0x80)
             put_number(to, 0, numbers[i], 1);
@@ -62,12 +70,12 @@ static void put_nil(table *to, const char *key)
 
 typedef struct {
     const char *name, *alias;
-    uint64_t shape[4], stride[4], ndim, nbytes, offset;
+    uint64_t shape[DIMS_MAX + 1], stride[DIMS_MAX + 1], ndim, nbytes, offset;
 } entry;
 
 static void put_entry(table *to, const entry *e)
 {
-    static const uint64_t zeros[4];
+    static const uint64_t zeros[DIMS_MAX + 1];
     put_number(to, 0, 0x8e, 1);
     put_pair(to, "name", e->name);
     put_pair(to, "role", "param");
@@ -96,7 +104,7 @@ static void begin(table *to, uint64_t count)
     to->nbytes = 0;
     put_number(to, 0, 0x81, 1);
     put_text(to, "entries");
-    put_number(to, 0, 0x90 | count, 1);
+    put_length(to, count);
 }
 
 typedef struct {
@@ -190,9 +198,34 @@ static int32_t of_one(const entry *e)
     answer a;
     begin(&t, 1);
     put_entry(&t, e);
-    int32_t status = ask(t.bytes, t.nbytes, 8, &a);
+    int32_t status = ask(t.bytes, t.nbytes, 2 * (DIMS_MAX + 1), &a);
     forget(&a);
     return status;
+}
+
+static void as_many_dimensions_as_torch_has(void)
+{
+    entry e = {.name = "deep", .nbytes = 4};
+    for (int i = 0; i <= DIMS_MAX; i++)
+        e.shape[i] = e.stride[i] = 1;
+    for (e.ndim = 0; e.ndim <= DIMS_MAX; e.ndim++)
+        CHECK_EQ(of_one(&e), LCK_OK);
+    CHECK_EQ(of_one(&e), LCK_EODD);
+}
+
+static void many_entries_come_apart(void)
+{
+    enum { MANY = 20 }; /* a list that long says its length in another way */
+    table t;
+    answer a;
+    begin(&t, MANY);
+    for (int i = 0; i < MANY; i++)
+        put_entry(&t, &good[0]);
+    CHECK_EQ(ask(t.bytes, t.nbytes, 6 * MANY, &a), LCK_OK);
+    CHECK_EQ(a.count, MANY);
+    for (int i = 0; i < MANY; i++)
+        CHECK_EQ(a.rows[i].numel, 600);
+    forget(&a);
 }
 
 static void impossible_entries_are_odd(void)
@@ -252,6 +285,8 @@ int main(int argc, char **argv)
     uint64_t inputs = argc > 1 ? strtoull(argv[1], NULL, 0) : DEFAULT_INPUTS;
     uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 0) : 1;
     a_good_table_comes_apart();
+    as_many_dimensions_as_torch_has();
+    many_entries_come_apart();
     every_cut_and_every_byte_more_is_odd();
     impossible_entries_are_odd();
     no_bytes_lead_out_of_the_buffers(inputs, seed);
