@@ -318,6 +318,7 @@ class _Attachment:
 
     def _create(self, pipeline: Pipeline) -> None:
         """Lay the pool out now, so that a full medium is an error here; later where the state cannot be foreseen."""
+        forget(self.model)  # what it was restored from elsewhere: it trains on now
         entries = self._foreseen()
         if entries is not None:
             pipeline.create(in_order_of_need(entries.values()), self.capture.expected_state_nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,17 +32,21 @@ class FirstStep:
     position_used: bool = False
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
     _ticks: list[Any] = field(default_factory=list)
+    _early: list[weakref.ref[LRScheduler]] = field(default_factory=list)
+    """Schedulers that were there at attach, saved or not."""
 
     def restored_now(self) -> None:
         """Note the learning rates as they were restored."""
         self.restored = True
         self._lrs = [(g, float(g["lr"])) for o in self.optimizers for g in o.param_groups if "initial_lr" in g]
         self._ticks = self._scheduler_ticks()
+        if self._lrs:
+            self._early.extend(weakref.ref(s) for s in schedulers_of(self.optimizers, collect=False))
 
     def check(self, capture: Capture) -> None:
         """Raises ``LateError`` for a scheduler that was made after attach."""
-        self._check_lr()
         self._check_schedulers([view.optimizer for view in capture.optimizers])
+        self._check_lr()
         if self.restored and not self.position_used and not any(is_loader(o) for o in self.objects.values()):
             log.warning(
                 "lightck: the training was resumed, but nothing asked where: the loop starts at its beginning. Start "
@@ -50,18 +55,25 @@ class FirstStep:
 
     def _scheduler_ticks(self) -> list[Any]:
         schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
-        return [(getattr(s, "last_epoch", None), getattr(s, "_step_count", None)) for s in schedulers]
+        parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]  # a chain counts in these only
+        return [(getattr(s, "last_epoch", None), getattr(s, "_step_count", None)) for s in [*schedulers, *parts]]
 
     def _check_lr(self) -> None:
         if not self._lrs or self._scheduler_ticks() != self._ticks:
             return
-        for group, restored in self._lrs:
-            if "initial_lr" in group and float(group["lr"]) != restored:
-                raise LateError(
-                    f"The learning rate was restored as {restored:g} and is {float(group['lr']):g} now, though no "
-                    "known scheduler moved: an LR scheduler was built after attach and reset it. Build the scheduler "
-                    'before attach, or pass it: attach(..., state={"scheduler": scheduler}).'
-                )
+        moved = [(was, float(g["lr"])) for g, was in self._lrs if "initial_lr" in g and float(g["lr"]) != was]
+        if not moved:
+            return
+        was, now = moved[0]
+        fact = f"The learning rate was restored as {was:g} and is {now:g} now, though no known scheduler moved"
+        early = [scheduler for known in self._early if (scheduler := known()) is not None]
+        if any(s not in early for s in schedulers_of(self.optimizers, collect=False)):
+            raise LateError(
+                f"{fact}: an LR scheduler was built after attach and reset it. Build the scheduler before attach, or "
+                'pass it: attach(..., state={"scheduler": scheduler}).'
+            )
+        log.warning("lightck: %s. Where the loop sets it, or an object that is no torch LRScheduler, all is well; a "
+                    "scheduler that was built after attach has started over: build it before", fact)  # fmt: skip
 
     def _check_schedulers(self, optimizers: list[Optimizer]) -> None:
         known = {id(o) for o in self.objects.values()}

@@ -95,6 +95,11 @@ class Keeper:
             raise _error(f"Versions cannot be kept in {str(self._folder)!r}", err.strerror or str(err), err) from err
         self._newest = step
 
+    @property
+    def is_here(self) -> bool:
+        """The caller is on the thread of an export."""
+        return self._thread is threading.current_thread()
+
     # -- on the training thread --------------------------------------------------------------------------
 
     def committed(self, writer: PoolWriter, holds: Holds, step: int) -> None:

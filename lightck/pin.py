@@ -7,6 +7,7 @@ that it exports. Invariant: two slots beside the held ones stay for the training
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -40,6 +41,8 @@ class Holds:
 
     def __init__(self) -> None:
         self._held: list[Hold] = []
+        self._lock = threading.Lock()
+        """What is held, and what the writer was told of it, go together."""
 
     @property
     def pins(self) -> int:
@@ -62,16 +65,18 @@ class Holds:
         slot = writer.slots.slots[writer.slots.protected]
         line = _line_of(writer, slot.index, slot.generation)
         hold = Hold(line.step, line, is_pin)
-        self._held.append(hold)
-        self._tell(writer)
+        with self._lock:
+            self._held.append(hold)
+            self._tell(writer)
         return hold
 
     def release(self, hold: Hold, writer: PoolWriter | None) -> None:
         """A second release does nothing."""
-        if hold in self._held:
-            self._held.remove(hold)
-        if writer is not None:
-            self._tell(writer)
+        with self._lock:
+            if hold in self._held:
+                self._held.remove(hold)
+            if writer is not None:
+                self._tell(writer)
 
     def _tell(self, writer: PoolWriter) -> None:
         writer.slots.held = frozenset(hold.line.slot for hold in self._held)
@@ -88,9 +93,10 @@ class Holds:
 
     def moved(self, lines: Iterable[tuple[Hold, CommitLine]], writer: PoolWriter) -> None:
         """The pool's new file has its name now, and the held versions lie there."""
-        for hold, line in lines:
-            hold.line = line
-        self._tell(writer)
+        with self._lock:
+            for hold, line in lines:
+                hold.line = line
+            self._tell(writer)
 
 
 def carry_all(moving: Moving, writer: PoolWriter) -> list[tuple[Hold, CommitLine]]:

@@ -38,7 +38,8 @@ def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents
         new: dict[Any, Any] = {}
         for key, entry in keys.get(name, {}).items():
             now = present.get(key) if isinstance(present, dict) else None
-            new[key] = _state_tensor(now, entry, p.device, held, fills, filled)
+            device = _device(key, entry, contents.entries.get(f"model/{name}"), p.device)
+            new[key] = _state_tensor(now, entry, device, held, fills, filled)
         if new or name in rest:
             state[name] = joined(new, rest, name)
     return state
@@ -48,6 +49,13 @@ def joined(tensors: dict[Any, Any], rest: Mapping[str, Any], name: str) -> Any:
     """One parameter's state: its tensors and the rest of it, or what it is where it is no dict."""
     other = rest.get(name, {})
     return tensors | other if isinstance(other, dict) else other
+
+
+def _device(key: Any, entry: Entry, param: Entry | None, live: torch.device) -> torch.device:
+    """Where a new state tensor belongs: with its parameter. What was kept on the CPU for one on a device stays there;
+    so does a step count, as in torch's own ``load_state_dict``."""
+    is_of_cpu = param is not None and param.device == "cpu" and key != "step"
+    return torch.device("cpu") if entry.device == "cpu" and not is_of_cpu else live
 
 
 def _state_tensor(present: Any, entry: Entry, device: torch.device, held: dict[str, torch.Tensor],
@@ -61,7 +69,7 @@ def _state_tensor(present: Any, entry: Entry, device: torch.device, held: dict[s
         entry = fills.source.entries[entry.alias]
     target = present if _fits(present, entry) and id(present) not in filled else None
     if target is None:
-        target = empty_for(entry, "cpu" if entry.device == "cpu" else device)
+        target = empty_for(entry, device)
     filled.add(id(target))
     held[entry.name] = target
     fills.add(entry.name, target)

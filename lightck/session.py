@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +23,13 @@ from torch.optim.optimizer import Optimizer
 from lightck.capture.boundary import Boundary, Event
 from lightck.capture.discover import Found, drives, late
 from lightck.capture.half import HalfUpdated
-from lightck.capture.hooks import Hooks, remove
+from lightck.capture.hooks import Hooks
 from lightck.capture.loader import SessionLoader
 from lightck.capture.nest import places
 from lightck.capture.rng import RngState
 from lightck.capture.scaler import ScalerWatch
 from lightck.capture.snapshot import Capture
+from lightck.ending import end
 from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
 from lightck.first_step import FirstStep
 from lightck.interval import Cadence
@@ -67,6 +69,7 @@ class Session:
         self._failure: BaseException | None = None
         self._is_open = True
         self._paused = 0
+        self._steps_on: int | None = None  # thread
         self._pid = os.getpid()
         self._forward_fires = False
         self._told_no_forward = False
@@ -74,7 +77,7 @@ class Session:
         self._half_updated = HalfUpdated()
         self._hooks = Hooks(Proxy(self), model, found.optimizers)
         self._traces = Traces(self._hooks, pipeline.engine, meter)
-        self._finalizer = weakref.finalize(self, pipeline.staging.apart, _finalize, pipeline, lock, self._hooks.handles)
+        self._finalizer = weakref.finalize(self, end, pipeline, lock, self._hooks.handles)
         self._finalizer.atexit = False
         abandon_at_exit(self)
 
@@ -228,6 +231,7 @@ class Session:
             if not in_backward:
                 self._raise_keep_failure()
                 self._half_updated.raise_deferred()
+                self._steps_on = threading.get_ident()
             if by_hand:
                 self._capture.stepped_by_hand(index)
             if self._first_step is not None:
@@ -310,6 +314,12 @@ class Session:
         """``next()`` on a session loader, before anything is fetched."""
         if self._paused:
             return
+        if self._steps_on not in (None, threading.get_ident()):
+            raise SessionError(
+                f"loader {loader.name!r}: next() was called on another thread than optimizer.step(). It is where a "
+                "version closes, and the training would change it meanwhile. Iterate in the training loop; let the "
+                "DataLoader fetch ahead: num_workers=, prefetch_factor=."
+            )
         model = self._model()
         if model is not None and not model.training and not loader.is_training:
             return  # an evaluation: the version stays open until the training goes on
@@ -325,7 +335,9 @@ class Session:
                 self._guard(self._pipeline.copies_done)
 
     def take_restored_rng(self) -> RngState | None:
-        return self._resumed.take_rng() if self._resumed is not None else None
+        if self._resumed is None or self.updates > self._resumed.step:
+            return None  # the training went on from it without a loader
+        return self._resumed.take_rng()
 
     @property
     def updates(self) -> int:
@@ -341,7 +353,8 @@ class Session:
         if self._paused:
             return
         if not self._boundary.is_due(event):
-            self._boundary.passed_without_update(event, self._scalers.skipped())
+            is_skip = event is not Event.FLUSH and self._scalers.skipped()
+            self._boundary.passed_without_update(event, is_skip)
             return
         self._half_updated.refuse_boundary()
         step = self._boundary.close(event)
@@ -432,14 +445,3 @@ class Session:
     @property
     def is_open(self) -> bool:
         return self._is_open
-
-
-def _finalize(pipeline: Pipeline, lock: PoolLock, handles: list[Any]) -> None:
-    """What is left to do when a session ends, also by garbage collection: closed versions commit, threads end."""
-    remove(handles)
-    try:
-        if not pipeline.engine.is_forked:
-            pipeline.finish_quietly()
-        pipeline.close()
-    finally:
-        lock.release()

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, LinearLR, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LinearLR, StepLR
 from toys import (
     adam,
     alive,
@@ -720,6 +720,52 @@ def test_scheduler_built_after_a_resume_reset_the_learning_rate(pool):
         with refused(errors.LateError, RuntimeError, "0.0125", "before attach"):
             optimizer.step()
     del scheduler
+
+
+class Decay:
+    """Not torch's, and like those of others: it notes where each group began."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    def step(self):
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * 0.5**self.steps
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize("make", [Decay, lambda o: ChainedScheduler([ExponentialLR(o, 0.5)])], ids=["other", "chained"])
+def test_scheduler_that_steps_before_the_first_update_after_a_resume_passes(pool, make):
+    """As where an epoch ended just before the crash."""
+    model, optimizer = anything()
+    with lightck.attach(model, pool, optimizer=optimizer, state={"scheduler": make(optimizer)}):
+        train(model, optimizer, 2)
+    model, optimizer = anything()
+    scheduler = make(optimizer)
+    lr = optimizer.param_groups[0]["lr"]
+    with lightck.attach(model, pool, optimizer=optimizer, state={"scheduler": scheduler}, resume=True) as session:
+        scheduler.step()
+        train(model, optimizer, 1, start=session.step)
+        assert optimizer.param_groups[0]["lr"] == lr / 2
+
+
+def test_scheduler_beside_the_one_that_was_passed_is_told(pool, caplog):
+    model, optimizer = anything()
+    one, two = StepLR(optimizer, 1), ExponentialLR(optimizer, 0.9)
+    with lightck.attach(model, pool, optimizer=optimizer, state={"mine": one}):
+        assert "ExponentialLR drives AdamW" in caplog.text
+        assert "is not saved" in caplog.text
+    caplog.clear()
+    with lightck.attach(model, pool, optimizer=optimizer, state={"mine": one, "other": two}, resume=True):
+        assert "is not saved" not in caplog.text
 
 
 def test_learning_rate_set_by_hand_after_a_resume_passes(pool):

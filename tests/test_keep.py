@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import resource
 import threading
@@ -414,3 +415,34 @@ def test_exception_of_the_loop_leaves_no_thread(pool, to):
         raise ZeroDivisionError
     assert not left_since(before)
     assert names(to)
+
+
+def test_a_session_that_is_collected_on_the_thread_of_an_export_ends_after_it(pool, to, monkeypatch):
+    """A collector runs anywhere."""
+    goes, choose = threading.Event(), keep_module.choose
+
+    def collecting(*args):
+        assert goes.wait(60)
+        gc.collect()
+        return choose(*args)
+
+    def trains():
+        model = net()
+        optimizer = adam(model)
+        session = lightck.attach(model, pool, optimizer=optimizer, keep=lightck.Keep(every=2, to=to))
+        train(model, optimizer, 4)
+        assert session.committed >= 2
+
+    monkeypatch.setattr(keep_module, "choose", collecting)
+    gc.disable()
+    try:
+        trains()
+        goes.set()
+        deadline = time.monotonic() + 60
+        while str(pool) in Path("/proc/self/maps").read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert str(pool) not in Path("/proc/self/maps").read_text()
+    assert [path.name for path in to.iterdir()] == ["step-00000002.safetensors"]
+    assert lightck.recover(pool).step == 3

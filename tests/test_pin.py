@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from typing import Any
 
 import pytest
@@ -305,3 +306,39 @@ def test_nothing_is_left_after_close(pool):
     session.pin()
     session.close()
     assert not left_since(before)
+
+
+class _Told:
+    """A writer's slots; what another thread tells them of holds waits."""
+
+    def __init__(self, slots: Any) -> None:
+        self.__dict__.update(real=slots, waits=threading.Event(), goes=threading.Event())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "held" and threading.current_thread().name == "releasing":
+            self.waits.set()
+            self.goes.wait(0.5)  # one that holds a lock here keeps the training thread out
+        setattr(self.real, name, value)
+
+
+def test_a_release_on_another_thread_leaves_a_pin_that_is_taken_meanwhile(pool):
+    model, optimizer, session = started(pool, slots=4)
+    train(model, optimizer, 1)
+    one = session.pin()
+    session.pin().release()  # the pool has room for two now
+    train(model, optimizer, 1)
+    writer = session._pipeline.writer
+    writer.slots = told = _Told(writer.slots)
+    releasing = threading.Thread(target=one.release, name="releasing")
+    releasing.start()
+    assert told.waits.wait(60)
+    two = session.pin()
+    told.goes.set()
+    releasing.join()
+    train(model, optimizer, 5, start=2)
+    session.flush()
+    assert two.step in held(pool)
+    session.close()

@@ -7,8 +7,10 @@ import gc
 import logging
 import re
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -574,3 +576,121 @@ def test_optimizer_in_a_frozen_heap_is_found(pool):
     with lightck.attach(model, pool) as session:
         assert session.found == {"optimizer": "AdamW"}
         train(model, optimizer, 1)
+
+
+# -- who is where ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_was_restored_and_trained_elsewhere_is_restored_again(folder, pool):
+    model, optimizer = pool_with(pool)
+    seen = everything(model, optimizer)
+    lightck.recover(pool, model, optimizer)
+    with lightck.attach(model, folder / "other.pool", optimizer=optimizer):
+        train(model, optimizer, 4)
+    with pytest.raises(CheckpointExistsError):
+        lightck.attach(model, pool, optimizer=optimizer)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+        assert session.step == 3
+        assert same(everything(model, optimizer), seen)
+
+
+def _draws(pool: Any, start: int, stop: int) -> list[float]:
+    """Of a training by hand, which looks at its validation loader at every fourth step."""
+    model = net()
+    optimizer = adam(model)
+    drawn = []
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+        validation = session.loader(DataLoader(torch.arange(4)))
+        assert session.step == start
+        while session.step < stop:
+            model(torch.rand(3, 4)).sum().backward()
+            optimizer.step()
+            drawn.append(float(torch.rand(())))
+            session.end_step()
+            if session.step % 4 == 0:
+                list(validation)
+    return drawn
+
+
+def test_a_loader_that_is_used_late_after_a_resume_does_not_turn_randomness_back(folder, pool):
+    torch.manual_seed(7)
+    plain = _draws(folder / "plain.pool", 0, 6)
+    torch.manual_seed(7)
+    killed = _draws(pool, 0, 2)
+    assert killed + _draws(pool, 2, 6) == plain
+
+
+def _batches(pool: Any, stop: int) -> list[list[int]]:
+    """Two loaders by turns, each left by break after two updates."""
+    model = net()
+    optimizer = adam(model)
+    given = []
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+        loaders = [session.loader(DataLoader(torch.arange(20), batch_size=2, shuffle=True)) for _ in range(2)]
+        while session.step < stop:
+            for numbers in loaders[session.step // 2 % 2]:
+                given.append(numbers.tolist())
+                update(model, optimizer)
+                if session.step % 2 == 0 or session.step == stop:
+                    break
+    return given
+
+
+@pytest.mark.parametrize("killed", [3, 5, 7])  # at its last step a pass that was left looks like one to go on with
+def test_loaders_that_are_used_by_turns_go_on_as_they_would_have(folder, pool, killed):
+    torch.manual_seed(7)
+    plain = _batches(folder / "plain.pool", 8)
+    torch.manual_seed(7)
+    before = _batches(pool, killed)
+    after = _batches(pool, 8)
+    assert (before + after)[killed + killed % 2 :] == plain[killed + killed % 2 :]
+
+
+def test_a_loader_is_not_iterated_beside_the_training(pool):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        batches = iter(session.loader(DataLoader(torch.arange(6))))
+        next(batches)
+        update(model, optimizer)
+        with ThreadPoolExecutor(1) as beside, pytest.raises(SessionError, match=r"another thread.*num_workers"):
+            beside.submit(next, batches).result()
+        next(batches)
+        assert session.iteration == 1
+
+
+def test_several_updates_on_one_batch_are_told_once(pool, caplog):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for _ in session.loader(DataLoader(torch.arange(3))):
+            update(model, optimizer)
+        assert "within a batch" not in caplog.text
+        for _ in session.loader(DataLoader(torch.arange(3)), name="repeated"):
+            update(model, optimizer)
+            update(model, optimizer)
+    assert caplog.text.count("within a batch") == 1
+    assert "'repeated'" in caplog.text
+
+
+def test_numbers_of_numpy_in_a_loader_are_numbers(pool):
+    model = net()
+    optimizer = adam(model)
+    for _ in range(2):
+        with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+            for _ in session.loader(DataLoader(torch.arange(8), batch_size=2, num_workers=np.int64(1))):
+                update(model, optimizer)
+                break
+    assert session.step == 2
+
+
+def test_state_moves_to_a_device_with_its_parameters_but_not_its_step_count(pool):
+    """A device that holds no bytes stands for any."""
+    pool_with(pool)
+    model = net().to("meta")
+    optimizer = adam(model)
+    lightck.recover(pool, model, optimizer)
+    state = optimizer.state[model[0].weight]
+    assert {key: value.device.type for key, value in state.items()} == {
+        "step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"
+    }  # fmt: skip

@@ -80,10 +80,12 @@ class Boundary:
 
     def passed_without_update(self, event: Event, scaler_skipped: bool) -> None:
         """An event that closes nothing: count the iteration where one ended."""
+        if event is Event.FLUSH:
+            return  # it says nothing about where an iteration ends
         if event is Event.END_STEP:
             self.explicit = True
             if not self._flushed:
                 self.iteration += 1
-        elif scaler_skipped and not self.explicit and event is not Event.FLUSH:
+        elif scaler_skipped and not self.explicit:
             self.iteration += 1
         self._flushed = False

@@ -176,7 +176,10 @@ def _find_schedulers(
     for i, opt in enumerate(innermost):
         name = _role("scheduler", i, innermost)
         schedulers = by_optimizer.get(id(opt), [])
-        if id(opt) in taken or not schedulers or name in given:
+        if id(opt) in taken:
+            _tell_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
+            continue
+        if not schedulers or name in given:
             continue
         if len(schedulers) > 1:
             raise AmbiguousError(
@@ -186,6 +189,14 @@ def _find_schedulers(
             )
         found[name] = schedulers[0]
     return found
+
+
+def _tell_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> None:
+    """One of several was passed: which of the others the loop steps is not known, and none of them is saved."""
+    if schedulers:
+        log.warning("lightck: %s drives %s too, and is not saved: another scheduler was passed. If your loop steps it, "
+                    'pass it as well: attach(..., state={"warmup": a, "decay": b})',
+                    ", ".join(type(s).__name__ for s in schedulers), _describe(optimizer))  # fmt: skip
 
 
 def _find_scaler(live: _LiveObjects, given: Mapping[str, Any]) -> dict[str, Any]:

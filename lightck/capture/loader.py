@@ -21,18 +21,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightck.capture import rng, values
+from lightck.capture import rng
 from lightck.capture.lanes import bytes_in_order
+from lightck.capture.position import Identity, Mark, Position, corrupt, same
 from lightck.capture.rng import RngState
-from lightck.errors import CorruptPoolError, DriftError, SessionError
+from lightck.errors import DriftError, SessionError
 
 log = logging.getLogger("lightck")
 
 _CHECKED_BYTES = 4 << 10  # of each tensor of a batch
 _CHECKED_PARTS = 16  # of each batch, containers included: a checksum may cost microseconds, not more
-_MAX_GENERATORS = 16
-
-Identity = dict[str, "str | int | None"]
 
 
 class LoaderHost(Protocol):
@@ -52,156 +50,6 @@ class LoaderHost(Protocol):
         """Finished updates so far."""
 
 
-# ------------------------------------------------------------------------------------------- what is saved
-
-
-class _Mark:
-    """The global generators and the loader's own at one moment. The storable form is made once, when asked for."""
-
-    __slots__ = ("_value", "generators", "rng")
-
-    def __init__(self, state: RngState, generators: tuple[torch.Tensor, ...]) -> None:
-        self.rng = state
-        self.generators = generators
-        self._value: dict[str, Any] | None = None
-
-    def to_value(self) -> dict[str, Any]:
-        if self._value is None:
-            self._value = {"rng": self.rng.to_value(), "generators": _to_bytes(self.generators)}
-        return self._value
-
-    @classmethod
-    def from_value(cls, value: object) -> _Mark | None:
-        if value is None:
-            return None
-        if type(value) is not dict or set(value) != {"rng", "generators"}:
-            raise _corrupt("a random state of it has the wrong parts")
-        return cls(RngState.from_value(value["rng"]), _from_bytes(value["generators"]))
-
-
-def _to_bytes(states: Iterable[torch.Tensor]) -> list[bytes]:
-    return [state.numpy().tobytes() for state in states]
-
-
-def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
-    if type(value) is not list or len(value) > _MAX_GENERATORS:
-        raise _corrupt("its generators are no list of states")
-    if not all(type(item) is bytes and item for item in value):
-        raise _corrupt("the state of a generator is no bytes")
-    return tuple(torch.frombuffer(bytearray(item), dtype=torch.uint8).clone() for item in value)
-
-
-def _corrupt(reason: str) -> CorruptPoolError:
-    return CorruptPoolError(f"the saved position of a loader is damaged: {reason}; recover an older version")
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """What a version says about one loader; LOADERS.md explains the random states.
-
-    ``trained``: updates were made in this pass. ``checksum`` is of the last batch given, and ``last`` the random state
-    that it was fetched from (None where a worker fetched it). ``inner`` is a stateful loader's own state.
-    """
-
-    kind: str
-    epoch: int
-    given: int
-    live: bool
-    trained: bool
-    identity: Identity
-    generators: tuple[torch.Tensor, ...]
-    at_iter: _Mark | None
-    at_first: _Mark | None
-    at_base: _Mark | None
-    last: _Mark | None
-    checksum: int | None
-    inner: Any
-
-    def to_value(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "epoch": self.epoch,
-            "given": self.given,
-            "live": self.live,
-            "trained": self.trained,
-            "identity": self.identity,
-            "generators": _to_bytes(self.generators),
-            "r_iter": self.at_iter and self.at_iter.to_value(),
-            "r_first": self.at_first and self.at_first.to_value(),
-            "r_base": self.at_base and self.at_base.to_value(),
-            "r_last": self.last and self.last.to_value(),
-            "checksum": self.checksum,
-            "inner": self.inner,
-        }
-
-    @classmethod
-    def from_value(cls, value: object) -> _Position:
-        if type(value) is not dict or set(value) != _POSITION_KEYS:
-            raise _corrupt("it has the wrong parts")
-        for key, (kinds, why) in _POSITION_TYPES.items():
-            if type(value[key]) not in kinds or (type(value[key]) is int and not 0 <= value[key] < 1 << 63):
-                raise _corrupt(f"{key} is no {why}")
-        position = cls(
-            kind=value["kind"],
-            epoch=value["epoch"],
-            given=value["given"],
-            live=value["live"],
-            trained=value["trained"],
-            identity=_read_identity(value["identity"]),
-            generators=_from_bytes(value["generators"]),
-            at_iter=_Mark.from_value(value["r_iter"]),
-            at_first=_Mark.from_value(value["r_first"]),
-            at_base=_Mark.from_value(value["r_base"]),
-            last=_Mark.from_value(value["r_last"]),
-            checksum=value["checksum"],
-            inner=value["inner"],
-        )
-        position._check()
-        return position
-
-    def _check(self) -> None:
-        if self.kind not in ("plain", "stateful"):
-            raise _corrupt(f"{self.kind!r} is no kind of loader")
-        if self.live and self.at_iter is None:
-            raise _corrupt("its pass has begun and a random state is missing")
-        if self.live and self.kind == "stateful" and self.inner is None:
-            raise _corrupt("its pass has begun and its own state is missing")
-        if self.kind == "plain" and self.given and self.at_first is None:
-            raise _corrupt("batches were given and a random state is missing")
-        if self.given and not self.live:
-            raise _corrupt("batches were given and no pass has begun")
-        if any(len(mark.generators) != len(self.generators) for mark in self.marks()):
-            raise _corrupt("the number of generators changes")
-
-    def marks(self) -> list[_Mark]:
-        return [mark for mark in (self.at_iter, self.at_first, self.at_base, self.last) if mark is not None]
-
-    def at_rest(self) -> _Position:
-        """The same loader with its pass put down, and counted."""
-        return replace(
-            self, epoch=self.epoch + 1, given=0, live=False, trained=False, at_iter=None, at_first=None, last=None
-        )
-
-
-_POSITION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "kind": ((str,), "str"),
-    "epoch": ((int,), "count"),
-    "given": ((int,), "count"),
-    "live": ((bool,), "bool"),
-    "trained": ((bool,), "bool"),
-    "checksum": ((int, type(None)), "checksum"),
-}
-_POSITION_KEYS = {*_POSITION_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"}
-
-
-def _read_identity(value: object) -> Identity:
-    if type(value) is not dict or not all(
-        type(key) is str and type(item) in (str, int, type(None)) for key, item in value.items()
-    ):
-        raise _corrupt("its identity is no dict of names and numbers")
-    return value
-
-
 # --------------------------------------------------------------------------------------- the wrapped loader
 
 
@@ -216,6 +64,11 @@ def _class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def _plain(count: Any) -> int | None:
+    """A count as it was given to a DataLoader, which takes numpy's numbers too."""
+    return None if count is None else int(count)
+
+
 def _identity(loader: object, stateful: bool) -> Identity:
     """What must not change between a version and its resume in the middle of a pass."""
     if not isinstance(loader, DataLoader):
@@ -225,11 +78,11 @@ def _identity(loader: object, stateful: bool) -> Identity:
         sampler = f"{_class_name(loader.batch_sampler)}({sampler})"
     return {
         "length": _length(loader),
-        "batch_size": loader.batch_size,
-        "workers": loader.num_workers,
+        "batch_size": _plain(loader.batch_size),
+        "workers": _plain(loader.num_workers),
         "sampler": sampler,
         "persistent_workers": int(loader.persistent_workers),
-        "prefetch_factor": loader.prefetch_factor,
+        "prefetch_factor": _plain(loader.prefetch_factor),
         "in_order": int(getattr(loader, "in_order", True)),
     }
 
@@ -310,10 +163,6 @@ def _tensor_bytes(item: torch.Tensor) -> bytes | None:
     return bytes_in_order(flat).numpy().tobytes()
 
 
-def _same(left: _Mark | None, right: _Mark | None) -> bool:
-    return values.pack(left and left.to_value(), path="r") == values.pack(right and right.to_value(), path="r")
-
-
 # ------------------------------------------------------------------------------------------------- one pass
 
 
@@ -324,10 +173,10 @@ class _Pass:
     ``left_at``: the updates that were finished when the loop let go of its iterator; None while it holds it.
     """
 
-    at_iter: _Mark
+    at_iter: Mark
     updates: int
-    at_first: _Mark | None = None
-    last: _Mark | None = None
+    at_first: Mark | None = None
+    last: Mark | None = None
     checksum: int | None = None
     given: int = 0
     trained: bool = False
@@ -336,6 +185,11 @@ class _Pass:
 
     def has_trained(self, updates: int) -> bool:
         return self.trained or (updates if self.left_at is None else self.left_at) > self.updates
+
+    def is_over(self, updates: int) -> bool:
+        """The next iter() begins a new one: it was left with nothing trained in it (an evaluation, a peek), or the
+        training went on elsewhere since (another loader). One left just now may be where the loop stands."""
+        return self.left_at is not None and (not self.has_trained(updates) or updates > self.left_at)
 
 
 class _Batches:
@@ -407,8 +261,9 @@ class SessionLoader:
         self._doubt = _replay_doubt(dl)
         self._epoch = 0
         self._pass: _Pass | None = None
+        self._told_within = False
         self._iterated = False  # in this process
-        self._at_base: _Mark | None = None
+        self._at_base: Mark | None = None
         self._rng_at_iter = rng_at_iter
         self._rng_at_next: tuple[torch.Tensor, ...] | None = None  # our own generators, until they are set
         self._updates_before = host.updates
@@ -464,12 +319,11 @@ class SessionLoader:
         generators = tuple(generator.get_state() for generator in self._generators)
         pass_, updates = self._pass, self._host.updates
         epoch = self._epoch
-        if pass_ is not None and pass_.left_at is not None and not pass_.has_trained(updates):
-            # Left, and nothing was trained in it (an evaluation, a peek): the next iter() begins a new one.
-            epoch += int(pass_.restored)
+        if pass_ is not None and pass_.is_over(updates):
+            epoch += int(pass_.restored or pass_.has_trained(updates))
             pass_ = None
         inner = self._dl.state_dict() if self._stateful and self._iterated else None  # type: ignore[attr-defined]
-        return _Position(
+        return Position(
             kind="stateful" if self._stateful else "plain",
             epoch=epoch,
             given=pass_.given if pass_ else 0,
@@ -485,10 +339,20 @@ class SessionLoader:
             inner=inner,
         ).to_value()
 
+    def tell_within_batch(self, step: int) -> None:
+        """A version closes, and no ``next()`` closed it. Once: where that is not the end of a batch."""
+        pass_ = self._pass
+        if self._told_within or pass_ is None or pass_.left_at is not None or not pass_.given or not self.is_training:
+            return
+        self._told_within = True
+        log.warning("loader %r: step %d ended within a batch: several updates are made on one batch, or in a pass that "
+                    "began in eval mode. A position counts whole batches: a training that is resumed at such a step "
+                    "goes on with the next batch", self._name, step)  # fmt: skip
+
     # -- restoring
 
-    def _adopt(self, value: dict[str, Any]) -> _Position:
-        position = _Position.from_value(value)
+    def _adopt(self, value: dict[str, Any]) -> Position:
+        position = Position.from_value(value)
         self._epoch = position.epoch
         self._at_base = position.at_base if self._persistent else None
         kind = "stateful" if self._stateful else "plain"
@@ -502,13 +366,13 @@ class SessionLoader:
             for states in (position.generators, *(mark.generators for mark in position.marks())):
                 self._try_generators(states)
         except (RuntimeError, TypeError) as error:
-            raise _corrupt(f"a generator refuses its state ({error})") from error
+            raise corrupt(f"a generator refuses its state ({error})") from error
         self._set_generators(position.generators)
         if position.live:
             self._rng_at_next = position.generators
         return position
 
-    def _compare(self, position: _Position, kind: str) -> None:
+    def _compare(self, position: Position, kind: str) -> None:
         drift: dict[str, tuple[object, object]] = {
             key: (position.identity.get(key), self._identity.get(key))
             for key in {**position.identity, **self._identity}
@@ -537,10 +401,10 @@ class SessionLoader:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
-    def _now(self) -> _Mark:
-        return _Mark(rng.capture(), tuple(generator.get_state() for generator in self._generators))
+    def _now(self) -> Mark:
+        return Mark(rng.capture(), tuple(generator.get_state() for generator in self._generators))
 
-    def _set(self, mark: _Mark) -> None:
+    def _set(self, mark: Mark) -> None:
         mark.rng.restore()
         self._set_generators(mark.generators)
 
@@ -572,7 +436,7 @@ class SessionLoader:
 
     # -- beginning a pass
 
-    def _begin(self, position: _Position | None) -> _Batches:
+    def _begin(self, position: Position | None) -> _Batches:
         self._count_left()
         if self._rng_at_iter:
             self._rng_at_iter = False
@@ -591,7 +455,7 @@ class SessionLoader:
         if pass_ is not None and (pass_.restored or pass_.has_trained(self._host.updates)):
             self._epoch += 1
 
-    def _prepare(self, position: _Position) -> None:
+    def _prepare(self, position: Position) -> None:
         """What a loader at rest carries from pass to pass: persistent workers, and a stateful loader's own state."""
         if self._stateful and position.inner is not None:
             with self._held():
@@ -612,12 +476,12 @@ class SessionLoader:
                 "loader of another kind or version. Build the loader as it was, or give it another name=."
             ) from error
 
-    def _enter(self, inner: Iterator[Any], before: _Mark) -> _Batches:
+    def _enter(self, inner: Iterator[Any], before: Mark) -> _Batches:
         self._iterated = True
         self._pass = _Pass(before, self._host.updates)
         return _Batches(self, self._pass, inner)
 
-    def _resume(self, position: _Position) -> _Batches:
+    def _resume(self, position: Position) -> _Batches:
         assert position.at_iter is not None  # checked when it was read
         with self._held():
             reused = self._start_workers(position)
@@ -635,11 +499,11 @@ class SessionLoader:
         pass_.given, pass_.trained, pass_.restored = position.given, position.trained, True
         return batches
 
-    def _start_workers(self, position: _Position) -> bool:
+    def _start_workers(self, position: Position) -> bool:
         """Start persistent workers with the seed of their first pass. True where the restored pass is a later one."""
         if self._stateful or not self._persistent or position.at_base is None:
             return False
-        if _same(position.at_base, position.at_iter):
+        if same(position.at_base, position.at_iter):
             return False
         log.warning(
             "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, random "
@@ -650,7 +514,7 @@ class SessionLoader:
         iter(self._dl)
         return True
 
-    def _replay(self, inner: Iterator[Any], position: _Position, compare: bool) -> None:
+    def _replay(self, inner: Iterator[Any], position: Position, compare: bool) -> None:
         """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
         assert position.at_first is not None
         self._set(position.at_first)
@@ -705,7 +569,7 @@ class SessionLoader:
         if generators is not None:
             self._apply_restored_rng(generators)
 
-    def _count(self, pass_: _Pass, batch: object, before: _Mark | None) -> None:
+    def _count(self, pass_: _Pass, batch: object, before: Mark | None) -> None:
         pass_.given += 1
         if self._checks:
             pass_.checksum = _checksum(batch)

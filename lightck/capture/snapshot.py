@@ -167,6 +167,8 @@ class Capture:
         """The version that this event closes."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
+        for loader in self.loaders if event in (Event.PRE_STEP, Event.FORWARD) else ():
+            loader.tell_within_batch(step)
         lives, roster = self.tensors(), self._roster
         if roster is None or roster is not self._noted or event is Event.PRE_STEP:
             self._noted = roster

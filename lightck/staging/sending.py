@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -142,13 +140,10 @@ class Staging:
 
     # -- the end
 
-    def apart(self, work: Callable[..., None], *args: Any) -> None:
-        """Call it, on a thread of its own where this one waits for devices: a collector ends a session anywhere, and
-        what ends a session waits for that thread."""
-        if self._pump is not None and self._pump.is_here:
-            threading.Thread(target=work, args=args, name="lightck-end").start()
-        else:
-            work(*args)
+    @property
+    def is_here(self) -> bool:
+        """The caller is on the thread that waits for devices."""
+        return self._pump is not None and self._pump.is_here
 
     def close(self) -> None:
         """End the thread. No version may be begun afterwards; those that are under way go on to their end first."""

@@ -229,6 +229,36 @@ def test_end_step_right_after_flush_counts_no_iteration(pool):
         assert session.iteration == 4
 
 
+def test_flushes_in_one_iteration_count_it_once(pool):
+    """A pin flushes too."""
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, slots=4) as session:
+        for number in range(3):
+            update(model, optimizer, number)
+            session.flush()
+            session.pin().release()
+            session.flush()
+            session.end_step()
+            assert session.iteration == number + 1
+
+
+def test_a_flush_does_not_hide_that_a_scaler_skipped(pool):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with lightck.attach(model, pool, optimizer=optimizer, state={"scaler": scaler}) as session:
+        for number in range(4):
+            optimizer.zero_grad()
+            loss = forward(model, number) * (float("inf") if number == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            session.flush()
+        forward(model)
+        assert (session.step, session.iteration) == (3, 4)
+
+
 def test_flush_without_an_update_closes_nothing(pool):
     model = net()
     optimizer = adam(model)

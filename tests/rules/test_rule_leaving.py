@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from toys import BIG, adam, alive, everything, forward, in_child, is_step, left_
 
 import lightck
 from lightck.errors import SessionError
+from lightck.pool import emulation
 
 
 def test_leaving_by_an_exception_drops_the_open_version_and_finishes_closed_ones(pool):
@@ -42,6 +46,25 @@ def test_keyboard_interrupt_releases_the_pool(pool):
         raise KeyboardInterrupt
     with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
         assert session.step == 1
+
+
+def test_interrupt_while_copies_are_waited_for_leaves_nothing_that_writes(pool, slow_memory):
+    """The next who has the lock would find an engine that still stores into its slots."""
+    model = net(100 * BIG)
+    optimizer = adam(model)
+    with pytest.raises(KeyboardInterrupt), lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 1)
+        forward(model)  # closes version 1, whose copies take a second
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        raise ZeroDivisionError
+    assert not session.is_open
+    assert session.committed is None, "it was to be interrupted before"
+    assert str(pool) not in Path("/proc/self/maps").read_text()
+    with lightck.attach(model, pool, optimizer=optimizer, overwrite=True) as session:
+        emulation.use(None)
+        train(model, optimizer, 2)
+        assert session.flush() == 2
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
 SCRIPT = """

@@ -1,0 +1,168 @@
+"""Where a loader stands: what a version says of it, read back from untrusted values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightck.capture import values
+from lightck.capture.rng import RngState
+from lightck.errors import CorruptPoolError
+
+_GENERATORS_MAX = 16
+
+Identity = dict[str, "str | int | None"]
+
+
+class Mark:
+    """The global generators and the loader's own at one moment. The storable form is made once, when asked for."""
+
+    __slots__ = ("_value", "generators", "rng")
+
+    def __init__(self, state: RngState, generators: tuple[torch.Tensor, ...]) -> None:
+        self.rng = state
+        self.generators = generators
+        self._value: dict[str, Any] | None = None
+
+    def to_value(self) -> dict[str, Any]:
+        if self._value is None:
+            self._value = {"rng": self.rng.to_value(), "generators": _to_bytes(self.generators)}
+        return self._value
+
+    @classmethod
+    def from_value(cls, value: object) -> Mark | None:
+        if value is None:
+            return None
+        if type(value) is not dict or set(value) != {"rng", "generators"}:
+            raise corrupt("a random state of it has the wrong parts")
+        return cls(RngState.from_value(value["rng"]), _from_bytes(value["generators"]))
+
+
+def _to_bytes(states: Iterable[torch.Tensor]) -> list[bytes]:
+    return [state.numpy().tobytes() for state in states]
+
+
+def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
+    if type(value) is not list or len(value) > _GENERATORS_MAX:
+        raise corrupt("its generators are no list of states")
+    if not all(type(item) is bytes and item for item in value):
+        raise corrupt("the state of a generator is no bytes")
+    return tuple(torch.frombuffer(bytearray(item), dtype=torch.uint8).clone() for item in value)
+
+
+def corrupt(reason: str) -> CorruptPoolError:
+    return CorruptPoolError(f"the saved position of a loader is damaged: {reason}; recover an older version")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What a version says about one loader; LOADERS.md explains the random states.
+
+    ``trained``: updates were made in this pass. ``checksum`` is of the last batch given, and ``last`` the random state
+    that it was fetched from (None where a worker fetched it). ``inner`` is a stateful loader's own state.
+    """
+
+    kind: str
+    epoch: int
+    given: int
+    live: bool
+    trained: bool
+    identity: Identity
+    generators: tuple[torch.Tensor, ...]
+    at_iter: Mark | None
+    at_first: Mark | None
+    at_base: Mark | None
+    last: Mark | None
+    checksum: int | None
+    inner: Any
+
+    def to_value(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "epoch": self.epoch,
+            "given": self.given,
+            "live": self.live,
+            "trained": self.trained,
+            "identity": self.identity,
+            "generators": _to_bytes(self.generators),
+            "r_iter": self.at_iter and self.at_iter.to_value(),
+            "r_first": self.at_first and self.at_first.to_value(),
+            "r_base": self.at_base and self.at_base.to_value(),
+            "r_last": self.last and self.last.to_value(),
+            "checksum": self.checksum,
+            "inner": self.inner,
+        }
+
+    @classmethod
+    def from_value(cls, value: object) -> Position:
+        if type(value) is not dict or set(value) != _KEYS:
+            raise corrupt("it has the wrong parts")
+        for key, (kinds, why) in _TYPES.items():
+            if type(value[key]) not in kinds or (type(value[key]) is int and not 0 <= value[key] < 1 << 63):
+                raise corrupt(f"{key} is no {why}")
+        position = cls(
+            kind=value["kind"],
+            epoch=value["epoch"],
+            given=value["given"],
+            live=value["live"],
+            trained=value["trained"],
+            identity=_read_identity(value["identity"]),
+            generators=_from_bytes(value["generators"]),
+            at_iter=Mark.from_value(value["r_iter"]),
+            at_first=Mark.from_value(value["r_first"]),
+            at_base=Mark.from_value(value["r_base"]),
+            last=Mark.from_value(value["r_last"]),
+            checksum=value["checksum"],
+            inner=value["inner"],
+        )
+        position._check()
+        return position
+
+    def _check(self) -> None:
+        if self.kind not in ("plain", "stateful"):
+            raise corrupt(f"{self.kind!r} is no kind of loader")
+        if self.live and self.at_iter is None:
+            raise corrupt("its pass has begun and a random state is missing")
+        if self.live and self.kind == "stateful" and self.inner is None:
+            raise corrupt("its pass has begun and its own state is missing")
+        if self.kind == "plain" and self.given and self.at_first is None:
+            raise corrupt("batches were given and a random state is missing")
+        if self.given and not self.live:
+            raise corrupt("batches were given and no pass has begun")
+        if any(len(mark.generators) != len(self.generators) for mark in self.marks()):
+            raise corrupt("the number of generators changes")
+
+    def marks(self) -> list[Mark]:
+        return [mark for mark in (self.at_iter, self.at_first, self.at_base, self.last) if mark is not None]
+
+    def at_rest(self) -> Position:
+        """The same loader with its pass put down, and counted."""
+        return replace(
+            self, epoch=self.epoch + 1, given=0, live=False, trained=False, at_iter=None, at_first=None, last=None
+        )
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "kind": ((str,), "str"),
+    "epoch": ((int,), "count"),
+    "given": ((int,), "count"),
+    "live": ((bool,), "bool"),
+    "trained": ((bool,), "bool"),
+    "checksum": ((int, type(None)), "checksum"),
+}
+_KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"}
+
+
+def _read_identity(value: object) -> Identity:
+    if type(value) is not dict or not all(
+        type(key) is str and type(item) in (str, int, type(None)) for key, item in value.items()
+    ):
+        raise corrupt("its identity is no dict of names and numbers")
+    return value
+
+
+def same(left: Mark | None, right: Mark | None) -> bool:
+    return values.pack(left and left.to_value(), path="r") == values.pack(right and right.to_value(), path="r")
