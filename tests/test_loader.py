@@ -593,6 +593,37 @@ def test_warnings_say_what_is_not_exact(caplog):
     assert "in_order=True" in caplog.text
 
 
+class DrawingSampler:
+    """Draws from the global generator for each item."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(ITEMS):
+            yield int(torch.randint(ITEMS, ()))
+
+
+@pytest.mark.parametrize(("workers", "said"), [(0, 0), (1, 1), (2, 1)])
+def test_a_sampler_that_draws_ahead_of_the_loop_is_told_once(caplog, workers, said):
+    host = Host()
+    loader = host.loader(DataLoader(Noisy(40), 1, sampler=DrawingSampler(), num_workers=workers))
+    for _ in range(2):
+        for _ in itertools.islice(loader, 6):
+            torch.rand(1)
+    assert caplog.text.count("its sampler draws") == said
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samplers_of_torch_are_not_told(caplog, workers):
+    weighted = WeightedRandomSampler([1.0] * ITEMS, ITEMS)
+    for sampler in (None, weighted, RandomSampler(Noisy(), num_samples=40), RandomSampler(Noisy(), replacement=True)):
+        loader = Host().loader(DataLoader(Noisy(), 1, sampler=sampler, shuffle=sampler is None, num_workers=workers))
+        for _ in itertools.islice(loader, 6):
+            torch.rand(1)
+    assert not caplog.records
+
+
 DAMAGE = [
     ("kind", "other"),
     ("kind", None),

@@ -24,6 +24,7 @@ class BufferCopies:
         self._sources: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
+    @torch.inference_mode(False)  # the update may be made under it, and the next one not
     def take(self, model: ModelView) -> dict[str, torch.Tensor]:
         """Copy every persistent buffer: name -> copy, which the next call overwrites. Refuses what cannot be stored."""
         found = model.buffers_or_none()

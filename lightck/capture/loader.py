@@ -30,6 +30,7 @@ from lightck.errors import DriftError, SessionError
 log = logging.getLogger("lightck")
 
 _CHECKED_BYTES = 4 << 10  # of each tensor of a batch
+_WATCHED_BATCHES = 4  # of each pass: whether a sampler draws at next()
 _CHECKED_PARTS = 16  # of each batch, containers included: a checksum may cost microseconds, not more
 
 
@@ -555,13 +556,28 @@ class SessionLoader:
         before = self._now() if first or (self._checks and self._in_process) else None
         if first:
             pass_.at_first = before
+        watched = torch.get_rng_state() if self._looks_for_draws(pass_) else None
         try:
             batch = next(batches.inner)
         except StopIteration:
             self._finish(batches)
             raise
+        if watched is not None and not torch.equal(watched, torch.get_rng_state()):
+            self._tell_draws()
         self._count(pass_, batch, before)
         return batch
+
+    def _looks_for_draws(self, pass_: _Pass) -> bool:
+        """In the first batches: what a sampler draws for those that workers fetch ahead lies between draws of the loop,
+        and a replay has only its own."""
+        return not (self._in_process or self._stateful) and self._doubt is None and pass_.given < _WATCHED_BATCHES
+
+    def _tell_draws(self) -> None:
+        self._doubt = (
+            "its sampler draws from torch's global random generator at each next(), ahead of the loop's own draws: "
+            "give the sampler a generator of its own, or use num_workers=0"
+        )
+        log.warning("loader %r: a resume in mid-pass may not be exact; %s", self._name, self._doubt)
 
     def _settle(self) -> None:
         """The version's random state, once, after the replays and before the first fetch."""

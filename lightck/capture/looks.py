@@ -6,7 +6,7 @@ garbage collector.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, eq, getitem, is_
 from typing import Any
 
@@ -25,6 +25,11 @@ def all_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
 def all_equal(now: Iterable[Any], before: Sequence[Any]) -> bool:
     """The same for values."""
     return all(map(eq, now, before))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Its version counter; 0 for one that was made under ``inference_mode``, to which torch counts no writes."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Looks:
@@ -51,10 +56,15 @@ class Versions:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        self.versions = list(map(_version, tensors))
+        self._of: Callable[[torch.Tensor], int] = _version
+        try:
+            self.versions = list(map(self._of, tensors))
+        except RuntimeError:  # one of them has none: asking each before would cost at every step
+            self._of = version_of
+            self.versions = list(map(self._of, tensors))
 
     def hold(self) -> bool:
-        return all_equal(map(_version, self._tensors), self.versions)
+        return all_equal(map(self._of, self._tensors), self.versions)
 
 
 class Places:

@@ -17,7 +17,7 @@ import torch
 from lightck._native import ffi, lib
 from lightck.capture.inventory import Live, staged
 from lightck.capture.lanes import lane_of, on_host
-from lightck.capture.looks import Looks, Places, Versions
+from lightck.capture.looks import Looks, Places, Versions, version_of
 from lightck.errors import StateChangedError
 
 Look = tuple[int, int, torch.Size]
@@ -25,7 +25,7 @@ Look = tuple[int, int, torch.Size]
 
 def look(tensor: torch.Tensor) -> Look:
     """How a tensor looks without reading its bytes: version counter, address, shape."""
-    return tensor._version, tensor.data_ptr(), tensor.shape
+    return version_of(tensor), tensor.data_ptr(), tensor.shape
 
 
 def checksums(tensor: torch.Tensor, block: int) -> npt.NDArray[np.uint32]:

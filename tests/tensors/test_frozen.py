@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import everything, is_step, same
+from toys import BIG, everything, forward, is_step, same
 
 import lightck
 from lightck.errors import StateChangedError
@@ -78,3 +78,23 @@ def test_hidden_write_is_found_within_as_many_steps_as_there_are_left_out_tensor
                 session.end_step()
         session.flush()
         assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+@pytest.mark.parametrize(("kind", "until"), [(torch.optim.AdamW, 6), (torch.optim.SGD, 3)])
+@pytest.mark.parametrize("width", [8, BIG])
+def test_tensors_that_were_made_under_inference_mode_are_saved_exactly(pool, width, kind, until):
+    """torch counts no writes to them: of a frozen part, of the optimizer's state, and of buffers' copies."""
+    with torch.inference_mode():
+        frozen = nn.Linear(4, 4).requires_grad_(False)
+    torch.manual_seed(0)
+    model = nn.Sequential(frozen, nn.Linear(4, width), nn.BatchNorm1d(width))
+    optimizer = kind(model[1:].parameters(), lr=0.01)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(6):
+            optimizer.zero_grad()
+            forward(model, number).backward()
+            with torch.inference_mode(number < until):
+                optimizer.step()
+            seen = everything(model, optimizer)
+            session.flush()
+            assert is_step(lightck.recover(pool), seen)
