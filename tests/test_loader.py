@@ -11,9 +11,10 @@ import itertools
 import logging
 import random
 import weakref
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -556,6 +557,25 @@ class Short:
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.count))
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    note: bytes | None = None
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [Pair, lambda x: Pair(x, b"a"), lambda x: OrderedDict(x=x), lambda x: UserDict(x=x), lambda x: [{"x": (x, None)}]],
+    ids=["named tuple", "bytes", "ordered dict", "user dict", "nested"],
+)
+def test_batches_in_other_containers_are_compared(hold):
+    saved = run(train(lambda: [hold(torch.full((2,), i)) for i in range(4)]), seed=1).versions
+    again = Host(resumed=saved[3][1]).loader([hold(torch.full((2,), i)) for i in range(4)])
+    assert len(list(again)) == 1
+    changed = Host(resumed=saved[3][1]).loader([hold(torch.full((2,), i + (i == 2))) for i in range(4)])
+    with pytest.raises(DriftError, match="batch 2 of the pass is not the one that was given before"):
+        iter(changed)
 
 
 def test_batches_that_are_not_compared():

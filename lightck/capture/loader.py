@@ -10,28 +10,24 @@ its host when a ``next()`` begins.
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightck.capture import rng
-from lightck.capture.lanes import bytes_in_order
-from lightck.capture.position import Identity, Mark, Position, corrupt, same
+from lightck.capture.batch import checksum_of
+from lightck.capture.position import Mark, Position, corrupt, same
 from lightck.capture.rng import RngState
+from lightck.capture.wrapped import identity_of, is_stateful, own_generators, replay_doubt
 from lightck.errors import DriftError, SessionError
 
 log = logging.getLogger("lightck")
 
-_CHECKED_BYTES = 4 << 10  # of each tensor of a batch
 _WATCHED_BATCHES = 4  # of each pass: whether a sampler draws at next()
-_CHECKED_PARTS = 16  # of each batch, containers included: a checksum may cost microseconds, not more
 
 
 class LoaderHost(Protocol):
@@ -49,119 +45,6 @@ class LoaderHost(Protocol):
     @property
     def updates(self) -> int:
         """Finished updates so far."""
-
-
-# --------------------------------------------------------------------------------------- the wrapped loader
-
-
-def _length(loader: object) -> int | None:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _class_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _plain(count: Any) -> int | None:
-    """A count as it was given to a DataLoader, which takes numpy's numbers too."""
-    return None if count is None else int(count)
-
-
-def _identity(loader: object, stateful: bool) -> Identity:
-    """What must not change between a version and its resume in the middle of a pass."""
-    if not isinstance(loader, DataLoader):
-        return {"class": _class_name(loader), "length": None if stateful else _length(loader)}
-    sampler = _class_name(loader.sampler)
-    if loader.batch_sampler is not None:
-        sampler = f"{_class_name(loader.batch_sampler)}({sampler})"
-    return {
-        "length": _length(loader),
-        "batch_size": _plain(loader.batch_size),
-        "workers": _plain(loader.num_workers),
-        "sampler": sampler,
-        "persistent_workers": int(loader.persistent_workers),
-        "prefetch_factor": _plain(loader.prefetch_factor),
-        "in_order": int(getattr(loader, "in_order", True)),
-    }
-
-
-def _own_generators(loader: object) -> tuple[torch.Generator, ...]:
-    """The generators of loader, sampler and batch sampler, each once. Torch's global one is saved with the others."""
-    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    found: dict[int, torch.Generator] = {}
-    for owner in (loader, sampler, batches, getattr(batches, "sampler", None)):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
-            found[id(generator)] = generator
-    return tuple(found.values())
-
-
-def _is_stateful(loader: object) -> bool:
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _replay_doubt(loader: object) -> str | None:
-    """Why a replay of this loader may not be exact; None where it is."""
-    if not isinstance(loader, DataLoader) or _is_stateful(loader):
-        return None
-    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
-        return "with in_order=False batches come in the order in which workers finish: pass in_order=True"
-    if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
-        return (
-            "an iterable dataset without workers that draws from the global random generators at each item cannot be "
-            "replayed exactly: use num_workers >= 1, a generator of its own, or torchdata's StatefulDataLoader"
-        )
-    return None
-
-
-def _checksum(batch: object) -> int | None:
-    """CRC-32 of the first bytes of a batch; None where it holds something else than CPU tensors and plain data."""
-    crc = 0
-    todo = [batch]
-    for _ in range(_CHECKED_PARTS):
-        if not todo:
-            break
-        item = todo.pop()
-        kind = type(item)
-        if kind in (list, tuple):
-            todo.extend(item[:_CHECKED_PARTS])  # type: ignore[index]
-        elif kind is dict:
-            todo.extend(islice(item.values(), _CHECKED_PARTS))  # type: ignore[attr-defined]
-        else:
-            raw = _leaf_bytes(item)
-            if raw is None:
-                return None
-            crc = zlib.crc32(raw, crc)
-    return crc
-
-
-def _leaf_bytes(item: object) -> bytes | None:
-    kind = type(item)
-    if kind in (int, float, str, bool):
-        return repr(item).encode("utf-8", "surrogatepass")[:_CHECKED_BYTES]
-    if kind is torch.Tensor:
-        try:
-            return _tensor_bytes(item)  # type: ignore[arg-type]
-        except RuntimeError:  # a dtype that torch cannot copy: nothing to compare is no error
-            return None
-    if kind is np.ndarray and not item.dtype.hasobject:  # type: ignore[attr-defined]
-        count = _CHECKED_BYTES // max(item.dtype.itemsize, 1)  # type: ignore[attr-defined]
-        return item.flat[:count].tobytes()  # type: ignore[attr-defined, no-any-return]
-    return None
-
-
-def _tensor_bytes(item: torch.Tensor) -> bytes | None:
-    # Reading from a device would make the training thread wait for it.
-    if not item.is_cpu or item.layout is not torch.strided or item.is_quantized:
-        return None
-    dense = item.detach().resolve_conj().resolve_neg()
-    while dense.dim() > 1 and not dense.is_contiguous() and dense.nbytes > _CHECKED_BYTES:
-        dense = dense[0]  # never copy a whole batch in order to read its beginning
-    flat = dense.reshape(-1)[: max(_CHECKED_BYTES // item.itemsize, 1)]
-    return bytes_in_order(flat).numpy().tobytes()
 
 
 # ------------------------------------------------------------------------------------------------- one pass
@@ -252,14 +135,14 @@ class SessionLoader:
         self._dl = dl
         self._host = host
         self._name = name
-        self._stateful = _is_stateful(dl)
-        self._generators = _own_generators(dl)
-        self._identity = _identity(dl, self._stateful)
+        self._stateful = is_stateful(dl)
+        self._generators = own_generators(dl)
+        self._identity = identity_of(dl, self._stateful)
         workers = dl.num_workers if isinstance(dl, DataLoader) else 0
         self._in_process = workers == 0
         self._persistent = workers > 0 and isinstance(dl, DataLoader) and dl.persistent_workers
         self._checks = not self._stateful
-        self._doubt = _replay_doubt(dl)
+        self._doubt = replay_doubt(dl)
         self._epoch = 0
         self._pass: _Pass | None = None
         self._told_within = False
@@ -445,7 +328,7 @@ class SessionLoader:
         if position is not None:
             self._prepare(position)
         self._pending = None
-        self._identity = _identity(self._dl, self._stateful)
+        self._identity = identity_of(self._dl, self._stateful)
         before = self._now()
         if self._persistent and self._at_base is None:
             self._at_base = before
@@ -528,7 +411,7 @@ class SessionLoader:
             except StopIteration:
                 raise self._changed(f"it ended after {index} of the {position.given} batches given before") from None
         if compare and position.checksum is not None:
-            checksum = _checksum(batch)
+            checksum = checksum_of(batch)
             if checksum is not None and checksum != position.checksum:
                 raise self._changed(f"batch {position.given - 1} of the pass is not the one that was given before")
 
@@ -588,7 +471,7 @@ class SessionLoader:
     def _count(self, pass_: _Pass, batch: object, before: Mark | None) -> None:
         pass_.given += 1
         if self._checks:
-            pass_.checksum = _checksum(batch)
+            pass_.checksum = checksum_of(batch)
             pass_.last = before if self._in_process else None
             if pass_.checksum is None:  # nothing to compare in this batch, nor in the next ones
                 self._checks, pass_.last = False, None

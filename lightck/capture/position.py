@@ -59,10 +59,13 @@ def corrupt(reason: str) -> CorruptPoolError:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a version says about one loader; LOADERS.md explains the random states.
+    """What a version says about one loader.
 
-    ``trained``: updates were made in this pass. ``checksum`` is of the last batch given, and ``last`` the random state
-    that it was fetched from (None where a worker fetched it). ``inner`` is a stateful loader's own state.
+    A replay needs random states: ``at_iter``, from which the pass's ``iter()`` drew its order and the workers' seeds;
+    ``at_first``, from which the first batch was fetched, since a loop may draw in between; ``at_base``, the ``at_iter``
+    of the pass that started persistent workers. ``trained``: updates were made in this pass. ``checksum`` is of the
+    last batch given, and ``last`` the random state that it was fetched from (None where a worker fetched it).
+    ``inner`` is a stateful loader's own state.
     """
 
     kind: str

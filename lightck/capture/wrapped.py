@@ -1,0 +1,73 @@
+"""What can be told of a loader that a session wraps: what makes it the same one, and whether it can be replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightck.capture.position import Identity
+
+
+def _length(loader: object) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _plain(count: Any) -> int | None:
+    """A count as it was given to a DataLoader, which takes numpy's numbers too."""
+    return None if count is None else int(count)
+
+
+def identity_of(loader: object, stateful: bool) -> Identity:
+    """What must not change between a version and its resume in the middle of a pass."""
+    if not isinstance(loader, DataLoader):
+        return {"class": _class_name(loader), "length": None if stateful else _length(loader)}
+    sampler = _class_name(loader.sampler)
+    if loader.batch_sampler is not None:
+        sampler = f"{_class_name(loader.batch_sampler)}({sampler})"
+    return {
+        "length": _length(loader),
+        "batch_size": _plain(loader.batch_size),
+        "workers": _plain(loader.num_workers),
+        "sampler": sampler,
+        "persistent_workers": int(loader.persistent_workers),
+        "prefetch_factor": _plain(loader.prefetch_factor),
+        "in_order": int(getattr(loader, "in_order", True)),
+    }
+
+
+def own_generators(loader: object) -> tuple[torch.Generator, ...]:
+    """The generators of loader, sampler and batch sampler, each once. Torch's global one is saved with the others."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    found: dict[int, torch.Generator] = {}
+    for owner in (loader, sampler, batches, getattr(batches, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
+            found[id(generator)] = generator
+    return tuple(found.values())
+
+
+def is_stateful(loader: object) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def replay_doubt(loader: object) -> str | None:
+    """Why a replay of this loader may not be exact; None where it is."""
+    if not isinstance(loader, DataLoader) or is_stateful(loader):
+        return None
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        return "with in_order=False batches come in the order in which workers finish: pass in_order=True"
+    if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
+        return (
+            "an iterable dataset without workers that draws from the global random generators at each item cannot be "
+            "replayed exactly: use num_workers >= 1, a generator of its own, or torchdata's StatefulDataLoader"
+        )
+    return None
