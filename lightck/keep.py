@@ -107,27 +107,27 @@ class Keeper:
         self._newest = step
         if self._thread is not None and self._thread.is_alive():
             return
-        self._collect(writer, holds)
+        self._collect(holds)
         if self._is_due(step):
             with self._told(step):
                 self._start(writer, holds)
 
-    def wait(self, writer: PoolWriter | None, holds: Holds) -> None:
+    def wait(self, holds: Holds) -> None:
         """Until no export reads the pool."""
         if self._thread is not None:
             self._thread.join()
-        self._collect(writer, holds)
+        self._collect(holds)
 
     def end(self, writer: PoolWriter | None, holds: Holds) -> None:
         """Finish what is running and what is due. In a forked child, where there is no thread, nothing happens."""
         if os.getpid() != self._pid:
             return
-        self.wait(writer, holds)
+        self.wait(holds)
         if writer is not None and writer.slots.protected is not None and self._is_due(self._newest):
             with self._told(self._newest):
                 self._hold = hold = holds.take(writer)
                 self._run(writer.reader, hold.line)  # here: an interpreter that ends starts no threads
-            self._collect(writer, holds)
+            self._collect(holds)
 
     def raise_failure(self, *, at_close: bool) -> None:
         """Once at a step for each export that failed; at close where no later one went well."""
@@ -160,10 +160,10 @@ class Keeper:
         reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
         self._is_told, self._failure = False, _error(f"Step {step} could not be kept", reason, err)
 
-    def _collect(self, writer: PoolWriter | None, holds: Holds) -> None:
+    def _collect(self, holds: Holds) -> None:
         self._thread = None
         if self._hold is not None:
-            holds.release(self._hold, writer)
+            holds.release(self._hold)
             self._hold = None
 
     # -- on the thread -----------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class Holds:
 
     def __init__(self) -> None:
         self._held: list[Hold] = []
+        self._writer: PoolWriter | None = None  # of the file in which they lie
         self._lock = threading.Lock()
         """What is held, and what the writer was told of it, go together."""
 
@@ -67,19 +68,20 @@ class Holds:
         hold = Hold(line.step, line, is_pin)
         with self._lock:
             self._held.append(hold)
-            self._tell(writer)
+            self._writer = writer
+            self._tell()
         return hold
 
-    def release(self, hold: Hold, writer: PoolWriter | None) -> None:
+    def release(self, hold: Hold) -> None:
         """A second release does nothing."""
         with self._lock:
             if hold in self._held:
                 self._held.remove(hold)
-            if writer is not None:
-                self._tell(writer)
+            self._tell()
 
-    def _tell(self, writer: PoolWriter) -> None:
-        writer.slots.held = frozenset(hold.line.slot for hold in self._held)
+    def _tell(self) -> None:
+        if self._writer is not None:
+            self._writer.slots.held = frozenset(hold.line.slot for hold in self._held)
 
     def versions(self, writer: PoolWriter) -> Moving:
         """The held versions, oldest first. Raises ``CorruptPoolError`` where one cannot be read any more."""
@@ -96,7 +98,13 @@ class Holds:
         with self._lock:
             for hold, line in lines:
                 hold.line = line
-            self._tell(writer)
+            self._writer = writer
+            self._tell()
+
+    def end(self) -> None:
+        """The pool is no longer written to: nothing is held."""
+        with self._lock:
+            self._held, self._writer = [], None
 
 
 def carry_all(moving: Moving, writer: PoolWriter) -> list[tuple[Hold, CommitLine]]:

@@ -162,11 +162,16 @@ class Pipeline:
         if hidden is not None:  # one that does not rest is reason to trust none: this version is written whole
             self.resting.trust_none()
             split = Split(self.resting, writer, slot, parts)
+        watched = Watched(split.background, split.background_numbers)
+        if self._check:
+            watched.prove(writer.superblock.block)
         begun, again = self.early.sift(split.background, split.background_numbers)
         self._meter.recopied += again
         room = room_for_parts(self._flights, self._behind_max)
         with self.staging.sending(writer, slot, split, draft, room) as (draft, sent):
             pending = writer.begin(split.plan(closing, begun, sent), slot, split.keep, draft)
+        # From here on nothing may fail before there is a flight: it is what ends the job and frees the slot.
+        flight = Flight(pending, watched, closing.step, is_apart=len(sent) > 0 and not split.background)
         self.early.taken()
         for live, number in split.stills:
             self.resting.written(live, writer.raw_crcs(slot, number))
@@ -174,10 +179,6 @@ class Pipeline:
         self._meter.left_out = len(split.left_out)
         if self._meter.observer is not None:
             self._meter.observer.version(pending.line.generation, closing.step, writer.entries)
-        flight = Flight(pending, Watched(split.background, split.background_numbers), closing.step,
-                        is_apart=len(sent) > 0 and not split.background)  # fmt: skip
-        if self._check:
-            flight.watched.prove(writer.superblock.block)
         if hidden is not None:
             self._flights.append(flight)
             raise changed_error(hidden, "though it was at rest: versions before this one hold its old bytes")
@@ -213,7 +214,7 @@ class Pipeline:
         old = self.writer
         self.early.drop()
         if self.keeper is not None:
-            self.keeper.wait(old, self.holds)  # it reads the old file
+            self.keeper.wait(self.holds)  # it reads the old file
         self.writer, result = move(old, self._new_writer, self.holds, entries, state_nbytes, first)
         if old is not None:
             old.close()
@@ -244,7 +245,7 @@ class Pipeline:
         return hold
 
     def unpin(self, hold: Hold) -> None:
-        self.holds.release(hold, self.writer)
+        self.holds.release(hold)
 
     # -- a version ends ----------------------------------------------------------------------------------
 
@@ -393,6 +394,7 @@ class Pipeline:
             self.engine.close()
             self._flights.clear()
             self.resting = Resting()
+            self.holds.end()
             if self.writer is not None:
                 self.writer.close()
                 self.writer = None

@@ -14,7 +14,7 @@ from torch import nn
 from toys import BIG, adam, crashed, everything, forward, is_step, net, same, train
 
 import lightck
-from lightck import _native
+from lightck import _native, pipeline
 from lightck._native import lib
 from lightck.errors import BackgroundError
 
@@ -233,6 +233,31 @@ def test_a_hook_of_the_user_that_raises_leaves_the_session_sound(pool):
     session.close()
     assert is_step(lightck.recover(pool), seen)
     assert lightck.recover(pool).step == 3
+
+
+def test_errors_while_versions_are_begun_take_no_slots(pool, monkeypatch):
+    """An error of ours, or no memory: the version is lost to the loop that catches it, and nothing else."""
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, slots=3)
+    train(model, optimizer, 1)
+    session.flush()
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("injected")
+
+    for _ in range(4):
+        forward(model, 1).sum().backward()
+        optimizer.step()
+        with monkeypatch.context() as patched, pytest.raises(MemoryError):
+            patched.setattr(pipeline, "Watched", fails)
+            session.flush()
+    assert session.flush() == 5
+    train(model, optimizer, 2, start=5)
+    seen = everything(model, optimizer)
+    session.close()
+    assert lightck.recover(pool).step == 7
+    assert is_step(lightck.recover(pool), seen)
 
 
 @pytest.mark.parametrize("loss", ["removed", "moved", "replaced", "truncated", "emptied"])

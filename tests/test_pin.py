@@ -26,6 +26,7 @@ from toys import (
 )
 
 import lightck
+from lightck import pipeline
 from lightck.errors import CorruptPoolError, NoSpaceError, SessionError
 
 
@@ -341,4 +342,26 @@ def test_a_release_on_another_thread_leaves_a_pin_that_is_taken_meanwhile(pool):
     train(model, optimizer, 5, start=2)
     session.flush()
     assert two.step in held(pool)
+    session.close()
+
+
+def test_a_pin_released_while_the_pool_gets_its_new_file_holds_nothing_there(pool, monkeypatch):
+    model, optimizer, session = started(pool)
+    train(model, optimizer, 1)
+    one = session.pin()
+    moved = pipeline.move
+
+    def move(*args: Any) -> Any:
+        result = moved(*args)
+        releasing = threading.Thread(target=one.release)  # after the move, before the session goes on with it
+        releasing.start()
+        releasing.join()
+        return result
+
+    monkeypatch.setattr(pipeline, "move", move)
+    train(model, optimizer, 1)
+    two = session.pin()
+    assert session._pipeline.writer.slots.held == {two._hold.line.slot}
+    two.release()
+    assert not session._pipeline.writer.slots.held
     session.close()
