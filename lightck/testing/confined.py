@@ -2,12 +2,12 @@
 
 Where a trial ends its child (a signal, a hang), that is a finding of this trial, and another child goes on behind it.
 The size of the address space is what the kernel counts, whoever asked for memory, and whether or not it was touched.
-So that a trial's memory is asked of the kernel, what malloc had free of the parent's is taken before the first trial.
+What malloc had free before the first trial is not asked of the kernel and not seen: long campaigns run in a process of
+their own, which has little of it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import mmap
@@ -32,7 +32,6 @@ CPU_SECONDS_MAX = 1.0
 PER_KIND_MAX = 3
 """Findings of one kind that are kept; the others are counted."""
 _NUMBER = struct.Struct("<Q")
-_MIB = 1 << 20
 
 
 class Limits:
@@ -41,7 +40,6 @@ class Limits:
     def __init__(self, grow_nbytes: int) -> None:
         self.grow_nbytes = grow_nbytes
         self._status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
-        _take_what_malloc_has_free(self.peak())
         self._base = self.peak()
         hard = self._base + 4 * grow_nbytes
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
@@ -55,21 +53,6 @@ class Limits:
 
     def grown(self) -> int:
         return self.peak() - self._base
-
-
-def _take_what_malloc_has_free(nbytes: int) -> None:
-    """Takes every free MiB of malloc's, for good: a large process has so much that a trial's memory would be unseen.
-
-    ``nbytes``: of the address space. It may not grow meanwhile, so malloc fails where it would have to ask the kernel.
-    """
-    malloc = ctypes.CDLL(None).malloc
-    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (nbytes + _MIB, hard))  # one MiB for Python's own small objects
-    size = 1 << 36
-    while size >= _MIB:
-        if malloc(size) is None:
-            size //= 2
 
 
 def run(trials: range, play: Callable[[int, Tally], None], grow_nbytes: int, say: Callable[[str], None]) -> Tally:
