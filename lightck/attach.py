@@ -115,7 +115,7 @@ def attach(
     finite = Finite(found.state) if pause_on_nonfinite else None
     is_checked = os.environ.get(CHECK_VARIABLE) == "1"
     with _undone(lock.release):
-        pipeline = Pipeline(path, kind, durable, slots or 2, meter, finite, check=is_checked, staging=staging)
+        pipeline = Pipeline(path, kind, durable, slots or 2, meter, finite, staging, check=is_checked, lock=lock)
         with _undone(pipeline.close):
             pipeline.keep(Keeper(keep, path, meter) if keep is not None else None)
             kind.remove_stale(path)

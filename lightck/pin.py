@@ -21,8 +21,9 @@ from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.engine import ENDED
 from lightck.pool.failures import io_error
 from lightck.pool.format import SLOTS_MAX, CommitLine, DamagedError
+from lightck.pool.plan import VersionPlan
 from lightck.pool.reader import Version
-from lightck.pool.writer import PoolWriter, VersionPlan
+from lightck.pool.writer import PoolWriter
 
 Moving: TypeAlias = "list[tuple[Hold, Version]]"
 

@@ -31,6 +31,7 @@ from lightck.pool.create import create
 from lightck.pool.durability import Durability
 from lightck.pool.engine import COPIED, ENDED, Engine
 from lightck.pool.layout import Entry
+from lightck.pool.lock import PoolLock
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
 from lightck.pool.writer import FullError, PoolWriter
@@ -48,17 +49,16 @@ class Pipeline:
     """Takes closed versions and brings them to their commit, in order."""
 
     def __init__(self, path: str, backend: Backend, durability: Durability, slots: int, meter: Meter,
-                 finite: Finite | None = None, staging: Kind | None = None, *, check: bool = False) -> None:
-        self.path = path
-        self.durability = durability
+                 finite: Finite | None = None, staging: Kind | None = None, *, check: bool = False,
+                 lock: PoolLock | None = None) -> None:  # fmt: skip
+        self.path, self.durability = path, durability
         self.committed: int | None = None
         self.resting, self.engine = Resting(), Engine()
         self.writer: PoolWriter | None = None
-        self._backend = backend
+        self._backend, self._lock = backend, lock
         self.holds, self.finite = Holds(), finite
         self.keeper: Keeper | None = None
-        self._behind_max = slots - 2
-        self._n_slots = slots
+        self._n_slots, self._behind_max = slots, slots - 2
         self._meter = meter
         self._check, self._turn = check, 0
         self._flights: list[Flight] = []
@@ -86,7 +86,7 @@ class Pipeline:
     def open(self, reader: PoolReader) -> PoolWriter:
         """Go on in an existing pool. The reader is the writer's from here on, or closed."""
         try:
-            self.writer = PoolWriter(reader, self.engine, self.durability)
+            self.writer = PoolWriter(reader, self.engine, self.durability, lock=self._lock)
         except BaseException:
             reader.close()
             raise
@@ -111,7 +111,7 @@ class Pipeline:
         container, _ = create(self._backend, self.path, entries, slots=self._n_slots, state_nbytes=state_nbytes,
                               spare_nbytes=spare_nbytes, extras=extras, may_discard=self.writer is None)  # fmt: skip
         try:
-            return PoolWriter(PoolReader(container, self.path), self.engine, self.durability, after=self.writer)
+            return PoolWriter(PoolReader(container, self.path), self.engine, self.durability, self.writer, self._lock)
         except BaseException:
             container.close()
             raise
@@ -162,13 +162,13 @@ class Pipeline:
         if hidden is not None:  # one that does not rest is reason to trust none: this version is written whole
             self.resting.trust_none()
             split = Split(self.resting, writer, slot, parts)
-        watched = Watched(split.background, split.background_numbers)
-        if self._check:
-            watched.prove(writer.superblock.block)
         begun, again = self.early.sift(split.background, split.background_numbers)
         self._meter.recopied += again
         room = room_for_parts(self._flights, self._behind_max)
         with self.staging.sending(writer, slot, split, draft, room) as (draft, sent):
+            watched = Watched(split.background, split.background_numbers)  # of devices too: sending adds theirs
+            if self._check:
+                watched.prove(writer.superblock.block)
             pending = writer.begin(split.plan(closing, begun, sent), slot, split.keep, draft)
         # From here on nothing may fail before there is a flight: it is what ends the job and frees the slot.
         flight = Flight(pending, watched, closing.step, is_apart=len(sent) > 0 and not split.background)

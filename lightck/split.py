@@ -19,8 +19,9 @@ from lightck.capture.lanes import Lane, lane_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting
 from lightck.pool.layout import Entry
+from lightck.pool.plan import VersionPlan
 from lightck.pool.slots import Slot
-from lightck.pool.writer import PoolWriter, VersionPlan
+from lightck.pool.writer import PoolWriter
 
 NONE = np.array([], np.int64)
 NOW_NBYTES = 4096
@@ -221,8 +222,8 @@ class Split:
 
     def follow(self, tensors: Sequence[Staged]) -> None:
         """These are on their way, and read until the copies are done."""
-        self.background += [one.live for one in tensors]
-        self.background_numbers += [one.record.number for one in tensors]
+        self.background = [*self.background, *(one.live for one in tensors)]  # new lists: others have the old ones
+        self.background_numbers = [*self.background_numbers, *(one.record.number for one in tensors)]
 
     @property
     def keep(self) -> tuple[list[torch.Tensor], ...]:

@@ -259,14 +259,14 @@ def test_folder_in_which_others_can_swap_the_pool(folder, pool):
 
 def test_lock_that_its_holder_gave_up_while_we_asked_who_that_is(pool, monkeypatch):
     """As a dying process does: nobody could be named, and the pool is free."""
-    take, answers = fcntl.lockf, [BlockingIOError(errno.EAGAIN, "held")]
+    real, answers = fcntl.fcntl, [BlockingIOError(errno.EAGAIN, "held")]
 
-    def lockf(fd: int, how: int) -> None:
-        if answers:
+    def asked(fd: int, what: int, *more: Any) -> Any:
+        if what == fcntl.F_OFD_SETLK and answers:
             raise answers.pop()
-        take(fd, how)
+        return real(fd, what, *more)
 
-    monkeypatch.setattr(fcntl, "lockf", lockf)
+    monkeypatch.setattr(fcntl, "fcntl", asked)
     lock = PoolLock(str(pool))
     assert not answers
     lock.release()

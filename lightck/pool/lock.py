@@ -1,9 +1,12 @@
-"""One writer per pool: a record lock on ``<pool>.lock`` (on a device: on itself), and a registry inside this process.
+"""One writer per pool: a lock on ``<pool>.lock`` (on a device: on itself), and a registry inside this process.
 
-A record lock belongs to the process, not to the open file: a DataLoader worker that outlives a killed trainer does
-not keep it (flock and OFD locks do stay with a forked child: measured). The price is that closing any descriptor of
-the lock file drops it, so nothing else in this process may open that file; the registry makes that so. A device
-is opened by its readers too, and its folder is not its owner's: there an OFD lock is used, which a forked child closes.
+It is a lock of the open file (OFD). A record lock goes when any descriptor of its file is closed, and a backup of the
+folder, made by the training itself, is enough for that. What an OFD lock would outlive is a killed trainer, in a forked
+DataLoader worker that has the descriptor too: so a forked child closes it at its start. A device's folder is not its
+owner's, so there is no file beside it.
+
+Cleaners of temporary files remove what looks old: a lock on a file that has no name any more keeps nobody out, which is
+looked at before each version.
 """
 
 from __future__ import annotations
@@ -11,20 +14,22 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import logging
 import os
 import stat
 import struct
 import threading
 from dataclasses import dataclass
 
-from lightck.errors import PoolLockedError, PoolPermissionError
+from lightck.errors import BackgroundError, LightckError, PoolLockedError, PoolPermissionError
 from lightck.pool.failures import TRANSIENT, io_error, told
 
+log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
 # Re-entrant: a collection while it is held may end a forgotten session, which releases its lock.
 _guard = threading.RLock()
-_on_devices: set[int] = set()
-"""Descriptors that hold an OFD lock."""
+_descriptors: set[int] = set()
+"""Of the locks that are held: a forked child closes them."""
 _FLOCK = struct.Struct("hhqqi4x")
 _ATTEMPTS = 100
 """To take a lock that somebody gave up between our asking for it and our asking who has it."""
@@ -44,7 +49,7 @@ def holder_of(pool_path: str) -> Holder | None:
     with _guard:
         try:
             st = os.stat(path, follow_symlinks=False)
-            if (st.st_dev, st.st_ino) in _held:  # opening it here, and closing it, would drop our own lock
+            if (st.st_dev, st.st_ino) in _held:  # opening it here, and closing it, would drop a record lock
                 return Holder(os.getpid(), _command_of(os.getpid()))
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -113,16 +118,22 @@ class PoolLock:
         self._fd = -1
         with _guard:
             self._refuse_second_session()
-            self._fd = self._open()
-            if self._is_device:
-                _on_devices.add(self._fd)
-            try:
-                self._key = self._lock()
-            except BaseException:
-                _on_devices.discard(self._fd)
-                os.close(self._fd)
-                raise
-            _held[self._key] = pool_path
+            self._take()
+
+    def _take(self) -> None:
+        self._fd = self._open()
+        _descriptors.add(self._fd)
+        try:
+            self._key = self._lock()
+        except BaseException:
+            self._drop()
+            raise
+        _held[self._key] = self._pool_path
+
+    def _drop(self) -> None:
+        _descriptors.discard(self._fd)
+        os.close(self._fd)
+        self._fd = -1
 
     def _refuse_second_session(self) -> None:
         if self._is_held_here():
@@ -203,28 +214,65 @@ class PoolLock:
 
     def _try_lock(self) -> bool:
         try:
-            if self._is_device:
-                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-            else:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _set(self._fd, or_of_process=not self._is_device)
         except OSError as err:
             if err.errno not in (errno.EACCES, errno.EAGAIN):
                 raise io_error(f"The pool {self._pool_path!r} cannot be locked", err.errno, err.strerror) from err
             return False
         return True
 
-    def release(self) -> None:
-        """Give the lock up. In a forked child, which does not hold it, only the descriptor is closed."""
+    def refuse_lost(self) -> None:
+        """Before a slot is written. Where the lock file was removed a new one is made; where another process may have
+        the pool since, raises ``BackgroundError``."""
+        try:
+            st = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            self._take_again()
+            return
+        except OSError:
+            return  # not known to be lost, and asked again at the next version
+        if (st.st_dev, st.st_ino) != self._key:
+            raise self._lost()
+
+    def _take_again(self) -> None:
         with _guard:
-            if self._fd < 0:
-                return
-            is_ours = os.getpid() == self._pid
-            if is_ours:
+            old_fd, old_key = self._fd, self._key
+            try:
+                self._take()
+            except LightckError as err:
+                self._fd = old_fd
+                raise self._lost() from err
+            _held.pop(old_key, None)
+            _descriptors.discard(old_fd)
+            os.close(old_fd)
+        log.warning("lightck: the lock file %r was removed while its pool is in use, and is made again. It keeps other "
+                    "trainings out: keep cleaners of temporary files away from it", self.path)  # fmt: skip
+
+    def _lost(self) -> BackgroundError:
+        error = BackgroundError(
+            f"The lock file {self.path!r} was removed or replaced while its pool is in use. Another training may have "
+            "the pool since, so nothing more is written to it. End the other one, or close this session and attach "
+            "to another pool: the training in memory is whole."
+        )
+        error.errno = errno.ENOLCK
+        return error
+
+    def release(self) -> None:
+        """Give the lock up. A forked child does not hold it, and has closed its descriptor at its start."""
+        with _guard:
+            if self._fd >= 0 and os.getpid() == self._pid:
                 _held.pop(self._key, None)
-                _on_devices.discard(self._fd)
-            if is_ours or not self._is_device:  # a forked child has closed a device's at its start
-                os.close(self._fd)
-            self._fd = -1
+                self._drop()
+
+
+def _set(fd: int, *, or_of_process: bool) -> None:
+    """``or_of_process``: where the kernel has no OFD locks (some sandboxes), a record lock."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError as err:
+        if err.errno != errno.EINVAL or not or_of_process:
+            raise
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _forget_in_child() -> None:
@@ -232,8 +280,8 @@ def _forget_in_child() -> None:
     global _guard
     _guard = threading.RLock()
     _held.clear()
-    while _on_devices:  # an OFD lock is held as long as any process has the descriptor
-        os.close(_on_devices.pop())
+    while _descriptors:  # an OFD lock is held as long as any process has the descriptor
+        os.close(_descriptors.pop())
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

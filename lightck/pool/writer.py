@@ -30,6 +30,8 @@ from lightck.pool.format import (
     ManifestHeader,
 )
 from lightck.pool.layout import Entry, blocks_of
+from lightck.pool.lock import PoolLock
+from lightck.pool.plan import VersionPlan
 from lightck.pool.reader import PoolReader
 from lightck.pool.ring import Ring, next_position
 from lightck.pool.slots import Slot, SlotImage, Slots, crc_starts
@@ -42,33 +44,16 @@ class FullError(Exception):
     """What has to be stored does not fit this pool's layout: a new pool file is needed. Internal."""
 
 
-@dataclass(frozen=True, slots=True)
-class VersionPlan:
-    """One version as the pipeline hands it down. Arrays are parallel; record numbers are the writer's."""
-
-    step: int
-    iteration: int
-    records: npt.NDArray[np.int64]
-    """Record numbers of the tensors to copy."""
-    sources: npt.NDArray[np.uint64]
-    """Their addresses."""
-    now: npt.NDArray[np.bool_]
-    """Whether to copy before ``begin`` returns."""
-    kept: npt.NDArray[np.int64]
-    """Record numbers of the tensors whose bytes in the slot still hold."""
-    present: npt.NDArray[np.int64]
-    """Record numbers that have no bytes to copy: tied or empty tensors."""
-    state: bytes
-
-
 class PoolWriter:
     """An existing pool with its mapping, ready for versions. One per pool: the caller holds the pool's lock."""
 
     def __init__(
-        self, reader: PoolReader, engine: Engine, durability: Durability, after: PoolWriter | None = None
-    ) -> None:
-        """``after``: the pool that this one replaces, whose numbering goes on."""
+        self, reader: PoolReader, engine: Engine, durability: Durability, after: PoolWriter | None = None,
+        lock: PoolLock | None = None,
+    ) -> None:  # fmt: skip
+        """``after``: the pool that this one replaces, whose numbering goes on. ``lock``: asked before each version."""
         self.reader = reader
+        self._lock = lock
         self.durability = durability
         self.superblock = sb = reader.superblock
         self.ring = reader.ring()
@@ -236,6 +221,7 @@ class PoolWriter:
 
     def draft(self, slot: Slot) -> Draft:
         """Take a slot for a version that is not closed yet."""
+        self._refuse_lost_lock()
         self._generation += 1
         slot.generation, slot.in_flight = self._generation, True
         return Draft(self, slot, self._generation)
@@ -245,6 +231,8 @@ class PoolWriter:
 
         ``draft``: what was begun of it in this slot; its records are among ``plan.present``.
         """
+        if draft is None:
+            self._refuse_lost_lock()
         generation = self._generation + 1 if draft is None else draft.generation
         image_nbytes = self._fill_image(slot, plan, generation)
         self._generation = max(self._generation, generation)
@@ -365,6 +353,10 @@ class PoolWriter:
         )
         error.errno = errno.ENOENT
         raise error
+
+    def _refuse_lost_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.refuse_lost()
 
     def close(self) -> None:
         """Unmap. No job may be running; the engine may be closed already."""
