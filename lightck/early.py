@@ -178,8 +178,8 @@ class _Begun:
 
     def _begin(self) -> None:
         waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
-        tensors = [one.tensor for one in waiting.values()]
-        if self.draft.copy(list(waiting), [tensor.data_ptr() for tensor in tensors], tensors):
+        addresses = [one.look[1][0] for one in waiting.values()]
+        if self.draft.copy(list(waiting), addresses, self._columns.keep):  # they lie where they lay for the columns
             self._copies |= waiting
 
     def still_good(self, background: dict[int, Live]) -> list[_Copy]:

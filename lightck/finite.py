@@ -89,15 +89,20 @@ class Finite:
         return f"{live.name!r} holds values that are not finite"
 
 
+_ALL_FINITE = (torch.float4_e2m1fn_x2,)
+"""Has neither NaN nor infinities, and torch converts it to nothing that could be asked."""
+
+
 def _is_watched(live: Live) -> bool:
     tensor = live.tensor
-    floating = tensor.is_floating_point() or tensor.is_complex()
+    floating = (tensor.is_floating_point() and tensor.dtype not in _ALL_FINITE) or tensor.is_complex()
     return live.role in ("param", "buffer", "optimizer") and live.alias is None and floating and tensor.numel() > 0
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
     """Infinities without NaN, as in attention masks."""
-    return not _all_finite([tensor.detach()]) and not bool(torch.isnan(tensor).any())
+    tensor = tensor.detach()
+    return not _all_finite([tensor]) and not bool(torch.isnan(_askable(tensor)).any())
 
 
 def _window(tensor: torch.Tensor, turn: int) -> torch.Tensor:
@@ -117,11 +122,15 @@ def _run(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
     return tensor.as_strided((size,), (1,), tensor.storage_offset() + start)
 
 
+def _askable(tensor: torch.Tensor) -> torch.Tensor:
+    """torch has no isfinite for float8."""
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+
+
 def _all_finite(samples: Iterable[torch.Tensor]) -> bool:
     """One call for each kind of tensor, and not for each tensor: a step has hundreds of them."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for sample in samples:
-        if sample.dtype.itemsize == 1:  # float8: torch has no isfinite for it
-            sample = sample.float()
+        sample = _askable(sample)
         kinds.setdefault((sample.dtype, sample.device), []).append(sample.reshape(-1))
     return all(bool(torch.isfinite(torch.cat(same)).all()) for same in kinds.values())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from lightck.capture.watch import Watched
+from lightck.interrupts import deliver
 from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_MAX
 from lightck.pool.writer import Pending, PoolWriter
 
@@ -52,12 +54,17 @@ class Flight:
         """Now, while its sources cannot change. Where it fails, nothing of it is under way afterwards."""
         job = self.pending.job
         try:
-            job.wait(COPIED)
+            job.wait(COPIED, pause=deliver)
             job.release()
-            job.wait(ENDED)
+            job.wait(ENDED)  # once it is released it goes on to its end, whoever waits
         except BaseException:
             job.abandon()
             raise
+
+
+def left(deadline: float | None) -> float | None:
+    """Seconds, none where it has passed. ``deadline``: of ``time.monotonic``."""
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
 def room_for_parts(flights: Sequence[Flight], behind_max: int) -> int:

@@ -21,7 +21,7 @@ from lightck.capture.watch import Resting, Watched, changed_error
 from lightck.early import Early
 from lightck.errors import LightckError, SessionError
 from lightck.finite import Finite
-from lightck.flight import Flight, room_for_parts
+from lightck.flight import Flight, left, room_for_parts
 from lightck.interrupts import deliver
 from lightck.keep import Keeper
 from lightck.moving import move
@@ -286,15 +286,15 @@ class Pipeline:
         self._reap()
         self.wait_policy.gate_passed()
 
-    def finish(self, timeout: float | None = None) -> bool:
-        """Bring every closed version to its end. False where ``timeout`` seconds were not enough."""
+    def finish(self, deadline: float | None = None) -> bool:
+        """Bring every closed version to its end. False where they were not by then (of ``time.monotonic``)."""
         with self._meter.wait():
             for flight in self._open_flights():
-                if not flight.pending.job.wait(COPIED, timeout, pause=deliver):
+                if not flight.pending.job.wait(COPIED, left(deadline), pause=deliver):
                     return False
                 self._settle(flight)
             while self._flights:
-                if not self._flights[0].pending.job.wait(ENDED, timeout, pause=deliver):
+                if not self._flights[0].pending.job.wait(ENDED, left(deadline), pause=deliver):
                     return False
                 self._reap()
         return True

@@ -380,15 +380,16 @@ class Session:
     def _commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
         """Close the version here, and bring it to its commit. Where the version of this step was closed before and not
         saved (``interval``) or given up, the state as it is now is saved as this step."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         self._event(Event.FLUSH)
-        self._guard(lambda: self._finish(timeout))
+        self._guard(lambda: self._finish(timeout, deadline))
         step = self._boundary.step
         if self._pipeline.committed != step and not self._paused and (step or also_step_0):
             self._close_version(Event.FLUSH, step)
-            self._guard(lambda: self._finish(timeout))
+            self._guard(lambda: self._finish(timeout, deadline))
 
-    def _finish(self, timeout: float | None) -> None:
-        if not self._pipeline.finish(timeout):
+    def _finish(self, timeout: float | None, deadline: float | None) -> None:
+        if not self._pipeline.finish(deadline):
             raise FlushTimeoutError(
                 f"Step {self._boundary.step} was not durable within {timeout} seconds. Its copies go on in the "
                 "background. Wait longer, or look at the speed of the pool's medium."

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.capture.inventory import Live, entry_of, is_plain, staged
+from lightck.capture.inventory import Live, entry_of, is_plain, memory_of, staged
 from lightck.capture.lanes import Lane, lane_of
+from lightck.capture.looks import Reading, reading_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting
 from lightck.pool.layout import Entry
@@ -34,9 +35,7 @@ class Record:
 
     number: int
     tensor: torch.Tensor
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
+    reading: Reading
     alias: str | None
     nbytes: int
     plain: bool
@@ -45,17 +44,14 @@ class Record:
     lane: Lane | None = None
     """The way out of its device, where it has one."""
 
+    @property
+    def address(self) -> int:
+        return self.reading[0]
+
     def describes(self, live: Live) -> bool:
-        """Shape and stride are asked for too: ``resize_``, ``t_`` and ``.data = ...`` can keep object and address. So
-        is the alias: a tensor stays where it is when the one that it was tied to is replaced."""
-        tensor = live.tensor
-        return (
-            self.tensor is tensor
-            and self.address == (live.address or tensor.data_ptr())
-            and self.shape == tensor.shape
-            and self.stride == tensor.stride()
-            and self.alias == live.alias
-        )
+        """How it is read is asked for too: ``resize_``, ``t_`` and ``.data = ...`` can keep object and address. So is
+        the alias: a tensor stays where it is when the one that it was tied to is replaced."""
+        return self.tensor is live.tensor and self.alias == live.alias and self.reading == reading_of(live.tensor)
 
 
 def records_of(writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], object],
@@ -90,8 +86,7 @@ def _record(number: int, live: Live, entry: Entry) -> Record:
     tensor = live.tensor
     plain, lane = is_plain(tensor), lane_of(tensor)
     at_once = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not (plain or lane)
-    return Record(number, tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), live.alias, entry.nbytes, plain,
-                  at_once, lane)  # fmt: skip
+    return Record(number, tensor, reading_of(tensor), live.alias, entry.nbytes, plain, at_once, lane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +110,8 @@ class Columns:
     numbers: npt.NDArray[np.int64]
     sources: npt.NDArray[np.uint64]
     now: npt.NDArray[np.bool_]
-    keep: list[torch.Tensor]
+    keep: list[object]
+    """The memory of those that are left to background copies."""
     background: list[Live]
     background_numbers: list[int]
     present: list[int]
@@ -154,7 +150,7 @@ def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], t
         np.array([record.number for _, record, _ in written], np.int64),
         np.array([record.address for _, record, _ in written], np.uint64),
         np.array([now for _, _, now in written], np.bool_),
-        [live.tensor for live, _, _ in written],
+        [memory_of(live.tensor) for live, _ in later],
         [live for live, _ in later],
         [number for _, number in later],
         present,
@@ -182,7 +178,7 @@ class Split:
 
     def __init__(self, resting: Resting, writer: PoolWriter, slot: Slot, parts: Sequence[Columns]) -> None:
         self._parts = parts
-        self._keep: list[torch.Tensor] = []
+        self._keep: list[object] = []
         self.stills: list[tuple[Live, int]] = []
         self.left_out: list[Live] = []
         self.background = [live for part in parts for live in part.background]
@@ -208,7 +204,7 @@ class Split:
         self._numbers.append(record.number)
         self._sources.append(address)
         self._now.append(now)
-        self._keep.append(source)
+        self._keep.append(memory_of(source))
         if live.still:
             self.stills.append((live, record.number))
         if not now:
@@ -226,8 +222,8 @@ class Split:
         self.background_numbers = [*self.background_numbers, *(one.record.number for one in tensors)]
 
     @property
-    def keep(self) -> tuple[list[torch.Tensor], ...]:
-        """What the copies read from."""
+    def keep(self) -> tuple[list[object], ...]:
+        """The memory that the copies read from."""
         return (*(part.keep for part in self._parts), self._keep)
 
     def plan(self, closing: Closing, *early: npt.NDArray[np.int64]) -> VersionPlan:

@@ -39,7 +39,7 @@ LAYERS = {
     "table": DATA,
     "early": DATA | {"split"},
     "staging": DATA | {"interrupts", "split", "stats"},
-    "flight": DATA,
+    "flight": DATA | {"interrupts"},
     "layerwise": DATA | {"sessions"},
     "wait_policy": {"pool", "stats"},
     "moving": DATA | {"pin", "table"},

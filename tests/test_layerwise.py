@@ -187,6 +187,33 @@ def test_parameters_that_are_added_later_are_layers_too():
     assert same(*with_and_without(play, lambda model: torch.optim.SGD(groups(model), lr=0.01)))
 
 
+class TwoNames(nn.Module):
+    """One parameter that a module holds twice: weights that encode and decode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Parameter(torch.ones(4, 4))
+        self.decoder = self.encoder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.encoder @ self.decoder.t()
+
+
+def test_a_parameter_under_two_names_of_one_module_is_updated_once():
+    weights = []
+    for has_layers in (False, True):
+        model = TwoNames()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if has_layers:
+            lightck.layerwise(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4) / 8).sum().backward()
+            optimizer.step()
+        weights.append(model.encoder.detach())
+    assert torch.equal(*weights)
+
+
 def test_layers_that_are_frozen_and_thawed_are_updated_as_step_would():
     def made(model: Any) -> torch.optim.Optimizer:
         model.middle.requires_grad_(False)

@@ -172,6 +172,16 @@ def test_every_floating_dtype_is_looked_at(pool, dtype):
     session.close()
 
 
+def test_float4_has_nothing_to_look_for(pool):
+    model = net()
+    model.register_buffer("extra", torch.ones(100, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    model, optimizer, session = started(pool, model=model)
+    train(model, optimizer, 1)
+    assert session.flush() == 1
+    assert session.paused_reason is None
+    session.close()
+
+
 def test_layouts_that_are_not_contiguous(pool):
     model = net()
     model.register_buffer("turned", torch.zeros(30, 40).t())

@@ -203,6 +203,11 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def memory_of(tensor: torch.Tensor) -> object:
+    """What keeps the tensor's bytes where they are. The tensor alone does not: after ``p.data = ...`` it has others."""
+    return tensor.untyped_storage()
+
+
 def _children(module: nn.Module) -> tuple[Any, ...]:
     return (*map(id, module._modules.values()), *module._parameters, *module._buffers)
 

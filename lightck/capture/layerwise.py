@@ -149,8 +149,8 @@ class Layerwise:
         self._layer_of.clear()
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for prefix, module in clean_prefixes(model):
-            own = [p for p in module._parameters.values() if p is not None and p.requires_grad and id(p) in group_of]
-            params = [p for p in own if id(p) not in self._layer_of]
+            own = {id(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
+            params = [p for key, p in own.items() if key in group_of and key not in self._layer_of]
             if params:
                 layer = layer_over(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
                 self._layers.append(layer)

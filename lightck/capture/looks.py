@@ -7,7 +7,7 @@ garbage collector.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter, eq, getitem, is_
+from operator import attrgetter, eq, getitem, is_, ne
 from typing import Any
 
 import torch
@@ -32,8 +32,21 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+Reading = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+
+
+def reading_of(tensor: torch.Tensor) -> Reading:
+    """Where the bytes of a tensor begin, and how they are read: shape, stride, dtype, conjugated, negated. ``.data =``
+    can change any of it alone, on the same object."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
 class Looks:
-    """Address, shape, stride and dtype of tensors. Raises what ``data_ptr`` raises where one has no memory."""
+    """The readings of tensors. Raises what ``data_ptr`` raises where one has no memory.
+
+    Only complex tensors are asked whether they are conjugated or negated: a real one that is negated is a part of a
+    complex one, which never lies dense, and of such a tensor a copy is made at each version.
+    """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -41,6 +54,9 @@ class Looks:
         self.shapes = list(map(_shape, tensors))
         self._strides = list(map(torch.Tensor.stride, tensors))
         self._dtypes = list(map(_dtype, tensors))
+        has_complex = any(dtype.is_complex for dtype in set(self._dtypes))
+        self._complex = [tensor for tensor in tensors if tensor.is_complex()] if has_complex else []
+        self._readings = list(map(reading_of, self._complex))
 
     def hold(self) -> bool:
         return (
@@ -48,7 +64,20 @@ class Looks:
             and all_equal(map(_shape, self.tensors), self.shapes)
             and all_equal(map(torch.Tensor.stride, self.tensors), self._strides)
             and all_same(map(_dtype, self.tensors), self._dtypes)
+            and all_equal(map(reading_of, self._complex), self._readings)
         )
+
+    def changed(self) -> set[int]:
+        """Positions of those that do not hold."""
+        was = zip(self.addresses, self.shapes, self._strides, self._dtypes, strict=True)
+        now = map(reading_of, self.tensors)
+        turned = map(reading_of, self._complex)
+        other = {id(t) for t, a, b in zip(self._complex, turned, self._readings, strict=True) if a != b}
+        return {
+            i
+            for i, (tensor, a, b) in enumerate(zip(self.tensors, now, was, strict=True))
+            if a[:4] != b or id(tensor) in other
+        }
 
 
 class Versions:
@@ -65,6 +94,10 @@ class Versions:
 
     def hold(self) -> bool:
         return all_equal(map(self._of, self._tensors), self.versions)
+
+    def changed(self) -> set[int]:
+        """Positions of those that do not hold."""
+        return {i for i, moved in enumerate(map(ne, map(self._of, self._tensors), self.versions)) if moved}
 
 
 class Places:

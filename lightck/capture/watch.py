@@ -15,17 +15,17 @@ import numpy.typing as npt
 import torch
 
 from lightck._native import ffi, lib
-from lightck.capture.inventory import Live, staged
+from lightck.capture.inventory import Live, memory_of, staged
 from lightck.capture.lanes import lane_of, on_host
-from lightck.capture.looks import Looks, Places, Versions, version_of
+from lightck.capture.looks import Looks, Places, Reading, Versions, reading_of, version_of
 from lightck.errors import StateChangedError
 
-Look = tuple[int, int, torch.Size]
+Look = tuple[int, Reading]
 
 
 def look(tensor: torch.Tensor) -> Look:
-    """How a tensor looks without reading its bytes: version counter, address, shape."""
-    return version_of(tensor), tensor.data_ptr(), tensor.shape
+    """How a tensor looks without reading its bytes."""
+    return version_of(tensor), reading_of(tensor)
 
 
 def checksums(tensor: torch.Tensor, block: int) -> npt.NDArray[np.uint32]:
@@ -61,12 +61,8 @@ class Watched:
                 return []
         except KeyError:
             pass  # one is gone from its place: which?
-        seen = zip(self._versions.versions, self._looks.addresses, self._looks.shapes, strict=True)
-        return [
-            i
-            for i, (live, was) in enumerate(zip(self.lives, seen, strict=True))
-            if look(live.tensor) != was or not live.is_home()
-        ]
+        gone = {i for i, live in enumerate(self.lives) if not live.is_home()}
+        return sorted(self._looks.changed() | self._versions.changed() | gone)
 
     def prove(self, block: int) -> None:
         """Read all sources now, at the boundary: ``audit`` then also finds what was written before it was copied."""
@@ -106,6 +102,8 @@ def _block_equal(tensor: torch.Tensor, copied: npt.NDArray[np.uint32], index: in
 @dataclass(slots=True)
 class _Rest:
     tensor: torch.Tensor
+    memory: object
+    """Held, so that no other tensor's bytes come to lie there: its address tells it."""
     look: Look
     crcs: npt.NDArray[np.uint32]
     proved: bool
@@ -137,7 +135,7 @@ class Resting:
         """A version holds this still tensor whole, with these checksums."""
         before = self._rests.get(live.name)
         proved = before is not None and np.array_equal(before.crcs, crcs)
-        self._rests[live.name] = _Rest(live.tensor, look(live.tensor), crcs.copy(), proved)
+        self._rests[live.name] = _Rest(live.tensor, memory_of(live.tensor), look(live.tensor), crcs.copy(), proved)
 
     def keep(self, lives: Sequence[Live]) -> None:
         """Forget tensors that are gone, or are not still any more: these are all that are."""

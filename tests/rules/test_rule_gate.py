@@ -16,6 +16,7 @@ from toys import BIG, adam, net, same, settled, train
 
 import lightck
 from lightck.errors import FlushTimeoutError
+from lightck.pool.engine import Job
 
 ROWS, WIDTH = 1 << 18, 64
 
@@ -188,6 +189,24 @@ def test_flush_in_no_time_is_a_timeout_and_the_copies_go_on(pool):
         assert isinstance(caught.value, TimeoutError)
         assert session.flush(timeout=60) == 1
         assert lightck.recover(pool).step == 1
+
+
+def test_all_waits_of_a_flush_share_its_timeout(pool, monkeypatch):
+    waits, wait = [], Job.wait
+
+    def waited(self: Job, until: int, timeout: float | None = None, **more: Any) -> bool:
+        if timeout is not None:  # those that have ended are asked without
+            waits.append(timeout)
+        return wait(self, until, timeout, **more)
+
+    model, optimizer = table()
+    with lightck.attach(model, pool, optimizer=optimizer, slots=4) as session:
+        update(model, optimizer, 0)
+        monkeypatch.setattr(Job, "wait", waited)
+        assert session.flush(timeout=60) == 1
+        monkeypatch.undo()
+    assert len(waits) > 1
+    assert all(later < earlier for earlier, later in zip([60.0, *waits], waits, strict=False))
 
 
 def test_waiting_thread_helps(pool, slow_memory):

@@ -67,6 +67,27 @@ def test_interrupt_while_copies_are_waited_for_leaves_nothing_that_writes(pool, 
         assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
+def test_interrupt_while_the_pool_moves_is_served_and_the_old_file_stays(pool, slow_memory):
+    model = net(100 * BIG)
+    optimizer = adam(model)
+    emulated = emulation.used()
+    emulation.use(None)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        train(model, optimizer, 2)
+        seen = everything(model, optimizer)
+    emulation.use(emulated)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, slots=3) as session:
+        train(model, optimizer, 1)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            session.end_step()  # into a new file, which takes seconds
+        assert session.committed == 2, "it was to be interrupted before"
+        assert is_step(lightck.recover(pool), seen)
+        emulation.use(None)
+        assert session.flush() == 3
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
 SCRIPT = """
     import sys
     sys.path.insert(0, {tests!r})
