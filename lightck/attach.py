@@ -278,7 +278,8 @@ class _Attachment:
             raise SessionError(
                 f"This model was restored from step {known.contents.step} of {self.path!r}, but "
                 f"{', '.join(missing)} of that version was restored nowhere. Going on would lose it. Pass "
-                "it to recover() or restore() too, or use attach(..., resume=True)."
+                "it to recover() or restore() too, use attach(..., resume=True), or train into another pool; "
+                "overwrite=True discards what this one holds."
             )
         try:
             reader.version(known.line)

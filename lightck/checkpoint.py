@@ -150,10 +150,10 @@ def plan_restore(contents: Contents, model: nn.Module, optimizer: Any, state: Ma
                  strict: bool, complete: bool = False) -> _restore.Plan:  # fmt: skip
     """Check a restore into these objects; nothing changes yet. A name in ``state`` whose object is None is declined."""
     refuse_other_than_module(model)
-    if has_open_session(model):
+    if has_open_session(model, parts_of_it=True):
         raise SessionError(
-            "This model's session is open: restoring into it would change what it is saving. Close the session first "
-            "(session.close()), then restore and attach again."
+            "This model's session is open, or that of another model that has parts of it: restoring into it would "
+            "change what is being saved. Close the session first (session.close()), then restore and attach again."
         )
     many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     return _restore.check(contents, model, list(followed(many)), state or {}, strict=strict, complete=complete)
@@ -164,4 +164,8 @@ def not_taken(plan: _restore.Plan) -> tuple[str, ...]:
     taken = {id(saved) for saved, _ in plan.optimizers}
     missing = [f"the {saved.class_name}" for saved in plan.contents.optimizers if id(saved) not in taken]
     taken_state = plan.objects.keys() | plan.declined
-    return (*missing, *(f"state {name!r}" for name in plan.contents.state if name not in taken_state))
+    missing += [f"state {name!r}" for name in plan.contents.state if name not in taken_state]
+    unfit = [*plan.drift.extra, *plan.drift.reshaped, *plan.drift.retyped]
+    if unfit:
+        missing.append(f"the tensor {unfit[0]}" if len(unfit) == 1 else f"{len(unfit)} tensors ({unfit[0]}; ...)")
+    return tuple(missing)

@@ -35,6 +35,12 @@ class Fills:
         self.source.read_many(apart)
         for name, tensor in others:
             _fill(self.source, name, tensor)
+        _announce([tensor for _, tensor in added])
+
+
+def _announce(tensors: list[torch.Tensor]) -> None:
+    """A write by address moves no version counter; autograd, and a session that saves these, have to see it."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def _fill(source: Source, name: str, tensor: torch.Tensor) -> None:

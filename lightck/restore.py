@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from lightck import memory
 from lightck.capture import values
 from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_views
+from lightck.capture.storable import refuse_unstorable
 from lightck.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
 from lightck.errors import DriftError, LightckError
 from lightck.fill import Fills
@@ -96,6 +97,8 @@ def check(
     plan = Plan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
     notes: list[str] = []
     tensors = view.tensors(None) + [live for o in opt_views for live in o.outside()]
+    for live in tensors:
+        refuse_unstorable(live.name, live.tensor, "restored")
     left = _match_elastic(contents, view, tensors, plan)
     missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
     _match_optimizers(contents, opt_views, plan, notes, complete)

@@ -15,13 +15,21 @@ def opened(model: nn.Module, session: Any) -> None:
     _open[model] = weakref.ref(session)
 
 
-def has_open_session(model: nn.Module) -> bool:
-    """Whether an open session saves this module, a part of it, or a module that it is a part of."""
+def has_open_session(model: nn.Module, *, parts_of_it: bool = False) -> bool:
+    """Whether an open session saves this module, a part of it, or a module that it is a part of. ``parts_of_it``: or
+    any module or parameter that is also one of this model."""
     sessions = ((other, ref()) for other, ref in list(_open.items()))
     others = [other for other, session in sessions if session is not None and session.is_open]
     if not others:
         return False
     mine = set(model.modules())
+    if parts_of_it:
+        tensors = set(map(id, (*model.parameters(), *model.buffers())))
+        return any(
+            not mine.isdisjoint(other.modules())
+            or not tensors.isdisjoint(map(id, (*other.parameters(), *other.buffers())))
+            for other in others
+        )
     return any(other in mine or model in set(other.modules()) for other in others)
 
 

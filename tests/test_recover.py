@@ -41,6 +41,7 @@ from lightck.errors import (
     PoolLockedError,
     PoolNotFoundError,
     SessionError,
+    StateValueError,
 )
 from lightck.pool.reader import open_pool
 
@@ -237,6 +238,66 @@ def test_not_strict_takes_the_state_of_the_parameters_that_fit(pool):
     assert same(other_optimizer.state[other[0].weight], optimizer.state[model[0].weight])
     assert other[2].weight not in other_optimizer.state
     train(other, other_optimizer, 1)
+
+
+def retyped() -> nn.Module:
+    return net(seed=1).double()
+
+
+def with_another_head() -> nn.Module:
+    model = net(seed=1)
+    model[2] = nn.Linear(8, 5)
+    return model
+
+
+def without_a_head() -> nn.Module:
+    return net(seed=1)[:2]
+
+
+@pytest.mark.parametrize("make", [retyped, with_another_head, without_a_head])
+def test_a_model_that_took_a_part_does_not_train_over_the_rest_unasked(pool, make):
+    pool_with(pool, 5)
+    model = make()
+    optimizer = adam(model)
+    lightck.recover(pool, model, strict=False)
+    with pytest.raises(SessionError, match=r"tensor.* of that version was restored nowhere.*overwrite=True"):
+        lightck.attach(model, pool, optimizer=optimizer, state={})
+    assert lightck.recover(pool).step == 5
+    lightck.attach(model, pool, optimizer=optimizer, overwrite=True).close()
+
+
+def test_model_without_memory_is_refused(pool):
+    pool_with(pool)
+    with torch.device("meta"):
+        model = net()
+    for restore in (lambda: lightck.recover(pool, model), lambda: lightck.recover(pool).restore(model)):
+        with pytest.raises(StateValueError, match=r"model/0\.weight.*meta.*to_empty"):
+            restore()
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(2))
+    with pytest.raises(StateValueError, match="lazy"):
+        lightck.recover(pool, lazy)
+
+
+def test_restoring_between_forward_and_backward_is_seen_by_autograd(pool):
+    pool_with(pool)
+    model = net(seed=1)
+    loss = forward(model)
+    lightck.recover(pool, model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parts_of_a_model_that_is_being_saved_are_not_restored_into(folder, pool):
+    pool_with(folder / "other.pool")
+    model = net()
+    with lightck.attach(model, pool, optimizer=adam(model)):
+        again = nn.Sequential(*model)
+        tied = net(seed=1)
+        tied[0].weight = model[0].weight
+        for other in (again, tied):
+            with pytest.raises(SessionError, match="parts of it"):
+                lightck.recover(folder / "other.pool", other)
+    lightck.recover(folder / "other.pool", again)
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

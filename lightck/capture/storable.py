@@ -17,8 +17,8 @@ from lightck.pool.layout import ITEM_NBYTES, NAME_NBYTES_MAX, is_name
 _KEEP_OUT = "or keep it out of what is saved (a buffer with persistent=False) and build it anew in each run"
 
 
-def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
-    """Raises ``StateValueError`` for a tensor that a pool cannot hold."""
+def refuse_unstorable(name: str, tensor: torch.Tensor, fate: str = "stored") -> None:
+    """Raises ``StateValueError`` for a tensor that a pool cannot hold. ``fate``: what it was to be."""
     if not is_name(name):
         raise StateValueError(
             f"The tensor {name[:60]!r}... cannot be stored: its name has more than {NAME_NBYTES_MAX} bytes, or a NUL "
@@ -26,7 +26,7 @@ def refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
         )
     why = why_not(tensor)
     if why is not None:
-        raise StateValueError(f"The tensor {name!r} cannot be stored: {why[0]}. {why[1]}.")
+        raise StateValueError(f"The tensor {name!r} cannot be {fate}: {why[0]}. {why[1]}.")
 
 
 def refuse_script(prefix: str, module: nn.Module) -> None:
