@@ -30,7 +30,7 @@ message gives the fact, the reason and the cure, in that order.
     ├── StateChangedError             (RuntimeError)        a tensor was written while a version still needed it
     ├── FlushTimeoutError             (TimeoutError)        flush(timeout=) ran out of time
     ├── ExportError                   (OSError)             an exported file could not be written
-    │   ├── ExportExistsError         (FileExistsError)     there is a file already; say overwrite
+    │   ├── ExportExistsError         (FileExistsError)     a file is there already (say overwrite), or a pool
     │   ├── KeepError                 (OSError)             keep= could not export a version
     │   └── TraceError                (OSError)             session.trace() could not write its file
     ├── TraceFormatError              (ValueError)          a file that is no trace, or a damaged one
@@ -167,7 +167,7 @@ class ExportError(LightckError, OSError):
 
 
 class ExportExistsError(ExportError, FileExistsError):
-    """There is a file under that name already."""
+    """There is a file under that name already, or a pool, which is never replaced."""
 
 
 class KeepError(ExportError):

@@ -341,6 +341,33 @@ def test_file_that_is_there_is_not_replaced_unasked(format, pool, folder):
     assert sorted(p.name for p in folder.iterdir()) == ["run.pool", "run.pool.lock", "there"]
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_pool_is_never_replaced(format, pool, folder):
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+    for overwrite in (False, True):
+        with pytest.raises(ExportExistsError, match=r"is a pool.*no other file replaces it.*Choose another name"):
+            lightck.export_checkpoint(checkpoint, pool, format=format, overwrite=overwrite)
+    assert lightck.recover(pool).step == 3
+    assert sorted(p.name for p in folder.iterdir()) == ["run.pool", "run.pool.lock"]
+
+
+def test_a_pool_that_comes_during_the_export_is_not_replaced(pool, folder):
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+    read = checkpoint.tensor
+
+    def slow(name: str) -> torch.Tensor:
+        if not (folder / "it").exists():
+            pool_with(folder / "it", steps=1)
+        return read(name)
+
+    checkpoint.tensor = slow  # type: ignore[method-assign]
+    with pytest.raises(ExportExistsError, match="is a pool"):
+        lightck.export_checkpoint(checkpoint, folder / "it", overwrite=True)
+    assert lightck.recover(folder / "it").step == 1
+
+
 def test_a_link_in_the_place_of_the_file_is_not_followed(pool, folder):
     pool_with(pool)
     target, elsewhere = folder / "model.safetensors", folder / "elsewhere"

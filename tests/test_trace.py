@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import BIG, adam, everything, forward, net, same, train
+from toys import BIG, adam, everything, forward, net, pool_with, same, train
 
 import lightck
 from lightck.errors import ExportExistsError, SessionError, TraceError
@@ -337,6 +337,17 @@ def test_what_can_be_known_is_said_at_the_start(pool, folder, out):
     with pytest.raises(SessionError):
         session.trace(folder / "late")
     assert read(out).events == ()
+
+
+def test_a_pool_is_never_replaced(pool, folder):
+    other = folder / "other.pool"
+    pool_with(other)
+    with lightck.attach(net(), pool) as session:
+        session.flush()
+        for place in (pool, other):
+            with pytest.raises(ExportExistsError, match=r"is a pool.*Choose another name"):
+                session.trace(place, overwrite=True)
+    assert (lightck.recover(pool).step, lightck.recover(other).step) == (0, 3)
 
 
 @pytest.mark.parametrize("who", ["with", "close", "session"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -147,21 +146,20 @@ class PoolPath(click.ParamType):  # type: ignore[type-arg, unused-ignore]
             names = []
         paths = [os.path.join(folder, name) for name in names if start or not name.startswith(".")][:_LOOKED_AT_MAX]
         if not any(map(os.path.isdir, paths)):
-            pools = [path for path in paths if _is_pool(path)]
+            pools = _pools(paths)
             if pools:
                 return [CompletionItem(path) for path in pools]
         return [CompletionItem(incomplete, type="file")]
 
 
-def _is_pool(path: str) -> bool:
-    from lightck.pool.backends import BACKENDS
+def _pools(paths: list[str]) -> list[str]:
+    from lightck.pool.backends import is_pool
 
-    try:
-        mode = os.lstat(path).st_mode
-        is_pool_like = stat.S_ISREG(mode) or stat.S_ISCHR(mode)
-        return is_pool_like and any(backend.recognises(path) for backend in BACKENDS.values())
-    except OSError:
-        return False
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found += [path] if is_pool(path) else []
+    return found
 
 
 POOL = PoolPath()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -33,8 +34,10 @@ def command(
     """Write the newest version of POOL (or that of --step N) to TO. The pool is only read."""
     import lightck
     from lightck.export import export_checkpoint
+    from lightck.export.atomic import refuse_pool
 
-    if to.exists() and not overwrite:  # said before the pool is read; the library looks again when it writes
+    refuse_pool(str(to))  # said before the pool is read; the library looks again when it writes
+    if os.path.lexists(to) and not overwrite:
         raise ExportExistsError(f"{str(to)!r} exists. It is not replaced unasked. Name another, or pass --overwrite.")
     checkpoint = lightck.recover(pool, step=step)
     done = export_checkpoint(checkpoint, to, format=file_format, what=what, overwrite=overwrite)

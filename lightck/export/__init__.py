@@ -56,7 +56,7 @@ def export_checkpoint(
 
     Raises:
         StateValueError: a tensor whose dtype the format lacks.
-        ExportExistsError: there is a file, and ``overwrite`` was not said.
+        ExportExistsError: there is a file, and ``overwrite`` was not said; or a pool, which is never replaced.
         ExportError: the file cannot be written.
     """
     path = os.fspath(to)

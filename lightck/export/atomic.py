@@ -1,7 +1,7 @@
 """A file that appears under its name complete and durable, or not at all.
 
 It is written under another name in the same folder, synced and renamed. Its mode is what the umask leaves, as for any
-file that a user makes.
+file that a user makes. A pool is never replaced.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from lightck.errors import ExportError, ExportExistsError
+from lightck.pool.backends import is_pool
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
@@ -37,10 +38,10 @@ class _Noting(io.FileIO):
 def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iterator[IO[bytes]]:
     """A file to write into; leaving the block without an exception gives it its name.
 
-    ``temporary`` is the name until then, in the same folder; a random one by default. Raises ``ExportError``.
+    ``temporary`` is the name until then, in the same folder; a random one by default. Raises ``ExportError``, and
+    ``PoolIOError`` where it cannot be seen now whether a pool lies there.
     """
-    if not overwrite and os.path.lexists(path):
-        raise _exists(path)
+    refuse_existing(path, overwrite=overwrite)
     temporary = temporary or f"{path}.{secrets.token_hex(4)}.tmp"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -67,6 +68,23 @@ def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iter
             os.unlink(temporary)
 
 
+def refuse_existing(path: str, *, overwrite: bool) -> None:
+    """Raises ``ExportExistsError`` for what must not be replaced: a pool, whatever is told; a file, unless told to."""
+    refuse_pool(path)
+    if not overwrite and os.path.lexists(path):
+        raise _exists(path)
+
+
+def refuse_pool(path: str) -> None:
+    if is_pool(path):
+        error = ExportExistsError(
+            f"{path!r} is a pool. It may hold all that there is of a training, so no other file replaces it, not even "
+            "where files may be overwritten. Choose another name; if nobody needs the pool, remove it first."
+        )
+        error.errno = errno.EEXIST
+        raise error
+
+
 def _give_name(temporary: str, path: str, overwrite: bool) -> None:
     if not overwrite:
         try:
@@ -77,6 +95,7 @@ def _give_name(temporary: str, path: str, overwrite: bool) -> None:
         except OSError as err:
             if err.errno not in _NO_LINKS:
                 raise
+    refuse_pool(path)  # it may have come meanwhile
     os.rename(temporary, path)
 
 

@@ -6,6 +6,7 @@ for new pools that are files.
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from lightck.errors import PoolError
@@ -48,6 +49,18 @@ def _named(name: str, said: str) -> Backend:
         known = ", ".join(["'auto'", *map(repr, BACKENDS)])
         raise ValueError(f"{said} is not known. Choose one of {known}.")
     return BACKENDS[name]
+
+
+def is_pool(path: str) -> bool:
+    """Whether a pool lies there, by its signature; what cannot be opened is none. Raises ``PoolIOError`` as
+    ``peeked`` does."""
+    absolute = os.path.abspath(path)  # a device is known by it
+    try:
+        mode = os.lstat(absolute).st_mode
+    except OSError:
+        return False
+    is_pool_like = stat.S_ISREG(mode) or stat.S_ISCHR(mode)
+    return is_pool_like and any(backend.recognises(absolute) for backend in BACKENDS.values())
 
 
 def pool_path(path: str | os.PathLike[str]) -> str:

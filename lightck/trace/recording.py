@@ -19,7 +19,7 @@ from torch import nn
 
 from lightck.capture.hooks import Hooks, Listener
 from lightck.errors import ExportError, ExportExistsError, LightckError, SessionError, TraceError
-from lightck.export.atomic import written
+from lightck.export.atomic import refuse_existing, written
 from lightck.pool.engine import Engine
 from lightck.stats import Meter
 from lightck.trace import events
@@ -311,9 +311,7 @@ def _check(path: str, steps: Any, overwrite: bool) -> None:
     """What would keep the file from being written, as far as it can be known now."""
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ValueError(f"trace(steps={steps!r}): it is a number of steps, an int of at least 1, or None.")
-    if os.path.lexists(path) and not overwrite:
-        raise ExportExistsError(f"The file {path!r} exists. It is not overwritten unasked. Choose another name, or say "
-                                "overwrite=True.")  # fmt: skip
+    refuse_existing(path, overwrite=overwrite)
     folder = os.path.dirname(path)
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise TraceError(f"A trace cannot be written to {path!r}: it is a folder, or its folder is not there or not "

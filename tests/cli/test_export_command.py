@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 import torch
 from calls import call, call_json
@@ -35,6 +38,39 @@ def test_a_file_that_is_there_is_kept_unless_told(good, tmp_path):
     assert "--overwrite" in result.stderr
     assert call("export", good, out, "--overwrite").exit_code == 0
     assert load_file(out)
+
+
+@pytest.mark.parametrize("name", ["good.pool", "other.pool"])
+def test_a_pool_is_never_replaced(good, folder, name):
+    shutil.copyfile(good, folder / "other.pool")
+    before = (folder / name).read_bytes()
+    for options in ([], ["--overwrite"], ["--overwrite", "--format", "torch"]):
+        status, facts = call_json("export", good, folder / name, *options)
+        assert (status, facts["error"]["class"]) == (2, "ExportExistsError")
+        assert "is a pool. It may hold all" in facts["error"]["message"]
+    assert (folder / name).read_bytes() == before
+    assert sorted(p.name for p in folder.iterdir()) == ["good.pool", "other.pool"]
+
+
+def test_what_only_looks_like_a_pool_is_replaced_when_told(good, folder, tmp_path):
+    """A link in the place of the file goes, and the pool behind it stays; a pool that was cut to nothing is none."""
+    link, empty = folder / "link", folder / "empty.pool"
+    link.symlink_to(good)
+    empty.touch()
+    before = good.read_bytes()
+    for place in (link, empty):
+        assert call("export", good, place, "--overwrite").exit_code == 0
+        assert load_file(place)
+    assert good.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_place_that_is_no_file(good, tmp_path, kind):
+    place = tmp_path / "place"
+    place.mkdir() if kind == "folder" else os.mkfifo(place)
+    assert call("export", good, place).exit_code == 2
+    assert call("export", good, place, "--overwrite").exit_code == (2 if kind == "folder" else 0)
+    assert [p.name for p in tmp_path.iterdir()] == ["place"]
 
 
 def test_a_folder_that_is_missing_is_an_error(good, tmp_path):

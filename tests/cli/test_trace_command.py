@@ -78,6 +78,13 @@ def test_a_picture_that_is_there_is_kept_unless_told(file, tmp_path):
     assert texts(out)
 
 
+def test_a_pool_is_not_replaced_by_a_picture(file, good):
+    before = good.read_bytes()
+    status, facts = call_json("trace", file, "--svg", good, "--overwrite")
+    assert (status, facts["error"]["class"]) == (2, "ExportExistsError")
+    assert good.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "options",
     [["--step", 2], ["--from", 1], ["--svg", "o", "--step", 99], ["--svg", "o", "--step", 2, "--to", 3],
