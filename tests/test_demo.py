@@ -87,6 +87,21 @@ def test_a_difference_gives_exit_status_1(monkeypatch):
     assert json.loads(answer.stdout)["identical"] is False
 
 
+def test_a_demo_that_cannot_be_done_gives_exit_status_2(monkeypatch, tmp_path):
+    """Its training process fails: nothing was compared, and nothing is different."""
+    monkeypatch.setenv("LIGHTCK_BACKEND", "nonsense")
+    words = ["demo", "--size", "tiny", "--kills", "1", "--steps", "10", "--pool-dir", str(tmp_path)]
+    for flags in ([], ["--json"]):
+        answer = CliRunner().invoke(cli.main, [*words, *flags])
+        assert answer.exit_code == 2
+        assert "'nonsense' is not known" in answer.stderr
+        assert answer.stderr.splitlines()[-1].startswith("error: the training process ended")
+    error = json.loads(answer.stdout)["error"]
+    assert error["class"] == "DemoError"
+    assert "It is the killed run" in error["message"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_demo_that_never_killed_is_not_a_success():
     result = run.Result(1, STEPS, "/p", "room", False, 1, (), (), 1.0, 0.1, 0.0, 0.0, 10, 3, {})
     assert not result.ok

@@ -1,7 +1,8 @@
 """What all commands share: exit statuses, errors on stderr, a closed pipe, options, completion of pool paths.
 
 Exit status: 0 as promised; 1 damaged, different or unusable; 2 it could not be done (usage, no pool there, not a pool);
-130 interrupted; 141 the reader of our output went away. A ``LightckError`` is one line on stderr, never a traceback.
+130 interrupted; 141 the reader of our output went away. A ``LightckError``, or what the system refuses, is one line on
+stderr, never a traceback.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from lightck.errors import CorruptPoolError, LightckError, PoolTruncatedError
 OK, BAD, TROUBLE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 _LOOKED_AT_MAX = 200
 """Files that a completion opens at most."""
+_SYSTEM = (OSError, ImportError)
+"""What is no fault of ours: a path that the system refuses, a library that is not installed."""
+_NO_WORDS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""``lightck`` alone. Its message is the whole help; before click 8.2 there is none, and click prints the help."""
 
 
 def complain(message: str) -> None:
@@ -29,7 +34,7 @@ def complain(message: str) -> None:
     click.echo(click.style("error: ", fg="red") + clean(" ".join(message.split("\n"))), err=True)
 
 
-def error_facts(error: LightckError) -> dict[str, Any]:
+def error_facts(error: Exception) -> dict[str, Any]:
     """An error as ``--json`` shows it."""
     reasons = list(getattr(error, "reasons", ()))
     return {"error": {"class": type(error).__name__, "message": str(error), "reasons": reasons}}
@@ -44,7 +49,9 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except LightckError as error:
+        except BrokenPipeError:  # no failure: it has an exit status of its own
+            raise
+        except (LightckError, *_SYSTEM) as error:
             if ctx.params.get("as_json"):
                 say_json(error_facts(error))
             complain(str(error))
@@ -91,6 +98,10 @@ class Group(click.Group):
 
 
 def _exit_status(run: Callable[[], Any]) -> int:
+    _open_stderr()
+    if sys.stdout is None:
+        complain("No answer can be given: the standard output is closed. For the exit status alone, say > /dev/null.")
+        return TROUBLE
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter is no reason to fail
@@ -108,13 +119,23 @@ def _exit_status(run: Callable[[], Any]) -> int:
         return _usage(error)
     except click.ClickException as error:
         complain(error.format_message())
-        return error.exit_code
-    except (OSError, ImportError) as error:
+        return TROUBLE  # click's own is 1, which says that something is damaged
+    except _SYSTEM as error:
         complain(str(error))
         return TROUBLE
 
 
+def _open_stderr() -> None:
+    """Python has none where the shell closed it (``2>&-``). What is printed there goes nowhere, and no file that is
+    opened later gets its number."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+
+
 def _usage(error: click.UsageError) -> int:
+    if error.ctx is not None and isinstance(error, _NO_WORDS):
+        click.echo(error.ctx.get_help(), err=True)
+        return TROUBLE
     if error.ctx is not None:
         click.echo(error.ctx.get_usage(), err=True)
     hint = f" Try '{error.ctx.command_path} --help'." if error.ctx is not None else ""

@@ -1,7 +1,7 @@
 """How two versions differ: tensor by tensor, never two whole versions in memory, and small state by its path.
 
 Equal means equal in bits: NaN equals the same NaN, and -0.0 is not 0.0. Distances are computed in double precision, in
-chunks; integers beyond 2**53 are rounded by that.
+chunks; integers beyond 2**53 are rounded by that, and of dtypes with which torch does not compute there is none.
 """
 
 from __future__ import annotations
@@ -30,24 +30,35 @@ class Distance:
     """How far two tensors of one kind are apart. ``differing`` counts elements whose bits differ.
 
     max_abs: largest |a - b|. max_rel: largest |a - b| / max(|a|, |b|). NaN elements count in ``nan_a`` and
-    ``nan_b`` only.
+    ``nan_b`` only. All four are None for a dtype with which torch does not compute.
     """
 
     elements: int
     differing: int = 0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    nan_a: int = 0
-    nan_b: int = 0
+    max_abs: float | None = None
+    max_rel: float | None = None
+    nan_a: int | None = None
+    nan_b: int | None = None
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
     """Compare two tensors of the same dtype and shape."""
-    found = Distance(a.numel())
+    wide = _widest(a.dtype)
+    found = Distance(a.numel()) if wide is None else Distance(a.numel(), 0, 0.0, 0.0, 0, 0)
     one, other = _flat_pair(a.detach(), b.detach())
     for start in range(0, found.elements, _CHUNK):
-        _add(found, one[start : start + _CHUNK], other[start : start + _CHUNK])
+        _add(found, one[start : start + _CHUNK], other[start : start + _CHUNK], wide)
     return found
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype | None:
+    """What distances are computed in; None where torch cannot turn the dtype into numbers (float4, bits8)."""
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    try:
+        torch.empty(1, dtype=dtype).to(wide)
+    except NotImplementedError:
+        return None
+    return wide
 
 
 def _flat_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,14 +68,17 @@ def _flat_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return a.reshape(-1), b.reshape(-1)
 
 
-def _add(found: Distance, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add(found: Distance, a: torch.Tensor, b: torch.Tensor, wide: torch.dtype | None) -> None:
     bits_a, bits_b = (bytes_in_order(t).view(t.numel(), -1) for t in (a, b))
     differs = (bits_a != bits_b).any(1)
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    x, y = a.to(wide), b.to(wide)
-    found.nan_a += int(x.isnan().sum())
-    found.nan_b += int(y.isnan().sum())
     found.differing += int(differs.sum())
+    if wide is not None:
+        _add_numbers(found, a.to(wide), b.to(wide), differs)
+
+
+def _add_numbers(found: Distance, x: torch.Tensor, y: torch.Tensor, differs: torch.Tensor) -> None:
+    found.nan_a = (found.nan_a or 0) + int(x.isnan().sum())
+    found.nan_b = (found.nan_b or 0) + int(y.isnan().sum())
     counted = differs & ~x.isnan() & ~y.isnan()
     if not counted.any():
         return
@@ -72,8 +86,8 @@ def _add(found: Distance, a: torch.Tensor, b: torch.Tensor) -> None:
     apart = (x - y).abs()
     scale = torch.maximum(x.abs(), y.abs())
     relative = torch.where(apart == 0, 0.0, apart / scale).nan_to_num(nan=math.inf, posinf=math.inf)
-    found.max_abs = max(found.max_abs, float(apart.max()))
-    found.max_rel = max(found.max_rel, float(relative.max()))
+    found.max_abs = max(found.max_abs or 0.0, float(apart.max()))
+    found.max_rel = max(found.max_rel or 0.0, float(relative.max()))
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------
@@ -197,10 +211,13 @@ def _walk_tensor(a: torch.Tensor, b: torch.Tensor, path: str) -> Iterator[tuple[
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         yield path, f"{_short(a)} -> {_short(b)}"
     elif (found := distance(a, b)).differing:
-        if found.elements == 1:
+        share = f"{found.differing} of {found.elements} elements differ"
+        if found.max_abs is None:
+            yield path, share
+        elif found.elements == 1:
             yield path, f"{a.item()!r} -> {b.item()!r}"
         else:
-            yield path, f"{found.differing} of {found.elements} elements differ, by at most {found.max_abs:.3g}"
+            yield path, f"{share}, by at most {found.max_abs:.3g}"
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -58,15 +58,12 @@ def _demo(options: Options, as_json: bool) -> int:
     from rich.console import Console
 
     from lightck.demo import report
-    from lightck.demo.run import DemoError, run_demo
+    from lightck.demo.run import run_demo
 
     out = Console()
     progress = report.shown_on(Console(stderr=True) if as_json else out)  # stdout is the object's alone
-    try:
-        with progress:
-            result = run_demo(options, progress)
-    except DemoError as error:
-        raise click.ClickException(str(error)) from error
+    with progress:
+        result = run_demo(options, progress)
     if as_json:
         click.echo(report.as_json(result))
     else:

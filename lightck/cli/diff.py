@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -185,7 +186,8 @@ def _rank(each: dict[str, Any]) -> tuple[int, int, float]:
     other_role = int(not each["tensor"].startswith("model/"))
     if found is None:
         return 0, other_role, 0.0
-    return (1 if found["nan_a"] != found["nan_b"] else 2), other_role, -float(found["max_rel"])
+    far = math.inf if found["max_rel"] is None else float(found["max_rel"])  # not known: it may be the farthest
+    return (1 if found["nan_a"] != found["nan_b"] else 2), other_role, -far
 
 
 def _row(each: dict[str, Any]) -> tuple[str, str, str, str, str]:
@@ -194,7 +196,8 @@ def _row(each: dict[str, Any]) -> tuple[str, str, str, str, str]:
         return each["tensor"], "-", "-", "-", each["change"]
     nan = f"NaN: {found['nan_a']:,} -> {found['nan_b']:,}" if found["nan_a"] or found["nan_b"] else ""
     share = f"{found['differing']:,} of {found['elements']:,}"
-    return each["tensor"], share, f"{float(found['max_abs']):.3g}", f"{float(found['max_rel']):.3g}", nan
+    apart, relative = ("-" if found[key] is None else f"{float(found[key]):.3g}" for key in ("max_abs", "max_rel"))
+    return each["tensor"], share, apart, relative, nan
 
 
 def _show_more(number: int, most: int | None, thing: str) -> None:

@@ -163,6 +163,36 @@ def test_integers_and_complex_numbers(dtype):
     assert (found.differing, found.max_abs, found.max_rel) == (1, 1.0, 1.0)
 
 
+BITS = [torch.float4_e2m1fn_x2, torch.bits8, torch.bits16]
+
+
+def differing_bits(folder, dtype, count):
+    """Two pools whose states differ in the first of ``count`` elements."""
+    one = torch.zeros(count * dtype.itemsize, dtype=torch.uint8)
+    other = one.clone()
+    other[0] = 3
+    return (saved(folder / name, value.view(dtype)) for name, value in (("a", one), ("b", other)))
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+def test_what_torch_does_not_compute_with_is_compared_by_bits(folder, dtype):
+    a, b = differing_bits(folder, dtype, 5000)
+    status, facts = call_json("diff", a, b)
+    assert status == 1
+    unknown = dict.fromkeys(("max_abs", "max_rel", "nan_a", "nan_b"))
+    assert [t["distance"] for t in facts["tensors"]] == [{"elements": 5000, "differing": 1, **unknown}]
+    row = next(line for line in call("diff", a, b).stdout.splitlines() if line.startswith("state/mine/value"))
+    assert row.split() == ["state/mine/value", "1", "of", "5,000", "-", "-"]
+    assert call("diff", a, a).exit_code == 0
+
+
+@pytest.mark.parametrize("count", [5, 1])
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+def test_the_same_in_small_state(folder, dtype, count):
+    _, facts = call_json("diff", *differing_bits(folder, dtype, count))
+    assert values(facts) == {"state/mine/value": f"1 of {count} elements differ"}
+
+
 def test_signed_zero_differs_in_bits_only():
     found = compare.distance(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert (found.differing, found.max_abs, found.max_rel) == (1, 0.0, 0.0)

@@ -73,6 +73,15 @@ def test_a_place_that_is_no_file(good, tmp_path, kind):
     assert [p.name for p in tmp_path.iterdir()] == ["place"]
 
 
+def test_what_the_system_refuses_is_an_object_too(good, tmp_path):
+    for place in (tmp_path / ("x" * 300), tmp_path / "no" / "it"):
+        status, facts = call_json("export", good, place)
+        assert (status, facts["error"]["class"], facts["error"]["reasons"]) == (2, "ExportError", [])
+        assert str(place) in facts["error"]["message"]
+    status, facts = call_json("trace", tmp_path / "missing")
+    assert (status, facts["error"]["class"]) == (2, "FileNotFoundError")
+
+
 def test_a_folder_that_is_missing_is_an_error(good, tmp_path):
     result = call("export", good, tmp_path / "no" / "it.safetensors")
     assert (result.exit_code, result.stdout) == (2, "")

@@ -37,6 +37,36 @@ def test_a_closed_pipe_is_silent(good):
     os.close(write)
 
 
+def closed(*descriptors):
+    """For a child: without these, as ``>&-`` and ``2>&-`` of a shell leave it."""
+    return lambda: [os.close(each) for each in descriptors]
+
+
+@pytest.mark.parametrize("words", [["inspect", "POOL"], ["verify", "POOL"], ["diff", "POOL", "POOL"], ["--help"]])
+def test_a_closed_standard_output_is_said_and_no_damage(good, words):
+    words = [*PROGRAM, *(str(good) if word == "POOL" else word for word in words)]
+    done = subprocess.run(
+        words, env=environment(), stderr=subprocess.PIPE, text=True, preexec_fn=closed(1), check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: No answer can be given: the standard output is closed.")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_standard_error_changes_no_status(good):
+    """Not even where a progress bar asks whether it is a terminal."""
+    code = (
+        "import sys; from lightck.cli import main, progress\n"
+        "progress.LONG_NBYTES = 0\n"
+        "main(sys.argv[1:], prog_name='lightck')\n"
+    )
+    for command, status in ((["verify", str(good)], 0), (["frobnicate"], 2), (["verify", "/nowhere"], 2)):
+        words = [sys.executable, "-c", code, *command]
+        done = subprocess.run(words, env=environment(), stdout=subprocess.PIPE, preexec_fn=closed(2), check=False)
+        assert done.returncode == status, command
+        assert (b"OK: step 4" in done.stdout) == (status == 0)
+
+
 def test_what_keeps_the_commands_from_loading_is_one_line():
     wrong = {**environment(), "LIGHTCK_ISA": "mmx"}
     done = subprocess.run([*PROGRAM, "doctor"], env=wrong, capture_output=True, text=True, check=False)
@@ -125,6 +155,12 @@ def test_help_says_what_it_is(command):
     assert "Usage: " in result.stdout
     for word in ("inspect", "verify", "diff", "export", "doctor", "completion", "demo", "bench"):
         assert command or word in result.stdout
+
+
+def test_lightck_alone_prints_its_help_as_it_is():
+    result = call()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == call("--help").stdout
 
 
 @pytest.mark.parametrize(
