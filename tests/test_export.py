@@ -296,6 +296,26 @@ def test_all_as_torch_loads_with_weights_only(pool, folder):
     assert same(again_optimizer.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("value", "loaded"),
+    [
+        ({frozenset([1])}, {(1,)}),
+        ({np.int8(1), np.float64(2.5), np.bool_(False)}, {1, 2.5, False}),
+        ({(1, np.float32(2)), ((frozenset([3]),),)}, {(1, 2.0), (((3,),),)}),
+        (frozenset([frozenset([np.int64(7)])]), ((7,),)),
+        ({frozenset([1]): [{(np.int16(2),)}]}, {(1,): [{(2,)}]}),
+        ([b"", {b""}, {b"": b"x"}], [b"", {b""}, {b"": b"x"}]),
+        ((set(), frozenset()), (set(), ())),
+    ],
+)  # fmt: skip
+def test_what_sets_hold_loads_with_weights_only(pool, folder, value, loaded):
+    pool_with(pool, steps=1, state={"box": Box(value)})
+    lightck.export_checkpoint(lightck.recover(pool), folder / "all.pt", format="torch", what="all")
+    found = torch.load(folder / "all.pt", weights_only=True)["state"]["box"]
+    assert found == loaded
+    assert type(found) is type(loaded)
+
+
 def test_all_of_several_optimizers_and_a_restored_checkpoint(pool, folder):
     model = net()
     optimizers = [torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9), torch.optim.LBFGS(model[2].parameters())]

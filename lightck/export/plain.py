@@ -6,6 +6,7 @@ weights_only=True)`` takes no numpy arrays and no deques. What exactly comes bac
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -107,9 +108,21 @@ def for_torch(value: Any) -> Any:
         return {for_torch(key): for_torch(item) for key, item in value.items()}
     if isinstance(value, (tuple, frozenset)):
         return tuple(map(for_torch, value))
+    if isinstance(value, set):
+        return set(map(for_torch, value))
     if isinstance(value, (list, deque)):
         return list(map(for_torch, value))
-    return value
+    return _NO_BYTES if isinstance(value, bytes) and not value else value
+
+
+class _NoBytes:
+    """``b""`` in the words in which torch takes bytes: pickle writes empty ones by a name that is refused."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return codecs.encode, ("", "latin1")
+
+
+_NO_BYTES = _NoBytes()
 
 
 def count_tensors(value: Any) -> int:
