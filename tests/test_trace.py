@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -499,3 +500,50 @@ def test_the_facts_of_a_step_are_those_of_its_events():
     assert one.overlap == round((300 * 30 / 30 + 50 * 5 / 10) / 500, 4)  # 20 to 50 is in it, and half of 85 to 95
     assert (one.copied_nbytes, one.helped_nbytes) == (500, 150)
     assert (two.time_ms, two.overlap, two.copied_nbytes) == (60, None, 0)
+
+
+def drawn(rng: random.Random, steps: int, per_step: int) -> Trace:
+    """Steps one after the other or across each other, and events of any length, some as long as the trace."""
+    rows = (FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, HELPED, COMMIT, COPY + "1", COPY + "2")
+    total = steps * 100
+    found = [events.Event(STEP, "", n * 100 + rng.choice((0, 0, -7)), n * 100 + rng.choice((100, 100, 180, 0)),
+                          {"step": (n * 7) % (steps + 1)}) for n in range(steps)]  # fmt: skip
+    for _ in range(steps * per_step):
+        begin = rng.randrange(total)
+        end = begin + rng.choice((0, 1, rng.randrange(60), rng.randrange(60), rng.randrange(total)))
+        found.append(events.Event(rng.choice(rows), "", begin, end, {"bytes": rng.randrange(999)}))
+    return Trace(tuple(sorted(found, key=lambda event: (event.begin, -event.end))), {})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_facts_of_a_step_do_not_depend_on_what_lies_outside_of_it(seed):
+    trace = drawn(random.Random(seed), 12, 9)
+    found = facts(trace)
+    assert [each.step for each in found] == sorted(trace.steps())
+    for each in found:
+        step = trace.steps()[each.step]
+        its = [e for e in trace.events if e is step or (e.row != STEP and e.end > step.begin and e.begin < step.end)]
+        assert facts(Trace(tuple(its), {})) == [each]
+
+
+class Counted(events.Event):
+    """Counts how often its end is asked for."""
+
+    asked = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Counted.asked += name == "end"
+        return super().__getattribute__(name)
+
+
+def test_twice_as_many_steps_are_twice_the_work():
+    def work(steps: int) -> int:
+        found = [Counted(COMMUNICATION, "epoch", 0, steps * 100, {})]
+        for n in range(steps):
+            found.append(Counted(STEP, "", n * 100, n * 100 + 100, {"step": n}))
+            found += [Counted(COPY + "1", "", n * 100 + i, n * 100 + i + 5, {"bytes": 1}) for i in range(10)]
+        Counted.asked = 0
+        assert len(facts(Trace(tuple(found), {}))) == steps
+        return Counted.asked
+
+    assert work(200) < 2.5 * work(100)

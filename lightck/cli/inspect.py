@@ -10,6 +10,7 @@ import math
 import os
 import shlex
 import struct
+from bisect import bisect_right
 from typing import Any
 
 import click
@@ -300,17 +301,19 @@ def _show_layers(layers: list[dict[str, Any]]) -> None:
 
 def folded(layers: list[dict[str, Any]], rows_max: int = ROWS_MAX) -> list[dict[str, Any]]:
     """The same sums over fewer modules: as many components of their names as fit into ``rows_max`` rows."""
-    depth = max((row["module"].count(".") + 1 for row in layers), default=1)
-    while True:
-        rows: dict[str, dict[str, Any]] = {}
-        for layer in layers:
-            name = ".".join(layer["module"].split(".")[:depth])
-            row = rows.setdefault(name, dict.fromkeys(layer, 0) | {"module": name})
-            for key in layer.keys() - {"module"}:
-                row[key] += layer[key]
-        if len(rows) <= rows_max or depth == 1:
-            return list(rows.values())
-        depth -= 1
+    paths = [layer["module"].split(".") for layer in layers]
+
+    def names(depth: int) -> list[str]:
+        return [".".join(path[:depth]) for path in paths]
+
+    depths = range(1, max(map(len, paths), default=1) + 1)
+    fitting = bisect_right(depths, rows_max, key=lambda depth: len(set(names(depth))))  # deeper is never fewer
+    rows: dict[str, dict[str, Any]] = {}
+    for name, layer in zip(names(max(fitting, 1)), layers, strict=True):
+        row = rows.setdefault(name, dict.fromkeys(layer, 0) | {"module": name})
+        for key in layer.keys() - {"module"}:
+            row[key] += layer[key]
+    return list(rows.values())
 
 
 def _show_next(path: str, facts: dict[str, Any], step: int | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import statistics
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightck.trace.events import (
@@ -48,7 +50,27 @@ class StepFacts:
 
 def facts(trace: Trace) -> list[StepFacts]:
     """Of every whole step, in order."""
-    return [_facts(trace, number, step) for number, step in sorted(trace.steps().items())]
+    found = [_facts(inside, number, step) for number, step, inside in _by_step(trace)]
+    return sorted(found, key=lambda each: each.step)
+
+
+def _by_step(trace: Trace) -> Iterator[tuple[int, Event, list[Event]]]:
+    """Number and event of each step, and the events that have time in common with it, in their order.
+
+    One sweep over both, since a trace has as many events and steps as it likes: what began before a step is kept in a
+    heap by its end, so that one event as long as the whole trace does not make every step look at all of them."""
+    events = trace.events
+    begins = [event.begin for event in events]
+    lasting: list[tuple[int, int]] = []  # end and place of what began before the step
+    at = 0
+    for number, step in sorted(trace.steps().items(), key=lambda item: item[1].begin):
+        while at < len(events) and begins[at] < step.begin:
+            heapq.heappush(lasting, (events[at].end, at))
+            at += 1
+        while lasting and lasting[0][0] <= step.begin:
+            heapq.heappop(lasting)
+        places = [*sorted(place for _, place in lasting), *range(at, bisect_left(begins, step.end))]
+        yield number, step, [events[place] for place in places if events[place].end > step.begin]
 
 
 def median_step(steps: Sequence[StepFacts]) -> StepFacts | None:
@@ -59,9 +81,7 @@ def median_step(steps: Sequence[StepFacts]) -> StepFacts | None:
     return next(step for step in steps if step.time_ms == middle)
 
 
-def _facts(trace: Trace, number: int, step: Event) -> StepFacts:
-    inside = [event for event in trace.events if event.end > step.begin and event.begin < step.end]
-
+def _facts(inside: Sequence[Event], number: int, step: Event) -> StepFacts:
     def union(*rows: str) -> Intervals:
         return united((max(e.begin, step.begin), min(e.end, step.end)) for e in inside if e.row in rows)
 
@@ -92,10 +112,12 @@ def _nbytes(events: Iterable[Event], step: Event, *rows: str) -> int:
 
 
 def _share(event: Event, others: Intervals) -> float:
-    """How much of it lies in the others."""
+    """How much of it lies in the others, which are united."""
+    first = bisect_left(others, event.begin, key=lambda other: other[1])
     if event.end <= event.begin:
-        return float(any(begin <= event.begin <= end for begin, end in others))
-    return length(common([(event.begin, event.end)], others)) / (event.end - event.begin)
+        return float(first < len(others) and others[first][0] <= event.begin)
+    near = others[first : bisect_left(others, event.end, key=lambda other: other[0])]
+    return length(common([(event.begin, event.end)], near)) / (event.end - event.begin)
 
 
 def is_part(event: Event) -> bool:

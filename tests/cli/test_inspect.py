@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,43 @@ def test_folding_keeps_the_sums():
         assert len(rows) <= most
         for key in ("tensors", "elements", "model_nbytes", "optimizer_nbytes"):
             assert sum(row[key] for row in rows) == sum(layer[key] for layer in layers)
+
+
+def folded_one_by_one(layers, most):
+    """From the greatest depth on, down to the first that fits."""
+    deepest = max(layer["module"].count(".") + 1 for layer in layers)
+    for depth in range(deepest, 0, -1):
+        names = list(dict.fromkeys(".".join(layer["module"].split(".")[:depth]) for layer in layers))
+        if len(names) <= most or depth == 1:
+            return names
+    raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_modules_are_folded_as_little_as_fits(seed):
+    rng = random.Random(seed)
+    names = {".".join(rng.choices("abc", k=rng.randrange(1, 7))) for _ in range(60)} | {""}
+    layers = [{"module": name, "tensors": 1} for name in names]
+    for most in (1, 3, 4, 10, 20, 40, 100):
+        rows = importlib.import_module("lightck.cli.inspect").folded(layers, most)
+        assert [row["module"] for row in rows] == folded_one_by_one(layers, most)
+        assert sum(row["tensors"] for row in rows) == len(layers)
+
+
+class Name(str):
+    """Counts how often it is taken apart."""
+
+    taken = 0
+
+    def split(self, *args):
+        Name.taken += 1
+        return super().split(*args)
+
+
+def test_deep_names_are_taken_apart_once():
+    layers = [{"module": Name("x." * 300 + str(i)), "tensors": 1} for i in range(50)]
+    assert len(importlib.import_module("lightck.cli.inspect").folded(layers)) == 1
+    assert Name.taken <= len(layers)
 
 
 @pytest.mark.parametrize("flag", [[], ["--json"]])
