@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightck.contents import load_tensor
-from lightck.errors import ExportError, KeepError
+from lightck.errors import ExportError, KeepError, StateValueError
 from lightck.export import export_chosen
 from lightck.export.choice import check_what, choose
 from lightck.pin import Hold, Holds
@@ -35,6 +35,10 @@ _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _MARK = "lightck_kept_by"
 _HEADER_NBYTES_MAX = 100_000_000
 """As in the safetensors library."""
+_BY_HAND = (
+    "keep= writes safetensors files only. Attach without it, and export when you want to: "
+    'lightck.export_checkpoint(lightck.recover(pool_path), file, format="torch").'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +194,7 @@ class Keeper:
         if os.path.lexists(path) and not self._is_own(path):
             raise ExportError(f"{str(path)!r} exists, and was not written by this training")
         version = reader.version(line)
-        chosen = choose(parse(version), self._keep.what, lambda name: load_tensor(version, name))
+        chosen = choose(parse(version), self._keep.what, lambda name: load_tensor(version, name), _BY_HAND)
         chosen.metadata[_MARK] = self._mark
         export_chosen(chosen, str(path), overwrite=True, temporary=str(self._temporary))
         if not version.is_intact():
@@ -235,10 +239,10 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _error(fact: str, reason: str, err: BaseException) -> KeepError:
+    look = "" if isinstance(err, StateValueError) else "Look at the folder (space, owner). "  # which has said its cure
     error = KeepError(
-        f"{fact}: {reason}. The pool and its versions are intact, and earlier exports are as they were. Look at the "
-        "folder (space, owner). The next export is tried when it is due: a loop that catches this and calls step() "
-        "again goes on."
+        f"{fact}: {reason.rstrip('.')}. The pool and its versions are intact, and earlier exports are as they were. "
+        f"{look}The next export is tried when it is due: a loop that catches this and calls step() again goes on."
     )
     error.errno = getattr(err, "errno", None)
     error.__cause__ = err

@@ -341,6 +341,26 @@ def test_full_folder_is_told_at_the_next_step_and_training_can_go_on(pool, to):
     assert lightck.recover(pool).step == 3
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
+def test_a_dtype_that_cannot_be_kept_is_told_with_what_can_be_done(pool, to, dtype):
+    model = net()
+    model.register_buffer("wide", torch.ones(2).to(dtype))
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, keep=lightck.Keep(every=1, to=to))
+    train(model, optimizer, 1)
+    with pytest.raises(KeepError, match=r"Step 1 .*'wide' has dtype complex.*safetensors does not have") as caught:
+        session.close()
+    said = str(caught.value)
+    assert "Export with" not in said, "Keep has no format"
+    assert "Look at the folder" not in said
+    assert ".." not in said
+    cure = 'lightck.export_checkpoint(lightck.recover(pool_path), file, format="torch")'
+    assert cure in said
+    eval(cure, {"lightck": lightck, "pool_path": pool, "file": to / "by hand.pt"})
+    assert torch.load(to / "by hand.pt", weights_only=True)["wide"].dtype is dtype
+
+
 def mount_small(at: Path) -> bool:
     """A real file system of 64 KiB, in a mount namespace of this child. False where that is not permitted."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -195,10 +195,12 @@ def _named(parts: Sequence[Part], where: str) -> list[Part]:
     if where in (anatomy.SUPERBLOCK, anatomy.TABLE):
         return [part for part in parts if part.kind == where]
     newest = next((part.generation for part in parts if part.kind == anatomy.MANIFEST), None)
-    found = [
-        part for part in parts
-        if part.generation == newest is not None and where in (ANYWHERE, part.kind, part.tensor)
-    ]  # fmt: skip
+    if newest is None:
+        trouble(
+            "This pool holds no version of which something could be damaged: none was committed yet, or none can be "
+            "read. WHERE can be superblock, table or an offset in the pool: --flip superblock."
+        )
+    found = [part for part in parts if part.generation == newest and where in (ANYWHERE, part.kind, part.tensor)]
     if not found:
         trouble(f"{where!r} is not in the newest version of this pool. WHERE is {_WHERE} (lightck inspect --tensors).")
     return found

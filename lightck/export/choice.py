@@ -22,6 +22,7 @@ from lightck.export.plain import Large, Readable
 from lightck.export.tensors import Planned, check_dtype
 
 WHATS = ("model", "all")
+AS_TORCH = 'Export with format="torch", which has every dtype and every name.'
 
 
 @dataclass(slots=True)
@@ -31,14 +32,16 @@ class Chosen:
     tensors: dict[str, Planned] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    cure: str = AS_TORCH
+    """What its errors say that can be done."""
 
     def add(self, name: str, planned: Planned) -> str:
         """Raises ``StateValueError`` where the format cannot hold it, or has the name already."""
-        check_dtype(name, planned.dtype)
+        check_dtype(name, planned.dtype, self.cure)
         if name in self.tensors or name == "__metadata__":
             raise StateValueError(
                 f"Two things would be stored as {name!r}. A safetensors file has one name for each tensor. Nothing was "
-                'written. Export with format="torch".'
+                f"written. {self.cure}"
             )
         self.tensors[name] = planned
         return name
@@ -49,10 +52,10 @@ def check_what(what: str) -> None:
         raise ValueError(f"what={what!r}: it is one of {', '.join(map(repr, WHATS))}.")
 
 
-def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor]) -> Chosen:
+def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor], cure: str = AS_TORCH) -> Chosen:
     """``read`` gives the tensor of an entry by its name in the pool."""
     check_what(what)
-    chosen = Chosen()
+    chosen = Chosen(cure=cure)
     _model(chosen, contents, read)
     if what == "all":
         for name, entry in contents.entries.items():

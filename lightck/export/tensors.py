@@ -43,12 +43,11 @@ class Planned:
         return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
 
 
-def check_dtype(name: str, dtype: str) -> None:
+def check_dtype(name: str, dtype: str, cure: str) -> None:
     """Raises ``StateValueError`` for what the format cannot hold."""
     if dtype not in DTYPES:
         raise StateValueError(
-            f"The tensor {name!r} has dtype {dtype}, which safetensors does not have. Nothing was written. Export with "
-            'format="torch", which has every dtype.'
+            f"The tensor {name!r} has dtype {dtype}, which safetensors does not have. Nothing was written. {cure}"
         )
 
 

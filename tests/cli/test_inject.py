@@ -112,7 +112,12 @@ def test_other_kinds_of_path(made, copy, kind, status):
 
 def test_a_pool_without_versions_has_structures_to_hit(made, copy):
     pool = made("no version yet")
-    assert call("inject", pool, copy, "--flip", "payload").exit_code == 2
+    for options in (["--flip"], ["--flip", "payload"], ["--zero-page"], ["--torn-slot"]):
+        result = call("inject", pool, copy, *options)
+        assert (result.exit_code, copy.exists()) == (2, False)
+        assert "holds no version" in result.stderr
+        assert "none was committed yet" in result.stderr
+        assert "--flip superblock" in result.stderr
     assert call("inject", pool, copy, "--flip", "table").exit_code == 0
     assert call("verify", copy).exit_code == 1
 
