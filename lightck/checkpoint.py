@@ -14,8 +14,8 @@ from lightck import restore as _restore
 from lightck.capture import values
 from lightck.capture.nest import followed
 from lightck.capture.rng import RngState
-from lightck.contents import Contents, MemorySource, OptimizerContents, unpack_dict
-from lightck.errors import CorruptPoolError, SessionError
+from lightck.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
+from lightck.errors import SessionError
 from lightck.pool.format import CommitLine
 from lightck.pool.reader import Rejected
 from lightck.restore_optimizer import joined, keys_by_param
@@ -112,9 +112,9 @@ class Checkpoint:
         return self._known
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``); not the name of a tied one."""
-        if name not in self._source.tensors:
-            raise CorruptPoolError(f"The checkpoint's small state names a tensor {name!r} that it does not hold.")
+        """One tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``); not the name of a tied one.
+        Raises ``NoTensorError``."""
+        refuse_unknown(name, self.contents.entries)
         return self._source.tensors[name]
 
     def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, Any]:

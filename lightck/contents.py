@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from lightck.capture import values
 from lightck.capture.rng import RngState
 from lightck.capture.snapshot import STATE_VERSION
-from lightck.errors import CorruptPoolError
+from lightck.errors import CorruptPoolError, NoTensorError
 from lightck.pool.layout import Entry
 
 
@@ -192,3 +193,20 @@ def tensor_reader(source: Source, held: dict[str, torch.Tensor] | None = None) -
         return tensor
 
     return read
+
+
+def refuse_unknown(name: str, entries: Mapping[str, Entry]) -> None:
+    """Raises ``NoTensorError`` for a name under which a version stores no tensor."""
+    entry = entries.get(name)
+    if entry is None:
+        ending = [known for known in entries if known.endswith(f"/{name}")][:3]
+        near = ending or get_close_matches(str(name), entries, n=3)
+        hint = f"Near it are {', '.join(map(repr, near))}. " if near else ""
+        raise NoTensorError(
+            f"The checkpoint holds no tensor {name!r}. Tensors have their names in the pool, such as 'model/0.weight'. "
+            f"{hint}`lightck inspect --tensors POOL` lists them all."
+        )
+    if entry.alias is not None:
+        raise NoTensorError(
+            f"{name!r} is tied to another tensor and is stored under that one's name. Ask for {entry.alias!r}."
+        )

@@ -21,6 +21,7 @@ message gives the fact, the reason and the cure, in that order.
     │   └── CorruptPoolError          (ValueError)          versions exist and none of them verifies
     ├── CheckpointExistsError         (FileExistsError)     the pool holds a checkpoint; say resume or overwrite
     ├── NoCheckpointError             (LookupError)         nothing was committed yet, or not that step
+    ├── NoTensorError                 (KeyError)            a checkpoint holds no tensor of this name
     ├── DriftError                    (ValueError)          the checkpoint does not fit the model or optimizer
     ├── AmbiguousError                (ValueError)          two candidates for one role
     ├── StateValueError               (TypeError)           a value that cannot be stored
@@ -128,6 +129,13 @@ class CheckpointExistsError(LightckError, FileExistsError):
 
 class NoCheckpointError(LightckError, LookupError):
     """The pool holds no checkpoint, or not the one asked for."""
+
+
+class NoTensorError(LightckError, KeyError):
+    """A checkpoint holds no tensor of this name; the message has names that are near."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError shows what it was given in quotes
 
 
 class DriftError(LightckError, ValueError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +58,7 @@ def recover(
         DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``; nothing was changed.
         SessionError: the model's session is open.
     """
+    _check_arguments(model, optimizer, state, step)
     path = _pool_path(pool_path)
     reader = open_pool(path)
     try:
@@ -65,6 +67,19 @@ def recover(
         return restore_newest(reader, step, model, optimizer, state, strict=strict)
     finally:
         reader.close()
+
+
+def _check_arguments(model: Any, optimizer: Any, state: Any, step: Any) -> None:
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
+    if step is not None and (isinstance(step, bool) or not isinstance(step, Integral)):
+        raise TypeError(f"step={step!r} is a {type(step).__name__}. Pass the number of a step, an int: step=1000.")
+    if model is None and (optimizer is not None or state):
+        said = " and ".join(name for name, given in (("optimizer=", optimizer), ("state=", state)) if given is not None)
+        raise TypeError(
+            f"{said} without model=: they are restored together with the model, whose parameters name their state. "
+            "Pass model= too; or leave them out, and read .optimizer and .state of the checkpoint."
+        )
 
 
 def newest(

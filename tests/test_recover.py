@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ from lightck.errors import (
     CorruptPoolError,
     DriftError,
     NoCheckpointError,
+    NoTensorError,
     PoolLockedError,
     PoolNotFoundError,
     SessionError,
@@ -114,6 +116,27 @@ def test_checkpoint_of_several_optimizers_or_none(folder, pool):
     assert same(dict(checkpoint.model), weights(frozen))
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+
+
+def test_checkpoint_names_the_tensors_near_one_that_it_does_not_hold(pool):
+    with lightck.attach(Tied(), pool) as session:
+        session.flush()
+    checkpoint = lightck.recover(pool)
+    assert checkpoint.tensor("model/one.weight").shape == (4, 4)
+    for name, near in (("model/one.wieght", "model/one.weight"), ("one.bias", "model/one.bias")):
+        with pytest.raises(NoTensorError, match=f"no tensor {name!r}.*Near it are .*{near!r}"):
+            checkpoint.tensor(name)
+    with pytest.raises(NoTensorError, match=r"'model/two.weight' is tied.*Ask for 'model/one.weight'"):
+        checkpoint.tensor("model/two.weight")
+    with pytest.raises(KeyError, match=r"^The checkpoint holds no tensor 'zzz'\. .* lists them all\.$"):
+        checkpoint.tensor("zzz")
+
+
 def test_checkpoint_does_not_change_when_training_goes_on(pool):
     model, optimizer = pool_with(pool)
     checkpoint = lightck.recover(pool)
@@ -150,6 +173,34 @@ def test_recovery_by_step(pool):
         other_optimizer = adam(other)
         assert lightck.recover(pool, other, other_optimizer, step=step).step == step
         assert same(everything(other, other_optimizer), held[step])
+
+
+@pytest.mark.parametrize("step", [[2], "2", 2.0, True, b"2"], ids=repr)
+def test_a_step_that_is_no_number_is_refused(pool, step):
+    pool_with(pool)
+    with pytest.raises(TypeError, match=rf"step=.* is a {type(step).__name__}\. Pass the number of a step"):
+        lightck.recover(pool, step=step)
+    assert lightck.recover(pool, step=np.int64(2)).step == 2
+
+
+def test_what_is_restored_with_a_model_needs_one(pool):
+    _, optimizer = pool_with(pool, state={"box": Box()})
+    for given, said in (
+        ({"optimizer": optimizer}, "^optimizer= without model="),
+        ({"state": {"box": Box()}}, "^state= without model="),
+        ({"optimizer": [optimizer], "state": {"box": Box()}}, "^optimizer= and state= without model="),
+    ):
+        with pytest.raises(TypeError, match=rf"{said}: they are restored together.*Pass model= too"):
+            lightck.recover(pool, **given)
+    assert lightck.recover(pool, state={}).step == 3
+
+
+@pytest.mark.parametrize("state", ["x", [("box", Box())]], ids=["text", "pairs"])
+def test_state_that_is_no_map_of_names_is_refused(pool, state):
+    model, _ = pool_with(pool)
+    for given in ([], [model]):
+        with pytest.raises(TypeError, match=r"state= is a (str|list)\. Pass a dict of names"):
+            lightck.recover(pool, *given, state=state)
 
 
 def test_recovery_of_a_pool_in_use_by_another_process(pool):

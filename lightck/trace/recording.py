@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -68,11 +68,17 @@ class Recording:
 
     # -- what a user calls -------------------------------------------------------------------------------
 
-    @contextmanager
-    def span(self, name: str, row: str = COMMUNICATION) -> Iterator[None]:
+    def span(self, name: str, row: str = COMMUNICATION) -> AbstractContextManager[None]:
         """Show this block of the loop in a row, for what lightck cannot see by itself: a collective, the data."""
+        for key, value in (("name", name), ("row", row)):
+            if not isinstance(value, str):
+                raise TypeError(f"span({key}={value!r}) is a {type(value).__name__}: it is shown as text. Pass a str.")
         if events.is_own(row):
             raise ValueError(f"span(row={row!r}): lightck fills this row. Name another.")
+        return self._span(name, row)
+
+    @contextmanager
+    def _span(self, name: str, row: str) -> Iterator[None]:
         has_room = row in self._rows or len(self._rows) < _OWN_ROWS_MAX
         if has_room:
             self._rows.add(row)
