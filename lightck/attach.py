@@ -48,7 +48,7 @@ from lightck.pool.layout import Entry
 from lightck.pool.lock import PoolLock
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.ring import candidates
-from lightck.recover import parse, restore_newest
+from lightck.recover import erased_error, parse, restore_newest
 from lightck.resume import Resumed, forget, is_poisoned, restored_from, tell_differences
 from lightck.session import Session
 from lightck.staging.kinds import Kind, check_kind
@@ -259,6 +259,8 @@ class _Attachment:
     def _checkpoint(self, reader: PoolReader) -> tuple[Any, CommitLine] | None:
         """The version to go on from; None where the pool never held one."""
         if reader.ring().is_empty:
+            if reader.erased():
+                raise erased_error(reader)
             return None
         known = restored_from(self.model, self.path, reader.superblock.uuid)
         if known is not None:

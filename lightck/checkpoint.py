@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightck.capture import values
 from lightck.capture.nest import followed
 from lightck.capture.rng import RngState
 from lightck.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
-from lightck.errors import SessionError
+from lightck.errors import LightckError, SessionError
 from lightck.pool.format import CommitLine
 from lightck.pool.reader import Rejected
 from lightck.restore_optimizer import joined, keys_by_param
@@ -94,10 +94,9 @@ class Checkpoint:
         source = self._source
         try:
             _restore.apply(plan, source)
-        except BaseException:
+        except BaseException as err:
             if plan.held:  # else nothing was changed yet
-                _restore.poison(plan.held.values(), model)
-                mark_poisoned(model)
+                poison(err, plan.held.values(), model)
             raise
         self.note_restored(model, plan)
 
@@ -157,6 +156,15 @@ def plan_restore(contents: Contents, model: nn.Module, optimizer: Any, state: Ma
         )
     many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     return _restore.check(contents, model, list(followed(many)), state or {}, strict=strict, complete=complete)
+
+
+def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Module) -> None:
+    """A restore failed half-way: nobody shall train on a mix, and the error says what became of the model."""
+    _restore.poison(touched, model)
+    mark_poisoned(model)
+    if isinstance(error, LightckError) and error.args:
+        told = f"{error.args[0]} The model's parameters are NaN now: build it anew, or restore a checkpoint into it."
+        error.args = (told, *error.args[1:])
 
 
 def not_taken(plan: _restore.Plan) -> tuple[str, ...]:

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from lightck import restore as _restore
-from lightck.checkpoint import Checkpoint, plan_restore
+from lightck.checkpoint import Checkpoint, plan_restore, poison
 from lightck.contents import Contents, MemorySource, in_memory
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.backends import pool_path as _pool_path
 from lightck.pool.format import CommitLine, DamagedError
+from lightck.pool.lock import holder_of
 from lightck.pool.reader import PoolReader, Rejected, Version, open_pool
 from lightck.pool.ring import Ring
-from lightck.resume import mark_poisoned
 
 T = TypeVar("T")
 _ATTEMPTS = 20
@@ -55,7 +55,8 @@ def recover(
         PoolError: there is no pool, or not one that can be read (see :mod:`lightck.errors`).
         NoCheckpointError: nothing was committed yet, or not this step.
         CorruptPoolError: versions exist and none of them verifies.
-        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``; nothing was changed.
+        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``; nothing was changed, but where an
+            object in ``state`` refuses what it saved: then the model's parameters are NaN, as the message says.
         SessionError: the model's session is open.
     """
     _check_arguments(model, optimizer, state, step)
@@ -64,7 +65,8 @@ def recover(
     try:
         if model is None:
             return newest(reader, step, lambda v, c, r: _load(reader, v, c, r, device))
-        return restore_newest(reader, step, model, optimizer, state, strict=strict)
+        in_use = holder_of(path) is not None
+        return restore_newest(reader, step, model, optimizer, state, strict=strict, in_use=in_use)
     finally:
         reader.close()
 
@@ -123,11 +125,13 @@ def parse(version: Version) -> Contents:
 
 def _nothing_left(reader: PoolReader, ring: Ring, step: int | None, rejected: list[Rejected]) -> Exception:
     reasons = tuple(map(str, rejected)) + tuple(f"commit line {p} is damaged" for p in ring.damaged)
-    if ring.is_empty:
+    if ring.is_empty and not reader.erased():
         return NoCheckpointError(
             f"The pool {reader.path!r} holds no checkpoint yet. The training that made it committed no step so far. "
             "If it has ended, start it afresh; attach(..., resume=True) does that by itself."
         )
+    if ring.is_empty:
+        return erased_error(reader)
     held = {line.step for line in ring.lines.values() if not reader.is_reused(line)}
     if step is not None and step not in held:
         return NoCheckpointError(
@@ -138,6 +142,17 @@ def _nothing_left(reader: PoolReader, ring: Ring, step: int | None, rejected: li
         f"No version in the pool {reader.path!r} verifies: {'; '.join(reasons)}. Nothing was restored. Use another "
         "copy of the pool; attach(..., overwrite=True) discards this one and starts afresh.",
         reasons,
+    )
+
+
+def erased_error(reader: PoolReader) -> CorruptPoolError:
+    """Of a pool whose commit lines are gone (``PoolReader.erased``)."""
+    generations = ", ".join(map(str, reader.erased()))
+    return CorruptPoolError(
+        f"All commit lines of the pool {reader.path!r} are erased, and its slots hold versions (generations "
+        f"{generations}). Which of them were committed whole cannot be told any more. Nothing was restored or changed. "
+        "Use another copy of the pool; attach(..., overwrite=True) discards this one and starts afresh.",
+        ("every commit line is erased",),
     )
 
 
@@ -172,14 +187,21 @@ def restore_newest(
     *,
     strict: bool,
     complete: bool = False,
+    in_use: bool = False,
 ) -> Checkpoint:
-    """Restore the newest version that verifies into live objects; the next older one where a block fails."""
+    """Restore the newest version that verifies into live objects; the next older one where a block fails.
+
+    ``in_use``: a training may write the version over while it is read, so it is read into memory of its own first.
+    """
     touched: list[torch.Tensor] = []
 
     def take(version: Version, contents: Contents, rejected: list[Rejected]) -> Checkpoint:
         plan = plan_restore(contents, model, optimizer, state, strict=strict, complete=complete)
+        source = in_memory(version, "cpu") if in_use or touched else version
+        if source is not version and not version.is_intact():
+            raise DamagedError("its slot was reused while it was read")
         try:
-            _restore.apply(plan, version)
+            _restore.apply(plan, source)
         finally:
             touched.extend(plan.held.values())
         path, uuid, line = reader.path, reader.superblock.uuid, version.line
@@ -189,8 +211,7 @@ def restore_newest(
 
     try:
         return newest(reader, step, take)
-    except BaseException:
+    except BaseException as err:
         if touched:
-            _restore.poison(touched, model)
-            mark_poisoned(model)
+            poison(err, touched, model)
         raise

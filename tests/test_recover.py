@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import pickletools
 import warnings
 from pathlib import Path
@@ -38,6 +39,7 @@ import lightck
 from lightck.errors import (
     CorruptPoolError,
     DriftError,
+    LightckError,
     NoCheckpointError,
     NoTensorError,
     PoolLockedError,
@@ -45,7 +47,7 @@ from lightck.errors import (
     SessionError,
     StateValueError,
 )
-from lightck.pool.reader import open_pool
+from lightck.pool.reader import Version, open_pool
 
 BLOCK = 1 << 20
 
@@ -349,6 +351,62 @@ def test_parts_of_a_model_that_is_being_saved_are_not_restored_into(folder, pool
             with pytest.raises(SessionError, match="parts of it"):
                 lightck.recover(folder / "other.pool", other)
     lightck.recover(folder / "other.pool", again)
+
+
+def test_versions_that_are_written_over_while_they_are_read_leave_the_model_as_it_was(pool, monkeypatch):
+    """A pool in use: what the training overtakes must not have been put into the model already."""
+    model = net()
+    optimizer = adam(model)
+    other = net(seed=1)
+    before = weights(other)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 2)
+        session.flush()
+        with monkeypatch.context() as patched, pytest.raises(LightckError, match="reused") as caught:
+            patched.setattr(Version, "is_intact", lambda self: False)
+            lightck.recover(pool, other)
+        assert "NaN" not in str(caught.value)
+        assert same(weights(other), before)
+        lightck.recover(pool, other)
+        assert same(weights(other), weights(model))
+
+
+class Refusing:
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("not this one")
+
+
+def test_an_error_that_cost_the_model_its_values_says_so(pool):
+    pool_with(pool, state={"box": Refusing()})
+    held = lightck.recover(pool)
+    for restore in (lambda m: lightck.recover(pool, m, state={"box": Refusing()}),
+                    lambda m: held.restore(m, state={"box": Refusing()})):  # fmt: skip
+        model = net(seed=1)
+        with pytest.raises(DriftError, match=r"not this one.*parameters are NaN now: build it anew"):
+            restore(model)
+        assert model[0].weight.isnan().all()
+
+
+def test_a_pool_whose_commit_lines_are_all_gone_is_no_fresh_start(folder, pool):
+    """One page of zeros, over a whole training."""
+    model, optimizer = pool_with(pool, 5)
+    with contextlib.closing(open_pool(str(pool))) as reader:
+        sb = reader.superblock
+    with pool.open("r+b") as f:
+        for position in range(sb.ring_lines):
+            f.seek(sb.line_offset(position))
+            f.write(bytes(64))
+    before = pool.read_bytes()
+    for call in (lambda: lightck.recover(pool), lambda: lightck.recover(pool, net(seed=1), step=5),
+                 lambda: lightck.attach(model, pool, optimizer=optimizer),
+                 lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True)):  # fmt: skip
+        with pytest.raises(CorruptPoolError, match=r"commit lines.*erased.*overwrite=True"):
+            call()
+    assert pool.read_bytes() == before
+    lightck.attach(model, pool, optimizer=optimizer, overwrite=True).close()
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

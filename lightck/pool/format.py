@@ -157,6 +157,10 @@ class Superblock:
     def slot_nbytes(self) -> int:
         return self.slots[0][1]
 
+    def manifest_at(self, slot: int, index: int) -> int:
+        """Of its two places."""
+        return self.slots[slot][0] + self.manifest_offset + index * self.manifest_nbytes
+
     def line_offset(self, position: int) -> int:
         return self.ring_offset + position * self.ring_stride
 

@@ -158,6 +158,26 @@ class PoolReader:
             return None
         return unpack_slot_header(data, slot, self.superblock.uuid)
 
+    def erased(self) -> tuple[int, ...]:
+        """Generations of versions that no line names though one must have: no line is there, and several slots hold a
+        manifest, of which the second is written after the first line. A crash before that leaves one at most."""
+        found = [self._sealed(slot) for slot in range(len(self.superblock.slots))]
+        generations = tuple(generation for generation in found if generation is not None)
+        return generations if len(generations) > 1 and self.ring().is_empty else ()
+
+    def _sealed(self, slot: int) -> int | None:
+        """The generation that the slot's header names, where a manifest of it lies there."""
+        sb, generation = self.superblock, self.slot_generation(slot)
+        for index in (0, 1) if generation is not None else ():
+            try:
+                manifest = self.read(sb.manifest_at(slot, index), sb.manifest_nbytes)
+                header = ManifestHeader.unpack(manifest)
+            except (DamagedError, FormatError):
+                continue
+            if (header.generation, header.slot, header.table_hash) == (generation, slot, sb.table_hash):
+                return generation
+        return None
+
     def is_reused(self, line: CommitLine) -> bool:
         """Whether the slot's header names a newer version than this line. An older one proves nothing: a header is
         durable before any line that counts on it, so a later write of it was lost."""
@@ -178,9 +198,7 @@ class PoolReader:
             raise DamagedError("its slot was reused by a newer version")
         if line.manifest_nbytes > sb.manifest_nbytes:
             raise DamagedError("its manifest is larger than the place for it")
-        base = sb.slots[line.slot][0]
-        at = base + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes
-        manifest = self.read(at, line.manifest_nbytes)
+        manifest = self.read(sb.manifest_at(line.slot, line.manifest_index), line.manifest_nbytes)
         if len(manifest) != line.manifest_nbytes or manifest_hash(sb.uuid, manifest) != line.manifest_hash:
             raise DamagedError("its manifest does not match the commit line")
         header = ManifestHeader.unpack(manifest)

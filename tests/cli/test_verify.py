@@ -7,6 +7,7 @@ from calls import call, call_json
 from toys import adam, damage, flip, kill_at, killed_child, net, pool_with, train, versions
 
 import lightck
+from lightck.cli.base import BAD, OK
 from lightck.pool.reader import open_pool
 
 LINES = 16
@@ -137,3 +138,12 @@ def test_every_flipped_bit_of_a_line_in_use_is_called_damage(good):
         status, facts = call_json("verify", good)
         assert (status, set(structures(facts))) == (1, {f"commit line {used}"}), byte
         good.write_bytes(content)
+
+
+def test_a_pool_whose_commit_lines_are_erased_is_damaged(good, tmp_path):
+    erased = tmp_path / "erased.pool"
+    assert call("inject", good, erased, "--zero-page", "line").exit_code == OK
+    result = call("verify", erased)
+    assert result.exit_code == BAD
+    assert "all are erased" in result.stdout
+    assert "empty" not in result.stdout

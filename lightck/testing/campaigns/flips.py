@@ -165,6 +165,13 @@ class Bench:
 
     def counts(self, changed: set[Part]) -> tuple[bool | None, str]:
         """Whether a byte that counts was changed (None: a kill may leave the same); if not, why not."""
+        counts, why = self._counts(changed)
+        if not counts and self._is_erased():
+            sealed = [v for v in self.kept if self._header(v.slot) == v.generation and self._manifest(v) not in changed]
+            return (True if len(sealed) > 1 else None), "in a ring that is as before its first commit"
+        return counts, why
+
+    def _counts(self, changed: set[Part]) -> tuple[bool | None, str]:
         counts: bool | None = False
         why = "in bytes that no reader uses"
         for part in changed:
@@ -180,6 +187,14 @@ class Bench:
         if any(self._named(v, changed) for v in named):
             return True, ""
         return counts, "in a version that no line names any more" if named else why
+
+    def _is_erased(self) -> bool:
+        """No line is left, though there were some."""
+        return not any(any(self.now(part)) for part in self.parts if part.kind == anatomy.LINE)
+
+    @staticmethod
+    def _manifest(version: Kept) -> Part:
+        return next(part for part in version.own if part.kind == anatomy.MANIFEST)
 
     def _line_counts(self, part: Part) -> tuple[bool | None, str]:
         data = self.now(part)
