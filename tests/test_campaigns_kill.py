@@ -81,7 +81,7 @@ def test_a_slot_that_is_reused_too_early_is_found(folder, monkeypatch):
 
 
 def test_a_flush_that_waits_for_nothing_is_found(folder, slow_memory, monkeypatch):
-    monkeypatch.setattr(Session, "_finish", lambda self, timeout: None)
+    monkeypatch.setattr(Session, "_finish", lambda self, timeout, deadline: None)
     (reason,) = found("kill-writer", folder, range(6))
     assert "has to be there" in reason or "were possible" in reason
 

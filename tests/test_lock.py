@@ -8,6 +8,8 @@ import logging
 import os
 import shutil
 import signal
+import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -144,4 +146,14 @@ def test_a_forked_child_keeps_no_lock_when_its_parent_is_killed(pool):
         os.kill(worker, signal.SIGKILL)
         os.close(read)
         os.close(write)
+    assert lightck.recover(pool).step == 3
+
+
+def test_a_worker_that_is_yet_to_close_its_descriptor_is_waited_for(pool):
+    """Its parent was killed, with the record lock; for an instant it has the other one."""
+    pool_with(pool, 2)
+    worker = os.open(f"{pool}.lock", os.O_RDWR)
+    fcntl.fcntl(worker, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1, 1, 0))
+    threading.Timer(0.05, os.close, (worker,)).start()
+    pool_with(pool, 1, resume=True)
     assert lightck.recover(pool).step == 3

@@ -1,9 +1,11 @@
-"""One writer per pool: a lock on ``<pool>.lock`` (on a device: on itself), and a registry inside this process.
+"""One writer per pool: two locks on ``<pool>.lock``, and a registry inside this process.
 
-It is a lock of the open file (OFD). A record lock goes when any descriptor of its file is closed, and a backup of the
-folder, made by the training itself, is enough for that. What an OFD lock would outlive is a killed trainer, in a forked
-DataLoader worker that has the descriptor too: so a forked child closes it at its start. A device's folder is not its
-owner's, so there is no file beside it.
+A record lock (on byte 0) ends with the process, whatever forked children live on, and the kernel tells whose it is.
+But it goes when any descriptor of its file is closed: a backup of the folder, made by the training itself, is enough.
+The lock of the open file (OFD, on byte 1) stays then. What that one would outlive is a killed trainer, in a DataLoader
+worker that has the descriptor too: so a forked child closes it at its start, and who finds it alone waits a moment.
+
+A device is locked itself, and by an OFD lock alone, since its readers open it too: its folder is not its owner's.
 
 Cleaners of temporary files remove what looks old: a lock on a file that has no name any more keeps nobody out, which is
 looked at before each version.
@@ -19,9 +21,10 @@ import os
 import stat
 import struct
 import threading
+import time
 from dataclasses import dataclass
 
-from lightck.errors import BackgroundError, LightckError, PoolLockedError, PoolPermissionError
+from lightck.errors import BackgroundError, LightckError, PoolIOError, PoolLockedError, PoolPermissionError
 from lightck.pool.failures import TRANSIENT, io_error, told
 
 log = logging.getLogger("lightck")
@@ -32,7 +35,9 @@ _descriptors: set[int] = set()
 """Of the locks that are held: a forked child closes them."""
 _FLOCK = struct.Struct("hhqqi4x")
 _ATTEMPTS = 100
-"""To take a lock that somebody gave up between our asking for it and our asking who has it."""
+"""To take locks that somebody gave up between our asking for them and our asking who has them, or is about to give up:
+the worker of a killed training is yet to close its descriptor."""
+_PAUSE_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +77,21 @@ def _is_device(path: str) -> bool:
         return False
 
 
-def _asked(fd: int) -> Holder | None:
-    """The answer of the kernel: who holds a lock that would keep a writer out."""
+def _conflict(fd: int) -> int | None:
+    """The answer of the kernel: the pid whose record lock keeps a writer out (0: it is not visible from here), -1 where
+    it is an OFD lock, or None."""
     probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, probe))
     except (OSError, struct.error):
         return None
-    if kind == fcntl.F_UNLCK:
+    return None if kind == fcntl.F_UNLCK else max(int(pid), -1)
+
+
+def _asked(fd: int) -> Holder | None:
+    """Who holds a lock that would keep a writer out."""
+    pid = _conflict(fd)
+    if pid is None:
         return None
     owner = _ofd_holder(os.fstat(fd)) if pid == -1 else pid
     return Holder(owner, _command_of(owner)) if owner is not None and owner > 0 else Holder(None, "")
@@ -196,15 +208,17 @@ class PoolLock:
             ) from err
 
     def _lock(self) -> tuple[int, int]:
-        holder = None
         for _ in range(_ATTEMPTS):
             if self._try_lock():
                 with told(f"The lock file {self.path!r} cannot be looked at"):
                     st = os.fstat(self._fd)
                 return st.st_dev, st.st_ino
-            holder = _asked(self._fd)
-            if holder is not None:
-                break  # else who held it ended since: it is there to be taken
+            pid = _conflict(self._fd)
+            if pid is not None and pid >= 0:
+                break
+            if pid is not None:
+                time.sleep(_PAUSE_SECONDS)
+        holder = _asked(self._fd)
         who = "its pid is not visible from here" if holder is None or holder.pid is None else (
             f"pid {holder.pid}: {holder.command}")  # fmt: skip
         raise PoolLockedError(
@@ -214,7 +228,10 @@ class PoolLock:
 
     def _try_lock(self) -> bool:
         try:
-            _set(self._fd, or_of_process=not self._is_device)
+            if self._is_device:
+                _lock_open_file(self._fd, 0, 0)
+            else:
+                _lock_both(self._fd)
         except OSError as err:
             if err.errno not in (errno.EACCES, errno.EAGAIN):
                 raise io_error(f"The pool {self._pool_path!r} cannot be locked", err.errno, err.strerror) from err
@@ -231,7 +248,11 @@ class PoolLock:
             return
         except OSError:
             return  # not known to be lost, and asked again at the next version
-        if (st.st_dev, st.st_ino) != self._key:
+        try:
+            is_ours = (st.st_dev, st.st_ino) == self._key and self._try_lock()  # again: the record lock may have gone
+        except PoolIOError:
+            return
+        if not is_ours:
             raise self._lost()
 
     def _take_again(self) -> None:
@@ -265,14 +286,20 @@ class PoolLock:
                 self._drop()
 
 
-def _set(fd: int, *, or_of_process: bool) -> None:
-    """``or_of_process``: where the kernel has no OFD locks (some sandboxes), a record lock."""
+def _lock_both(fd: int) -> None:
+    """Raises ``OSError``: EAGAIN where one is taken, and then neither is."""
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        _lock_open_file(fd, 1, 1)
     except OSError as err:
-        if err.errno != errno.EINVAL or not or_of_process:
-            raise
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if err.errno == errno.EINVAL:
+            return  # a sandbox whose kernel has none
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1, 0)
+        raise
+
+
+def _lock_open_file(fd: int, start: int, nbytes: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))
 
 
 def _forget_in_child() -> None:
