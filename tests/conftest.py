@@ -18,6 +18,7 @@ from typing import NoReturn
 import pytest
 import slow_lanes
 import torch
+from hypothesis import settings
 
 from lightck.pool import backends, emulation, pmemobj
 from lightck.pool.emulation import Profile
@@ -25,6 +26,9 @@ from lightck.pool.format import MIB
 from lightck.pool.pmdk import PmdkBackend
 
 torch.set_num_threads(1)
+
+settings.register_profile("lightck", deadline=None)  # a machine that stands still for a moment is no failure
+settings.load_profile("lightck")
 
 # A shell that starts the suite in the background has it, and all that it starts, ignore Ctrl-C; tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightck.pool import extents
@@ -34,7 +34,6 @@ def filled(places: Extents) -> Iterator[tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("places", [WHOLE, APART])
-@settings(deadline=None)
 @given(offset=st.integers(0, 6 * PAGE), nbytes=st.integers(0, 6 * PAGE))
 def test_any_range_reads_as_if_the_pool_were_in_one_piece(places: Extents, offset: int, nbytes: int) -> None:
     with filled(places) as (fd, data):

@@ -593,7 +593,7 @@ def test_failed_restarts_do_not_evict_the_fall_back(slots: int, restarts: int) -
     assert [(ln.step, ln.slot) for ln in writer.whole()] == before
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from([2, 3, 8]), st.lists(st.integers(0, 9), max_size=60))
 def test_what_is_newest_and_its_fall_back_stay_whatever_happens(slots: int, events: list[int]) -> None:
     """0..5: a version; 6, 7: a restart from the newest; 8, 9: from the oldest that is there."""

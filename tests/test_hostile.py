@@ -245,7 +245,7 @@ PLAIN = st.none() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max
 WORDS = st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 300), min_size=1, max_size=20)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(WORDS)
 def test_any_words_make_a_structure_or_an_error_of_ours(words):
     data = struct.pack(f"<{len(words)}Q", *words)
@@ -261,7 +261,7 @@ def test_any_words_make_a_structure_or_an_error_of_ours(words):
             parse()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=4), max_leaves=20), st.integers(0, 400),
     st.binary(min_size=1, max_size=8),

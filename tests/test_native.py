@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightck import _native
@@ -136,7 +136,6 @@ def test_crc64_goes_on_where_it_stopped(data: bytes, cut: int) -> None:
     assert lib.lck_crc64(lib.lck_crc64(0, head, len(head)), tail, len(tail)) == lib.lck_crc64(0, data, len(data))
 
 
-@settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(0, 6000), st.integers(0, 600), st.integers(0, 70))
 def test_kernels_agree(random: Any, nbytes: int, off: int, shift: int) -> None:
     data = random.randbytes(shift + nbytes)
@@ -160,7 +159,6 @@ def test_block_seed(uuid_lo: int, uuid_hi: int, tensor: int, generation: int, in
     assert lib.lck_block_seed(*words) == seed_reference(*words)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=5000), st.integers(0, 5), st.sampled_from([256, 512, 4096]),
        st.sampled_from([_native.TIER_CACHE, _native.TIER_DISK]), st.tuples(U64, U64, U64, U64))  # fmt: skip
 def test_round_trip(data: bytes, place: int, block: int, tier: int, identity: tuple[int, int, int, int]) -> None:
@@ -173,7 +171,6 @@ def test_round_trip(data: bytes, place: int, block: int, tier: int, identity: tu
                                      *identity, ffi.NULL) == _native.OK  # fmt: skip
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=3000), st.data())
 def test_a_flipped_bit_is_found(data: bytes, draw: st.DataObject) -> None:
     identity = (1, 2, 3, 4)

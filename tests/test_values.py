@@ -90,7 +90,7 @@ def containers(inner):
 storable = st.recursive(plain | arrays | scalars | tensors, containers, max_leaves=20)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(storable)
 def test_round_trip(value):
     assert same(there_and_back(value), value)
@@ -301,13 +301,13 @@ def decode(data: bytes) -> None:
         values.unpack(data, tensor=lambda name: torch.zeros(1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200))
 def test_random_bytes(data):
     decode(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(storable, st.data())
 def test_mutated_bytes(value, data):
     packed = bytearray(values.pack(value, path="x"))
