@@ -24,7 +24,7 @@ from lightck.capture.layerwise import layerwise_of
 from lightck.capture.predict import predict
 from lightck.capture.scaler import enabled
 from lightck.capture.snapshot import Capture, check_objects
-from lightck.checkpoint import Checkpoint, refuse_other_than_module
+from lightck.checkpoint import Checkpoint, refuse_other_than_mapping, refuse_other_than_module
 from lightck.errors import (
     CheckpointExistsError,
     LateError,
@@ -145,8 +145,7 @@ def _undone(undo: Callable[[], None]) -> Iterator[None]:
 def _check_arguments(model: Any, state: Any, resume: bool, overwrite: bool, strategy: Any, slots: Any,
                      keep: Any, staging: Any) -> None:  # fmt: skip
     refuse_other_than_module(model)
-    if state is not None and not isinstance(state, Mapping):
-        raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
+    refuse_other_than_mapping(state)
     if resume and overwrite:
         raise ValueError("resume=True and overwrite=True exclude each other: go on from the checkpoint, or discard it.")
     if strategy is not None and not isinstance(strategy, FullState):

@@ -145,10 +145,16 @@ def refuse_other_than_module(model: Any) -> None:
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the module that you train.")
 
 
+def refuse_other_than_mapping(state: Any) -> None:
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
+
+
 def plan_restore(contents: Contents, model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, *,
                  strict: bool, complete: bool = False) -> _restore.Plan:  # fmt: skip
     """Check a restore into these objects; nothing changes yet. A name in ``state`` whose object is None is declined."""
     refuse_other_than_module(model)
+    refuse_other_than_mapping(state)
     if has_open_session(model, parts_of_it=True):
         raise SessionError(
             "This model's session is open, or that of another model that has parts of it: restoring into it would "

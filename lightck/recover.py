@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightck import restore as _restore
-from lightck.checkpoint import Checkpoint, plan_restore, poison
+from lightck.checkpoint import Checkpoint, plan_restore, poison, refuse_other_than_mapping
 from lightck.contents import Contents, MemorySource, in_memory
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.backends import pool_path as _pool_path
@@ -72,8 +72,7 @@ def recover(
 
 
 def _check_arguments(model: Any, optimizer: Any, state: Any, step: Any) -> None:
-    if state is not None and not isinstance(state, Mapping):
-        raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
+    refuse_other_than_mapping(state)
     if step is not None and (isinstance(step, bool) or not isinstance(step, Integral)):
         raise TypeError(f"step={step!r} is a {type(step).__name__}. Pass the number of a step, an int: step=1000.")
     if model is None and (optimizer is not None or state):

@@ -203,6 +203,8 @@ def test_state_that_is_no_map_of_names_is_refused(pool, state):
     for given in ([], [model]):
         with pytest.raises(TypeError, match=r"state= is a (str|list)\. Pass a dict of names"):
             lightck.recover(pool, *given, state=state)
+    with pytest.raises(TypeError, match=r"state= is a (str|list)\. Pass a dict of names"):
+        lightck.recover(pool).restore(model, state=state)
 
 
 def test_recovery_of_a_pool_in_use_by_another_process(pool):
