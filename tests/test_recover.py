@@ -26,6 +26,7 @@ from toys import (
     kill_at,
     killed_child,
     net,
+    poke,
     pool_with,
     running_child,
     same,
@@ -397,10 +398,8 @@ def test_a_pool_whose_commit_lines_are_all_gone_is_no_fresh_start(folder, pool):
     model, optimizer = pool_with(pool, 5)
     with contextlib.closing(open_pool(str(pool))) as reader:
         sb = reader.superblock
-    with pool.open("r+b") as f:
-        for position in range(sb.ring_lines):
-            f.seek(sb.line_offset(position))
-            f.write(bytes(64))
+    for position in range(sb.ring_lines):
+        poke(pool, sb.line_offset(position), bytes(64))
     before = pool.read_bytes()
     for call in (lambda: lightck.recover(pool), lambda: lightck.recover(pool, net(seed=1), step=5),
                  lambda: lightck.attach(model, pool, optimizer=optimizer),
