@@ -258,8 +258,9 @@ class _Attachment:
     def _checkpoint(self, reader: PoolReader) -> tuple[Any, CommitLine] | None:
         """The version to go on from; None where the pool never held one."""
         if reader.ring().is_empty:
-            if reader.erased():
-                raise erased_error(reader)
+            lost = erased_error(reader)
+            if lost is not None:
+                raise lost
             return None
         known = restored_from(self.model, self.path, reader.superblock.uuid)
         if known is not None:

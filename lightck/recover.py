@@ -124,13 +124,11 @@ def parse(version: Version) -> Contents:
 
 def _nothing_left(reader: PoolReader, ring: Ring, step: int | None, rejected: list[Rejected]) -> Exception:
     reasons = tuple(map(str, rejected)) + tuple(f"commit line {p} is damaged" for p in ring.damaged)
-    if ring.is_empty and not reader.erased():
-        return NoCheckpointError(
+    if ring.is_empty:
+        return erased_error(reader) or NoCheckpointError(
             f"The pool {reader.path!r} holds no checkpoint yet. The training that made it committed no step so far. "
             "If it has ended, start it afresh; attach(..., resume=True) does that by itself."
         )
-    if ring.is_empty:
-        return erased_error(reader)
     held = {line.step for line in ring.lines.values() if not reader.is_reused(line)}
     if step is not None and step not in held:
         return NoCheckpointError(
@@ -144,9 +142,11 @@ def _nothing_left(reader: PoolReader, ring: Ring, step: int | None, rejected: li
     )
 
 
-def erased_error(reader: PoolReader) -> CorruptPoolError:
+def erased_error(reader: PoolReader) -> CorruptPoolError | None:
     """Of a pool whose commit lines are gone (``PoolReader.erased``)."""
     generations = ", ".join(map(str, reader.erased()))
+    if not generations:
+        return None
     return CorruptPoolError(
         f"All commit lines of the pool {reader.path!r} are erased, and its slots hold versions (generations "
         f"{generations}). Which of them were committed whole cannot be told any more. Nothing was restored or changed. "

@@ -43,8 +43,6 @@ class Live:
     alias: str | None = None
     still: bool = False
     """A parameter that no optimizer step changes: it counts as a buffer until it has proved that it rests."""
-    address: int = 0
-    """Where a tensor of the model began when this was made; 0 where it was not asked for."""
 
     def is_home(self) -> bool:
         """Whether the tensor is still the one that its module or optimizer holds."""
@@ -118,8 +116,8 @@ class ModelView:
                 live.still = id(tensor) not in trained or not tensor.requires_grad
             first = firsts.setdefault(id(tensor), live)
             if first is live:
-                live.address = address_of(tensor)
-                first = places.setdefault(live.address, live) if live.address else live
+                address = address_of(tensor)
+                first = places.setdefault(address, live) if address else live
             if first is not live and (first.tensor is tensor or _is_same_memory(first.tensor, tensor)):
                 live.alias = first.alias or first.name
             lives.append(live)

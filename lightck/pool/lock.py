@@ -143,8 +143,7 @@ class PoolLock:
         _held[self._key] = self._pool_path
 
     def _drop(self) -> None:
-        _descriptors.discard(self._fd)
-        os.close(self._fd)
+        _close(self._fd)
         self._fd = -1
 
     def _refuse_second_session(self) -> None:
@@ -264,8 +263,7 @@ class PoolLock:
                 self._fd = old_fd
                 raise self._lost() from err
             _held.pop(old_key, None)
-            _descriptors.discard(old_fd)
-            os.close(old_fd)
+            _close(old_fd)
         log.warning("lightck: the lock file %r was removed while its pool is in use, and is made again. It keeps other "
                     "trainings out: keep cleaners of temporary files away from it", self.path)  # fmt: skip
 
@@ -284,6 +282,11 @@ class PoolLock:
             if self._fd >= 0 and os.getpid() == self._pid:
                 _held.pop(self._key, None)
                 self._drop()
+
+
+def _close(fd: int) -> None:
+    _descriptors.discard(fd)
+    os.close(fd)
 
 
 def _lock_both(fd: int) -> None:

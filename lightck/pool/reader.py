@@ -161,9 +161,11 @@ class PoolReader:
     def erased(self) -> tuple[int, ...]:
         """Generations of versions that no line names though one must have: no line is there, and several slots hold a
         manifest, of which the second is written after the first line. A crash before that leaves one at most."""
+        if not self.ring().is_empty:
+            return ()
         found = [self._sealed(slot) for slot in range(len(self.superblock.slots))]
         generations = tuple(generation for generation in found if generation is not None)
-        return generations if len(generations) > 1 and self.ring().is_empty else ()
+        return generations if len(generations) > 1 and self.ring().is_empty else ()  # nor did one come meanwhile
 
     def _sealed(self, slot: int) -> int | None:
         """The generation that the slot's header names, where a manifest of it lies there."""
