@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from lightck.capture import values
+from lightck.capture.dtypes import dtype_from_name
 from lightck.capture.rng import RngState
 from lightck.capture.snapshot import STATE_VERSION
 from lightck.errors import CorruptPoolError, NoTensorError
@@ -148,7 +149,7 @@ def _optimizer(value: Any) -> OptimizerContents:
 
 def empty_for(entry: Entry, device: torch.device | str) -> torch.Tensor:
     """An uninitialised tensor with the layout of an entry, on the CPU first (payload arrives there)."""
-    dtype = values.dtype_from_name(entry.dtype)
+    dtype = dtype_from_name(entry.dtype)
     return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device=device)
 
 

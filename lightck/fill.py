@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 
 from lightck import memory
 from lightck.contents import Source, load_tensor
+from lightck.memory import Named
 from lightck.pool.layout import Entry, is_contiguous
 
 
@@ -15,7 +18,7 @@ class Fills:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._added: list[tuple[str, torch.Tensor]] = []
+        self._added: list[Named] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Fill this tensor with the entry of this name."""
@@ -25,17 +28,23 @@ class Fills:
     def run(self) -> None:
         """Raises ``DamagedError`` at a block that does not verify: others may have been filled by then."""
         added, self._added = self._added, []
-        crowded = memory.crowded(added)
-        apart, others = [], []
-        for name, tensor in added:
-            if id(tensor) not in crowded and _lies_as(self.source.entries[name], tensor):
-                apart.append((name, tensor.data_ptr()))
-            else:
-                others.append((name, tensor))
-        self.source.read_many(apart)
+        apart, others = self._sorted(added)
+        self.source.read_many([(name, tensor.data_ptr()) for name, tensor in apart])
         for name, tensor in others:
             _fill(self.source, name, tensor)
         _announce([tensor for _, tensor in added])
+
+    def _sorted(self, added: list[Named]) -> tuple[list[Named], list[Named]]:
+        """Those that can be read straight into their memory at the same time, and the others."""
+        crowded, entries = memory.crowded(added), self.source.entries
+        if not crowded and _lie_as([entries[name] for name, _ in added], [tensor for _, tensor in added]):
+            return added, []  # as nearly always
+        apart: list[Named] = []
+        others: list[Named] = []
+        for name, tensor in added:
+            fits = id(tensor) not in crowded and _lies_as(entries[name], tensor)
+            (apart if fits else others).append((name, tensor))
+        return apart, others
 
 
 def _announce(tensors: list[torch.Tensor]) -> None:
@@ -58,3 +67,15 @@ def _lies_as(entry: Entry, tensor: torch.Tensor) -> bool:
     if tensor.shape != entry.shape or tensor.nbytes != entry.nbytes:
         return False  # nothing else may have looked: what is not like its entry is never written to by address
     return tensor.stride() == entry.stride or (tensor.is_contiguous() and is_contiguous(entry.shape, entry.stride))
+
+
+def _lie_as(entries: list[Entry], tensors: list[torch.Tensor]) -> bool:
+    """Whether ``_lies_as`` is true of each: asked of all together, in half the time. A no may be wrong."""
+    return (
+        all(map(attrgetter("is_cpu"), tensors))
+        and not any(map(torch.Tensor.is_conj, tensors))
+        and not any(map(torch.Tensor.is_neg, tensors))
+        and [tensor.shape for tensor in tensors] == [entry.shape for entry in entries]
+        and [tensor.nbytes for tensor in tensors] == [entry.nbytes for entry in entries]
+        and [tensor.stride() for tensor in tensors] == [entry.stride for entry in entries]
+    )

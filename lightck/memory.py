@@ -80,15 +80,15 @@ def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor])
 
 def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
     """Groups of tensors on the CPU whose ranges of memory overlap."""
-    held = [i for i, (_, tensor) in enumerate(tensors) if tensor.is_cpu and tensor.numel()]
-    lows = np.array([tensors[i][1].data_ptr() for i in held], "u8")
-    highs = lows + np.array([_reach(tensors[i][1]) for i in held], "u8")
+    held = [one for one in tensors if one[1].is_cpu and one[1].nbytes]
+    lows = np.array([tensor.data_ptr() for _, tensor in held], "u8")
+    highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in held], "u8")
     order = lows.argsort()
     begins_one = lows[order][1:] >= np.maximum.accumulate(highs[order])[:-1]
     if begins_one.all():
         return []
     groups = np.split(order, np.flatnonzero(begins_one) + 1)
-    return [[tensors[held[k]] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
+    return [[held[k] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
 
 
 def crowded(tensors: Sequence[Named]) -> set[int]:

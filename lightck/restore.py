@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from lightck import memory
 from lightck.capture import values
+from lightck.capture.dtypes import dtype_from_name
 from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_views
 from lightck.capture.storable import refuse_unstorable
 from lightck.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
@@ -132,7 +133,7 @@ def _match_elastic(contents: Contents, view: ModelView, lives: list[Live], plan:
 
 
 def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
-    return tensor.shape == entry.shape and tensor.dtype == values.dtype_from_name(entry.dtype)
+    return tensor.shape == entry.shape and tensor.dtype == dtype_from_name(entry.dtype)
 
 
 def _match_tensors(contents: Contents, lives: list[Live], plan: Plan,

@@ -4,14 +4,15 @@ casts. Live tensors are filled in place where they fit, so that whoever else hol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightck import memory
-from lightck.capture import values
+from lightck.capture.dtypes import dtype_from_name
 from lightck.capture.inventory import OptimizerView
 from lightck.contents import Contents, OptimizerContents, empty_for, tensor_reader, unpack_dict
 from lightck.fill import Fills
@@ -38,8 +39,7 @@ def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents
         new: dict[Any, Any] = {}
         for key, entry in keys.get(name, {}).items():
             now = present.get(key) if isinstance(present, dict) else None
-            device = _device(key, entry, contents.entries.get(f"model/{name}"), p.device)
-            new[key] = _state_tensor(now, entry, device, held, fills, filled)
+            new[key] = _state_tensor(now, entry, partial(_device, key, entry, contents, name, p), held, fills, filled)
         if new or name in rest:
             state[name] = joined(new, rest, name)
     return state
@@ -51,14 +51,15 @@ def joined(tensors: dict[Any, Any], rest: Mapping[str, Any], name: str) -> Any:
     return tensors | other if isinstance(other, dict) else other
 
 
-def _device(key: Any, entry: Entry, param: Entry | None, live: torch.device) -> torch.device:
+def _device(key: Any, entry: Entry, contents: Contents, name: str, live: torch.Tensor) -> torch.device:
     """Where a new state tensor belongs: with its parameter. What was kept on the CPU for one on a device stays there;
     so does a step count, as in torch's own ``load_state_dict``."""
+    param = contents.entries.get(f"model/{name}")
     is_of_cpu = param is not None and param.device == "cpu" and key != "step"
-    return torch.device("cpu") if entry.device == "cpu" and not is_of_cpu else live
+    return torch.device("cpu") if entry.device == "cpu" and not is_of_cpu else live.device
 
 
-def _state_tensor(present: Any, entry: Entry, device: torch.device, held: dict[str, torch.Tensor],
+def _state_tensor(present: Any, entry: Entry, device: Callable[[], torch.device], held: dict[str, torch.Tensor],
                   fills: Fills, filled: set[int]) -> torch.Tensor:  # fmt: skip
     """``filled``: ids of the live tensors that were filled already. One that several parameters share live holds the
     values of one of them only, unless they shared it when it was saved."""
@@ -69,7 +70,7 @@ def _state_tensor(present: Any, entry: Entry, device: torch.device, held: dict[s
         entry = fills.source.entries[entry.alias]
     target = present if _fits(present, entry) and id(present) not in filled else None
     if target is None:
-        target = empty_for(entry, device)
+        target = empty_for(entry, device())
     filled.add(id(target))
     held[entry.name] = target
     fills.add(entry.name, target)
@@ -77,9 +78,9 @@ def _state_tensor(present: Any, entry: Entry, device: torch.device, held: dict[s
 
 
 def _fits(present: Any, entry: Entry) -> bool:
-    if not isinstance(present, torch.Tensor) or present.dtype != values.dtype_from_name(entry.dtype):
+    if not isinstance(present, torch.Tensor) or present.dtype != dtype_from_name(entry.dtype):
         return False
-    return tuple(present.shape) == entry.shape
+    return present.shape == entry.shape
 
 
 def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dict[str, Entry]]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightck.capture.dtypes import dtype_name
 from lightck.capture.lanes import lies_dense
 from lightck.capture.nest import Place, has_own_state, inner_of, places
 from lightck.capture.storable import refuse_hidden_state, refuse_script, refuse_unstorable
-from lightck.capture.values import dtype_name
 from lightck.errors import StateValueError
 from lightck.pool.layout import Entry
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from lightck.capture import rng
+from lightck.capture.dtypes import dtype_name
 from lightck.capture.inventory import OptimizerView, contiguous_stride, state_name
-from lightck.capture.values import dtype_name
 from lightck.pool.layout import Entry
 
 log = logging.getLogger("lightck")

@@ -11,8 +11,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from lightck.capture.dtypes import is_known
 from lightck.errors import StateValueError
-from lightck.pool.layout import ITEM_NBYTES, NAME_NBYTES_MAX, is_name
+from lightck.pool.layout import NAME_NBYTES_MAX, is_name
+
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
+"""Types that are neither lazy nor wrappers: to look whether others are takes longer than all else here."""
 
 _KEEP_OUT = "or keep it out of what is saved (a buffer with persistent=False) and build it anew in each run"
 
@@ -41,11 +45,8 @@ def refuse_script(prefix: str, module: nn.Module) -> None:
 
 def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Reason and cure, where a tensor is more, or less, than an array of plain bytes in memory."""
-    kind = type(tensor)
-    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-        return "it is lazy and has no shape yet", "Call the model once on a batch, build its optimizer, then attach"
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return _why_not_wrapper(kind)
+    if type(tensor) not in _PLAIN and (why := _why_not_type(tensor)):
+        return why
     if tensor.is_nested:
         return "it is a nested tensor, a list of tensors of several shapes", f"Keep its parts apart, {_KEEP_OUT}"
     if tensor.layout != torch.strided:
@@ -53,7 +54,7 @@ def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
     if tensor.is_meta:
         cure = f"Give it memory (model.to_empty) and fill it before attach, {_KEEP_OUT}"
         return "it is on the meta device and has no bytes", cure
-    if str(tensor.dtype).removeprefix("torch.") not in ITEM_NBYTES:
+    if not is_known(tensor.dtype):
         return _why_not_dtype(tensor.dtype)
     if tensor.numel() and not _is_backed(tensor):
         return (
@@ -63,7 +64,12 @@ def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-def _why_not_wrapper(kind: type) -> tuple[str, str]:
+def _why_not_type(tensor: torch.Tensor) -> tuple[str, str] | None:
+    kind = type(tensor)
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        return "it is lazy and has no shape yet", "Call the model once on a batch, build its optimizer, then attach"
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return None
     if kind.__name__ == "DTensor":
         return (
             "it is a DTensor, of which this process holds a part only",
@@ -89,10 +95,11 @@ def _why_not_dtype(dtype: torch.dtype) -> tuple[str, str]:
 
 def _is_backed(tensor: torch.Tensor) -> bool:
     """Whether the storage reaches as far as the tensor does: FSDP and friends free it behind live tensors."""
-    last = tensor.numel() - 1
-    if not tensor.is_contiguous():
-        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + last + 1) * tensor.element_size()
+    begin, held = tensor.storage_offset(), tensor.untyped_storage().nbytes()
+    if tensor.is_contiguous():
+        return held >= (begin * tensor.element_size() if begin else 0) + tensor.nbytes
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return held >= (begin + last + 1) * tensor.element_size()
 
 
 def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str]) -> None:

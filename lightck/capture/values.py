@@ -19,44 +19,21 @@ import msgpack
 import numpy as np
 import torch
 
+from lightck.capture.dtypes import DTYPES, dtype_name
 from lightck.capture.keys import INT_NBYTES_MAX, NUMPY_CODES, NUMPY_SCALARS, PLAIN, collide, is_key
 from lightck.capture.storable import why_not
 from lightck.errors import CorruptPoolError, StateValueError
-from lightck.pool.layout import ITEM_NBYTES
 
 TUPLE, DICT, ORDERED_DICT, COUNTER, DEFAULT_DICT, SET, DEQUE = 1, 2, 3, 4, 5, 6, 7
 BIG_INT, ARRAY, SCALAR, TENSOR, LARGE_TENSOR, FROZENSET = 8, 9, 10, 11, 12, 13
 MAX_DEPTH = 32
 """Containers in containers, the outermost included."""
 MAX_DIMS = 64
+_NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in NUMPY_CODES for order in "<>"}
+_SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
 _LEAF = MAX_DEPTH + 1  # of what can hold nothing else: an extension in an extension in one would never end
 _MANY = 16
 """Items from which on it pays to look whether all are of one type."""
-
-
-# ---------------------------------------------------------------------------------------------------- dtypes
-
-# One table says what can be stored: a dtype that a later torch brings is refused until it has a line there.
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_NBYTES if hasattr(torch, name)}
-_DTYPE_NAMES = {item: name for name, item in _DTYPES.items()}
-_NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in NUMPY_CODES for order in "<>"}
-_SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name without ``torch.``, e.g. ``bfloat16``. ValueError for a dtype that cannot be stored."""
-    try:
-        return _DTYPE_NAMES[dtype]
-    except KeyError:
-        raise ValueError(f"{dtype} cannot be stored: its values are not whole bytes; convert it first") from None
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`. ValueError if there is no such dtype in this torch."""
-    try:
-        return _DTYPES[name]
-    except (KeyError, TypeError):
-        raise ValueError(f"{name!r} is no dtype of torch {torch.__version__} that can be stored") from None
 
 
 # --------------------------------------------------------------------------------------------------- packing
@@ -208,7 +185,7 @@ class _Packer:
         why = why_not(value)
         if why is not None:
             raise self.refused(value, f"{why[0]} ({why[1]})")
-        dtype = _DTYPE_NAMES[value.dtype]
+        dtype = dtype_name(value.dtype)
         if value.is_conj() or value.is_neg():
             value = value.detach().resolve_conj().resolve_neg()
         if self._large is not None and value.nbytes >= self._large_nbytes:
@@ -486,7 +463,7 @@ def _raise_scalar(reader: _Reader, _depth: int) -> Any:
 
 def _raise_tensor(reader: _Reader, _depth: int) -> torch.Tensor:
     reader.fields(3)
-    dtype = _DTYPES.get(reader.exactly(str))
+    dtype = DTYPES.get(reader.exactly(str))
     if dtype is None:
         raise _corrupt("a tensor has an unknown dtype")
     shape, raw = reader.shape(), reader.exactly(bytes)

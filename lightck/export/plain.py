@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightck.capture.values import dtype_name
+from lightck.capture.dtypes import dtype_name
 from lightck.checkpoint import Checkpoint
 from lightck.contents import Contents, named
 from lightck.export.tensors import Planned
