@@ -45,6 +45,7 @@ class FirstStep:
 
     def check(self, capture: Capture) -> None:
         """Raises ``LateError`` for a scheduler that was made after attach."""
+        capture.before_first_update()
         self._check_schedulers([view.optimizer for view in capture.optimizers])
         self._check_lr()
         if self.restored and not self.position_used and not any(is_loader(o) for o in self.objects.values()):

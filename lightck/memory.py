@@ -79,8 +79,8 @@ def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor])
 
 
 def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
-    """Groups of tensors on the CPU whose ranges of memory overlap."""
-    held = [one for one in tensors if one[1].is_cpu and one[1].nbytes]
+    """Groups of tensors whose ranges of memory overlap; an address of a CUDA device is no other's, nor the CPU's."""
+    held = [one for one in tensors if (one[1].is_cpu or one[1].is_cuda) and one[1].nbytes]
     lows = np.array([tensor.data_ptr() for _, tensor in held], "u8")
     highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in held], "u8")
     order = lows.argsort()

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 
-from lightck.capture import lanes
 from lightck.capture.inventory import entry_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting, Watched, changed_error
@@ -120,7 +119,6 @@ class Pipeline:
 
     def close_version(self, closing: Closing) -> None:
         """Begin writing a version. Small tensors, buffers and state are copied before this returns."""
-        lanes.join_updates()
         self._reap()
         self.resting.never.update(closing.at_once)
         if self.finite is not None and self.finite.refuses(closing, self._meter):

@@ -30,6 +30,7 @@ def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents
     rest = unpack_dict(saved.values, tensor=tensor_reader(fills.source, held))
     params = dict(live.params)
     filled: set[int] = set()
+    counted = counted_on_device(saved)
     state: dict[str, Any] = {}
     for name in saved.all_names:
         if name in unfit:
@@ -39,7 +40,8 @@ def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents
         new: dict[Any, Any] = {}
         for key, entry in keys.get(name, {}).items():
             now = present.get(key) if isinstance(present, dict) else None
-            new[key] = _state_tensor(now, entry, partial(_device, key, entry, contents, name, p), held, fills, filled)
+            stays = key == "step" and name not in counted
+            new[key] = _state_tensor(now, entry, partial(device_of, entry, contents, name, p, stays), held, fills, filled)
         if new or name in rest:
             state[name] = joined(new, rest, name)
     return state
@@ -51,11 +53,17 @@ def joined(tensors: dict[Any, Any], rest: Mapping[str, Any], name: str) -> Any:
     return tensors | other if isinstance(other, dict) else other
 
 
-def _device(key: Any, entry: Entry, contents: Contents, name: str, live: torch.Tensor) -> torch.device:
+def counted_on_device(saved: OptimizerContents) -> set[str]:
+    """Parameters whose steps are counted where they lie, as ``fused`` and ``capturable`` optimizers do."""
+    groups = zip(saved.names, saved.groups, strict=True)
+    return {name for names, options in groups if options.get("fused") or options.get("capturable") for name in names}
+
+
+def device_of(entry: Entry, contents: Contents, name: str, live: torch.Tensor, stays: bool) -> torch.device:
     """Where a new state tensor belongs: with its parameter. What was kept on the CPU for one on a device stays there;
-    so does a step count, as in torch's own ``load_state_dict``."""
+    so does a count of steps (``stays``) that was there, as in torch's own ``load_state_dict``."""
     param = contents.entries.get(f"model/{name}")
-    is_of_cpu = param is not None and param.device == "cpu" and key != "step"
+    is_of_cpu = param is not None and param.device == "cpu" and not stays
     return torch.device("cpu") if entry.device == "cpu" and not is_of_cpu else live.device
 
 

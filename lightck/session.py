@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.capture.boundary import Boundary, Event
 from lightck.capture.discover import Found, drives, late
+from lightck.capture.forward import ForwardSeen
 from lightck.capture.half import HalfUpdated
 from lightck.capture.hooks import Hooks
 from lightck.capture.loader import SessionLoader
@@ -71,8 +72,7 @@ class Session:
         self._paused = 0
         self._steps_on: int | None = None  # thread
         self._pid = os.getpid()
-        self._forward_fires = False
-        self._told_no_forward = False
+        self._forward = ForwardSeen()
         self._scalers = ScalerWatch(capture.objects)
         self._half_updated = HalfUpdated()
         self._hooks = Hooks(Proxy(self), model, found.optimizers)
@@ -226,6 +226,7 @@ class Session:
 
     def before_step(self, index: int, by_hand: bool, in_backward: bool = False) -> None:
         """Before the gate. ``by_hand``: outside the ``step`` of a wrapper; ``in_backward``: before a first layer."""
+        self._capture.devices.refuse_capture("An optimizer's step")
         with self._meter.stall("before the update"):
             self._raise_failure()
             if not in_backward:
@@ -239,7 +240,7 @@ class Session:
                 self._first_step = None
             if self._boundary.is_due(Event.PRE_STEP):
                 self._event(Event.PRE_STEP)
-                self._tell_no_forward()
+                self._forward.tell_missing(self._boundary.explicit)
             self._capture.before_update(index)
 
     def gate(self) -> None:
@@ -283,9 +284,9 @@ class Session:
 
     def forward_begins(self) -> None:
         """Training forward of the root."""
-        if self._paused:
+        if self._paused or self._capture.devices.is_captured(self._is_idle):
             return
-        self._forward_fires = True
+        self._forward.fires = True
         with self._meter.stall("forward begins"):
             if self._failure is None:
                 self._guard(self._pipeline.forward_begins)
@@ -352,6 +353,7 @@ class Session:
     def _event(self, event: Event) -> None:
         if self._paused:
             return
+        self._capture.devices.join_updates()
         if not self._boundary.is_due(event):
             is_skip = event is not Event.FLUSH and self._scalers.skipped()
             self._boundary.passed_without_update(event, is_skip)
@@ -376,6 +378,11 @@ class Session:
 
         self._saved_step = step
         self._guard(run)
+
+    def _is_idle(self) -> bool:
+        """No version is due or under way."""
+        is_saved = not self._saved_step or self._pipeline.newest_committed() == self._saved_step
+        return is_saved and not self._boundary.is_due(Event.FORWARD)
 
     def _commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
         """Close the version here, and bring it to its commit. Where the version of this step was closed before and not
@@ -415,13 +422,6 @@ class Session:
     def _position_used(self) -> None:
         if self._first_step is not None:
             self._first_step.position_used = True
-
-    def _tell_no_forward(self) -> None:
-        if not self._forward_fires and not self._told_no_forward and not self._boundary.explicit:
-            self._told_no_forward = True
-            log.info("lightck: the model's forward hook does not fire (compiled before attach, or never called "
-                     "itself): versions close at the optimizer's step, and their copies are waited for there. "
-                     "session.loader() or session.end_step() closes them earlier")  # fmt: skip
 
     def _check_usable(self) -> None:
         if not self._is_open:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lightck import split
-from lightck.capture import buffers, lanes, watch
+from lightck.capture import buffers, devices, lanes, watch
 from lightck.capture.lanes import Arrival, Lane, Pair, raw
 
 Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
@@ -79,6 +79,10 @@ class SlowLane:
         """What sending beside the computation raises."""
         self.fails_once: Exception | None = None
         self.before_send: Callable[[], None] | None = None
+        self.events: list[str] = []
+        """What it was told of updates and memory, in that order."""
+        self.captures = False
+        """What it is told is recorded for a graph."""
         self.room = 1 << 40
         """Bytes of memory of its own."""
         self.refuses: Exception | None = None
@@ -116,6 +120,7 @@ class SlowLane:
         if self.fails is not None:
             raise self.fails
         self.sent += len(pairs)
+        self.events.append("sent in order")
         copies = [(target, raw(tensor).clone()) for target, tensor in pairs]
         return self._computation.send([(target, copy.clone) for target, copy in copies], _NOTHING)
 
@@ -144,9 +149,17 @@ class SlowLane:
 
     def enter(self) -> None: ...
 
-    def note_update(self) -> None: ...
+    def note_update(self) -> None:
+        self.events.append("noted")
 
-    def join_update(self) -> None: ...
+    def join_updates(self) -> None:
+        self.events.append("joined")
+
+    def is_capturing(self) -> bool:
+        return self.captures
+
+    def give_back(self) -> None:
+        self.events.append("given back")
 
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 0xAB, dtype=torch.uint8)
@@ -171,5 +184,5 @@ _NOTHING = _passed()
 
 def install(patch: pytest.MonkeyPatch, lane_of: Callable[[torch.Tensor], Lane | None]) -> None:
     """Tensors are on devices, as this says."""
-    for module in (lanes, split, watch, buffers):
+    for module in (lanes, devices, split, watch, buffers):
         patch.setattr(module, "lane_of", lane_of)

@@ -65,8 +65,15 @@ class Lane(Protocol):
     def note_update(self) -> None:
         """The stream that is current here has been told to update."""
 
-    def join_update(self) -> None:
-        """What the stream that is current here is told from now on comes after the last update that was noted."""
+    def join_updates(self) -> None:
+        """What the stream that is current here is told from now on comes after all that streams with updates were told
+        so far: after the updates, and after what followed them (a scaler's scale)."""
+
+    def is_capturing(self) -> bool:
+        """Whether what the stream that is current here is told is recorded for a graph, and not done."""
+
+    def give_back(self) -> None:
+        """Host memory that was got here and is not held any more goes back to the system."""
 
 
 def lies_dense(tensor: torch.Tensor) -> bool:
@@ -96,8 +103,9 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._updated: Any = None
-        self._updated_on: torch.cuda.Stream | None = None
+        self._updated_on: dict[torch.cuda.Stream, None] = {}
+        """Streams that made the updates of this version, the last one last."""
+        self._is_joined = True
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Arrival:
@@ -109,7 +117,7 @@ class CudaLane:
 
     def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
         arrival = self._sent(self._computation(), pairs)
-        torch.cuda.current_stream(self._device).wait_event(arrival)
+        self._hold_back(arrival)
         return arrival
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
@@ -120,7 +128,7 @@ class CudaLane:
         stream = self._computation()
         with torch.no_grad(), torch.cuda.stream(stream):
             torch._foreach_copy_([target for target, _ in pairs], [raw(tensor) for _, tensor in pairs])
-        torch.cuda.current_stream(self._device).wait_event(self._passed(stream))
+        self._hold_back(self._passed(stream))
 
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -143,21 +151,41 @@ class CudaLane:
         torch.cuda.set_device(self._device)  # else a new thread makes itself a context on the first device
 
     def note_update(self) -> None:
-        self._updated_on = torch.cuda.current_stream(self._device)
-        self._updated = self._passed(self._updated_on)
+        if self._is_joined:
+            self._updated_on, self._is_joined = {}, False
+        stream = torch.cuda.current_stream(self._device)
+        self._updated_on.pop(stream, None)
+        self._updated_on[stream] = None
 
-    def join_update(self) -> None:
-        if self._updated is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._updated)
+    def join_updates(self) -> None:
+        self._is_joined = True
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._updated_on:
+            if stream != current:
+                current.wait_stream(stream)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def give_back(self) -> None:
+        # torch keeps pinned memory that is free for whoever wants some next. It has no public name for this.
+        empty = getattr(torch._C, "_host_emptyCache", None)
+        if empty is not None:
+            empty()
 
     def _computation(self) -> torch.cuda.Stream:
-        """The stream of the updates. Another one may be current at a boundary, that of the next forward perhaps: what
-        it was told so far comes before, and who copies here lets it wait for the copies."""
+        """The stream of the last update. Another one may be current at a boundary, that of the next forward perhaps,
+        which has joined the updates: what it was told so far comes before."""
         current = torch.cuda.current_stream(self._device)
-        if self._updated_on is None or self._updated_on == current:
-            return current
-        self._updated_on.wait_stream(current)
-        return self._updated_on
+        last = next(reversed(self._updated_on), current)
+        if last != current:
+            last.wait_stream(current)
+        return last
+
+    def _hold_back(self, arrival: torch.cuda.Event) -> None:
+        """Whoever computes the next forward may change what is on its way."""
+        for stream in {torch.cuda.current_stream(self._device), *self._updated_on}:
+            stream.wait_event(arrival)
 
     def _sent(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> torch.cuda.Event:
         try:
@@ -201,13 +229,14 @@ class _Registered:
     def _call(self, device: torch.device, name: str, *args: int) -> None:
         """Raises ``RuntimeError``."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = getattr(runtime, name)(*args)
-        if int(status) != 0:
-            with suppress(RuntimeError):
-                # The runtime keeps the error of this thread for whoever looks next, which would be the user's next
-                # kernel. Here it is looked at, and is gone.
-                torch.ones(1, device=device)
-            raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(status)}")
+        with torch.cuda.device(device):  # else it makes itself a context on the first one
+            status = getattr(runtime, name)(*args)
+            if int(status) != 0:
+                with suppress(RuntimeError):
+                    # The runtime keeps the error of this thread for whoever looks next, which would be the user's next
+                    # kernel. Here it is looked at, and is gone.
+                    torch.ones(1, device=device)
+                raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(status)}")
 
 
 _registered = _Registered()
@@ -222,18 +251,6 @@ def lane_of(tensor: torch.Tensor) -> Lane | None:
     if device not in _lanes:
         _lanes[device] = CudaLane(device)
     return _lanes[device]
-
-
-def note_updates() -> None:
-    """After an optimizer's step, on the thread that made it."""
-    for lane in _lanes.values():
-        lane.note_update()
-
-
-def join_updates() -> None:
-    """At a boundary: it may come while another stream is current than that of the update."""
-    for lane in _lanes.values():
-        lane.join_update()
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightck.capture import lanes, rng, values
+from lightck.capture import rng, values
 from lightck.capture.boundary import Event
 from lightck.capture.buffers import BufferCopies
+from lightck.capture.devices import Devices
 from lightck.capture.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
 from lightck.capture.roster import Roster, roster_of
 from lightck.errors import StateValueError
@@ -64,6 +65,7 @@ class Capture:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer],
                  objects: Mapping[str, Any]) -> None:  # fmt: skip
         self.model = ModelView(model)
+        self.devices = Devices()
         self.objects = dict(objects)
         self.loaders: list[SessionLoader] = []
         self.provisional: Provisional | None = None
@@ -128,6 +130,10 @@ class Capture:
 
     # -- at the update -----------------------------------------------------------------------------------
 
+    def before_first_update(self) -> None:
+        """The model may have been moved to a device after attach."""
+        self.devices.look(live.tensor for live in self.tensors())
+
     def before_update(self, index: int) -> None:
         """Note which parameters this update can touch: torch's optimizers leave one without a gradient alone."""
         for view in self.optimizers:
@@ -152,7 +158,7 @@ class Capture:
 
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
-        lanes.note_updates()
+        self.devices.note_updates()
         self.provisional = provisional = Provisional(rng.capture(), self._buffer_copies.take(self.model))
         for name, obj in self.objects.items():
             if is_loader(obj):
@@ -230,6 +236,7 @@ class Capture:
         for view in self.optimizers:
             lives.extend(view.outside())
             lives.extend(view.state_tensors())
+        self.devices.look(live.tensor for live in lives)
         self._roster = roster_of(lives, self.model.vacant(), self.optimizers)
         return list(lives)
 
@@ -354,4 +361,13 @@ def fingerprint() -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cuda": _cuda(),
     }
+
+
+def _cuda() -> str | None:
+    """None where CUDA is not used."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    version = torch.version.cuda or torch.version.hip
+    return f"{torch.cuda.get_device_name()} (CUDA {version}, cuDNN {torch.backends.cudnn.version()})"

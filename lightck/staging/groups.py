@@ -52,15 +52,24 @@ class Ring:
     def __init__(self) -> None:
         self._segments: list[Segment] = []
         self._turn = 0
+        self._lane: Lane | None = None
 
     def next(self, lane: Lane, nbytes: int) -> Segment:
         self._turn += 1
         at = self._turn % SEGMENTS
+        self._lane = lane
         if len(self._segments) < SEGMENTS:
             self._segments = [Segment(_host_memory(lane, nbytes)) for _ in range(SEGMENTS)]
         if self._segments[at].memory.numel() < nbytes:
             self._segments[at] = Segment(_host_memory(lane, nbytes))
         return self._segments[at]
+
+    def forget(self) -> None:
+        """Give the memory back. Nothing is under way."""
+        self._segments = []
+        if self._lane is not None:
+            self._lane.give_back()
+            self._lane = None
 
 
 @dataclass(slots=True)

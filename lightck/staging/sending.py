@@ -129,14 +129,14 @@ class Staging:
             for group in groups:
                 if group.in_order:
                     group.send_in_order()
+            if self._pump is None:
+                self._pump = Pump(self._meter)
+            lanes = {one.lane for group in groups for one in group.tensors}
+            self._pump.take(groups, {lane: lane.mark() for lane in lanes})
         except BaseException:
             for group in groups:
                 group.drain()
             raise
-        if self._pump is None:
-            self._pump = Pump(self._meter)
-        lanes = {one.lane for group in groups for one in group.tensors}
-        self._pump.take(groups, {lane: lane.mark() for lane in lanes})
 
     # -- the end
 

@@ -62,7 +62,8 @@ class HostWay:
         return through(segment, draft, tensors, [one.live.tensor.detach() for one in tensors], in_order)
 
     def forget(self) -> None:
-        self._ring, self._in_order = Ring(), Ring()
+        self._ring.forget()
+        self._in_order.forget()
 
 
 class DirectWay:
@@ -136,12 +137,12 @@ class DeviceWay:
     def _room(self, lane: Lane, nbytes: int) -> torch.Tensor:
         if lane not in self._memory or self._memory[lane].numel() < nbytes:
             self._memory.pop(lane, None)
-            if self._spare > 1 and lane.free_nbytes() < self._spare * nbytes:
-                raise UnavailableError(f"the device has no room to spare for a copy of {nbytes:,} bytes")
             try:
+                if self._spare > 1 and lane.free_nbytes() < self._spare * nbytes:
+                    raise UnavailableError(f"the device has no room to spare for a copy of {nbytes:,} bytes")
                 with torch.inference_mode(False):
                     self._memory[lane] = lane.device_memory(nbytes)
-            except RuntimeError as err:
+            except RuntimeError as err:  # an allocator of the user's own may not say what is free
                 raise UnavailableError(f"the device has no room for a copy of {nbytes:,} bytes: {err}") from err
         return self._memory[lane]
 
@@ -152,7 +153,7 @@ class DeviceWay:
     def forget(self) -> None:
         self._memory.clear()
         self._copies.clear()
-        self._ring = Ring()
+        self._ring.forget()
 
 
 def through(segment: Segment, draft: Draft, tensors: list[Staged], sources: list[torch.Tensor],

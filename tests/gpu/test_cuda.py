@@ -356,3 +356,77 @@ def test_a_forward_on_another_stream_than_the_update_waits_for_what_is_taken_bef
         torch.cuda.current_stream().wait_stream(aside)
 
     each_version_is_exact(pool, finish, slots=3, staging=kind)
+
+
+def test_a_fused_training_of_the_cpu_goes_on_on_the_device(pool):
+    """Its counts of steps were on the CPU, and a fused optimizer wants them beside its parameters."""
+    model = net(BIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    with lightck.attach(model, pool):
+        step(model, optimizer, 0, "cpu")
+        step(model, optimizer, 1, "cpu")
+    other = net(BIG, seed=9).cuda()
+    optimizer_of_other = torch.optim.AdamW(other.parameters(), lr=0.01, fused=True)
+    with lightck.attach(other, pool, resume=True) as session:
+        assert session.step == 2
+        assert same(on_cpu(everything(other)["model"]), everything(model)["model"])
+        step(other, optimizer_of_other, 2)
+    assert {state["step"].device.type for state in optimizer_of_other.state.values()} == {"cuda"}
+
+
+def test_tensors_that_share_memory_on_the_device_and_were_saved_apart_are_refused(pool):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).cuda()
+    with lightck.attach(model, pool):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+    shared = torch.zeros(64, device="cuda")
+    model[0].weight.data = model[1].weight.data = shared.view(8, 8)
+    before = shared.clone()
+    with pytest.raises(lightck.DriftError, match="share memory live"):
+        lightck.recover(pool, model)
+    assert torch.equal(shared, before)
+
+
+def test_a_whole_step_is_not_captured_in_a_graph(pool):
+    """Its replays run no hook: lightck would save nothing, and say nothing."""
+    model = net(BIG).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
+    x = batch(0).cuda()
+    with lightck.attach(model, pool) as session:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            model(x).square().sum().backward()
+            optimizer.step()
+        session.flush()
+        graph = torch.cuda.CUDAGraph()
+        optimizer.zero_grad(set_to_none=True)
+        with pytest.raises(lightck.SessionError, match="captured in a CUDA graph"), torch.cuda.graph(graph):
+            model(x).square().sum().backward()
+            optimizer.step()
+        assert session.committed == 3
+
+
+def test_forward_and_backward_in_a_graph_and_each_step_is_exact(pool):
+    model = net(BIG).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
+    x = batch(0).cuda()
+    with lightck.attach(model, pool) as session:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            model(x).square().sum().backward()
+            optimizer.step()
+        session.flush()
+        graph = torch.cuda.CUDAGraph()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph):
+            model(x).square().sum().backward()
+        for number in range(4, 9):
+            graph.replay()
+            optimizer.step()
+            session.end_step()
+            seen = on_cpu(everything(model, optimizer))
+            session.flush()
+            found = lightck.recover(pool)
+            assert found.step == number
+            assert is_step(found, seen)

@@ -1,0 +1,207 @@
+"""What a device is asked, and in which order: it does later what it is told now, on several streams.
+
+The device is one made of CPU tensors (``slow_lanes.py``) that notes what it was told. That CUDA streams then keep the
+order is for ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import slow_lanes
+import torch
+from slow_lanes import SlowLane
+from test_staging import normed
+from torch import nn
+from toys import BIG, adam, batch, everything, is_step, net, train
+
+import lightck
+from lightck.contents import Contents, OptimizerContents
+from lightck.errors import BackgroundError, SessionError
+from lightck.pool.layout import Entry
+from lightck.restore_optimizer import counted_on_device, device_of
+
+SEED = 20261122
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> SlowLane:
+    """All tensors are on one device."""
+    monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
+    print("seed", SEED)
+    slow = SlowLane(SEED)
+    slow_lanes.install(monkeypatch, lambda tensor: slow)
+    return slow
+
+
+class Telling:
+    """A piece of state that tells when it is read."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def state_dict(self) -> dict[str, Any]:
+        self._events.append("state read")
+        return {"scale": 2.0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_the_first_update_is_noted_and_joined_before_anything_is_read(pool, lane):
+    model = normed()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, state={"scale": Telling(lane.events)}) as session:
+        lane.events.clear()
+        train(model, optimizer, 1)
+        session.end_step()
+        after = lane.events[lane.events.index("noted") :]
+        assert after[:2] == ["noted", "joined"]
+        assert {"state read", "sent in order"} < set(after)
+
+
+def test_a_model_that_is_moved_after_attach_is_noted_too(pool, lane, monkeypatch):
+    model = net(BIG)
+    optimizer = adam(model)
+    slow_lanes.install(monkeypatch, lambda tensor: None)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        slow_lanes.install(monkeypatch, lambda tensor: lane)
+        train(model, optimizer, 1)
+        assert "noted" in lane.events
+        session.flush()
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_a_session_asks_nothing_of_another_ones_device(folder, lane, monkeypatch):
+    """In a forked child it could not be asked: CUDA starts in no child of a process that used it."""
+    one, other = net(BIG), net(BIG, seed=1)
+    optimizers = adam(one), adam(other)
+    on_device = {id(p) for p in one.parameters()}
+    slow_lanes.install(monkeypatch, lambda tensor: lane if id(tensor) in on_device else None)
+    with lightck.attach(one, folder / "one.pool", optimizer=optimizers[0]):
+        train(one, optimizers[0], 2)
+        lane.events.clear()
+        with lightck.attach(other, folder / "other.pool", optimizer=optimizers[1]):
+            train(other, optimizers[1], 2)
+        assert not lane.events
+
+
+def test_a_forward_that_is_captured_is_no_boundary(pool, lane):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 2)
+        session.flush()
+        lane.events.clear()
+        lane.captures = True
+        model(batch(7))
+        lane.captures = False
+        assert not lane.events
+        assert (session.step, session.committed) == (2, 2)
+        train(model, optimizer, 1)
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_forward_is_not_captured_while_a_version_is_due_or_under_way(pool, lane, closes):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        lane.flows_beside.clear()
+        train(model, optimizer, 1)
+        if closes:
+            session.end_step()
+        lane.captures = True
+        with pytest.raises(SessionError, match=r"Call session\.flush\(\) right before the capture"):
+            model(batch(7))
+        lane.captures = False
+        lane.flows_beside.set()
+        train(model, optimizer, 1)
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_an_update_that_is_captured_is_refused_and_changes_nothing(pool, lane):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 2)
+        session.flush()
+        seen = everything(model, optimizer)
+        lane.captures = True
+        with pytest.raises(SessionError, match="replays run no Python"):
+            optimizer.step()
+        lane.captures = False
+        assert session.step == 2
+        assert is_step(lightck.recover(pool), seen)
+        train(model, optimizer, 1)
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_a_device_that_does_not_say_what_is_free_gets_no_copy(pool, lane, monkeypatch, caplog):
+    def refuses() -> int:
+        raise RuntimeError("getDeviceStats is not supported")
+
+    monkeypatch.setattr(lane, "free_nbytes", refuses)
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, slots=3):
+        train(model, optimizer, 14)
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_host_memory_of_a_way_that_is_left_is_given_back(pool, lane):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
+        train(model, optimizer, 3)
+        session.flush()
+        assert "given back" not in lane.events
+        train(model, optimizer, 12)
+        assert "given back" in lane.events
+
+
+def test_a_device_that_fails_after_some_were_sent_leaves_nothing_under_way(pool, lane, monkeypatch):
+    def fails() -> Any:
+        raise RuntimeError("no event can be made")
+
+    model = normed()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, staging=lightck.Host())
+    train(model, optimizer, 1)
+    monkeypatch.setattr(lane, "mark", fails)
+    with pytest.raises(BackgroundError, match="no event can be made"):
+        session.end_step()
+    assert not lane.is_computing
+    with pytest.raises(BackgroundError):
+        session.close()
+
+
+@pytest.mark.parametrize("option", ["fused", "capturable", "foreach"])
+def test_steps_are_counted_where_the_optimizer_counts_them(option):
+    """A fused optimizer that was saved on the CPU goes on on a device, with its counts there too."""
+    options = {"lr": 0.1, option: True}
+    saved = OptimizerContents("AdamW", [["weight"]], [options], b"", b"")
+    count = Entry("optimizer/weight/step", "optimizer", "float32", (), (), 4, "cpu")
+    weight = Entry("model/weight", "param", "float32", (3,), (1,), 12, "cpu")
+    contents = _with({entry.name: entry for entry in (count, weight)})
+    live = torch.empty(3, device="meta")
+    on_device = counted_on_device(saved)
+    assert on_device == ({"weight"} if option != "foreach" else set())
+    found = device_of(count, contents, "weight", live, stays="weight" not in on_device)
+    assert found == (torch.device("cpu") if option == "foreach" else live.device)
+
+
+def _with(entries: dict[str, Entry]) -> Contents:
+    contents = object.__new__(Contents)
+    object.__setattr__(contents, "entries", entries)
+    return contents
+
+
+def test_modules_beside_each_other_share_one_device(pool, lane):
+    """A device is told once, however many tensors are on it."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        lane.events.clear()
+        train(model, optimizer, 1)
+        assert lane.events.count("noted") == 1
