@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightck.capture.hooks import remove
-from lightck.interrupts import deferred
+from lightck.interrupts import deferred, resumed
 from lightck.pipeline import Pipeline
 from lightck.pool.lock import PoolLock
 
@@ -22,10 +22,11 @@ def end(pipeline: Pipeline, lock: PoolLock, handles: list[Any]) -> None:
 
 
 def _end(pipeline: Pipeline, lock: PoolLock, handles: list[Any]) -> None:
-    """A Ctrl-C may end the wait for copies, and nothing else: who has the lock next must find nobody that writes."""
+    """A handler that raises (Ctrl-C) may end the wait for copies, and nothing else: who has the lock next must find
+    nobody that writes."""
     remove(handles)
     with deferred(), ExitStack() as last:
         last.callback(lock.release)
         last.callback(pipeline.close)
         if not pipeline.engine.is_forked:
-            pipeline.finish_quietly()
+            resumed(pipeline.finish_quietly)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lightck.capture.watch import Watched
-from lightck.interrupts import deliver
+from lightck.interrupts import leave_if_noted
 from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_MAX
 from lightck.pool.writer import Pending, PoolWriter
 
@@ -54,7 +54,7 @@ class Flight:
         """Now, while its sources cannot change. Where it fails, nothing of it is under way afterwards."""
         job = self.pending.job
         try:
-            job.wait(COPIED, pause=deliver)
+            job.wait(COPIED, pause=leave_if_noted)
             job.release()
             job.wait(ENDED)  # once it is released it goes on to its end, whoever waits
         except BaseException:

@@ -1,48 +1,108 @@
-"""Ctrl-C at a safe place: a KeyboardInterrupt must not cut a version's bookkeeping in half.
+"""Signals at a safe place: what a handler does must not cut a version's bookkeeping in half.
 
-While lightck works on the training thread, SIGINT is noted; it is handled when that work is done, or in between two
-slices of a long wait. What the user's handler does (mostly: raise KeyboardInterrupt) stays the user's.
+Python runs a signal's handler on the main thread, between any two of its instructions. While lightck works there,
+signals are noted; their handlers run when that work is done. A long wait is left for them (``Interrupted``), where
+nothing is half done, and begun again afterwards. So a handler may raise (mostly ``KeyboardInterrupt``), or call
+``session.flush()``. Which handlers there are stays the user's business.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
+_NAMES = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "TERM", "CHLD", "CONT", "TSTP", "XCPU", "PWR")
+_SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, f"SIG{name}"))
+"""Those that programs handle. (CHLD: where a worker of a DataLoader has died, torch's handler raises.)"""
+_users: dict[int, Any] = {}
+"""The handlers that ``_note`` stands for now."""
 _noted: list[tuple[Any, int, FrameType | None]] = []
 _depth = 0
 
 
+class Interrupted(BaseException):
+    """A signal came while something was waited for. Internal: never leaves lightck."""
+
+
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Hold SIGINT back until the end of this block, or until ``deliver``."""
+    """Hold signals back until the end of this block, or until ``handle``."""
     global _depth
-    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if _depth or not callable(handler):
+    if _depth or threading.current_thread() is not threading.main_thread():
         yield
         return
-    user = handler
-
-    def note(number: int, frame: FrameType | None) -> None:
-        _noted.append((user, number, frame))
-
-    signal.signal(signal.SIGINT, note)
-    _depth = 1
     try:
+        _hold_back()
+        _depth = 1
         yield
     finally:
         _depth = 0
-        signal.signal(signal.SIGINT, user)
-        deliver()
+        _let_go()
+        _handle_noted()
 
 
-def deliver() -> None:
-    """Handle a SIGINT that was held back: called where nothing is half done."""
+def leave_if_noted() -> None:
+    """Raises ``Interrupted`` where a signal was held back: called where nothing is half done."""
     if _noted and threading.current_thread() is threading.main_thread():
-        user, number, frame = _noted[-1]
-        _noted.clear()
-        user(number, frame)
+        raise Interrupted
+
+
+def resumed(work: Callable[[], T]) -> T:
+    """``work``, begun again each time that it was left for a signal. What a handler raises ends it."""
+    while True:
+        try:
+            return work()
+        except Interrupted:
+            _handle_in_between()
+
+
+def _handle_in_between() -> None:
+    """Inside a block that holds signals back. What a handler calls holds them back for itself."""
+    global _depth
+    outside, _depth = _depth, 0
+    _let_go()
+    try:
+        _handle_noted()
+    finally:
+        _depth = outside
+        _hold_back()
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    if all(number != other for _, other, _ in _noted):  # they do not count otherwise either
+        _noted.append((_users[number], number, frame))
+
+
+def _hold_back() -> None:
+    for number in _SIGNALS:
+        user = signal.getsignal(number)
+        if callable(user) and user is not _note:
+            _users[number] = user
+            signal.signal(number, _note)
+
+
+def _let_go() -> None:
+    """Each signal goes to its handler again. One that comes meanwhile may raise: the others are let go all the same."""
+    try:
+        while _users:
+            number, user = next(iter(_users.items()))
+            signal.signal(number, user)
+            del _users[number]
+    finally:
+        if _users:
+            _let_go()
+
+
+def _handle_noted() -> None:
+    """In their order, all of them: where several raise, the last one is raised, with the others as its context."""
+    while _noted:
+        user, number, frame = _noted.pop(0)
+        try:
+            user(number, frame)
+        finally:
+            _handle_noted()

@@ -21,7 +21,7 @@ from lightck.early import Early
 from lightck.errors import LightckError, SessionError
 from lightck.finite import Finite
 from lightck.flight import Flight, left, room_for_parts
-from lightck.interrupts import deliver
+from lightck.interrupts import leave_if_noted
 from lightck.keep import Keeper
 from lightck.moving import move
 from lightck.pin import Hold, Holds
@@ -129,7 +129,7 @@ class Pipeline:
             if writer is None:
                 raise FullError("there is no pool yet")
             if self._wanted_slots is not None:
-                self._n_slots, self._wanted_slots = self._wanted_slots, None
+                self._n_slots = self._wanted_slots
                 raise FullError(f"the pool is to have {self._n_slots} slots")
             self.wait_policy.version_begins()
             flight = self._begin(writer, closing)
@@ -206,6 +206,7 @@ class Pipeline:
             return flight
 
         self._note_committed(self._move([entry_of(live) for live in closing.lives], len(closing.state), first))
+        self._wanted_slots = None
 
     def _move(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
         """To a new file, where ``first`` commits."""
@@ -288,11 +289,11 @@ class Pipeline:
         """Bring every closed version to its end. False where they were not by then (of ``time.monotonic``)."""
         with self._meter.wait():
             for flight in self._open_flights():
-                if not flight.pending.job.wait(COPIED, left(deadline), pause=deliver):
+                if not flight.pending.job.wait(COPIED, left(deadline), pause=leave_if_noted):
                     return False
                 self._settle(flight)
             while self._flights:
-                if not self._flights[0].pending.job.wait(ENDED, left(deadline), pause=deliver):
+                if not self._flights[0].pending.job.wait(ENDED, left(deadline), pause=leave_if_noted):
                     return False
                 self._reap()
         return True
@@ -347,7 +348,7 @@ class Pipeline:
     def _wait_or_fail(self, flight: Flight, until: int) -> None:
         assert self.writer is not None
         try:
-            flight.pending.job.wait(until, pause=deliver)
+            flight.pending.job.wait(until, pause=leave_if_noted)
         except LightckError:
             self._flights.remove(flight)
             flight.pending.job.abandon()

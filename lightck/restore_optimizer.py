@@ -41,7 +41,8 @@ def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents
         for key, entry in keys.get(name, {}).items():
             now = present.get(key) if isinstance(present, dict) else None
             stays = key == "step" and name not in counted
-            new[key] = _state_tensor(now, entry, partial(device_of, entry, contents, name, p, stays), held, fills, filled)
+            where = partial(device_of, entry, contents, name, p, stays)
+            new[key] = _state_tensor(now, entry, where, held, fills, filled)
         if new or name in rest:
             state[name] = joined(new, rest, name)
     return state

@@ -33,13 +33,14 @@ from lightck.capture.snapshot import Capture
 from lightck.ending import end
 from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
 from lightck.first_step import FirstStep
+from lightck.interrupts import resumed
 from lightck.interval import Cadence
 from lightck.pin import Hold, Pin
 from lightck.pipeline import Pipeline
 from lightck.pool.durability import Durability
 from lightck.pool.lock import PoolLock
 from lightck.resume import Resumed
-from lightck.sessions import Proxy, abandon_at_exit
+from lightck.sessions import Proxy, abandon_at_exit, in_turn
 from lightck.stats import Meter, Stats
 from lightck.trace.recording import Recording, Traces
 
@@ -61,14 +62,12 @@ class Session:
         self._cadence = cadence
         self._resumed = resumed
         self._first_step: FirstStep | None = first_step
-        self._boundary = (
-            Boundary(found.updating, resumed.step, resumed.iteration, resumed.explicit)
-            if resumed is not None
-            else Boundary(found.updating)
-        )
+        start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
+        self._boundary = Boundary(found.updating, *start)
         self._saved_step = self._boundary.step
         self._failure: BaseException | None = None
         self._is_open = True
+        self.turn = threading.RLock()  # of the thread that is inside: a watchdog may flush or close meanwhile
         self._paused = 0
         self._steps_on: int | None = None  # thread
         self._pid = os.getpid()
@@ -140,6 +139,7 @@ class Session:
 
     # -- what a user calls -------------------------------------------------------------------------------
 
+    @in_turn
     def end_step(self) -> None:
         """Close the version here: the last statement of the loop. From the first call on, only this, ``flush`` and
         ``close`` are boundaries."""
@@ -149,6 +149,7 @@ class Session:
             self._half_updated.refuse_boundary()
             self._event(Event.END_STEP)
 
+    @in_turn
     def flush(self, timeout: float | None = None) -> int | None:
         """Commit the current step too, and return it. Raises ``FlushTimeoutError`` after ``timeout`` seconds."""
         self._check_usable()
@@ -160,6 +161,7 @@ class Session:
             self._commit_current(timeout)
         return self._pipeline.committed
 
+    @in_turn
     def pin(self) -> Pin:
         """Commit the current step, as ``flush`` does, and hold its version in the pool until the pin is released.
 
@@ -170,8 +172,10 @@ class Session:
         with self._meter.stall("pin"):
             pinned: list[Hold] = []
             self._guard(lambda: pinned.append(self._pipeline.pin()))
+        self._check_usable()
         return Pin(pinned[0], self._pipeline.unpin)
 
+    @in_turn
     def close(self) -> None:
         """Commit the current step, end the threads, release the pool. A second call does nothing.
 
@@ -204,7 +208,7 @@ class Session:
     def paused(self) -> Iterator[None]:
         """For weights that are swapped and swapped back (EMA for evaluation): no boundary and no copy meanwhile."""
         self._check_usable()
-        with self._meter.stall("paused"):
+        with self.turn, self._meter.stall("paused"):
             self._guard(self._pipeline.copies_done)
         self._paused += 1
         try:
@@ -367,17 +371,13 @@ class Session:
             self._close_version(event, step)
 
     def _close_version(self, event: Event, step: int) -> None:
-        def run() -> None:
-            never, began = self._pipeline.resting.never, time.perf_counter()
-            closing = self._capture.close(
-                event, step, self._boundary.iteration, explicit=self._boundary.explicit, never_rest=never
-            )
-            if self._meter.observer is not None:
-                self._meter.observer.stalled(f"state of step {step}", began, time.perf_counter(), is_state=True)
-            self._pipeline.close_version(closing)
-
+        never, began = self._pipeline.resting.never, time.perf_counter()
         self._saved_step = step
-        self._guard(run)
+        closing = self._capture.close(event, step, self._boundary.iteration, explicit=self._boundary.explicit,
+                                      never_rest=never)  # fmt: skip
+        if self._meter.observer is not None:
+            self._meter.observer.stalled(f"state of step {step}", began, time.perf_counter(), is_state=True)
+        self._guard(lambda: self._pipeline.close_version(closing))
 
     def _is_idle(self) -> bool:
         """No version is due or under way."""
@@ -403,9 +403,10 @@ class Session:
             )
 
     def _guard(self, work: Any) -> None:
-        """Run; remember a failure of the background for every later step and for close."""
+        """Run; remember a failure of the background for every later step and for close. A wait in it is left for a
+        signal, whose handler may close the session."""
         try:
-            work()
+            resumed(lambda: work() if self._is_open else None)
         except BackgroundError as err:
             self._failure = err
             raise
@@ -429,6 +430,7 @@ class Session:
         if self.is_forked:
             raise SessionError("This session belongs to the parent process. A forked child cannot use it.")
 
+    @in_turn
     def abandon(self) -> None:
         """Finish the closed versions, drop the open one: after an exception, or at exit."""
         if not self._is_open:

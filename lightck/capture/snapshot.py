@@ -370,4 +370,5 @@ def _cuda() -> str | None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     version = torch.version.cuda or torch.version.hip
-    return f"{torch.cuda.get_device_name()} (CUDA {version}, cuDNN {torch.backends.cudnn.version()})"
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return f"{torch.cuda.get_device_name()} (CUDA {version}, cuDNN {cudnn})"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lightck._native import NativeError, errno_of, ffi, lib, reason
 from lightck._native import check as _check
@@ -21,6 +22,7 @@ from lightck.pool.extents import Extents, native
 from lightck.pool.failures import io_error
 
 log = logging.getLogger("lightck")
+T = TypeVar("T")
 COPIED, ENDED = 2, 3
 JOBS_MAX = 32
 """Jobs that an engine holds at once, ended ones that are not forgotten included."""
@@ -110,6 +112,10 @@ class Engine:
             raise io_error("The threads that copy versions cannot be started", errno_of(status), reason(status))
         self.handle: Any = out[0]
         self._pid = os.getpid()
+        self._asking = threading.RLock()
+        """Held to ask, and to take the handle away: a signal's handler may ask in the middle of that."""
+        self._cpu_seconds = 0.0
+        """When it was closed."""
 
     def run_on(self, processors: frozenset[int]) -> None:
         """From now on the copy threads run on these processors; without any, where this thread may run. Where the
@@ -141,7 +147,14 @@ class Engine:
     @property
     def cpu_seconds(self) -> float:
         """CPU time of all copy threads so far."""
-        return float(lib.lck_engine_cpu_ns(self.handle)) * 1e-9 if self.handle is not None else 0.0
+        return self.asked(lambda handle: float(lib.lck_engine_cpu_ns(handle)) * 1e-9, self._cpu_seconds)
+
+    def asked(self, ask: Callable[[Any], T], closed: T) -> T:
+        """What any thread may ask at any time: of the handle, while there is one."""
+        if self.is_forked:  # another thread may have been asking then
+            return closed
+        with self._asking:
+            return closed if self.handle is None else ask(self.handle)
 
     @property
     def is_forked(self) -> bool:
@@ -150,9 +163,14 @@ class Engine:
 
     def close(self) -> None:
         """Join the threads. In a forked child, where they do not exist, nothing happens."""
-        if self.handle is not None and not self.is_forked:
-            lib.lck_engine_close(self.handle)
-        self.handle = None
+        if self.is_forked:
+            self.handle = None
+            return
+        with self._asking:
+            self._cpu_seconds = self.cpu_seconds
+            handle, self.handle = self.handle, None
+        if handle is not None:
+            lib.lck_engine_close(handle)
 
 
 class Job:
@@ -257,7 +275,7 @@ class Job:
     def has_committed(self) -> bool:
         """Whether its line is durable; False also where the job is forgotten already."""
         out = ffi.new("lck_job_info *")
-        status = lib.lck_job_info_get(self._engine.handle, self._ticket, out)
+        status = self._engine.asked(lambda handle: lib.lck_job_info_get(handle, self._ticket, out), lib.LCK_ESTATE)
         return bool(status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED)
 
     def forget(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.errors import BackgroundError
-from lightck.interrupts import deliver
+from lightck.interrupts import leave_if_noted
 from lightck.pool.draft import Draft
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
@@ -51,7 +51,7 @@ class Staging:
         under way. What finds no room in the engine (``room`` jobs) is copied at the boundary itself. A draft that was
         made here is given up where the version cannot be begun."""
         if self._way is not None and self._way.settles:
-            self._settle(deliver)
+            self._settle(leave_if_noted)
         if not self.is_on or not split.staged or room < 1:
             split.copy_at_once(split.staged)
             yield draft, NONE

@@ -247,6 +247,7 @@ struct job {
 /* A mapping whose pages are being touched. Same protocol as struct job: users first, then look at medium. */
 struct populate {
     _Atomic(lck_medium *) medium;
+    _Atomic(lck_medium *) owner; /* the one that it was begun for last; never followed */
     _Atomic uint32_t users;
     _Atomic uint64_t next;
 };

@@ -69,6 +69,7 @@ static bool start(struct populate *populate, lck_medium *medium)
     if (atomic_load(&populate->medium) != NULL || atomic_load(&populate->users) != 0)
         return false;
     atomic_store(&populate->next, 0);
+    atomic_store(&populate->owner, medium);
     atomic_store(&populate->medium, medium);
     return true;
 }
@@ -106,12 +107,14 @@ static bool has_job_on(lck_engine *engine, const lck_medium *medium)
     return false;
 }
 
+/* An entry of another medium has users for as long as that one is populated, seconds perhaps: nothing to wait for. It
+ * is begun for another one only when it has none. */
 static void stop(struct populate *populate, lck_medium *medium)
 {
     lck_medium *expected = medium;
     atomic_compare_exchange_strong(&populate->medium, &expected, NULL);
     _Atomic uint32_t never = 0;
-    while (atomic_load(&populate->users) != 0)
+    while (atomic_load(&populate->owner) == medium && atomic_load(&populate->users) != 0)
         park(&never, 0, WAIT_NS);
 }
 

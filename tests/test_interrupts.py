@@ -1,0 +1,284 @@
+"""Signals and other threads: what they call in the middle of lightck's work cuts nothing in half."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import BIG, adam, everything, is_step, net, train
+
+import lightck
+from lightck import pipeline
+from lightck.errors import SessionError
+from lightck.pipeline import Pipeline
+from lightck.pool.durability import TIER_CACHE
+from lightck.pool.engine import Engine, Medium
+from lightck.pool.reader import open_pool
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD])
+
+
+@contextmanager
+def handled(number: int, handler: Callable[[], Any]) -> Iterator[None]:
+    before = signal.signal(number, lambda *_: handler())
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.fixture
+def training(pool: Path, slow_memory: None) -> Iterator[Any]:
+    """A session whose versions take a quarter of a second each."""
+    model = net(20_000)
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, overwrite=True)
+    yield model, optimizer, session
+    session.close()
+
+
+@SIGNALS
+def test_a_handler_that_flushes_while_a_version_is_waited_for(pool, training, number):
+    model, optimizer, session = training
+    flushed: list[tuple[int, int, int | None]] = []
+
+    def flush() -> None:
+        step = session.step
+        committed = session.flush()
+        flushed.append((step, lightck.recover(pool).step, committed))
+
+    with handled(number, flush):
+        for seconds in (0.05, 0.1, 0.15, 0.2):
+            threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+            train(model, optimizer, 2, start=session.step)
+            time.sleep(0.2)
+    assert session.step == 8
+    assert len(flushed) == 4
+    assert all(step == found == committed for step, found, committed in flushed)
+    seen = everything(model, optimizer)
+    session.flush()
+    assert is_step(lightck.recover(pool), seen)
+
+
+class _Stop(Exception):
+    """A batch took too long."""
+
+
+@SIGNALS
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_handler_that_raises_while_a_version_begins(pool, monkeypatch, number, slots):
+    """At the worst of places: the job of a version is there, and nothing that would end it."""
+    model = net(BIG)
+    optimizer = adam(model)
+    made = pipeline.Flight
+
+    def flight(*args: Any, **kwargs: Any) -> Any:
+        if session.step == 3:
+            signal.raise_signal(number)
+        return made(*args, **kwargs)
+
+    def stop() -> None:
+        raise _Stop
+
+    monkeypatch.setattr(pipeline, "Flight", flight)
+    with handled(number, stop), lightck.attach(model, pool, optimizer=optimizer, slots=slots) as session:
+        train(model, optimizer, 3)
+        with pytest.raises(_Stop):
+            train(model, optimizer, 1, start=3)
+        optimizer.zero_grad()
+        train(model, optimizer, 5, start=3)
+        assert session.step == 8
+        seen = everything(model, optimizer)
+        assert session.flush() == 8
+        assert is_step(lightck.recover(pool), seen)
+
+
+def test_a_handler_that_closes_the_session_while_a_version_is_waited_for(pool, training):
+    model, optimizer, session = training
+    train(model, optimizer, 2)
+    with handled(signal.SIGUSR1, session.close):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        session.end_step()
+        train(model, optimizer, 1, start=2)
+        time.sleep(0.1)
+    assert not session.is_open
+    assert lightck.recover(pool).step == 2
+    train(model, optimizer, 2, start=3)
+    assert lightck.recover(pool).step == 2
+
+
+def test_a_pin_whose_session_a_handler_closes(pool, training):
+    model, optimizer, session = training
+    train(model, optimizer, 2)
+    with handled(signal.SIGUSR1, session.close):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(SessionError, match="closed"):
+            session.pin()
+    assert lightck.recover(pool).step == 2
+
+
+def test_of_two_signals_both_are_handled(pool, training):
+    model, optimizer, session = training
+    told: list[str] = []
+
+    def stop() -> None:
+        told.append("stop")
+        raise _Stop
+
+    train(model, optimizer, 1)
+    with handled(signal.SIGUSR1, stop), handled(signal.SIGUSR2, lambda: told.append("two")):
+        threading.Timer(0.05, lambda: [os.kill(os.getpid(), n) for n in (signal.SIGUSR1, signal.SIGUSR2)]).start()
+        with pytest.raises(_Stop):
+            session.flush()
+        time.sleep(0.05)
+    assert sorted(told) == ["stop", "two"]
+    assert session.flush() == 1
+
+
+def test_handlers_are_those_of_the_user_outside_of_lightck(pool):
+    model = net()
+    optimizer = adam(model)
+
+    def mine(*_: Any) -> None: ...
+
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
+    before = [signal.signal(number, mine) for number in numbers]
+    ignored = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with lightck.attach(model, pool, optimizer=optimizer) as session:
+            train(model, optimizer, 3)
+            session.flush()
+            assert {signal.getsignal(number) for number in numbers} == {mine}
+            assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    finally:
+        for number, handler in zip((*numbers, signal.SIGUSR2), (*before, ignored), strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_watchdog_thread_may_flush_and_close_while_the_loop_trains(pool, training):
+    model, optimizer, session = training
+    flushed: list[int | None] = []
+    errors: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            for _ in range(3):
+                time.sleep(0.1)
+                flushed.append(session.flush())
+            session.close()
+        except BaseException as err:
+            errors.append(err)
+
+    watchdog = threading.Thread(target=watch)
+    watchdog.start()
+    while watchdog.is_alive():
+        train(model, optimizer, 1, start=session.step)
+    watchdog.join()
+    assert not errors
+    assert flushed == sorted(flushed)
+    assert lightck.recover(pool).step >= flushed[-1] > 0
+    assert not session.is_open
+
+
+_ASKS = """
+import sys, threading
+from lightck.pool.engine import Engine
+
+asked, over = [None], threading.Event()
+
+def ask():
+    while not over.is_set():
+        if asked[0] is not None:
+            asked[0].cpu_seconds
+
+sys.setswitchinterval(1e-5)
+thread = threading.Thread(target=ask)
+thread.start()
+for _ in range(1500):
+    asked[0] = engine = Engine(4)
+    engine.close()
+over.set()
+thread.join()
+"""
+
+
+def test_a_thread_that_asks_for_numbers_while_the_engine_closes():
+    environment = {**os.environ, "PYTHONPATH": str(Path(lightck.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", _ASKS], env=environment,
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_session_used_is_known_after_it_was_closed(pool):
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 3)
+        session.flush()
+        before = session.stats().cpu_seconds
+    assert session.stats().cpu_seconds >= before
+
+
+def test_to_leave_one_file_does_not_wait_until_another_one_is_populated(folder):
+    small, large = folder / "small", folder / "large"
+    engine = Engine(2)
+    media = []
+    for path, nbytes in ((small, 4 << 20), (large, 1 << 30)):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.posix_fallocate(fd, 0, nbytes)
+        media.append(Medium(fd, ((0, nbytes),), TIER_CACHE))
+    try:
+        engine.populate(media[1])
+        while not _resident(large):
+            time.sleep(0.001)
+        assert engine.quiesce(media[0])
+        assert _resident(large) < 1 << 29
+    finally:
+        for medium in media:
+            engine.quiesce(medium)
+            medium.close()
+        engine.close()
+
+
+def _resident(path: Path) -> int:
+    """Bytes of this file's mapping that are mapped."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.endswith(f" {path}"):
+            return next(int(rest.split()[1]) << 10 for rest in lines if rest.startswith("Rss:"))
+    return 0
+
+
+def test_a_wait_that_is_left_for_a_signal_keeps_what_was_asked_for(pool, training, monkeypatch):
+    """The pool is to have more slots, and a signal comes while it is laid out anew."""
+    model, optimizer, session = training
+    train(model, optimizer, 1)
+    session.close()
+    told: list[int] = []
+    moved = Pipeline._move
+
+    def move(*args: Any) -> Any:
+        if not told:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return moved(*args)
+
+    monkeypatch.setattr(Pipeline, "_move", move)
+    with (
+        handled(signal.SIGUSR1, lambda: told.append(1)),
+        lightck.attach(model, pool, optimizer=optimizer, resume=True, slots=4),
+    ):
+        train(model, optimizer, 2, start=1)
+    assert told == [1]
+    assert lightck.recover(pool).step == 3
+    reader = open_pool(str(pool))
+    assert len(reader.superblock.slots) == 4
+    reader.close()
