@@ -8,6 +8,7 @@ nothing is half done, and begun again afterwards. So a handler may raise (mostly
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -106,3 +107,14 @@ def _handle_noted() -> None:
             user(number, frame)
         finally:
             _handle_noted()
+
+
+def _begin_child() -> None:
+    """A child that was forked in the midst of it has the user's handlers, and none of its parent's signals."""
+    global _depth
+    _depth = 0
+    _noted.clear()
+    _let_go()
+
+
+os.register_at_fork(after_in_child=_begin_child)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import BIG, adam, everything, is_step, net, train
+from toys import BIG, adam, everything, in_child, is_step, net, train
 
 import lightck
 from lightck import pipeline
@@ -162,6 +162,32 @@ def test_handlers_are_those_of_the_user_outside_of_lightck(pool):
     finally:
         for number, handler in zip((*numbers, signal.SIGUSR2), (*before, ignored), strict=True):
             signal.signal(number, handler)
+
+
+def test_a_child_that_is_forked_in_the_midst_of_it_has_the_handlers_of_the_user(pool):
+    """A loader's worker, say: it would take no SIGTERM any more."""
+
+    class Forks:
+        def state_dict(self) -> dict[str, Any]:
+            seen.append(in_child(lambda: signal.getsignal(signal.SIGUSR1) is mine))
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def mine(*_: Any) -> None: ...
+
+    seen: list[bool] = []
+    model = net()
+    optimizer = adam(model)
+    before = signal.signal(signal.SIGUSR1, mine)
+    try:
+        with lightck.attach(model, pool, optimizer=optimizer, state={"forks": Forks()}):
+            seen.clear()
+            train(model, optimizer, 2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen
+    assert all(seen)
 
 
 def test_a_watchdog_thread_may_flush_and_close_while_the_loop_trains(pool, training):
