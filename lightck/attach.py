@@ -37,7 +37,7 @@ from lightck.errors import (
 from lightck.finite import Finite
 from lightck.first_step import FirstStep
 from lightck.interval import Auto, cadence
-from lightck.keep import Keep, Keeper
+from lightck.keep import Keep, Keeper, refuse_unkept
 from lightck.pipeline import Pipeline
 from lightck.pool import durability
 from lightck.pool.backend import Backend
@@ -109,7 +109,7 @@ def attach(
     durability.require(durable, require)
     found = _discover(model, optimizer, state)
     capture = Capture(model, found.optimizers, found.state)
-    attachment = _Attachment(model, path, kind, found, _declined(state), capture, resume, overwrite)
+    attachment = _Attachment(model, path, kind, found, _declined(state), capture, resume, overwrite, keep)
     lock = PoolLock(path)
     meter = Meter()
     finite = Finite(found.state) if pause_on_nonfinite else None
@@ -205,11 +205,14 @@ class _Attachment:
     capture: Capture
     resume: bool
     overwrite: bool
+    keep: Keep | None
     entries: dict[str, Entry] = field(init=False)
     """What a version would hold now: everything in it can be stored."""
 
     def __post_init__(self) -> None:
         self.entries = {live.name: entry_of(live) for live in self.capture.expected_tensors()}
+        if self.keep is not None:
+            refuse_unkept(self.keep, self.entries.values())
         self.capture.model.refuse_hidden_state()
         self.capture.note_built()
 

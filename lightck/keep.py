@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -24,8 +24,10 @@ from lightck.contents import load_tensor
 from lightck.errors import ExportError, KeepError, StateValueError
 from lightck.export import export_chosen
 from lightck.export.choice import check_what, choose
+from lightck.export.tensors import check_dtype
 from lightck.pin import Hold, Holds
 from lightck.pool.format import CommitLine, DamagedError
+from lightck.pool.layout import Entry
 from lightck.pool.reader import PoolReader
 from lightck.pool.writer import PoolWriter
 from lightck.recover import parse
@@ -62,6 +64,14 @@ class Keep:
         if self.last is not None and (type(self.last) is not int or self.last < 1):
             raise ValueError(f"Keep(last={self.last!r}): it is a number of files, an int of at least 1, or None.")
         check_what(self.what)
+
+
+def refuse_unkept(keep: Keep, entries: Iterable[Entry]) -> None:
+    """Raises ``StateValueError`` for a tensor that could not be exported: told before the training, not at the first
+    export."""
+    for entry in entries:
+        if keep.what == "all" or entry.name.startswith("model/"):
+            check_dtype(entry.name, entry.dtype, _BY_HAND)
 
 
 class Keeper:

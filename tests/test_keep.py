@@ -36,7 +36,7 @@ from toys import (
 
 import lightck
 from lightck import keep as keep_module
-from lightck.errors import KeepError
+from lightck.errors import KeepError, StateValueError
 
 
 @pytest.fixture
@@ -345,9 +345,9 @@ def test_full_folder_is_told_at_the_next_step_and_training_can_go_on(pool, to):
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
 def test_a_dtype_that_cannot_be_kept_is_told_with_what_can_be_done(pool, to, dtype):
     model = net()
-    model.register_buffer("wide", torch.ones(2).to(dtype))
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, keep=lightck.Keep(every=1, to=to))
+    model.register_buffer("wide", torch.ones(2).to(dtype))
     train(model, optimizer, 1)
     with pytest.raises(KeepError, match=r"Step 1 .*'wide' has dtype complex.*safetensors does not have") as caught:
         session.close()
@@ -359,6 +359,19 @@ def test_a_dtype_that_cannot_be_kept_is_told_with_what_can_be_done(pool, to, dty
     assert cure in said
     eval(cure, {"lightck": lightck, "pool_path": pool, "file": to / "by hand.pt"})
     assert torch.load(to / "by hand.pt", weights_only=True)["wide"].dtype is dtype
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_dtype_that_cannot_be_kept_is_told_before_the_training(pool, to):
+    model = net()
+    model.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(StateValueError, match="'model/wide' has dtype complex128, which safetensors") as caught:
+        lightck.attach(model, pool, optimizer=adam(model), keep=lightck.Keep(every=1000, to=to))
+    assert 'format="torch"' in str(caught.value)
+    assert not pool.exists()
+    assert not to.exists()
+    with lightck.attach(model, pool, optimizer=adam(model)):
+        pass
 
 
 def mount_small(at: Path) -> bool:
