@@ -2,7 +2,7 @@
 
 Exit status: 0 as promised; 1 damaged, different or unusable; 2 it could not be done (usage, no pool there, not a pool);
 130 interrupted; 141 the reader of our output went away. A ``LightckError``, or what the system refuses, is one line on
-stderr, never a traceback.
+stderr. A traceback is a mistake of ours.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -123,6 +124,10 @@ def _exit_status(run: Callable[[], Any]) -> int:
     except _SYSTEM as error:
         complain(str(error))
         return TROUBLE
+    except Exception:
+        traceback.print_exc()  # for whoever mends it
+        complain("This is a mistake in lightck, and says nothing of the pool. Please report it, with the lines above.")
+        return TROUBLE  # Python's own is 1, which says that something is damaged
 
 
 def _open_stderr() -> None:

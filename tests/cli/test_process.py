@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from calls import PROGRAM, assert_harmless, call, environment, run
+from click.testing import CliRunner
 from toys import child_that_holds
 
 import lightck
@@ -117,6 +118,18 @@ def test_an_interrupt_ends_quietly_with_130(good, monkeypatch):
     monkeypatch.setattr(inspect, "pool_facts", interrupted)
     result = call("inspect", good)
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "\ninterrupted\n")
+
+
+def test_a_mistake_of_ours_says_nothing_of_the_pool(good, monkeypatch):
+    def mistaken(*_):
+        raise ZeroDivisionError("in our code")
+
+    monkeypatch.setattr(inspect, "pool_facts", mistaken)
+    result = CliRunner().invoke(main, ["inspect", str(good)])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "ZeroDivisionError: in our code" in result.stderr
+    assert "\nerror: This is a mistake in lightck, and says nothing of the pool." in result.stderr
 
 
 def test_the_process_that_has_the_pool_is_named_without_its_tricks(pool):
