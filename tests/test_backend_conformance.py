@@ -24,7 +24,7 @@ from lightck.errors import (
     PoolPathError,
     PoolPermissionError,
 )
-from lightck.pool import backends, extents
+from lightck.pool import backends, extents, temporary
 from lightck.pool.backend import Backend, Container
 from lightck.pool.durability import TIER_CACHE, TIER_DISK
 from lightck.pool.engine import Medium
@@ -219,12 +219,50 @@ class FileContract(BackendContract):
         container.close()
 
     def test_what_a_kill_left_behind_is_removed(self, backend: Backend, path: str) -> None:
-        Path(path + ".new").write_bytes(b"half a pool")
+        Path(temporary.name_of(path)).write_bytes(b"half a pool")
         backend.remove_stale(path)
         self.assert_nothing_is_left(path)
-        Path(path + ".new").write_bytes(b"half a pool")
+        Path(temporary.name_of(path)).write_bytes(b"half a pool")
         self.published(backend, path)
         assert os.listdir(os.path.dirname(path)) == ["run.pool"]
+
+    def test_a_file_that_is_being_made_is_no_left_one(self, backend: Backend, path: str) -> None:
+        """Where the pool's lock was lost: two would write one file, or one publish what the other makes."""
+        container = self.made(backend, path)
+        backend.remove_stale(path)
+        with pytest.raises(PoolPermissionError, match="made first"):
+            backend.create(path, NBYTES)
+        container.publish()
+        container.close()
+        assert self.content(backend, path) == MAGIC
+
+    @pytest.mark.parametrize("what", ["link", "dangling link", "second name", "folder", "fifo", "another user's"])
+    def test_what_was_not_made_here_stays_under_the_temporary_name(
+        self, backend: Backend, path: str, place: Path, what: str
+    ) -> None:
+        name = Path(temporary.name_of(path))
+        victim = place / "victim"
+        victim.write_bytes(b"a thesis")
+        if "link" in what:
+            name.symlink_to(victim if what == "link" else place / "nothing")
+        elif what == "second name":
+            os.link(victim, name)
+        elif what == "folder":
+            name.mkdir()
+        elif what == "fifo":
+            os.mkfifo(name)
+        else:
+            if os.geteuid() != 0:
+                pytest.skip("only root can give a file away")
+            name.touch()
+            os.chown(name, 12345, -1)
+        backend.remove_stale(path)
+        with pytest.raises(PoolPermissionError, match="made first") as caught:
+            backend.create(path, NBYTES)
+        assert str(name) in str(caught.value)
+        assert name.is_symlink() or name.exists()
+        assert victim.read_bytes() == b"a thesis"
+        assert not (place / "nothing").exists()
 
     def test_a_symbolic_link_is_never_followed(self, backend: Backend, path: str, place: Path) -> None:
         victim = place / "victim"
@@ -234,8 +272,7 @@ class FileContract(BackendContract):
             with pytest.raises(PoolPathError, match="link"):
                 backend.open(path, write=write)
         assert not backend.recognises(path)
-        os.symlink(victim, path + ".new")
-        self.published(backend, path)  # replaces the links, not what they point to
+        self.published(backend, path)  # replaces the link, not what it points to
         assert victim.read_bytes() == MAGIC + bytes(NBYTES)
         assert not os.path.islink(path)
 

@@ -46,6 +46,7 @@ from toys import (
 
 import lightck
 from lightck import errors
+from lightck.pool import temporary
 from lightck.pool.checksum import crc64
 from lightck.pool.file import FileBackend
 from lightck.pool.format import SUPERBLOCK_NBYTES
@@ -897,7 +898,7 @@ def test_every_error_is_also_the_builtin_that_the_tree_names():
 
 def test_stale_temporary_is_removed_by_who_holds_the_lock(folder, pool):
     model, optimizer = pool_with(pool)
-    stale = Path(f"{pool}.new")
+    stale = Path(temporary.name_of(str(pool)))
     stale.write_bytes(b"left behind by a kill while a pool was being made")
     lightck.attach(model, pool, optimizer=optimizer, resume=True).close()
     assert not stale.exists()

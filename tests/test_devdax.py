@@ -25,7 +25,7 @@ from lightck.errors import (
     PoolPermissionError,
     PoolTruncatedError,
 )
-from lightck.pool import backends, devdax_head
+from lightck.pool import backends, devdax_head, temporary
 from lightck.pool.backend import Backend
 from lightck.pool.devdax import DevdaxBackend
 from lightck.pool.durability import TIER_CACHE, TIER_PM, TIER_PM_EADR, probe_device
@@ -95,7 +95,7 @@ def test_a_training_lives_on_a_device_that_cannot_be_read(plugged):
     with lightck.attach(again, path, optimizer=its, resume=True) as session:
         toys.train(again, its, 2, session.step)
     assert toys.is_step(lightck.recover(path), toys.everything(again, its))
-    assert os.listdir(os.path.dirname(path)).count("dax0.0.new") == 0
+    assert not os.path.exists(temporary.name_of(path))
 
 
 def test_a_device_with_a_training_is_neither_loaded_nor_overwritten_unasked(plugged):

@@ -1,8 +1,8 @@
 """A pool as a plain file on tmpfs, a disk, or persistent memory with a file system (fsdax).
 
 Opening trusts nothing: no symbolic link is followed, and owner, mode, kind and size are read from the descriptor,
-not from the path. A new pool is allocated in full under one fixed temporary name beside its path (whoever holds the
-pool's lock removes a stale one), so a full file system is a clean error here and never SIGBUS later.
+not from the path. A new pool is allocated in full under a temporary name beside its path (``temporary``), so a full
+file system is a clean error here and never SIGBUS later.
 """
 
 from __future__ import annotations
@@ -25,18 +25,14 @@ from lightck.errors import (
     PoolPermissionError,
     PoolTruncatedError,
 )
-from lightck.pool import durability, extents
+from lightck.pool import durability, extents, lock, temporary
 from lightck.pool.extents import Extents
-from lightck.pool.failures import TRANSIENT, io_error, is_of_medium, told
+from lightck.pool.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told
 from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 from lightck.pool.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
-TEMPORARY_SUFFIX = ".new"
 _HUGE_PAGE, _SLICE, _HUGE_SECONDS = 2 << 20, 256 << 20, 2.0
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EBUSY,
-            errno.ETXTBSY, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # fmt: skip
-"""Errors about the path, and who may do what there; all others are the system's."""
 _NO_FILE = (
     "{path!r} is a directory or a special file. A pool is one regular file. Name a file, for example one in that "
     "directory: add '/run.pool'."
@@ -50,12 +46,13 @@ _NO_DEVICE = (
 class FileContainer:
     """An open pool file; see ``Container``."""
 
-    def __init__(self, path: str, fd: int, nbytes: int, temporary: str | None = None) -> None:
+    def __init__(self, path: str, fd: int, nbytes: int, lock_fd: int | None = None) -> None:
+        """``lock_fd``: of a new file, which has its temporary name."""
         self.path = path
         self.fd = fd
         self.nbytes = nbytes
         self.extents: Extents = ((0, nbytes),)
-        self._temporary = temporary
+        self._lock_fd = lock_fd
         self._pid = os.getpid()
 
     @property
@@ -66,11 +63,11 @@ class FileContainer:
         return extents.read(self.fd, self.extents, offset, nbytes)
 
     def publish(self) -> None:
-        assert self._temporary is not None, "published once"
+        assert self._lock_fd is not None, "published once"
         with _making(self.path):
             os.fsync(self.fd)
-            os.rename(self._temporary, self.path)
-            self._temporary = None
+            os.rename(temporary.name_of(self.path), self.path)
+            self._let_go()
             _fsync_folder(os.path.dirname(self.path))
 
     def is_current(self) -> bool:
@@ -84,11 +81,17 @@ class FileContainer:
     def close(self) -> None:
         if self.fd < 0:
             return
-        if self._temporary is not None and os.getpid() == self._pid:
+        if self._lock_fd is not None and os.getpid() == self._pid:
             with contextlib.suppress(OSError):
-                os.unlink(self._temporary)
+                os.unlink(temporary.name_of(self.path))
+        self._let_go()
         os.close(self.fd)
         self.fd = -1
+
+    def _let_go(self) -> None:
+        if self._lock_fd is not None:
+            lock.let_go(self._lock_fd)
+            self._lock_fd = None
 
 
 class FileBackend:
@@ -104,25 +107,23 @@ class FileBackend:
         return durability.probe(folder, path if _is_regular(path) else None)
 
     def remove_stale(self, path: str) -> None:
-        _unlink(path + TEMPORARY_SUFFIX)
+        temporary.remove_stale(path)
 
     def discard(self, path: str) -> None:
-        if _unlink(path):
+        if temporary.removed(path):
             with told(f"The pool {path!r} was removed, but its folder cannot be synced"):
                 _fsync_folder(os.path.dirname(path))
 
     def create(self, path: str, nbytes: int) -> FileContainer:
         checked_folder(path)
-        temporary = path + TEMPORARY_SUFFIX
-        self.remove_stale(path)
+        temporary.remove_stale(path)
         with _making(path):
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        container = FileContainer(path, fd, nbytes, temporary)
+            fd, lock_fd = temporary.make(path)
+        container = FileContainer(path, fd, nbytes, lock_fd)
         try:
             with _making(path):
-                os.fchmod(fd, 0o600)
                 _allocate(path, fd, nbytes)
-            if durability.probe(os.path.dirname(path), temporary).is_persistent_memory:
+            if durability.probe(os.path.dirname(path), temporary.name_of(path)).is_persistent_memory:
                 _prewrite(path, fd, nbytes)
         except BaseException:
             container.close()
@@ -322,7 +323,7 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
     if err.errno in (errno.EISDIR, errno.ENXIO):
         return PoolPathError(_NO_FILE.format(path=path))
     what = "written" if write else "read"
-    if err.errno not in _REFUSED:
+    if err.errno not in OF_PATH:
         return io_error(f"The pool {path!r} cannot be {what}", err.errno, err.strerror)
     return PoolPermissionError(
         f"The pool {path!r} cannot be {what}: {err.strerror}. Check its owner and mode, and that the file system is "
@@ -341,27 +342,12 @@ def _making(path: str) -> Iterator[None]:
 
 
 def _cannot_write(path: str, err: OSError) -> Exception:
-    if err.errno not in _REFUSED:
+    if err.errno not in OF_PATH:
         return io_error(f"The pool {path!r} cannot be made", err.errno, err.strerror)
     return PoolPermissionError(
         f"The pool {path!r} cannot be made: {err.strerror or err}. lightck writes a file beside it first and renames "
         "it. Choose a folder that you can write to."
     )
-
-
-def _unlink(path: str) -> bool:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return False
-    except OSError as err:
-        if err.errno not in _REFUSED:
-            raise io_error(f"{path!r} cannot be removed", err.errno, err.strerror) from err
-        raise PoolPermissionError(
-            f"{path!r} cannot be removed: {err.strerror}. It is in the way of a new pool. Remove it yourself, or "
-            "choose another path."
-        ) from err
-    return True
 
 
 def _fsync_folder(folder: str) -> None:

@@ -13,6 +13,7 @@ looked at before each version.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -282,6 +283,27 @@ class PoolLock:
             if self._fd >= 0 and os.getpid() == self._pid:
                 _held.pop(self._key, None)
                 self._drop()
+
+
+def hold(path: str) -> int:
+    """Lock a file that is being made, as long as the descriptor that this gives is open, and this process lives. Where
+    the file system has no such locks nothing is lost: the pool's own lock is held besides."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    _descriptors.add(fd)
+    with contextlib.suppress(OSError):
+        _lock_open_file(fd, 0, 0)
+    return fd
+
+
+def is_locked(fd: int) -> bool:
+    """Whether anybody but the caller has a lock on this file."""
+    return _conflict(fd) is not None
+
+
+def let_go(fd: int) -> None:
+    """Of ``hold``. A forked child has closed its descriptor at its start, and its number may be another file's."""
+    if fd in _descriptors:
+        _close(fd)
 
 
 def _close(fd: int) -> None:

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 
 from lightck.errors import LightckError
-from lightck.pool import extents
+from lightck.pool import extents, temporary
 from lightck.pool.format import DamagedError
 from lightck.pool.reader import Version, open_pool
 from lightck.testing import known
@@ -73,9 +73,9 @@ class Life:
             raise BrokenError(f"{err}; {self.plan}; processes: {'; '.join(self.history[-4:])}") from err
 
     def remove(self) -> None:
-        for suffix in ("", ".lock", ".new"):
+        for left in (self.path, self.path + ".lock", temporary.name_of(self.path)):
             with suppress(FileNotFoundError):
-                os.unlink(self.path + suffix)
+                os.unlink(left)
 
     @property
     def file(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
@@ -14,6 +15,7 @@ from toys import adam, crashed, in_child, kill_at, killed_child, net, same, sett
 
 import lightck
 from lightck.errors import StateValueError
+from lightck.pool import temporary
 from lightck.pool.reader import open_pool
 
 
@@ -252,7 +254,7 @@ def test_kill_while_the_pool_moves_to_a_new_file_leaves_the_old_version(folder, 
     again = net(seed=3)
     with lightck.attach(again, pool, optimizer=adam(again), state={"box": Box()}, resume=True) as session:
         assert session.step == 2
-    assert [p.name for p in folder.iterdir() if p.name.endswith(".new")] == []
+    assert not os.path.exists(temporary.name_of(str(pool)))
 
 
 def test_new_pool_file_is_used_by_the_next_run(pool):

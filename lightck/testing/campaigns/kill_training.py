@@ -14,6 +14,7 @@ from functools import partial
 
 import lightck
 from lightck.errors import NoCheckpointError, PoolNotFoundError
+from lightck.pool import temporary
 from lightck.testing import victims
 from lightck.testing.campaign import Campaign, Order, Tally
 from lightck.testing.ledger import BrokenError
@@ -119,7 +120,7 @@ def _trial(order: Order, trial: int, name: str, truth: Truth, tally: Tally) -> N
         except BrokenError as err:
             raise BrokenError(f"{err}; options {options}; processes: {'; '.join(history)}") from err
         _count(tally, told, kill, seed)
-    for left in (chain.path, chain.path + ".lock", chain.path + ".new"):
+    for left in (chain.path, chain.path + ".lock", temporary.name_of(chain.path)):
         if os.path.exists(left):
             os.unlink(left)
 

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import lightck
 from lightck.errors import CorruptPoolError, NoSpaceError
+from lightck.pool import temporary
 from lightck.testing import known, lives, victims
 from lightck.testing.campaign import Campaign, Order, Tally
 from lightck.testing.ledger import BrokenError
@@ -188,7 +189,7 @@ def _small_tmpfs(life: Life, seed: int, tell: Tell) -> None:
                 if life.file is None:
                     continue
                 with suppress(FileNotFoundError):
-                    os.unlink(life.path + ".new")  # what a kill left there, as the next attach does
+                    os.unlink(temporary.name_of(life.path))  # what a kill left there, as the next attach does
                 resize(os.stat(life.path).st_size + _ROOM_LEFT)
                 kill = Kill("finished", 1, delay=rng.uniform(0.0, 0.004)) if rng.random() < 0.5 else None
                 told = life.train(kill, 5, 5, refusal=NoSpaceError)

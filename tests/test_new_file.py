@@ -1,0 +1,92 @@
+"""A new pool is made in a file of its own beside its path: it leaves nothing behind, and takes nothing of others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import adam, kill_at, killed_child, net, pool_with, train
+
+import lightck
+from lightck.pool import temporary
+
+
+def names(folder: Path) -> set[str]:
+    return set(os.listdir(folder))
+
+
+@pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}], ids=["resume", "overwrite"])
+def test_files_of_others_beside_a_pool_are_not_touched(folder, pool, options):
+    """Names that somebody may well choose: a backup, a note."""
+    pool_with(pool)
+    kept = {Path(f"{pool}.{ending}"): ending.encode() for ending in ("new", "tmp", "bak", "old", "1")}
+    for path, content in kept.items():
+        path.write_bytes(content)
+    backup = folder / f"{pool.name}.backup.new"
+    shutil.copy(pool, backup)
+    before = backup.read_bytes()
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, **options) as session:
+        train(model, optimizer, 2)
+        with session.pin():  # moves to a new file
+            train(model, optimizer, 1)
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert backup.read_bytes() == before
+
+
+def test_two_trainings_whose_pools_are_named_alike_live_beside_each_other(folder):
+    one, other = folder / "exp.new", folder / "exp"
+    first = net()
+    its = adam(first)
+    session = lightck.attach(first, one, optimizer=its)
+    train(first, its, 2)
+    pool_with(other, 3)
+    train(first, its, 2, 2)
+    session.close()
+    assert lightck.recover(one).step == 4
+    assert lightck.recover(other).step == 3
+
+
+@pytest.mark.parametrize("site", ["header", "block", "manifest", "word", "ack"])
+def test_a_crash_in_the_middle_of_a_move_leaves_what_the_next_attach_removes(folder, pool, site):
+    pool_with(pool, 2)
+    before = names(folder)
+
+    def work() -> None:
+        model = net(seed=1)
+        optimizer = adam(model)
+        session = lightck.attach(model, pool, optimizer=optimizer, resume=True)
+        kill_at(site)
+        session.pin()
+
+    killed_child(work)
+    assert names(folder) == before | {os.path.basename(temporary.name_of(str(pool)))}
+    assert lightck.recover(pool).step == 2
+    _goes_on(pool)
+    assert names(folder) == before
+
+
+def _goes_on(pool: Path, **options: Any) -> None:
+    model = net(seed=3)
+    with lightck.attach(model, pool, optimizer=adam(model), resume=True, **options) as session:
+        assert session.step == 2
+
+
+def test_the_temporary_file_is_found_where_the_folder_has_another_name(folder):
+    (folder / "here").mkdir()
+    pool = folder / "here" / "run.pool"
+    pool_with(pool, 2)
+    Path(temporary.name_of(str(pool))).write_bytes(b"left by a kill")
+    (folder / "here").rename(folder / "there")
+    _goes_on(folder / "there" / "run.pool")
+    assert names(folder / "there") == {"run.pool", "run.pool.lock"}
+
+
+def test_a_pool_with_the_longest_name_that_a_lock_file_permits(folder):
+    pool = folder / ("x" * (255 - len(".lock")))
+    pool_with(pool, 2)
+    assert lightck.recover(pool).step == 2
