@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import adam, kill_at, killed_child, net, pool_with, train
+from toys import BIG, adam, everything, is_step, kill_at, killed_child, net, pool_with, train
 
 import lightck
+from lightck import _native
+from lightck._native import lib
+from lightck.errors import BackgroundError
 from lightck.pool import temporary
 
 
@@ -90,3 +95,39 @@ def test_a_pool_with_the_longest_name_that_a_lock_file_permits(folder):
     pool = folder / ("x" * (255 - len(".lock")))
     pool_with(pool, 2)
     assert lightck.recover(pool).step == 2
+
+
+@pytest.mark.parametrize(("operation", "code"), [(_native.OP_COPY, errno.ENOSPC), (_native.OP_SYNC, errno.EIO)],
+                         ids=["copy", "sync"])  # fmt: skip
+@pytest.mark.parametrize("width", [8, BIG], ids=["copied at once", "copied in the background"])
+def test_a_failure_of_a_move_is_told_as_what_it_is(folder, pool, operation, code, width):
+    """And not as the loss of the old file, which is in its place. However far the move comes: each write fails once."""
+    told = []
+    while (failure := _failure_of_a_pin(pool, operation, code, len(told) + 1, width)) is not None:
+        told.append(failure)
+        assert names(folder) == {pool.name, f"{pool.name}.lock"}
+    assert len(told) >= 3
+    for failure in told:
+        assert failure.errno == code
+        assert os.strerror(code) in str(failure)
+        assert "versions committed before are intact" in str(failure)
+
+
+def _failure_of_a_pin(pool: Path, operation: int, code: int, nth: int, width: int) -> BackgroundError | None:
+    """None where fewer operations than that are needed."""
+    model = net(width)
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, overwrite=True)
+    train(model, optimizer, 3)
+    session.flush()
+    assert lib.lck_fault(operation, nth, code) == lib.LCK_OK
+    try:
+        session.pin().release()
+    except BackgroundError as err:
+        return err
+    finally:
+        lib.lck_fault(operation, 0, 0)
+        with contextlib.suppress(BackgroundError):  # it is never only told once
+            session.close()
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+    return None

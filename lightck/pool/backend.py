@@ -38,7 +38,8 @@ class Container(Protocol):
         """Make the container durable (data, then its name) and visible at its path, atomically. Once only."""
 
     def is_current(self) -> bool:
-        """Whether the path still names this very container, whole (nobody deleted, replaced or truncated it)."""
+        """Whether the path still names this very container, whole (nobody deleted, replaced or truncated it). One that
+        is not published yet has no path that could be lost: yes."""
 
     def close(self) -> None:
         """Give up the descriptor; a container that was never published disappears."""

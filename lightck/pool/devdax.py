@@ -137,13 +137,15 @@ class DevdaxContainer:
         self._record = self._device.name_pool(self._start, self.nbytes)
 
     def is_current(self) -> bool:
+        if self._record is None:
+            return True
         try:
             there = os.stat(self._device.path, follow_symlinks=False)
         except OSError:
             return False
         here = os.fstat(self.fd)
         same = (stat.S_IFMT(there.st_mode), there.st_rdev) == (stat.S_IFMT(here.st_mode), here.st_rdev)
-        return same and self._record is not None and self._device.record() == self._record
+        return same and self._device.record() == self._record
 
     def close(self) -> None:
         if not self._is_closed:

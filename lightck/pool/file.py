@@ -71,6 +71,8 @@ class FileContainer:
             _fsync_folder(os.path.dirname(self.path))
 
     def is_current(self) -> bool:
+        if self._lock_fd is not None:
+            return True
         try:
             there = os.stat(self.path, follow_symlinks=False)
             here = os.fstat(self.fd)

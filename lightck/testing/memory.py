@@ -39,6 +39,8 @@ class MemoryContainer:
         self._backend.put(self._path, os.dup(self.fd))
 
     def is_current(self) -> bool:
+        if self._is_new:
+            return True
         known = self._backend.pools.get(self._path)
         is_whole = os.fstat(self.fd).st_size >= self.nbytes
         return known is not None and os.path.sameopenfile(known, self.fd) and is_whole
