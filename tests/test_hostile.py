@@ -6,9 +6,11 @@ The long runs are kept in docs/evidence/.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import mmap
 import os
+import resource
 import signal
 import struct
 import sys
@@ -29,9 +31,21 @@ import lightck
 from lightck import contents
 from lightck.capture import values
 from lightck.cli import verify
-from lightck.errors import CorruptPoolError, LightckError
+from lightck.errors import CorruptPoolError, LightckError, NoCheckpointError, PoolIOError
 from lightck.pool import layout, layout_decode, reader
-from lightck.pool.format import CommitLine, DamagedError, ManifestHeader, Superblock, pack_slot_header
+from lightck.pool.format import (
+    MIB,
+    PAGE,
+    SLOT_ALIGN,
+    TABLE_OFFSET,
+    CommitLine,
+    DamagedError,
+    ManifestHeader,
+    Superblock,
+    align_up,
+    layout_hash,
+    pack_slot_header,
+)
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.testing import confined, messages
 from lightck.testing.campaign import Order, Tally
@@ -110,7 +124,7 @@ def test_flips_find_a_verify_that_leaves_something_out(folder, monkeypatch):
 def test_fuzz_finds_a_manifest_whose_bounds_are_not_checked(folder, monkeypatch):
     real = ManifestHeader.unpack.__func__  # type: ignore[attr-defined]
 
-    def unchecked(cls: type, manifest: bytes) -> ManifestHeader:
+    def unchecked(cls: type, manifest: bytes, nbytes: int | None = None) -> ManifestHeader:
         return real(cls, Endless(manifest))
 
     monkeypatch.setattr(ManifestHeader, "unpack", classmethod(unchecked))
@@ -236,6 +250,93 @@ def test_a_slot_header_whose_last_write_was_lost_costs_nothing(pool):
     assert [(v["step"], v["blocks"]) for v in facts["versions"]] == [(4, "verified"), (3, "verified")]
     pool_with(pool, steps=0, resume=True)
     assert lightck.recover(pool).step == 4
+
+
+# -- files with holes ------------------------------------------------------------------------------------------------
+
+
+GIB = 1 << 30
+
+
+def hollow(path: Path, *, slot: int = 8 * GIB, table: bytes | int = layout.encode([]), line_nbytes: int = 0,
+           uuid: bytes = bytes(16)) -> Superblock:  # fmt: skip
+    """A pool of a few KiB whose structures pass their checks, and are said to be as long as somebody likes. ``table``:
+    its bytes, or how many zeros it has. ``line_nbytes``: of the manifest that a commit line names."""
+    table = bytes(table) if isinstance(table, int) else table
+    room = align_up(len(table), PAGE)
+    first = align_up(TABLE_OFFSET + 2 * room, SLOT_ALIGN)
+    manifest = (slot // 2 - PAGE) // PAGE * PAGE
+    sb = Superblock(
+        uuid=uuid, nbytes=first + 2 * slot, table_offsets=(TABLE_OFFSET, TABLE_OFFSET + room),
+        table_nbytes=len(table), table_hash=layout_hash(table),
+        block=MIB, manifest_offset=PAGE, manifest_nbytes=manifest, payload_offset=PAGE + 2 * manifest,
+        reserve_offset=PAGE + 2 * manifest, slots=((first, slot), (first + slot, slot)),
+    )  # fmt: skip
+    parts = {0: sb.pack(), PAGE: sb.pack(), **{at: table.rstrip(b"\0") for at in sb.table_offsets}}
+    parts |= {at: pack_slot_header(5 + i, i, uuid) for i, (at, _) in enumerate(sb.slots)}
+    if line_nbytes:
+        seen = reader.manifest_hash(uuid, bytes(line_nbytes)) if line_nbytes < GIB else 0
+        parts[sb.line_offset(0)] = CommitLine(5, 1, 1, 5, seen, line_nbytes, 1, 0, 0).pack(uuid)
+    path.touch(0o600)
+    with path.open("r+b") as file:
+        file.truncate(sb.nbytes)
+        for offset, data in parts.items():
+            file.seek(offset)
+            file.write(data)
+    assert path.stat().st_blocks * 512 < MIB
+    return sb
+
+
+def within(nbytes: int, work: Any) -> Any:
+    """What ``work`` gives, in a process that gets no more memory than this beside what it has."""
+
+    def limited() -> Any:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + nbytes, mapped + nbytes))
+        try:
+            return work()
+        except LightckError as err:
+            return type(err), str(err), getattr(err, "errno", None)
+
+    return toys.in_child(limited)
+
+
+HOLLOW = {
+    "slots with nothing in them": {"slot": 40 * GIB},
+    "a manifest as long as a line can say": {"slot": 16 * GIB, "line_nbytes": 2**32 - 64},
+    "a layout table of zeros": {"table": 200 * MIB},
+}
+
+
+@pytest.mark.parametrize("lie", HOLLOW.values(), ids=HOLLOW)
+def test_a_small_file_is_given_little_memory_whatever_it_says(folder, lie):
+    pool = folder / "hollow.pool"
+    hollow(pool, **lie)
+    kind, _, _ = within(150 * MIB, lambda: lightck.recover(pool))
+    assert issubclass(kind, (CorruptPoolError, NoCheckpointError))
+    model = toys.net()
+    told = within(150 * MIB, lambda: lightck.attach(model, pool, optimizer=toys.adam(model), resume=True).close())
+    assert (told is None) == (kind is NoCheckpointError), "where there never was a checkpoint a new pool is made"
+    assert told is None or told[0] is CorruptPoolError
+
+
+def test_a_reader_that_gets_no_memory_says_so_and_passes_nothing_over(folder):
+    """40 MiB may be read of any file."""
+    pool = folder / "hollow.pool"
+    hollow(pool, line_nbytes=40 * MIB)
+    kind, text, code = within(20 * MIB, lambda: lightck.recover(pool))
+    assert (kind, code) == (PoolIOError, errno.ENOMEM)
+    assert str(pool) in text
+    assert "Free memory" in text
+    kind, text, _ = within(200 * MIB, lambda: lightck.recover(pool))
+    assert kind is CorruptPoolError
+    assert "manifest" in text
+
+
+def test_a_long_manifest_is_read_where_the_file_holds_it(pool, monkeypatch):
+    monkeypatch.setattr(reader, "HOLLOW_NBYTES", 0)
+    pool_with(pool)
+    assert lightck.recover(pool).step == 3
 
 
 # -- single parsers --------------------------------------------------------------------------------------------------

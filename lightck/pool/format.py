@@ -39,6 +39,7 @@ MANIFEST_MAGIC = b"LCKMANI1"
 MANIFEST_HEADER_NBYTES = 128
 RECORD_NBYTES = 32
 REGION_SLOT = 1
+U32_MAX = (1 << 32) - 1
 
 POOL_NBYTES_MIN = TABLE_OFFSET + 2 * PAGE
 
@@ -157,6 +158,11 @@ class Superblock:
     def slot_nbytes(self) -> int:
         return self.slots[0][1]
 
+    @property
+    def manifest_nbytes_max(self) -> int:
+        """What a manifest may have of its place: a commit line counts its bytes in 32 bits."""
+        return min(self.manifest_nbytes, U32_MAX)
+
     def manifest_at(self, slot: int, index: int) -> int:
         """Of its two places."""
         return self.slots[slot][0] + self.manifest_offset + index * self.manifest_nbytes
@@ -257,8 +263,9 @@ class ManifestHeader:
         ).ljust(MANIFEST_HEADER_NBYTES, b"\0")  # fmt: skip
 
     @classmethod
-    def unpack(cls, manifest: bytes) -> ManifestHeader:
-        """Parse and bound-check against the manifest's own length. Raises ``DamagedError``."""
+    def unpack(cls, manifest: bytes, nbytes: int | None = None) -> ManifestHeader:
+        """Parse and bound-check against the manifest's own length; ``nbytes``, where only the header is here. Raises
+        ``DamagedError``."""
         if len(manifest) < MANIFEST_HEADER_NBYTES or manifest[:8] != MANIFEST_MAGIC:
             raise DamagedError("manifest signature")
         (_, generation, incarnation, step, iteration, table_hash, origin, n_records, n_table, records_offset,
@@ -270,7 +277,8 @@ class ManifestHeader:
             (extras_offset, extras_nbytes),
             (state_offset, state_nbytes),
         )
-        if any(off + n > len(manifest) for off, n in parts) or n_table > n_records:
+        nbytes = len(manifest) if nbytes is None else nbytes
+        if any(off + n > nbytes for off, n in parts) or n_table > n_records:
             raise DamagedError("manifest bounds")
         if (records_offset, record_nbytes) != (MANIFEST_HEADER_NBYTES, RECORD_NBYTES) or crcs_offset % 4:
             raise DamagedError("manifest geometry")

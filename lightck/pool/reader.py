@@ -7,8 +7,10 @@ start all use this one reader.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +26,7 @@ from lightck.pool.extents import native
 from lightck.pool.failures import io_error, is_of_medium
 from lightck.pool.format import (
     LINE_NBYTES,
+    MANIFEST_HEADER_NBYTES,
     RO_COMPAT_KNOWN,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
@@ -45,6 +48,8 @@ READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs",
 MANY_NBYTES = 4 << 20
 """Less than this is read by one thread: starting others costs more."""
 THREADS_MAX = 8
+HOLLOW_NBYTES = 64 << 20
+"""What may be read at once of a file that takes up less: a hole costs whoever makes a file nothing."""
 
 
 class PoolReader:
@@ -68,6 +73,8 @@ class PoolReader:
         fails its check. Raises ``PoolIOError`` where the system cannot read now, which says nothing of the pool."""
         try:
             return self._read_twice(offset, nbytes)
+        except MemoryError as err:
+            raise io_error(f"{nbytes} bytes of the pool {self.path!r} cannot be read", errno.ENOMEM) from err
         except OSError as err:
             if not is_of_medium(err.errno):
                 raise io_error(f"The pool {self.path!r} cannot be read", err.errno, err.strerror) from err
@@ -84,6 +91,13 @@ class PoolReader:
             if not is_of_medium(err.errno):
                 raise
         return self.container.read(offset, nbytes)
+
+    def _can_hold(self, nbytes: int) -> bool:
+        """Whether a structure of this length may lie in the file. One that is long has to fit into what it takes up."""
+        if nbytes <= HOLLOW_NBYTES:
+            return True
+        st = os.fstat(self.container.fd)
+        return not stat.S_ISREG(st.st_mode) or nbytes <= st.st_blocks * 512
 
     def _refuse_unreadable(self) -> None:
         """Where nothing is left to go on with: what could not be read is no proof that it is damaged, or foreign."""
@@ -133,7 +147,7 @@ class PoolReader:
     def _read_table(self) -> tuple[bytes, tuple[Entry, ...]]:
         sb = self.superblock
         for offset in sb.table_offsets:
-            table = self.read(offset, sb.table_nbytes)
+            table = self.read(offset, sb.table_nbytes) if self._can_hold(sb.table_nbytes) else b""
             if layout_hash(table) == sb.table_hash:
                 try:
                     return table, layout_decode.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
@@ -172,8 +186,8 @@ class PoolReader:
         sb, generation = self.superblock, self.slot_generation(slot)
         for index in (0, 1) if generation is not None else ():
             try:
-                manifest = self.read(sb.manifest_at(slot, index), sb.manifest_nbytes)
-                header = ManifestHeader.unpack(manifest)
+                data = self.read(sb.manifest_at(slot, index), MANIFEST_HEADER_NBYTES)
+                header = ManifestHeader.unpack(data, sb.manifest_nbytes)
             except (DamagedError, FormatError):
                 continue
             if (header.generation, header.slot, header.table_hash) == (generation, slot, sb.table_hash):
@@ -200,6 +214,8 @@ class PoolReader:
             raise DamagedError("its slot was reused by a newer version")
         if line.manifest_nbytes > sb.manifest_nbytes:
             raise DamagedError("its manifest is larger than the place for it")
+        if not self._can_hold(line.manifest_nbytes):
+            raise DamagedError("its manifest is larger than all that the file holds")
         manifest = self.read(sb.manifest_at(line.slot, line.manifest_index), line.manifest_nbytes)
         if len(manifest) != line.manifest_nbytes or manifest_hash(sb.uuid, manifest) != line.manifest_hash:
             raise DamagedError("its manifest does not match the commit line")

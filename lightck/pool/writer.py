@@ -23,6 +23,7 @@ from lightck.pool.checksum import uuid_words
 from lightck.pool.draft import Draft
 from lightck.pool.durability import TIER_DISK, Durability
 from lightck.pool.engine import Engine, Job, Medium
+from lightck.pool.failures import io_error
 from lightck.pool.format import (
     KIND_ADOPTION,
     KIND_VERSION,
@@ -82,8 +83,10 @@ class PoolWriter:
         self.medium = Medium(reader.container.fd, reader.container.extents, durability.tier)
         try:
             self._get_ready()
-        except BaseException:
+        except BaseException as err:
             self.medium.close()
+            if isinstance(err, MemoryError):
+                raise io_error(f"The pool {reader.path!r} cannot be written", errno.ENOMEM) from err
             raise
 
     def _get_ready(self) -> None:
@@ -97,7 +100,7 @@ class PoolWriter:
             self._engine.populate(self.medium)
 
     def _slot(self, index: int) -> Slot:
-        image = SlotImage(len(self.entries), self._n_crcs, self.superblock.manifest_nbytes)
+        image = SlotImage(len(self.entries), self._n_crcs, self.superblock.manifest_nbytes_max)
         lines = [ln for ln in self.ring.lines.values() if ln.slot == index]
         newest = max(lines, key=lambda ln: ln.generation, default=None)
         generation = self.reader.slot_generation(index)
@@ -278,7 +281,7 @@ class PoolWriter:
     def _fill_image(self, slot: Slot, plan: VersionPlan, generation: int) -> int:
         image = slot.image
         extras = self._extras
-        if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes:
+        if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
             raise FullError("the small state outgrew the place for it")
         written = np.concatenate([plan.records, plan.present])
         listed = np.zeros(len(self.entries), np.bool_)
