@@ -285,6 +285,7 @@ class Pool:
                 self.damaged.append(i)
                 continue
             assert line["kind"] in (1, 2)
+            assert max(line[n] for n in ("generation", "incarnation", "step", "payload_generation")) < 2**63
             assert line["zero_a"] == line["zero_b"] == 0
             found[i] = line
         return found

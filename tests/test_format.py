@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,9 +243,9 @@ def test_check_values() -> None:
 # -- structures ------------------------------------------------------------------------------------------------------
 
 UUID = bytes(range(16))
-U64 = st.integers(0, 2**64 - 1)
+U64, COUNT = st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)
 LINES = st.builds(
-    CommitLine, st.integers(1, 2**64 - 1), U64, U64, U64, U64, st.integers(0, 2**32 - 1), st.sampled_from([1, 2]),
+    CommitLine, st.integers(1, 2**63 - 1), COUNT, COUNT, COUNT, U64, st.integers(0, 2**32 - 1), st.sampled_from([1, 2]),
     st.integers(0, 255), st.integers(0, 1),
 )  # fmt: skip
 
@@ -273,11 +274,25 @@ def test_a_line_comes_back(line: CommitLine) -> None:
         CommitLine.unpack(data, bytes(16))  # another pool's
 
 
-@given(st.builds(ManifestHeader, *[st.integers(0, 2**64 - 1)] * 4, *[st.binary(min_size=16, max_size=16)] * 2,
+@given(st.builds(ManifestHeader, *[COUNT] * 4, *[st.binary(min_size=16, max_size=16)] * 2,
                  st.integers(3, 5), st.integers(0, 3), st.just(320), st.integers(0, 9), *[st.integers(0, 30)] * 4,
                  st.integers(0, 7)))  # fmt: skip
 def test_a_manifest_header_comes_back(header: ManifestHeader) -> None:
     assert ManifestHeader.unpack(header.pack().ljust(400, b"\0")) == header
+
+
+@pytest.mark.parametrize("field", ["generation", "incarnation", "step", "payload_generation"])
+def test_a_line_counts_below_2_to_the_63(field: str) -> None:
+    good = CommitLine(*[2**63 - 1] * 4, 2**64 - 1, 128, 1, 0, 0)
+    assert CommitLine.unpack(good.pack(UUID), UUID) == good
+    with pytest.raises(DamagedError, match="numbers"):
+        CommitLine.unpack(replace(good, **{field: 2**63}).pack(UUID), UUID)
+
+
+def test_a_slot_header_and_a_superblock_count_below_2_to_the_63() -> None:
+    assert unpack_slot_header(pack_slot_header(2**63, 0, UUID), 0, UUID) is None
+    with pytest.raises(DamagedError):
+        Superblock.unpack(superblock(nbytes=2**63).pack())
 
 
 @given(st.binary(max_size=400))
@@ -291,7 +306,7 @@ def test_a_hostile_manifest_is_damaged_or_in_bounds(noise: bytes) -> None:
     assert header.crcs_offset + 4 * header.crcs_count <= len(data)
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 7))
+@given(COUNT, st.integers(0, 7))
 def test_a_slot_header_comes_back(generation: int, slot: int) -> None:
     data = pack_slot_header(generation, slot, UUID)
     assert unpack_slot_header(data, slot, UUID) == generation

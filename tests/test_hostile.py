@@ -6,6 +6,7 @@ The long runs are kept in docs/evidence/.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import faulthandler
 import mmap
@@ -339,6 +340,82 @@ def test_a_long_manifest_is_read_where_the_file_holds_it(pool, monkeypatch):
     assert lightck.recover(pool).step == 3
 
 
+# -- numbers at their end --------------------------------------------------------------------------------------------
+
+
+def other_numbers(pool: Path, **numbers: int) -> None:
+    """An adoption of the newest version that says so, in the place of its line."""
+    with contextlib.closing(open_pool(str(pool))) as opened:
+        sb, ring = opened.superblock, opened.ring()
+    position, line = max(ring.lines.items(), key=lambda item: item[1].generation)
+    changed = dataclasses.replace(line, kind=2, **numbers)
+    toys.poke(pool, sb.line_offset(position), changed.pack(sb.uuid))
+
+
+def other_header(pool: Path, generation: int) -> None:
+    with contextlib.closing(open_pool(str(pool))) as opened:
+        sb, slot = opened.superblock, toys.versions(pool)[0].line.slot
+    toys.poke(pool, sb.slots[slot][0], pack_slot_header(generation, slot, sb.uuid))
+
+
+NUMBERS = {
+    "generation": lambda pool, n: other_numbers(pool, generation=n),
+    "incarnation": lambda pool, n: other_numbers(pool, incarnation=n),
+    "step": lambda pool, n: other_numbers(pool, step=n),
+    "payload": lambda pool, n: other_numbers(pool, payload_generation=n, generation=n),
+    "slot header": other_header,
+}
+
+
+@pytest.mark.parametrize("number", [2**62, 2**63 - 2, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1])
+@pytest.mark.parametrize("change", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_no_training_reaches_end_in_an_answer_or_an_error_of_ours(pool, change, number):
+    pool_with(pool)
+    change(pool, number)
+    assert lightck.recover(pool).step in (2, 3)
+    before = toys.content(pool)
+    model = toys.net(seed=5)
+    optimizer = toys.adam(model)
+    untouched = toys.everything(model, optimizer)
+    try:
+        session = lightck.attach(model, pool, optimizer=optimizer, resume=True)
+    except CorruptPoolError as err:
+        refused: Exception | None = err
+    else:
+        refused = None
+        with session:
+            toys.train(model, optimizer, 2, session.step)
+    if refused is None:
+        assert toys.is_step(lightck.recover(pool), toys.everything(model, optimizer)), "what is committed is found"
+    else:
+        assert "overwrite=True" in str(refused)
+        assert toys.same(toys.everything(model, optimizer), untouched)
+        assert toys.content(pool) == before
+    pool_with(pool, 2, overwrite=True)
+    assert lightck.recover(pool).step == 2
+
+
+@pytest.mark.parametrize("number", [2**63 - 2, 2**63 - 1, 2**63, 2**64 - 1])
+def test_an_iteration_at_its_end_costs_no_version(pool, number):
+    pool_with(pool)
+    with contextlib.closing(open_pool(str(pool))) as opened:
+        document = Document(Base(opened))
+        for manifest in document.manifests:
+            manifest.header[32:40] = struct.pack("<Q", number)
+            manifest.is_changed = True
+        write_sealed(pool, document)
+    if number >= 2**63:
+        with pytest.raises(CorruptPoolError, match="numbers"):
+            lightck.recover(pool)
+        return
+    assert lightck.recover(pool).iteration == number
+    model = toys.net(seed=5)
+    optimizer = toys.adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+        toys.train(model, optimizer, 4, session.step)
+    assert toys.is_step(lightck.recover(pool), toys.everything(model, optimizer))
+
+
 # -- single parsers --------------------------------------------------------------------------------------------------
 
 
@@ -388,10 +465,8 @@ def other_state(pool: Path, change: Any) -> None:
 
 def write_sealed(pool: Path, document: Document) -> None:
     """What of a pool was changed, over it, with every checksum made anew."""
-    with pool.open("r+b") as file:
-        for offset, data in document.patches():
-            file.seek(offset)
-            file.write(data)
+    for offset, data in document.patches():
+        toys.poke(pool, offset, data)
 
 
 def readings(pool: Path, folder: Path) -> list[Any]:

@@ -40,6 +40,8 @@ MANIFEST_HEADER_NBYTES = 128
 RECORD_NBYTES = 32
 REGION_SLOT = 1
 U32_MAX = (1 << 32) - 1
+NUMBER_MAX = 1 << 63
+"""Generations, incarnations, steps and iterations are less: a structure with a larger one is damaged."""
 
 POOL_NBYTES_MIN = TABLE_OFFSET + 2 * PAGE
 
@@ -133,7 +135,8 @@ class Superblock:
         """Everything that later code relies on, so that no offset of a hostile file is followed out of it."""
         slot_nbytes = {n for _, n in self.slots}
         ok = (
-            2 <= len(self.slots) <= SLOTS_MAX
+            self.nbytes < NUMBER_MAX
+            and 2 <= len(self.slots) <= SLOTS_MAX
             and len(slot_nbytes) == 1
             and all(off % PAGE == 0 and off + n <= self.nbytes for off, n in self.slots)
             and all(a + n <= b for (a, n), (b, _) in zip(self.slots, self.slots[1:], strict=False))
@@ -210,6 +213,8 @@ class CommitLine:
         generation, incarnation, step, payload, mhash, mlen, kind, slot, index, _, _ = _LINE.unpack(body)
         if kind not in (KIND_VERSION, KIND_ADOPTION) or index > 1:
             raise DamagedError("commit line kind")
+        if max(generation, incarnation, step, payload) >= NUMBER_MAX:
+            raise DamagedError("commit line numbers")
         return cls(generation, incarnation, step, payload, mhash, mlen, kind, slot, index)
 
 
@@ -229,7 +234,7 @@ def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
     if crc64(uuid + body) != check:
         return None
     generation, magic, index, _, _ = _HEADER.unpack(body)
-    return generation if magic == SLOT_MAGIC and index == slot else None
+    return generation if magic == SLOT_MAGIC and index == slot and generation < NUMBER_MAX else None
 
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
@@ -282,6 +287,8 @@ class ManifestHeader:
             raise DamagedError("manifest bounds")
         if (records_offset, record_nbytes) != (MANIFEST_HEADER_NBYTES, RECORD_NBYTES) or crcs_offset % 4:
             raise DamagedError("manifest geometry")
+        if max(generation, incarnation, step, iteration) >= NUMBER_MAX:
+            raise DamagedError("manifest numbers")
         return cls(generation, incarnation, step, iteration, table_hash, origin, n_records, n_table, crcs_offset,
                    crcs_count, extras_offset, extras_nbytes, state_offset, state_nbytes, slot)  # fmt: skip
 

@@ -7,6 +7,7 @@ start all use this one reader.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -40,6 +41,7 @@ from lightck.pool.format import (
 )
 from lightck.pool.layout import Entry, blocks_of
 from lightck.pool.ring import Ring, candidates, read_ring
+from lightck.pool.writable import refuse_unwritable
 
 log = logging.getLogger("lightck")
 RECORD_DTYPE = np.dtype([("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("zero", "<u4")])
@@ -371,7 +373,8 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
     emulation.used()  # verified reads follow it
     kind = backend_for(path, backend)
     if write:  # looked at first: a backend that opens for writing changes things of its own in the file
-        _refuse_unwritable(_read(kind.open(path, write=False), path)).close()
+        with contextlib.closing(_read(kind.open(path, write=False), path)) as reader:
+            refuse_unwritable(reader)
     return _read(kind.open(path, write=write), path)
 
 
@@ -381,14 +384,3 @@ def _read(container: Container, path: str) -> PoolReader:
     except BaseException:
         container.close()
         raise
-
-
-def _refuse_unwritable(reader: PoolReader) -> PoolReader:
-    if reader.is_writable:
-        return reader
-    reader.close()
-    raise FormatError(
-        f"{reader.path!r}: the pool uses features ({reader.superblock.ro_compat:#x}) that this lightck can "
-        "read but not write. It was written by a newer lightck. Install that version to go on in it; "
-        "lightck.recover() reads it."
-    )

@@ -30,6 +30,12 @@ class Ring:
         return max((line.generation for line in self.lines.values()), default=0)
 
     @property
+    def highest(self) -> int:
+        """Of all numbers that go on from here."""
+        steps = (line.step for line in self.lines.values())
+        return max(self.generation, self.incarnation, *steps, 0)
+
+    @property
     def incarnation(self) -> int:
         return max((line.incarnation for line in self.lines.values()), default=0)
 

@@ -27,6 +27,7 @@ from lightck.pool.failures import io_error
 from lightck.pool.format import (
     KIND_ADOPTION,
     KIND_VERSION,
+    NUMBER_MAX,
     CommitLine,
     ManifestHeader,
 )
@@ -294,8 +295,9 @@ class PoolWriter:
         image.in_slot[written] = True
         image.in_slot[~listed] = False
         header = ManifestHeader(
-            generation, self.incarnation, plan.step, plan.iteration, self.superblock.table_hash, self.superblock.uuid,
-            len(self.entries), self._n_table, image.crcs_offset, self._n_crcs, image.tail_offset, len(extras),
+            generation, self.incarnation, plan.step, min(plan.iteration, NUMBER_MAX - 1),
+            self.superblock.table_hash, self.superblock.uuid, len(self.entries), self._n_table,
+            image.crcs_offset, self._n_crcs, image.tail_offset, len(extras),
             image.tail_offset + len(extras), len(plan.state), slot.index,
         )  # fmt: skip
         return image.write_tail(header.pack(), extras, plan.state)
