@@ -340,16 +340,29 @@ class FileContract(BackendContract):
             backend.create(str(place / "file" / "run.pool"), NBYTES)
         assert os.listdir(place) == ["file"]
 
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-    def test_a_folder_where_others_could_swap_the_pool_is_refused(self, backend: Backend, place: Path) -> None:
+    @pytest.mark.parametrize(("owner", "mode", "error"), [
+        (None, 0o700, None), (None, 0o755, None), (None, 0o775, None), (None, 0o1777, None), (None, 0o1775, None),
+        (None, 0o777, "chmod o-w"), (None, 0o703, "chmod o-w"), (None, 0o757, "chmod o-w"),
+        (12345, 0o755, None), (12345, 0o775, "sticky"), (12345, 0o777, "sticky"), (12345, 0o1777, "user 12345"),
+        (12345, 0o1775, "user 12345"),
+    ])  # fmt: skip
+    def test_a_folder_where_others_could_swap_the_pool_is_refused(
+        self, backend: Backend, place: Path, owner: int | None, mode: int, error: str | None
+    ) -> None:
+        if owner is not None and os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
         shared = place / "shared"
         shared.mkdir()
-        os.chown(shared, 12345, -1)
-        shared.chmod(0o777)
-        with pytest.raises(PoolPermissionError, match="sticky"):
+        if owner is not None:
+            os.chown(shared, owner, -1)
+        shared.chmod(mode)
+        if error is None:
+            self.published(backend, str(shared / "run.pool"))
+            return
+        with pytest.raises(PoolPermissionError, match=error) as caught:
             backend.create(str(shared / "run.pool"), NBYTES)
-        shared.chmod(0o1777)
-        self.published(backend, str(shared / "run.pool"))
+        assert str(shared) in str(caught.value)
+        assert os.listdir(shared) == []
 
     def test_a_forked_child_that_closes_removes_nothing(self, backend: Backend, path: str) -> None:
         container = self.made(backend, path)

@@ -207,6 +207,9 @@ def test_both_superblocks_damaged(folder, pool):
 # -- permissions -----------------------------------------------------------------------------------------------------
 
 
+_CLONE_NEWUSER, _PR_SET_DUMPABLE = 0x10000000, 4
+
+
 def as_nobody(work: Any) -> Any:
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
@@ -256,6 +259,42 @@ def test_folder_in_which_others_can_swap_the_pool(folder, pool):
     folder.chmod(0o777)
     model, optimizer = anything()
     check_denied(as_nobody(lambda: lightck.attach(model, pool, optimizer=optimizer)), str(folder), "sticky")
+
+
+def test_own_folder_in_which_others_can_swap_the_pool(folder, pool):
+    folder.chmod(0o777)
+    model, optimizer = anything()
+    with pytest.raises(errors.PoolPermissionError) as caught:
+        lightck.attach(model, pool, optimizer=optimizer)
+    check_message(caught.value, str(folder), "chmod o-w")
+    assert list(folder.iterdir()) == []
+    folder.chmod(0o775)
+    pool_with(pool)
+    folder.chmod(0o777)
+    assert lightck.recover(pool).step == 3, "reading makes nothing there"
+
+
+def test_folder_for_all_in_a_container_that_does_not_know_its_owner(folder, pool):
+    """A user namespace without the system's root: its /tmp belongs to nobody in particular there."""
+    folder.chmod(0o1777)
+    model, optimizer = anything()
+
+    def work() -> None:
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # or /proc/self is root's, after the change of user
+        if libc.unshare(_CLONE_NEWUSER):
+            raise lightck.LightckError("no user namespaces here")
+        assert folder.stat().st_uid == os.geteuid() == 65534  # nobody is mapped
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text("1000 65534 1")
+        assert (os.geteuid(), folder.stat().st_uid) == (1000, 65534)
+        lightck.attach(model, pool, optimizer=optimizer).close()
+
+    answer = as_nobody(work)
+    if "no user namespaces" in str(answer):
+        pytest.skip(str(answer))
+    assert answer == "nothing was raised"
+    assert pool.stat().st_uid == 65534
 
 
 def test_lock_that_its_holder_gave_up_while_we_asked_who_that_is(pool, monkeypatch):

@@ -30,7 +30,7 @@ from lightck.pool import durability, extents
 from lightck.pool.devdax_head import HEAD_NBYTES, RECORD_NBYTES, RECORD_OFFSETS, Head, Record
 from lightck.pool.engine import Medium
 from lightck.pool.extents import Extents
-from lightck.pool.file import checked_folder
+from lightck.pool.folder import checked_folder
 from lightck.pool.format import PAGE, POOL_NBYTES_MIN, align_up
 from lightck.pool.system import DaxDevice, System
 

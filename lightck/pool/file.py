@@ -28,6 +28,7 @@ from lightck.errors import (
 from lightck.pool import durability, extents, lock, temporary
 from lightck.pool.extents import Extents
 from lightck.pool.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told
+from lightck.pool.folder import checked_folder
 from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 from lightck.pool.pmdk_file import is_pmdk
 
@@ -187,31 +188,6 @@ def _has_magic_at(fd: int, offset: int) -> bool:
         if not is_of_medium(err.errno):
             raise
         return False  # the other copy may be readable, and is enough
-
-
-def checked_folder(path: str) -> str:
-    """The folder of a pool path; an error where it is missing or where others could swap the pool."""
-    folder = os.path.dirname(path)
-    try:
-        st = os.stat(folder)
-    except OSError as err:
-        if err.errno in TRANSIENT:
-            raise io_error(f"The folder of the pool {path!r} cannot be looked at", err.errno, err.strerror) from err
-        raise PoolNotFoundError(
-            f"The pool {path!r} cannot be made: its folder {folder!r} is not there ({err.strerror}). lightck makes "
-            "the file, not the folder. Create the folder first."
-        ) from err
-    if not stat.S_ISDIR(st.st_mode):
-        raise PoolNotFoundError(
-            f"The pool {path!r} cannot be made: {folder!r} is not a folder. Choose a path in an existing folder."
-        )
-    others_write = st.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if others_write and not st.st_mode & stat.S_ISVTX and st.st_uid != os.geteuid():
-        raise PoolPermissionError(
-            f"The folder {folder!r} can be changed by others and has no sticky bit. Anybody could swap the pool for "
-            "another file. Use a folder of your own, or chmod +t this one."
-        )
-    return folder
 
 
 def _open(path: str, flags: int) -> int:
