@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightck.pipeline import Pipeline
-from lightck.pool.file import FileContainer
+from lightck.pool.file import FileBackend, FileContainer
 from lightck.pool.lock import PoolLock
 from lightck.pool.reader import Version
 from lightck.pool.slots import Slot, Slots
@@ -104,6 +104,12 @@ def test_a_new_file_that_is_published_before_its_first_version_is_found(folder, 
     monkeypatch.setattr(FileContainer, "publish", lambda self: publish(self) if self._lock_fd is not None else None)
     (reason,) = found("kill-twice", folder, (2, 9))
     assert "has to be there" in reason
+
+
+def test_a_new_file_that_no_attach_removes_is_found(folder, monkeypatch):
+    monkeypatch.setattr(FileBackend, "remove_stale", lambda self, path: None)
+    (reason,) = found("kill-twice", folder, (2, 9, 16))
+    assert "still there" in reason
 
 
 def test_a_reader_that_believes_what_it_reads_is_found(folder, monkeypatch):

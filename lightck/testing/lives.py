@@ -37,6 +37,8 @@ class Life:
         told = story(partial(self._train, slots, steps, before, refusal), kill)
         self.history.append(f"{kill or 'no kill'}, {slots} slots: {told}")
         self.ledger.note(told, slots)
+        if not told.was_killed and os.path.lexists(temporary.name_of(self.path)):
+            raise BrokenError("a new file that a kill left is still there")
         self.judge()
         return told
 
