@@ -14,6 +14,7 @@ import pytest
 import torch
 from toys import child_that_holds
 
+import lightck
 from lightck.bench import loop, savers
 from lightck.bench.loop import check, run
 from lightck.bench.machine import PeakMemory, cpu_seconds, descendants
@@ -230,6 +231,19 @@ def test_flat(saver, folder):
 def test_many(folder):
     found = measure("many", {"tensors": 40, "steps": 6, "layers": 5}, str(folder))
     assert 0 < found["seconds_per_tensor"] <= found["seconds_per_tensor_p99"]
+
+
+@pytest.mark.parametrize("left_out", ["all", "optimizer"])
+def test_layers_that_do_not_come_back_are_no_result(left_out, folder, monkeypatch):
+    recover = lightck.recover
+
+    def lazy(pool: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> lightck.Checkpoint:
+        is_layers = isinstance(model, torch.nn.Sequential)
+        return recover(pool, *([] if left_out == "all" else [model])) if is_layers else recover(pool, model, optimizer)
+
+    monkeypatch.setattr(lightck, "recover", lazy)
+    with pytest.raises(BenchError, match="5 layers does not load back right"):
+        measure("many", {"tensors": 40, "steps": 6, "layers": 5}, str(folder))
 
 
 def test_calibrate_goes_on_until_a_step_is_too_slow(monkeypatch, folder):
