@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightck.bench.results import Results, Rows
+from lightck.bench.results import Results, Rows, reading
 from lightck.bench.tables import LIGHTCK, NAMES, QUICK
 from lightck.bench.views import smallest_within
 from lightck.errors import BenchError
@@ -20,7 +20,8 @@ def draw(results: Results, folder: Path) -> Iterator[Path]:
     """Write what there are results for; the paths."""
     plt = _pyplot()
     for name, picture in _PICTURES.items():
-        axes = picture(plt, results)
+        with reading(name):
+            axes = picture(plt, results)
         if axes is not None:
             path = folder / f"{name}.svg"
             axes.figure.tight_layout()

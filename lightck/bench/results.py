@@ -4,9 +4,10 @@ goes on where it was.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,37 @@ class Results:
             kept = json.loads(path.read_text())
             rows: Rows = kept["rows"]
             is_ours = kept["format"] == FORMAT and isinstance(rows, dict)
-        except (ValueError, KeyError, TypeError) as error:
+            of = kept.get("measure")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BenchError(f"{path} holds no results of lightck bench ({error}). Move it away.") from error
         if not is_ours:
             raise BenchError(f"{path} holds results of another version of lightck bench. Move it away.")
+        if of != measure:
+            raise BenchError(f"{path} holds results of {of!r} and not of {measure!r}. Move it away.")
+        for key, row in rows.items():
+            if not _is_row(row):
+                raise BenchError(f"{path} holds a row {key!r} that is none of lightck bench. Move it away.")
         return rows
 
     @staticmethod
     def _path(measure: str, folder: Path) -> Path:
         return folder / f"{measure}.json"
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, dict) and all(isinstance(row.get(part), dict) for part in ("options", "machine", "result"))
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """While kept rows are read: one that lacks something, or has it of another kind, is an error of its file."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise BenchError(
+            f"A kept row for {what!r} is not as lightck bench keeps it ({type(error).__name__}: {error}). Measure it "
+            "with --again, or move the file away."
+        ) from error
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

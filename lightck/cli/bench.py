@@ -18,6 +18,7 @@ from lightck.cli.base import BAD, OK, Command, complain, json_option
 from lightck.cli.text import clean, columns, count, say, say_json, verdict
 
 if TYPE_CHECKING:
+    from lightck.bench.metrics import Reached
     from lightck.bench.results import Results
     from lightck.bench.rows import Place, Row
     from lightck.bench.tables import Plan, Table
@@ -147,15 +148,19 @@ def _row(kept: Results, row: Row, place: Place, number: int, of: int) -> str | N
 
 
 def _tables(kept: Results, tables: list[Table], keys: set[str] | None) -> None:
+    from lightck.bench.results import reading
+
     for table in tables:
         rows = {key: row for key, row in kept.rows(table.measure).items() if keys is None or key in keys}
         if rows:
+            with reading(table.name):
+                shown, machines = table.show(rows), sorted({_machine(row["machine"]) for row in rows.values()})
             say(f"{table.name}: {table.says}")
             say()
-            for line in table.show(rows).splitlines():
+            for line in shown.splitlines():
                 say(line)
             say()
-            say(f"Measured on {'; '.join(sorted({_machine(row['machine']) for row in rows.values()}))}.")
+            say(f"Measured on {'; '.join(machines)}.")
             say()
 
 
@@ -196,17 +201,26 @@ def _check(kept: Results, as_json: bool) -> int:
     if as_json:
         say_json({"ok": all(good for _, _, good in found), "bars": [
             {"bar": bar.name, "says": bar.says, "limit": bar.limit, "at_most": bar.is_maximum, "aim": bar.aim,
-             "of": one.what, "reached": one.value, "note": one.note, "ok": good} for bar, one, good in found
+             "of": one.what, "reached": one.value, "end": one.end, "note": _note(one), "ok": good,
+             "shown": good and bar.is_shown(one)} for bar, one, good in found
         ]})  # fmt: skip
         return OK if all(good for _, _, good in found) else BAD
     lines = [("", "bar", "of", "reached", "wanted", "aim", "")]
     for bar, one, good in found:
         value = "not measured" if one.value is None else bar.text(one.value)
         lines.append(("yes" if good else "no", bar.name, one.what, value, bar.wanted,
-                      "" if bar.aim is None else bar.text(bar.aim), one.note))  # fmt: skip
+                      "" if bar.aim is None else bar.text(bar.aim), _note(one)))  # fmt: skip
     for line in columns(lines, right=(3,)):
         click.echo(line)
     bad = sum(not good for _, _, good in found)
     say()
     verdict(f"{len(found) - bad} of {len(found)} hold." if bad else f"All {len(found)} hold.", good=not bad)
+    blurred = [f"{bar.name} {one.what}" for bar, one, good in found if good and not bar.is_shown(one)]
+    if blurred:
+        say(f"Of those {len(blurred)} hold by their values and not at the worse ends of their intervals: "
+            f"{', '.join(blurred)}.")  # fmt: skip
     return BAD if bad else OK
+
+
+def _note(one: Reached) -> str:
+    return "; ".join(filter(None, (one.refused, one.note)))

@@ -12,15 +12,22 @@ from lightck.bench.bars import METRICS, bars, reached
 from lightck.bench.results import Results
 from lightck.bench.tables import NAMES, TABLES, Plan
 
+MACHINE = {"cpu": "some", "cores": 2, "threads": 2}
 
-def step_row(stall: float = 0.001, own: float = 0.1, cpu: float = 0.1, share: float = 0.01,
-             **options: Any) -> dict[str, Any]:  # fmt: skip
+
+def row(result: dict[str, Any], machine: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    return {"options": options, "machine": machine or MACHINE, "result": result}
+
+
+def step_row(stall: float = 0.001, own: float = 0.1, cpu: float = 0.1, share: float = 0.01, step: float = 1.0,
+             **more: Any) -> dict[str, Any]:  # fmt: skip
     difference = {"share": share, "share_low": 0.0, "share_high": 2 * share, "same_low": -0.02, "same_high": 0.02,
                   "resolved": False, "median": share, "high": 2 * share}  # fmt: skip
-    return {"options": options, "result": {
-        "direct": 1.2, "difference": difference, "cpu_difference": {**difference, "median": cpu},
-        "own_cpu_seconds": own, "step": {"median": 1.0}, "stall": {"median": stall, "share": stall, "share_p99": 0.5},
-    }}  # fmt: skip
+    return row({
+        "direct": 1.2, "difference": difference, "own_cpu_seconds": own, "pairs": 30, "step": {"median": step},
+        "cpu_difference": {**difference, "median": cpu, "low": 0.9 * cpu, "high": 1.1 * cpu},
+        "stall": {"median": stall, "share": stall, "share_p99": 0.5}, **more,
+    })  # fmt: skip
 
 
 def filled(folder: Any) -> Results:
@@ -31,17 +38,32 @@ def filled(folder: Any) -> Results:
         for rival in ("torch.save", "dcp.save", "dcp.async_save"):
             kept.keep("steps", f"{name} {rival}", step_row(stall=0.1, cpu=1.0))
         faster = {"torch.load": 5.0, "torch.load mmap": 4.0}
-        kept.keep("recovery", name, {"result": {"of_memcpy": 0.9, "faster_than": faster}})
+        kept.keep("recovery", name, row({"of_memcpy": 0.9, "faster_than": faster}))
         for saver, nbytes in (("nothing", 100), ("lightck", 200)):
             memory = {"settled_bytes": nbytes, "peak_with_files_bytes": 300}
-            kept.keep("memory", f"{name} {saver}", {"options": {"saver": saver}, "result": memory})
+            kept.keep("memory", f"{name} {saver}", row(memory, saver=saver))
     for key in ("gpt2 file", "vgg16 file", "gpt2 pmdk", "vgg16 pmdk"):
-        kept.keep("bandwidth", key, {"result": {"write_of_nt": 0.85}})
+        kept.keep("bandwidth", key, row({"write_of_nt": 0.85}))
     for saver in ("lightck", "nothing"):
-        growth = {"memory_growth_bytes": 50, "descriptor_growth": 0, "thread_growth": 0}
-        kept.keep("flat", f"alexnet {saver}", {"result": growth})
-    kept.keep("many", "full", {"result": {"seconds_per_tensor": 1e-6, "tensors": 100_000, "layers": 1000}})
+        kept.keep("flat", f"alexnet {saver}", row(grown()))
+    kept.keep("many", "full", row({"seconds_per_tensor": 1e-6, "tensors": 100_000, "layers": 1000}))
     return kept
+
+
+def grown(**more: Any) -> dict[str, Any]:
+    return {"memory_growth_bytes": 50, "descriptor_growth": 0, "thread_growth": 0, **more}
+
+
+def checked(folder: Any) -> dict[str, dict[str, Any]]:
+    """``--check --json``: "bar of" -> what it says."""
+    done = call("bench", "--check", "--results", folder, "--json")
+    facts = json.loads(done.stdout)
+    assert done.exit_code == (0 if facts["ok"] else 1)
+    return {f"{bar['bar']} {bar['of']}": bar for bar in facts["bars"]}
+
+
+def missed(folder: Any) -> list[str]:
+    return [name for name, bar in checked(folder).items() if not bar["ok"]]
 
 
 def test_the_file_parses_and_every_metric_has_a_bar():
@@ -79,35 +101,128 @@ def test_what_was_not_measured_is_not_reached(tmp_path):
 def test_check_holds_the_results_to_the_bars(tmp_path):
     kept = filled(tmp_path)
     done = call("bench", "--check", "--results", tmp_path)
-    assert (done.exit_code, done.stdout.splitlines()[-1].split()[0]) == (0, "All"), done.stdout
+    assert (done.exit_code, f"All {len(checked(tmp_path))} hold." in done.stdout) == (0, True), done.stdout
     assert "not resolved" in done.stdout
     kept.keep("steps", "vgg16 lightck", step_row(stall=0.02))
-    done = call("bench", "--check", "--results", tmp_path, "--json")
-    assert done.exit_code == 1
-    missed = [(b["bar"], b["of"]) for b in json.loads(done.stdout)["bars"] if not b["ok"]]
-    assert missed == [("stall", "vgg16"), ("stall-of-rivals", "torch.save"), ("stall-of-rivals", "dcp.save")]
+    assert missed(tmp_path) == ["stall vgg16", "stall-of-rivals torch.save", "stall-of-rivals dcp.save"]
 
 
 def test_what_equal_steps_differ_by_too_reaches_no_bar(tmp_path):
     """On a busy machine a difference of 1 % says nothing where equal steps differ by 12 %."""
     kept = filled(tmp_path)
-    row = step_row(share=0.01)
-    row["result"]["difference"] |= {"same_low": -0.07, "same_high": 0.05}
-    kept.keep("steps", "gpt2 lightck", row)
-    done = call("bench", "--check", "--results", tmp_path, "--json")
-    assert [(b["bar"], b["of"]) for b in json.loads(done.stdout)["bars"] if not b["ok"]] == [("difference", "gpt2")]
+    one = step_row(share=0.01)
+    one["result"]["difference"] |= {"same_low": -0.07, "same_high": 0.05}
+    kept.keep("steps", "gpt2 lightck", one)
+    assert missed(tmp_path) == ["difference gpt2"]
 
 
 def test_the_row_with_a_short_step_counts_for_no_bar(tmp_path):
     kept = filled(tmp_path)
-    kept.keep("steps", "resnet18-batch1 lightck", step_row(stall=9.0, batch=1))
-    kept.keep("steps", "resnet18-batch1 torch.save", step_row(stall=1e-9, batch=1))
-    assert call("bench", "--check", "--results", tmp_path).exit_code == 0
+    kept.keep("steps", "resnet18-batch1 lightck", step_row(stall=9.0))
+    kept.keep("steps", "resnet18-batch1 torch.save", step_row(stall=1e-9))
+    assert missed(tmp_path) == []
 
 
-def test_added_cpu_is_never_less_than_what_our_threads_used():
-    kept = Results(None)
+def test_added_cpu_is_never_less_than_what_our_threads_used(tmp_path):
+    kept = filled(tmp_path)
     kept.keep("steps", "gpt2 lightck", step_row(own=0.2, cpu=-0.3))
-    kept.keep("steps", "gpt2 torch.save", step_row(cpu=1.0))
-    bar = next(bar for bar in bars() if bar.name == "cpu-of-rivals")
-    assert reached(bar, kept)[0].value == pytest.approx(5.0)
+    assert checked(tmp_path)["cpu-of-rivals torch.save"]["reached"] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("saver", ["torch.save", "lightck"])
+def test_a_rival_is_measured_on_every_workload_or_not_at_all(saver, tmp_path):
+    kept = filled(tmp_path)
+    del kept.rows("steps")[f"gpt2 {saver}"]
+    kept.keep("steps", "of no matter", step_row())
+    assert {"stall-of-rivals torch.save", "cpu-of-rivals torch.save"} <= set(missed(tmp_path))
+    bar = checked(tmp_path)["stall-of-rivals torch.save"]
+    assert bar["reached"] is None
+    assert f"no row gpt2 {saver}; resnet18 100.00 x" in bar["note"]
+
+
+@pytest.mark.parametrize("saver", ["lightck", "nothing"])
+def test_what_fits_is_of_lightck_and_of_the_loop_alone_at_least(saver, tmp_path):
+    kept = filled(tmp_path)
+    assert checked(tmp_path)["fits bert_large"]["note"] == "measured: nothing 0.0 MB, lightck 0.0 MB"
+    kept.keep("memory", "bert_large torch.save", row({"peak_with_files_bytes": 30e9, "settled_bytes": 1}))
+    assert missed(tmp_path) == ["fits bert_large"], "a rival that was measured counts"
+    del kept.rows("memory")["bert_large torch.save"], kept.rows("memory")[f"bert_large {saver}"]
+    kept.keep("memory", "of no matter", row({}))
+    assert checked(tmp_path)["fits bert_large"]["reached"] is None
+
+
+def test_a_row_that_lacks_something_is_an_error_and_no_bar_that_is_missed(tmp_path):
+    """A load that was not measured is not left out of the worst of the loads."""
+    kept = filled(tmp_path)
+    kept.keep("recovery", "gpt2", row({"of_memcpy": 0.9, "faster_than": {"torch.load": 5.0}}))
+    done = call("bench", "--check", "--results", tmp_path)
+    assert done.exit_code == 2
+    assert "A kept row for 'recovery-of-torch' is not as lightck bench keeps it (KeyError: 'torch.load mmap')" in (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize(("fact", "why"), [("cpu", "processors"), ("threads", "numbers of threads")])
+def test_rows_of_different_machines_are_not_combined(fact, why, tmp_path):
+    kept = filled(tmp_path)
+    elsewhere = {**MACHINE, fact: "other"}
+    for measure, key in (("steps", "gpt2 lightck"), ("memory", "gpt2 nothing"), ("flat", "alexnet nothing")):
+        kept.keep(measure, key, {**kept.rows(measure)[key], "machine": elsewhere})
+    assert missed(tmp_path) == ["stall-of-rivals torch.save", "stall-of-rivals dcp.save", "cpu-of-rivals torch.save",
+                                "cpu-of-rivals dcp.save", "cpu-of-rivals dcp.async_save", "memory gpt2",
+                                "flat alexnet"]  # fmt: skip
+    assert checked(tmp_path)["cpu-of-rivals dcp.save"]["note"].startswith(f"gpt2: rows of different {why} (")
+
+
+def test_what_the_windows_were_is_said(tmp_path):
+    kept = filled(tmp_path)
+    assert "pairs" not in checked(tmp_path)["stall gpt2"]["note"]
+    kept.keep("steps", "gpt2 lightck", step_row(pairs=20, unsettled=3))
+    kept.keep("steps", "gpt2 torch.save", step_row(stall=0.1, cpu=1.0, pairs=10, step=1.2))
+    for name in ("direct", "difference", "stall"):
+        assert checked(tmp_path)[f"{name} gpt2"]["note"].endswith("20 pairs; 3 windows unsettled")
+    note = checked(tmp_path)["stall-of-rivals torch.save"]["note"]
+    told = "(20 and 10 pairs; 3 and 0 windows unsettled; plain steps 1.00 s and 1.20 s)"
+    assert f"gpt2 100.00 x {told}" in note
+    kept.keep("steps", "gpt2 torch.save", step_row(stall=0.1, cpu=1.0, step=1.09))
+    assert "plain steps" not in checked(tmp_path)["stall-of-rivals torch.save"]["note"]
+
+
+def test_a_bar_that_the_worse_ends_of_its_intervals_miss_holds_and_is_not_shown(tmp_path):
+    """5 seconds over 0.5, and at the ends 2 over 1: at least 5."""
+    kept = filled(tmp_path)
+    assert all(bar["shown"] for bar in checked(tmp_path).values())
+    ours, theirs = step_row(share=0.03), step_row(stall=0.1)
+    ours["result"]["cpu_difference"] |= {"median": 0.5, "low": 0.4, "high": 1.0}
+    theirs["result"]["cpu_difference"] |= {"median": 5.0, "low": 2.0, "high": 9.0}
+    kept.keep("steps", "gpt2 lightck", ours)
+    for rival in ("torch.save", "dcp.save", "dcp.async_save"):
+        kept.keep("steps", f"gpt2 {rival}", theirs)
+    assert missed(tmp_path) == []
+    found = checked(tmp_path)
+    names = ["difference gpt2", *(f"cpu-of-rivals {rival}" for rival in ("torch.save", "dcp.save", "dcp.async_save"))]
+    assert [name for name, bar in found.items() if not bar["shown"]] == names
+    assert "gpt2 10.00 x (2.00 x at the intervals' ends; not resolved)" in found["cpu-of-rivals torch.save"]["note"]
+    assert found["difference gpt2"]["end"] == 0.06
+    done = call("bench", "--check", "--results", tmp_path)
+    assert done.exit_code == 0
+    assert f"4 hold by their values and not at the worse ends of their intervals: {', '.join(names)}." in done.stdout
+
+
+def test_the_worse_end_is_never_over_less_than_our_own_cpu(tmp_path):
+    kept = filled(tmp_path)
+    ours = step_row(own=0.1)
+    ours["result"]["cpu_difference"] |= {"median": -0.3, "low": -0.5, "high": 0.05}
+    kept.keep("steps", "gpt2 lightck", ours)
+    assert "gpt2 10.00 x (9.00 x at" in checked(tmp_path)["cpu-of-rivals torch.save"]["note"]
+
+
+@pytest.mark.parametrize("things", ["descriptors", "threads"])
+def test_what_grows_beside_memory_is_not_flat(things, tmp_path):
+    kept = filled(tmp_path)
+    name = f"{things.removesuffix('s')}_growth"
+    kept.keep("flat", "alexnet lightck", row(grown(**{name: 2})))
+    bar = checked(tmp_path)["flat alexnet"]
+    assert (missed(tmp_path), bar["note"].split(";")[0]) == (["flat alexnet"], f"{things} grew by 2")
+    kept.keep("flat", "alexnet nothing", row(grown(**{name: 2})))
+    assert missed(tmp_path) == [], "the loop alone does so too"

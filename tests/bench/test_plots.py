@@ -16,7 +16,8 @@ def test_results_are_drawn_or_the_missing_package_is_named(tmp_path):
         row["options"]["saver"] = key.partition(" ")[2]
         kept.keep("steps", key, row)
     kept.rows("flat").clear()
-    kept.keep("flat", "alexnet lightck", {"result": {"steps": 40, "parts": {"anonymous_bytes": [5 << 20] * 20}}})
+    parts = {"anonymous_bytes": [5 << 20] * 20}
+    kept.keep("flat", "alexnet lightck", {"options": {}, "machine": {}, "result": {"steps": 40, "parts": parts}})
     done = call("bench", "--plots", pictures, "--results", results)
     if find_spec("matplotlib") is None:
         assert done.exit_code == 2

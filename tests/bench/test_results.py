@@ -52,6 +52,29 @@ def test_a_file_that_holds_no_results_is_refused(text, tmp_path):
         Results(tmp_path).rows("many")
 
 
+def test_another_measure_s_file_is_refused(tmp_path):
+    Results(tmp_path).keep("many", "one", made())
+    (tmp_path / "many.json").rename(tmp_path / "flat.json")
+    with pytest.raises(BenchError, match="results of 'many' and not of 'flat'"):
+        Results(tmp_path).rows("flat")
+    assert call("bench", "flat", "--show", "--results", tmp_path).exit_code == 2
+
+
+@pytest.mark.parametrize("row", [None, 7, {}, {"options": {}, "result": {}}, {**made(), "result": []}])
+def test_what_is_no_row_is_refused(row, tmp_path):
+    (tmp_path / "many.json").write_text(json.dumps({"format": 1, "measure": "many", "rows": {"one": row}}))
+    done = call("bench", "many", "--show", "--results", tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "holds a row 'one' that is none of lightck bench. Move it away." in done.stderr
+
+
+def test_a_row_of_other_numbers_is_an_error_where_it_is_shown(tmp_path):
+    Results(tmp_path).keep("many", "one", {**made(), "result": {"tensors": "many"}})
+    done = call("bench", "many", "--show", "--results", tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "A kept row for 'many' is not as lightck bench keeps it (ValueError" in done.stderr
+
+
 def test_a_number_that_is_none_is_not_kept(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         Results(tmp_path).keep("many", "one", made(float("nan")))
