@@ -16,17 +16,23 @@ def _within(difference: dict[str, Any]) -> str:
     return text if difference["resolved"] else text + " not resolved"
 
 
+def _pairs(result: dict[str, Any]) -> str:
+    """With the windows, of twice as many and one, in which something was being tried out."""
+    unsettled = result.get("unsettled")
+    return f"{result['pairs']}" + (f" ({unsettled} windows unsettled)" if unsettled else "")
+
+
 def overhead(rows: Rows) -> str:
     """Difference and A/A line of step time and CPU, and what is known to be the saver's own."""
-    header = ("row", "state", "step", "step time added", "A/A", "CPU added", "own CPU", "of memcpy", "helped")
+    header = ("row", "state", "step", "pairs", "step time added", "A/A", "CPU added", "own CPU", "of memcpy", "helped")
     lines = []
     for key, row in rows.items():
         r = row["result"]
         helped = "" if r["helped_share"] is None else percent(r["helped_share"])
         same = f"{percent(r['difference']['same_low'])} to {percent(r['difference']['same_high'])}"
-        lines.append((key, megabytes(r["nbytes"]), milliseconds(r["step"]["median"]), _within(r["difference"]), same,
-                      _within(r["cpu_difference"]), milliseconds(r["own_cpu_seconds"]), times(r["direct"]),
-                      helped))  # fmt: skip
+        lines.append((key, megabytes(r["nbytes"]), milliseconds(r["step"]["median"]), _pairs(r),
+                      _within(r["difference"]), same, _within(r["cpu_difference"]), milliseconds(r["own_cpu_seconds"]),
+                      times(r["direct"]), helped))  # fmt: skip
     return markdown(header, lines)
 
 
