@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import lightck
+from lightck.bench.code import fingerprint
+from lightck.bench.folders import temporary
 from lightck.errors import BenchError
 
 TMPFS, DISK = "tmpfs", "disk"
 _TOLD_MAX = 600
-_PREFIX = "lightck-bench-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +54,41 @@ class Place:
 
 
 def run(row: Row, place: Place) -> dict[str, Any]:
-    """Measure it: the row's options, what it found, the machine, and how long that took."""
-    began = time.perf_counter()
-    temporary = tempfile.TemporaryDirectory
-    with temporary(prefix=_PREFIX, dir=place.folder(row.medium)) as folder, temporary(prefix=_PREFIX) as beside:
+    """Measure it: the row's options, what it found, the machine, the code, and how long that took."""
+    began, code = time.perf_counter(), fingerprint()
+    with temporary(place.folder(row.medium)) as folder, temporary(tempfile.gettempdir()) as beside:
         found = _in_child(row, place, folder, os.path.join(beside, "result.json"))
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {"options": row.options, **found, "took_seconds": round(time.perf_counter() - began, 1), "date": today}
+    return {"options": row.options, **found, "code": code, "took_seconds": round(time.perf_counter() - began, 1),
+            "date": today}  # fmt: skip
 
 
 def _in_child(row: Row, place: Place, folder: str, out: str) -> dict[str, Any]:
     options = {**row.options, **({"rivals": place.rivals} if place.rivals else {})}
-    order = {"measure": row.measure, "options": options, "folder": folder, "threads": place.threads, "out": out}
-    # Not in this folder: in the source tree Python would find the sources, and not the lightck that was installed.
-    done = subprocess.run([sys.executable, "-m", "lightck.bench"], input=json.dumps(order), text=True, cwd=folder,
-                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                          env=_environment() | options.get("env", {}))  # fmt: skip
-    if done.returncode != 0:
-        told = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else "failed"
-        raise BenchError(f"The row {row.key!r} of {row.measure} {how}: {told[0][:_TOLD_MAX]}")
+    order = {"measure": row.measure, "options": options, "folder": folder, "threads": place.threads, "out": out,
+             "parent": os.getpid()}  # fmt: skip
+    status, told = _ran(json.dumps(order), folder, _environment() | options.get("env", {}))
+    if status != 0:
+        last = told.strip().splitlines()[-1:] or ["it said nothing"]
+        how = f"was killed by signal {-status}" if status < 0 else "failed"
+        raise BenchError(f"The row {row.key!r} of {row.measure} {how}: {last[0][:_TOLD_MAX]}")
     found: dict[str, Any] = json.loads(Path(out).read_text())
     return found
+
+
+def _ran(order: str, folder: str, environment: dict[str, str]) -> tuple[int, str]:
+    """Exit status, and what was told on stderr. Where this is interrupted the child is gone before the folder goes."""
+    # Not in this folder: in the source tree Python would find the sources, and not the lightck that was installed.
+    command, pipe = [sys.executable, "-m", "lightck.bench"], subprocess.PIPE
+    with subprocess.Popen(command, text=True, cwd=folder, env=environment, stdin=pipe, stdout=subprocess.DEVNULL,
+                          stderr=pipe) as child:  # fmt: skip
+        try:
+            _, told = child.communicate(order)
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
+    return child.returncode, told
 
 
 def _environment() -> dict[str, str]:

@@ -109,10 +109,15 @@ def _measure(kept: Results, names: tuple[str, ...], plan: Plan, place: Place, on
     here = {table.name: table.rows(plan) for table in tables}
     for name in (name for name, rows in here.items() if not rows and not plan.quick):
         _tell(f"without {name}: this machine has nothing to measure it on")
+    _check_named(only, [row.key for rows in here.values() for row in rows])
     rows = {(row.measure, row.key): row for rows in here.values() for row in rows if only is None or only in row.key}
     wanted = [row for row in rows.values() if again or row.key not in kept.rows(row.measure)]
     _tell(f"{count(len(wanted), 'row')} to measure, {len(rows) - len(wanted)} kept already")
-    with _folders_removed_at_sigterm():
+    for row in rows.values():
+        if not again and (other := _other_than(kept, row, place)):
+            _tell(f"not measured anew (--again does): the kept row {row.measure} {row.key!r} has {other}")
+    _remove_stale(place)
+    with _ended_by_signals():
         failed = [error for i, row in enumerate(wanted) if (error := _row(kept, row, place, i, len(wanted)))]
     if as_json:
         say_json({"failed": failed, "rows": {m: {k: r for k, r in kept.rows(m).items() if (m, k) in rows}
@@ -122,14 +127,49 @@ def _measure(kept: Results, names: tuple[str, ...], plan: Plan, place: Place, on
     return BAD if failed else OK
 
 
+def _check_named(only: str | None, keys: list[str]) -> None:
+    if only is not None and keys and not any(only in key for key in keys):
+        raise click.BadParameter(f"no row has {only!r} in its name; there are: {', '.join(dict.fromkeys(keys))}.",
+                                 param_hint="'--only'")  # fmt: skip
+
+
+def _other_than(kept: Results, row: Row, place: Place) -> str:
+    """What a kept row was measured with where that is not what is asked for now."""
+    from lightck.bench.results import reading
+
+    if row.key not in kept.rows(row.measure):
+        return ""
+    found = kept.rows(row.measure)[row.key]
+    with reading(row.measure):
+        before = {**found["options"], "threads": found["machine"]["threads"]}
+    now = {**row.options, "threads": place.threads}
+    return ", ".join(f"{name} {before.get(name, 'not said')} and not {now.get(name, 'not said')}"
+                     for name in {**now, **before} if before.get(name) != now.get(name))  # fmt: skip
+
+
+def _remove_stale(place: Place) -> None:
+    import tempfile
+
+    from lightck.bench.folders import remove_stale
+
+    removed = remove_stale([place.tmpfs, place.disk, tempfile.gettempdir()])
+    if removed:
+        _tell(f"removed {count(removed, 'folder')} of runs that were killed")
+
+
 @contextlib.contextmanager
-def _folders_removed_at_sigterm() -> Iterator[None]:
-    """As Ctrl-C: the row's process ends, and its folder, gigabytes of memory on tmpfs, goes with it."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _ended_by_signals() -> Iterator[None]:
+    """As by Ctrl-C: the row's process ends, and its folder, gigabytes of memory on tmpfs, goes with it. What is ignored
+    (nohup) stays so."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _row(kept: Results, row: Row, place: Place, number: int, of: int) -> str | None:
@@ -198,12 +238,13 @@ def _check(kept: Results, as_json: bool) -> int:
     from lightck.bench.bars import bars, reached
 
     found = [(bar, one, bar.holds(one)) for bar in bars() for one in reached(bar, kept)]
+    rows = list({id(row): row for _, one, _ in found for row in one.rows}.values())
     if as_json:
         say_json({"ok": all(good for _, _, good in found), "bars": [
             {"bar": bar.name, "says": bar.says, "limit": bar.limit, "at_most": bar.is_maximum, "aim": bar.aim,
              "of": one.what, "reached": one.value, "end": one.end, "note": _note(one), "ok": good,
              "shown": good and bar.is_shown(one)} for bar, one, good in found
-        ]})  # fmt: skip
+        ], "rows_looked_at": len(rows), **_other_code(rows)})  # fmt: skip
         return OK if all(good for _, _, good in found) else BAD
     lines = [("", "bar", "of", "reached", "wanted", "aim", "")]
     for bar, one, good in found:
@@ -219,7 +260,18 @@ def _check(kept: Results, as_json: bool) -> int:
     if blurred:
         say(f"Of those {len(blurred)} hold by their values and not at the worse ends of their intervals: "
             f"{', '.join(blurred)}.")  # fmt: skip
+    code = _other_code(rows)
+    say(f"Of the {count(len(rows), 'row')} looked at {code['other_code']} were taken with other code than this, "
+        f"{code['unknown_code']} with code that was not noted.")  # fmt: skip
     return BAD if bad else OK
+
+
+def _other_code(rows: list[dict[str, Any]]) -> dict[str, int]:
+    from lightck.bench.code import fingerprint
+
+    noted = [row["code"] for row in rows if "code" in row]
+    now = fingerprint()
+    return {"other_code": sum(code != now for code in noted), "unknown_code": len(rows) - len(noted)}
 
 
 def _note(one: Reached) -> str:

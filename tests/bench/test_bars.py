@@ -9,6 +9,7 @@ import pytest
 from calls_bench import call
 
 from lightck.bench.bars import METRICS, bars, reached
+from lightck.bench.code import fingerprint
 from lightck.bench.results import Results
 from lightck.bench.tables import NAMES, TABLES, Plan
 
@@ -226,3 +227,14 @@ def test_what_grows_beside_memory_is_not_flat(things, tmp_path):
     assert (missed(tmp_path), bar["note"].split(";")[0]) == (["flat alexnet"], f"{things} grew by 2")
     kept.keep("flat", "alexnet nothing", row(grown(**{name: 2})))
     assert missed(tmp_path) == [], "the loop alone does so too"
+
+
+def test_check_says_how_many_rows_are_of_other_code(tmp_path):
+    kept = filled(tmp_path)
+    for name, code in (("gpt2", fingerprint()), ("vgg16", "another"), ("of no matter", "another")):
+        kept.keep("recovery", name, {**kept.rows("recovery").get(name, row({})), "code": code})
+    facts = json.loads(call("bench", "--check", "--results", tmp_path, "--json").stdout)
+    assert (facts["rows_looked_at"], facts["other_code"], facts["unknown_code"]) == (49, 1, 47)
+    assert call("bench", "--check", "--results", tmp_path).stdout.splitlines()[-1] == (
+        "Of the 49 rows looked at 1 were taken with other code than this, 47 with code that was not noted."
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,9 @@ import pytest
 from calls_bench import call
 
 import lightck
-from lightck.bench import rows
+from lightck.bench import folders, rows
+from lightck.bench.code import fingerprint
+from lightck.bench.machine import descendants
 from lightck.bench.results import Results, markdown, megabytes, milliseconds, percent
 from lightck.bench.rows import Place, Row
 from lightck.bench.tables import TABLES, Plan
@@ -95,6 +99,7 @@ def test_a_row_is_measured_in_a_process_of_its_own_and_leaves_nothing(folder):
     assert found["result"]["tensors"] == 20
     assert found["machine"]["threads"] == 1
     assert {"cores", "cpu", "kernels", "medium", "survives"} <= found["machine"].keys()
+    assert found["code"] == fingerprint()
     assert str(folder) not in json.dumps(found)
     assert not list(folder.iterdir())
 
@@ -104,6 +109,22 @@ def test_a_row_is_measured_with_the_environment_that_it_names(folder):
     assert rows.run(row, Place(tmpfs=str(folder), threads=1))["machine"]["kernels"] == "portable"
 
 
+def test_another_byte_of_a_source_is_other_code(tmp_path, monkeypatch):
+    package = tmp_path / "lightck"
+    (package / "pool").mkdir(parents=True)
+    (tmp_path / "native" / "include").mkdir(parents=True)
+    monkeypatch.setattr(lightck, "__file__", str(package / "__init__.py"))
+    found = [fingerprint()]
+    for path in ("lightck/__init__.py", "lightck/pool/new.py", "native/include/lck.h", "native/new.c"):
+        (tmp_path / path).write_text("x")
+        found.append(fingerprint())
+    (tmp_path / "native" / "new.c").write_text("y")
+    assert len({*found, fingerprint()}) == 6
+    (package / "_lck_ffi.py").write_text("made when it is built")
+    (package / "notes.txt").write_text("no code")
+    assert fingerprint() not in found
+
+
 def test_a_row_that_fails_says_why(folder):
     wrong = Row("nonsense", "wrong", {})
     with pytest.raises(BenchError, match=r"The row 'wrong' of nonsense failed: .*Nothing is called 'nonsense'"):
@@ -111,16 +132,93 @@ def test_a_row_that_fails_says_why(folder):
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_ended_leaves_nothing(by, folder):
-    words = [sys.executable, "-m", "lightck", "bench", "many", "--small", "--pool-dir", str(folder)]
+@contextlib.contextmanager
+def running(folder: Path, *before: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that has begun its row."""
+    words = [*before, sys.executable, "-m", "lightck", "bench", "many", "--small", "--pool-dir", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(Path(str(lightck.__file__)).parents[1])}
     with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
-        while not list(folder.iterdir()):
+        while not list(folder.glob("*/*")):
             assert child.poll() is None
             time.sleep(0.01)
+        yield child
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_run_that_is_ended_leaves_nothing(by, folder):
+    with running(folder) as child:
+        measuring = descendants(child.pid)
         child.send_signal(by)
         assert child.wait(60) == 130
+    assert not list(folder.iterdir())
+    assert measuring
+    assert not any(map(runs, measuring))
+
+
+def runs(pid: int) -> bool:
+    """A dead one may wait for a parent to ask for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_what_is_measured_ends_with_the_run_and_its_folder_goes_with_the_next(folder, tmp_path):
+    with running(folder) as child:
+        measuring = descendants(child.pid)
+        child.kill()
+    assert measuring
+    deadline = time.monotonic() + 60
+    while any(map(runs, measuring)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(runs, measuring))
+    assert list(folder.iterdir()), "nobody was left to remove it"
+    Results(tmp_path).keep("many", "full", made())  # all rows are kept: none is measured
+    done = call("bench", "many", "--pool-dir", folder, "--disk-dir", tmp_path, "--results", tmp_path)
+    assert "of runs that were killed" in done.stderr
+    assert not list(folder.iterdir())
+
+
+def test_a_row_whose_run_is_gone_is_not_measured(folder):
+    order = {"measure": "many", "options": {}, "folder": str(folder), "threads": 1, "out": "", "parent": 2**22 + 1}
+    status, told = rows._ran(json.dumps(order), str(folder), rows._environment())
+    assert (status, told.strip()) == (1, "The process that started this one is gone.")
+
+
+def test_only_what_is_surely_stale_is_removed(folder):
+    with folders.temporary(str(folder)) as living:
+        here, number = "-".join(os.path.basename(living).split("-")[:3]), os.getpid()
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+        others = [f"{here}-{number}-abc", f"{here}-1-abc", f"lightck-bench-00000000-{child}-abc", "lightck-bench-abc",
+                  f"{here}-{child}", f"{here}-{child}-a b", f"x{here}-{child}-abc"]  # fmt: skip
+        for other in others:
+            (folder / other).mkdir()
+        (folder / f"{here}-{child}-file").touch()
+        (folder / f"{here}-{child}-link").symlink_to(folder / others[0])
+        stale = folder / f"{here}-{child}-stale"
+        stale.mkdir()
+        (stale / "bench.pool").touch()
+        assert folders.remove_stale([str(folder), str(folder)]) == 1
+        assert not stale.exists()
+        assert len(list(folder.iterdir())) == len(others) + 3
+
+
+def test_a_folder_of_another_user_stays(folder, monkeypatch):
+    with folders.temporary(str(folder)) as living:
+        monkeypatch.setattr(folders, "_lives", lambda pid: False)
+        monkeypatch.setattr(os, "getuid", lambda: os.stat(living).st_uid + 1)
+        assert folders.remove_stale([str(folder)]) == 0
+        monkeypatch.undo()
+        assert Path(living).exists()
+
+
+def test_a_run_that_is_to_outlive_its_terminal_does(folder):
+    with running(folder, "nohup") as child:
+        child.send_signal(signal.SIGHUP)
+        assert child.wait(60) == 0
     assert not list(folder.iterdir())
 
 
@@ -144,6 +242,24 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
     assert third.exit_code == 1
     assert "The second one failed." in third.stderr
     assert list(Results(tmp_path).rows("many")) == ["full"], "what there was stays"
+
+
+def test_a_row_that_was_measured_with_other_options_is_no_row_that_is_done(tmp_path):
+    kept = {"options": {"tensors": 100_000, "steps": 15, "layers": 1_000}}
+    Results(tmp_path).keep("many", "full", {**made(), **kept})
+    done = call("bench", "many", "--results", tmp_path)
+    told = "not measured anew (--again does): the kept row many 'full' has steps 15 and not 30, threads 1 and not 2"
+    assert (done.exit_code, told in done.stderr) == (0, True), done.stderr
+    Results(tmp_path).keep("many", "full", {**made(), "options": {**kept["options"], "steps": 30}})
+    done = call("bench", "many", "--results", tmp_path, "--threads", 1)
+    assert "0 rows to measure, 1 kept already" in done.stderr
+    assert "not measured anew" not in done.stderr
+
+
+def test_a_name_that_no_row_has_is_an_error(tmp_path):
+    done = call("bench", "many", "flat", "--results", tmp_path, "--only", "nosuch")
+    assert done.exit_code == 2
+    assert "no row has 'nosuch' in its name; there are: full, alexnet lightck, alexnet nothing." in done.stderr
 
 
 def test_a_quick_look_keeps_nothing(tmp_path, monkeypatch):
