@@ -180,6 +180,17 @@ def _of(measure: str, name: str) -> Callable[[Results, str, Sequence[str]], Reac
     return metric
 
 
+def _recovery_of_memcpy(results: Results, what: str, each_of: Sequence[str]) -> Reached:
+    row = results.rows("recovery").get(what)
+    if row is None:
+        return _missing(what, [what])
+    r = row["result"]
+    note = ""
+    if "of_memcpy_on_threads" in r:
+        note = f"of one on {r['memcpy_on_threads']['threads']} threads {times(r['of_memcpy_on_threads'])}"
+    return Reached(what, r["of_memcpy"], note, rows=(row,))
+
+
 def _recovery_of_torch(results: Results, what: str, each_of: Sequence[str]) -> Reached:
     row = results.rows("recovery").get(what)
     if row is None:
@@ -235,7 +246,7 @@ def _many(results: Results, what: str, each_of: Sequence[str]) -> Reached:
 METRICS: dict[str, Callable[[Results, str, Sequence[str]], Reached]] = {
     "direct": _direct, "difference": _difference, "stall": _stall, "stall_of_rivals": _stall_of_rivals,
     "cpu_of_rivals": _cpu_of_rivals, "write": _of("bandwidth", "write_of_nt"),
-    "recovery_of_memcpy": _of("recovery", "of_memcpy"), "recovery_of_torch": _recovery_of_torch, "memory": _memory,
+    "recovery_of_memcpy": _recovery_of_memcpy, "recovery_of_torch": _recovery_of_torch, "memory": _memory,
     "fits": _fits, "flat": _flat, "many": _many, "layers": _of("many", "layers"),
 }  # fmt: skip
 """(results, one of a bar's ``over``, what the bar needs for each of them) -> what was reached."""

@@ -71,14 +71,24 @@ def smallest_within(result: dict[str, Any], at_every_step: str, spread_out: str)
 
 
 def recovery(rows: Rows) -> str:
-    header = ("row", "state", "lightck", "torch.load", "mmap", "of memcpy", "faster than torch.load", "than mmap")
+    """The memcpy on as many threads as lightck reads on stands there where a row has it; the oldest do not."""
+    on_threads = any("of_memcpy_on_threads" in row["result"] for row in rows.values())
+    header = ["row", "state", "lightck", "torch.load", "mmap", "of memcpy", *(["on threads"] if on_threads else []),
+              "faster than torch.load", "than mmap"]  # fmt: skip
     lines = []
     for key, row in rows.items():
         r = row["result"]
         seconds = [milliseconds(r[n]["to_next_step"]["median"]) for n in ("lightck", "torch.load", "torch.load mmap")]
         faster = [times(r["faster_than"][n]) for n in ("torch.load", "torch.load mmap")]
-        lines.append((key, megabytes(r["nbytes"]), *seconds, times(r["of_memcpy"]), *faster))
+        lines.append((key, megabytes(r["nbytes"]), *seconds, times(r["of_memcpy"]),
+                      *([_on_threads(r)] if on_threads else []), *faster))  # fmt: skip
     return markdown(header, lines)
+
+
+def _on_threads(result: dict[str, Any]) -> str:
+    if "of_memcpy_on_threads" not in result:
+        return ""
+    return f"{times(result['of_memcpy_on_threads'])} ({result['memcpy_on_threads']['threads']})"
 
 
 def bandwidth(rows: Rows) -> str:

@@ -329,7 +329,7 @@ class Version:
         bad = ffi.new("uint64_t[2]")
         status = lib.lck_read_many(
             *self.reader.source, ffi.cast("lck_read *", reads.ctypes.data), len(reads),
-            self.reader.superblock.block, *uuid_words(self.header.origin), _processors(), bad, bad + 1,
+            self.reader.superblock.block, *uuid_words(self.header.origin), processors(), bad, bad + 1,
         )  # fmt: skip
         self._refuse_bad(status, places[bad[0]][0], bad[1])
 
@@ -362,7 +362,8 @@ class Version:
             raise DamagedError("its slot was reused while it was read")
 
 
-def _processors() -> int:
+def processors() -> int:
+    """Threads on which much is read."""
     return min(len(os.sched_getaffinity(0)), THREADS_MAX)
 
 

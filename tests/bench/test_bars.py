@@ -152,6 +152,16 @@ def test_what_fits_is_of_lightck_and_of_the_loop_alone_at_least(saver, tmp_path)
     assert checked(tmp_path)["fits bert_large"]["reached"] is None
 
 
+def test_a_memcpy_on_as_many_threads_as_lightck_s_stands_beside_the_bar(tmp_path):
+    kept = filled(tmp_path)
+    assert checked(tmp_path)["recovery gpt2"]["note"] == ""
+    result = {**kept.rows("recovery")["gpt2"]["result"], "of_memcpy_on_threads": 0.4}
+    kept.keep("recovery", "gpt2", row({**result, "memcpy_on_threads": {"threads": 2}}))
+    bar = checked(tmp_path)["recovery gpt2"]
+    assert (bar["ok"], bar["note"]) == (True, "of one on 2 threads 0.40 x")
+    assert "on all processors (8 at most), over memcpy on one" in bar["says"]
+
+
 def test_a_row_that_lacks_something_is_an_error_and_no_bar_that_is_missed(tmp_path):
     """A load that was not measured is not left out of the worst of the loads."""
     kept = filled(tmp_path)

@@ -15,11 +15,12 @@ import torch
 from toys import child_that_holds
 
 import lightck
-from lightck.bench import loop, savers
+from lightck.bench import loop, savers, views
 from lightck.bench.loop import check, run
 from lightck.bench.machine import PeakMemory, cpu_seconds, descendants
 from lightck.bench.measures import measure
 from lightck.bench.measures import recovery as recovery_module
+from lightck.bench.measures.copies import shared_out
 from lightck.bench.savers import Lightck, TorchSave, make
 from lightck.bench.training import Training
 from lightck.bench.workloads import workload
@@ -177,6 +178,33 @@ def test_recovery(folder):
     assert set(found["faster_than"]) == {"torch.load", "torch.load mmap"}
     for name in ("lightck", "torch.load", "torch.load mmap"):
         assert found[name]["to_next_step"]["median"] >= found[name]["load"]["low"] > 0
+    assert found["of_memcpy_on_threads"] > 0
+    assert found["memcpy_on_threads"]["threads"] == min(8, len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_bytes_are_shared_out_among_threads_evenly_and_once(parts):
+    buffers = [(1000, 10), (5000, 0), (2000, 1), (3000, 100), (4000, 7)]
+    found = shared_out(buffers, parts)
+    sizes = [sum(nbytes for _, nbytes, _ in part) for part in found]
+    assert len(sizes) == parts
+    assert max(sizes) - min(sizes) <= 1
+    pieces = [piece for part in found for piece in part]
+    assert [at for *_, at in pieces] == [sum(n for _, n, _ in pieces[:i]) for i in range(len(pieces))]
+    assert [byte for address, n, _ in pieces for byte in range(address, address + n)] == [
+        byte for address, n in buffers for byte in range(address, address + n)
+    ]
+
+
+def test_a_memcpy_on_threads_is_shown_where_a_row_has_it():
+    load = {"to_next_step": {"median": 1.0}, "load": {"median": 1.0}}
+    old = {"nbytes": 1, "lightck": load, "torch.load": load, "torch.load mmap": load, "of_memcpy": 0.9,
+           "faster_than": {"torch.load": 5.0, "torch.load mmap": 4.0}}  # fmt: skip
+    new = {**old, "of_memcpy_on_threads": 0.4, "memcpy_on_threads": {"threads": 2}}
+    assert "on threads" not in views.recovery({"old": {"result": old}})
+    both = views.recovery({"old": {"result": old}, "new": {"result": new}})
+    assert "on threads" in both
+    assert "0.40 x (2)" in both
 
 
 def test_a_load_that_leaves_a_tensor_out_is_no_recovery(folder, monkeypatch):

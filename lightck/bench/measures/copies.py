@@ -47,6 +47,23 @@ def total(buffers: Sequence[tuple[int, int]]) -> int:
     return sum(nbytes for _, nbytes in buffers)
 
 
+def shared_out(buffers: Sequence[tuple[int, int]], parts: int) -> list[list[tuple[int, int, int]]]:
+    """(address, nbytes, where it begins in all of them) in so many parts of as many bytes, one after the other."""
+    whole, at = total(buffers), 0
+    ends = [whole * (n + 1) // parts for n in range(parts)]
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    part = 0
+    for address, nbytes in buffers:
+        left = nbytes
+        while left:
+            while at == ends[part]:
+                part += 1
+            piece = min(left, ends[part] - at)
+            found[part].append((address + nbytes - left, piece, at))
+            left, at = left - piece, at + piece
+    return found
+
+
 def memcpy_cpu_seconds(tensors: Sequence[torch.Tensor], folder: str, turns: int = 7) -> list[float]:
     """CPU seconds of copying all of them, once after the other."""
     buffers = places(tensors)

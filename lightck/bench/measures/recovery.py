@@ -1,5 +1,6 @@
 """From a saved state to the next step: a verified recovery against torch.load and load_state_dict, and one memcpy.
 
+lightck reads on several threads and memcpy copies on one; beside it, the same copies on as many threads as lightck has.
 All load into the same live model, whose every tensor was touched before. *To the next step* adds what the first pass
 over the state takes longer than the second: a mapped file is read only then.
 """
@@ -11,6 +12,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -19,10 +21,11 @@ import torch
 
 import lightck
 from lightck.bench.figures import spread
-from lightck.bench.measures.copies import mapped, places, total
+from lightck.bench.measures.copies import mapped, places, shared_out
 from lightck.bench.training import Training, differing
 from lightck.bench.workloads import workload
 from lightck.errors import BenchError
+from lightck.pool.reader import processors
 
 _REST_SECONDS = 0.05
 
@@ -43,12 +46,13 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     for name, load in loads.items():
         _check(training, expected, name, load)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in loads}
-    copies: list[float] = []
+    copies: dict[int, list[float]] = {1: [], processors(): []}
     for _ in range(options["rounds"]):
         for name, load in loads.items():
             times[name].append(_timed(training, load))
         _own_memory(training)
-        copies.append(_memcpy(training, pool))
+        for threads, seconds in copies.items():
+            seconds.append(_memcpy(training, pool, threads))
     return _result(training, times, copies)
 
 
@@ -112,31 +116,42 @@ def _own_memory(training: Training) -> None:
                 state[key] = value.clone()
 
 
-def _memcpy(training: Training, pool: str) -> float:
-    """As many bytes out of the pool's pages, all there, into the live tensors; twice, the second counts."""
-    buffers = places(training.tensors())
+def _memcpy(training: Training, pool: str, threads: int) -> float:
+    """As many bytes out of the pool's pages, all there, into the live tensors, the bytes shared out among threads that
+    are there already; twice, the second counts."""
+    parts = shared_out(places(training.tensors()), threads)
     _rest()
-    with open(pool, "rb") as file:
-        size = min(os.fstat(file.fileno()).st_size, total(buffers))
+    with open(pool, "rb") as file, ThreadPoolExecutor(threads) as workers:
+        size = min(os.fstat(file.fileno()).st_size, training.nbytes)
         with mapped(file.fileno(), size, write=False) as source:
-            return [_copied(buffers, source, size) for _ in range(2)][1]
+            return [_copied(workers, parts, source, size) for _ in range(2)][1]
 
 
-def _copied(buffers: list[tuple[int, int]], source: int, size: int) -> float:
-    began, at = time.perf_counter(), 0
-    for target, nbytes in buffers:
-        ctypes.memmove(target, source + min(at, size - nbytes), nbytes)
-        at += nbytes
+def _copied(workers: ThreadPoolExecutor, parts: list[list[tuple[int, int, int]]], source: int, size: int) -> float:
+    def copy(part: list[tuple[int, int, int]]) -> None:
+        for target, nbytes, at in part:
+            ctypes.memmove(target, source + min(at, size - nbytes), nbytes)
+
+    began = time.perf_counter()
+    if len(parts) == 1:
+        copy(parts[0])
+    else:
+        list(workers.map(copy, parts))
     return time.perf_counter() - began
 
 
-def _result(training: Training, times: dict[str, list[tuple[float, float]]], copies: list[float]) -> dict[str, Any]:
-    found: dict[str, Any] = {"nbytes": training.nbytes, "memcpy": asdict(spread(copies))}
+def _result(training: Training, times: dict[str, list[tuple[float, float]]],
+            copies: dict[int, list[float]]) -> dict[str, Any]:  # fmt: skip
+    found: dict[str, Any] = {"nbytes": training.nbytes, "memcpy": asdict(spread(copies[1]))}
     for name, pairs in times.items():
         loads, with_pass = zip(*pairs, strict=True)
         found[name] = {"load": asdict(spread(loads)), "to_next_step": asdict(spread(with_pass))}
     ours = found["lightck"]["to_next_step"]["median"]
-    found["of_memcpy"] = median(copies) / found["lightck"]["load"]["median"]
+    load = found["lightck"]["load"]["median"]
+    found["of_memcpy"] = median(copies[1]) / load
+    threads = max(copies)
+    found["memcpy_on_threads"] = {"threads": threads, **asdict(spread(copies[threads]))}
+    found["of_memcpy_on_threads"] = median(copies[threads]) / load
     found["faster_than"] = {
         name: found[name]["to_next_step"]["median"] / ours for name in ("torch.load", "torch.load mmap")
     }
