@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightck.bench.results import Results, megabytes, milliseconds, percent, times
-from lightck.bench.views import beyond
+from lightck.bench.views import beyond, beyond_in_flight
 
 LIGHTCK, NOTHING = "lightck", "nothing"
 PAIRS = 30
@@ -201,11 +201,15 @@ def _recovery_of_torch(results: Results, what: str, each_of: Sequence[str]) -> R
 
 
 def _memory(results: Results, what: str, each_of: Sequence[str]) -> Reached:
+    """The larger of without and with a version in flight, where the rows know."""
     kept, keys = results.rows("memory"), [f"{what} {saver}" for saver in (LIGHTCK, NOTHING)]
     if missing := [key for key in keys if key not in kept]:
         return _missing(what, missing)
     rows = tuple(kept[key] for key in keys)
-    return Reached(what, beyond(kept, keys[0]), refused=_apart(rows), rows=rows)
+    settled, flying = beyond(kept, keys[0]), beyond_in_flight(kept, keys[0])
+    assert settled is not None, "both rows are there"
+    note = "" if flying is None else f"{megabytes(settled)}, with a version in flight {megabytes(flying)}"
+    return Reached(what, settled if flying is None else max(settled, flying), note, refused=_apart(rows), rows=rows)
 
 
 def _fits(results: Results, what: str, each_of: Sequence[str]) -> Reached:

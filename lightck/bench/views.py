@@ -107,23 +107,41 @@ def bandwidth(rows: Rows) -> str:
 
 def beyond(rows: Rows, key: str) -> float | None:
     """Private bytes of a row beyond those of the same loop that saves nothing."""
-    saver = rows[key]["options"]["saver"]
-    plain = rows.get(key.removesuffix(saver) + NOTHING)
-    if plain is None or saver == NOTHING:
+    plain = _plain(rows, key)
+    if plain is None:
         return None
-    settled: float = rows[key]["result"]["settled_bytes"] - plain["result"]["settled_bytes"]
+    settled: float = rows[key]["result"]["settled_bytes"] - plain["settled_bytes"]
     return settled
 
 
+def beyond_in_flight(rows: Rows, key: str) -> float | None:
+    """The same with a version in flight, where both rows know: the most of the moments that were looked at."""
+    plain, ours = _plain(rows, key), rows[key]["result"].get("in_flight_bytes")
+    if plain is None or ours is None or "in_flight_bytes" not in plain:
+        return None
+    return max(float(nbytes - plain["in_flight_bytes"][moment]) for moment, nbytes in ours.items())
+
+
+def _plain(rows: Rows, key: str) -> dict[str, Any] | None:
+    """The result of the same loop that saves nothing."""
+    saver = rows[key]["options"]["saver"]
+    plain = rows.get(key.removesuffix(saver) + NOTHING)
+    return None if plain is None or saver == NOTHING else plain["result"]
+
+
 def memory(rows: Rows) -> str:
-    header = ("row", "state", "private", "beyond the loop", "peak", "peak with files", "attach", "populate")
+    """What a version in flight takes stands there where rows know; the oldest do not."""
+    flying = {key: more for key in rows if (more := beyond_in_flight(rows, key)) is not None}
+    header = ["row", "state", "private", "beyond the loop", *(["in flight"] if flying else []), "peak",
+              "peak with files", "attach", "populate"]  # fmt: skip
     lines = []
     for key, row in rows.items():
         r, more = row["result"], beyond(rows, key)
         start = [milliseconds(r[n]) if n in r else "" for n in ("attach_seconds", "populate_seconds")]
         lines.append((key, megabytes(r["nbytes"]), megabytes(r["settled_bytes"]),
-                      "" if more is None else megabytes(more), megabytes(r["peak_bytes"]),
-                      megabytes(r["peak_with_files_bytes"]), *start))  # fmt: skip
+                      "" if more is None else megabytes(more),
+                      *([megabytes(flying[key]) if key in flying else ""] if flying else []),
+                      megabytes(r["peak_bytes"]), megabytes(r["peak_with_files_bytes"]), *start))  # fmt: skip
     return markdown(header, lines)
 
 

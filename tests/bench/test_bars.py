@@ -162,6 +162,16 @@ def test_a_memcpy_on_as_many_threads_as_lightck_s_stands_beside_the_bar(tmp_path
     assert "on all processors (8 at most), over memcpy on one" in bar["says"]
 
 
+def test_memory_is_that_with_a_version_in_flight_where_it_is_known(tmp_path):
+    kept = filled(tmp_path)
+    for saver, nbytes in (("nothing", 0), ("lightck", 100 << 20)):
+        flying = {"forward begins": 1000, "before update": 2000 + nbytes}
+        result = {**kept.rows("memory")[f"gpt2 {saver}"]["result"], "in_flight_bytes": flying}
+        kept.keep("memory", f"gpt2 {saver}", row(result, saver=saver))
+        assert missed(tmp_path) == ([] if saver == "nothing" else ["memory gpt2"]), "both rows have to know"
+    assert checked(tmp_path)["memory gpt2"]["note"] == "0.0 MB, with a version in flight 104.9 MB"
+
+
 def test_a_row_that_lacks_something_is_an_error_and_no_bar_that_is_missed(tmp_path):
     """A load that was not measured is not left out of the worst of the loads."""
     kept = filled(tmp_path)

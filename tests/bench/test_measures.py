@@ -19,6 +19,7 @@ from lightck.bench import loop, savers, views
 from lightck.bench.loop import check, run
 from lightck.bench.machine import PeakMemory, cpu_seconds, descendants
 from lightck.bench.measures import measure
+from lightck.bench.measures import memory as memory_module
 from lightck.bench.measures import recovery as recovery_module
 from lightck.bench.measures.copies import shared_out
 from lightck.bench.savers import Lightck, TorchSave, make
@@ -233,6 +234,33 @@ def test_memory(saver, folder):
     assert files > -slack
     assert (files > found["nbytes"] / 2) == (saver != "nothing")
     assert ("attach_seconds" in found) == (saver == "lightck")
+
+
+def test_memory_is_looked_at_while_a_version_is_in_flight(folder, monkeypatch):
+    """What is held from the boundary to the update is in none of the looks after it."""
+
+    class Holds(TorchSave):
+        held = b""
+
+        def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+            super().start(model, optimizer, folder)
+            optimizer.register_step_pre_hook(lambda *_: setattr(self, "held", b""))
+
+        def save(self, step: int) -> None:
+            super().save(step)
+            self.held = b"x" * (64 << 20)
+
+    plain = measure("memory", {**TINY, "saver": "nothing", "steps": 4}, str(folder))
+    monkeypatch.setattr(memory_module, "make", lambda *_: savers.Driven(Holds))
+    found = measure("memory", {**TINY, "saver": "holds", "steps": 4}, str(folder))
+    rows = {"vgg16 nothing": plain, "vgg16 holds": found}
+    kept = {key: {"options": {"saver": key.split()[1]}, "result": result} for key, result in rows.items()}
+    more, flying = views.beyond(kept, "vgg16 holds"), views.beyond_in_flight(kept, "vgg16 holds")
+    assert more is not None
+    assert flying is not None
+    assert flying > more + (48 << 20)
+    assert "in flight" in views.memory(kept)
+    assert views.beyond_in_flight(kept, "vgg16 nothing") is None
 
 
 def test_peak_memory_sees_what_was_freed_again(folder):
