@@ -41,6 +41,8 @@ class Stats:
     """Versions exported by ``keep=``."""
     staging: str | None = None
     """The way by which the newest version's tensors left their device (``attach(..., staging=...)``)."""
+    staging_trial: bool = False
+    """The ways out of the device are still tried, because none was named."""
     wait_policy: str | None = None
     """"passive" where OpenMP's threads sleep instead of spinning while versions are copied, since copies found no
     processor otherwise; "trial" while that is found out; None where they are left alone."""
@@ -68,6 +70,7 @@ class Meter:
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
         self.kept = 0
         self.staging: str | None = None
+        self.staging_trial = False
         self.wait_policy: str | None = None
         self.bytes_written = self.bytes_helped = self.versions = self.skipped = self.recopied = self.left_out = 0
         self._depth = 0

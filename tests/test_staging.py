@@ -674,13 +674,14 @@ def test_without_a_word_each_way_is_tried_and_one_stays(pool, lane, caplog, has_
     lane.room = 1 << 30 if has_room else 100_000
     model = net(BIG)
     optimizer = adam(model)
-    gone = []
+    gone, tried = [], []
     with caplog.at_level("INFO"), lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
         for number in range(16):
             train(model, optimizer, 1, start=number)
             seen = everything(model, optimizer)
             session.flush()
             gone.append(session.stats().staging)
+            tried.append(session.stats().staging_trial)
             assert is_step(lightck.recover(pool), seen)
         last = gone[-1]
         assert bool(lane.registered) == (last == "Direct()")
@@ -689,4 +690,5 @@ def test_without_a_word_each_way_is_tried_and_one_stays(pool, lane, caplog, has_
         assert not any(held.values()), held
     assert {"Direct()", "Host()", *(["Device()"] if has_room else [])} == set(gone)
     assert set(gone[-4:]) == {last}
+    assert (tried[:6], tried[-4:]) == ([True] * 6, [False] * 4)
     assert f"tensors leave their device by {last} from here on" in caplog.text

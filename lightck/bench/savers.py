@@ -39,7 +39,8 @@ class Costs:
     stall_seconds: float = 0.0
     """Wall time on the training thread, in all calls and hooks."""
     end_seconds: float = 0.0
-    """The part of it that waited at the end of a window."""
+    """What was waited for at the end of a window; of a rival a part of the stall, at interval 1 its next ``save`` would
+    wait for it."""
     wait_seconds: float = 0.0
     """The part of it that waited for copies (lightck only)."""
     own_cpu_seconds: float = 0.0
@@ -101,17 +102,18 @@ class Nothing:
 class Lightck:
     """As a user has it: ``attach`` and no further call. Its boundary is the forward, so that a checkpoint's whole cost
     falls between the top of one step and its end. ``staging``: a name of ``STAGING``, with a slot more so that each
-    can show what it is for."""
+    can show what it is for; then a version may go on after the update, and is waited for at its window's end, so that
+    nothing of it falls on the plain steps."""
 
     def __init__(self, backend: str = "file", staging: str | None = None) -> None:
         self._options: dict[str, Any] = {"backend": backend}
         if staging is not None:
             self._options |= {"staging": STAGING[staging](), "slots": 3}
         self._facts: dict[str, Any] = {}
-        self._costs: Costs | None = None
+        self._every, self._due, self._end_seconds = 1, 0, 0.0
 
     def start(self, training: Training, folder: str, every: int) -> None:
-        began = time.perf_counter()
+        self._every, began = every, time.perf_counter()
         self._session = lightck.attach(training.model, self._path(folder), optimizer=training.optimizer,
                                        interval=every, **self._options)  # fmt: skip
         self._facts["attach_seconds"] = time.perf_counter() - began
@@ -129,17 +131,25 @@ class Lightck:
                 cpu, quiet_since = now, time.perf_counter()
         return {"populate_seconds": quiet_since - began, "populate_cpu_seconds": cpu - before}
 
-    def step_begins(self, step: int) -> None: ...
+    def step_begins(self, step: int) -> None:
+        if saves(step, self._every):
+            self._due = step
 
-    def window_ends(self, saved: bool) -> None: ...
+    def window_ends(self, saved: bool) -> None:
+        """With two slots the gate before the update has waited for the version; its commit takes no time of note."""
+        if saved and self._options.get("slots", 2) > 2:
+            began = time.perf_counter()
+            _wait_for(lambda: self._session.committed or -1, self._due)
+            self._end_seconds += time.perf_counter() - began
 
     @property
     def is_settled(self) -> bool:
-        return self._session.stats().wait_policy != TRIAL
+        stats = self._session.stats()
+        return stats.wait_policy != TRIAL and not stats.staging_trial
 
     def costs(self) -> Costs:
         stats = self._session.stats()
-        return Costs(stats.stall_seconds, 0.0, stats.wait_seconds, stats.cpu_seconds, stats.bytes_helped,
+        return Costs(stats.stall_seconds, self._end_seconds, stats.wait_seconds, stats.cpu_seconds, stats.bytes_helped,
                      stats.bytes_written)  # fmt: skip
 
     def finish(self, step: int) -> None:
@@ -156,6 +166,18 @@ class Lightck:
     @staticmethod
     def _path(folder: str) -> str:
         return os.path.join(folder, "bench.pool")
+
+
+def _wait_for(saved: Callable[[], int], step: int) -> None:
+    """Until the newest step that is saved is this one."""
+    deadline = time.monotonic() + _SAVED_SECONDS_MAX
+    while saved() < step:
+        if time.monotonic() > deadline:
+            raise BenchError(
+                f"The checkpoint of step {step} was not reported as saved within {_SAVED_SECONDS_MAX:.0f} seconds. A "
+                "saver is waited for until it says so; look at what it does in the background."
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 class Rival(Protocol):
@@ -240,22 +262,12 @@ class Driven:
             self._timed(lambda: self._rival.save(step))
 
     def window_ends(self, saved: bool) -> None:
+        """Not by ``finish``, which is the end: a rival takes its hooks out there and stops its threads."""
         if saved and self._rival.saved < self._step:
             before = self._costs.stall_seconds
-            self._timed(self._all_saved)
+            self._timed(lambda: _wait_for(lambda: self._rival.saved, self._step))
             waited = self._costs.stall_seconds - before
             self._costs = replace(self._costs, end_seconds=self._costs.end_seconds + waited)
-
-    def _all_saved(self) -> None:
-        """Not by ``finish``, which is the end: a rival takes its hooks out there and stops its threads."""
-        deadline = time.monotonic() + _SAVED_SECONDS_MAX
-        while self._rival.saved < self._step:
-            if time.monotonic() > deadline:
-                raise BenchError(
-                    f"The checkpoint of step {self._step} was not reported as saved within {_SAVED_SECONDS_MAX:.0f} "
-                    "seconds. A rival is waited for until it says so; look at what it does in the background."
-                )
-            time.sleep(_POLL_SECONDS)
 
     def _timed(self, call: Callable[[], None]) -> None:
         self._clock.begin()

@@ -40,6 +40,11 @@ class Choice:
         """Whose turn it is."""
         return self._ways[self._at]
 
+    @property
+    def is_made(self) -> bool:
+        """Versions go this way from here on."""
+        return self._is_made
+
     def take_left(self) -> list[Way]:
         """Those that are not gone any more, told once after each decision."""
         left, self._left = self._left, []

@@ -97,6 +97,7 @@ class Staging:
                 way = self._choice.unavailable(str(why))
                 continue
             self._way, self._meter.staging = way, str(way.kind)
+            self._meter.staging_trial = not self._choice.is_made
             return way
 
     def _ways(self) -> list[Way]:

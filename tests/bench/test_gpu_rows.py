@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import slow_lanes
 import torch
 from click.testing import CliRunner
+from slow_lanes import SlowLane
 
+from lightck.bench import loop
 from lightck.bench.measures import measure
-from lightck.bench.savers import STAGING
+from lightck.bench.savers import STAGING, Lightck
 from lightck.bench.tables import NAMES, STAGED, TABLES, WAYS, Plan
+from lightck.bench.training import Training
+from lightck.bench.workloads import workload
 from lightck.cli.bench import command
 from lightck.errors import BenchError
 
@@ -38,3 +43,58 @@ def test_each_way_out_of_a_device_has_its_rows_and_a_saver(monkeypatch):
     assert len(set(keys)) == len(keys)
     assert {f"{name} lightck {way}" for name in STAGED for way in WAYS} <= set(keys)
     assert {f"{name} torch.save" for name in STAGED} <= set(keys)
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> SlowLane:
+    """All tensors are on one device, made of CPU tensors, whose copies are slower than a step."""
+    monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
+    slow = SlowLane(1, seconds=0.2)
+    slow_lanes.install(monkeypatch, lambda tensor: slow)
+    return slow
+
+
+class _Watched(Lightck):
+    """Notes at each window's end whether the saved version was committed."""
+
+    def __init__(self, staging: str) -> None:
+        super().__init__("file", staging)
+        self.noted: list[tuple[bool, int | None]] = []
+
+    def window_ends(self, saved: bool) -> None:
+        super().window_ends(saved)
+        self.noted.append((saved, self._session.committed))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_of_a_checkpoint_falls_on_the_plain_window_after_it(way, folder, lane, monkeypatch):
+    """With a slot more a version goes on after the update."""
+    monkeypatch.setattr(loop, "WARM_UP", 1)
+    training, saver = Training(workload("vgg16", "small")), _Watched(way)
+    found = loop.run(training, saver, str(folder), 3)
+    assert [committed for saved, committed in saver.noted if saved] == [2, 4, 6, 8]
+    assert any(w.costs.end_seconds > 0 for w in found.saved)
+    assert not any(w.costs.end_seconds > 0 for w in found.plain)
+    loop.check(training, saver, str(folder))
+
+
+def test_a_row_of_three_slots_counts_the_bytes_of_its_versions(folder, lane):
+    options = {"workload": "vgg16", "size": "small", "saver": "lightck", "pairs": 3, "staging": "device"}
+    found = measure("steps", options, str(folder))
+    assert found["nbytes"] <= found["written_bytes"] < 1.2 * found["nbytes"]
+
+
+def test_windows_count_when_the_way_out_of_a_device_is_chosen(folder, lane):
+    """It is after nine versions: later than the warm-up of five."""
+    settled: list[bool] = []
+
+    class Saver(Lightck):
+        @property
+        def is_settled(self) -> bool:
+            settled.append(super().is_settled)
+            return settled[-1]
+
+    found = loop.run(Training(workload("vgg16", "small")), Saver(), str(folder), 1)
+    assert settled[0] is False
+    assert settled[-3:] == [True] * 3
+    assert found.unsettled == 0
