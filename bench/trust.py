@@ -5,7 +5,8 @@
 For each way of saving: SIGKILL at random instants while every step is saved; one random bit flipped in the files of a
 finished run; a file cut short. Then it is loaded, and what comes back is compared, bit for bit, with what the training
 had.
-``--out bench/results`` writes trust.json and trust.md there; rivals that were not asked for keep their earlier rows.
+``--out bench/results`` writes trust.json and trust.md there; rivals that were not asked for keep their earlier rows,
+with the machine, the versions and the date of these.
 """
 
 from __future__ import annotations
@@ -51,13 +52,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def play(name: str, args: argparse.Namespace, table: list[str]) -> dict[str, Any]:
+FACTS = ("machine", "versions", "medium", "state_bytes", "date", "seed")
+"""Where, with what and when a kind of fault was played: kept with it. The oldest files have them for all rows."""
+
+
+def play(name: str, args: argparse.Namespace, table: list[str], facts: dict[str, Any]) -> dict[str, Any]:
     """One rival's row."""
 
     def say(line: str) -> None:
         print(f"  {name}: {line}", file=sys.stderr, flush=True)
 
-    row: dict[str, Any] = {"rival": name, "use": rivals.named(name).use, "seed": args.seed}
+    row: dict[str, Any] = {"rival": name, "use": rivals.named(name).use, "taken": {}}
     with tempfile.TemporaryDirectory(prefix="trust-", dir=args.dir) as folder:
         trials = faults.Trials(name, args.seed, Path(folder), args.minutes * 60)
         if args.kills:
@@ -65,6 +70,7 @@ def play(name: str, args: argparse.Namespace, table: list[str]) -> dict[str, Any
         for kind, count in (("flip", args.flips), ("cut", args.cuts)):
             if count:
                 row[f"{kind}s"] = asdict(faults.damaged(trials, kind, count, say))
+    row["taken"] = {kind: facts for kind, *_ in KINDS if kind in row}
     return row
 
 
@@ -83,22 +89,51 @@ KINDS = (
 
 
 def markdown(result: dict[str, Any]) -> str:
-    seeds = ", ".join(sorted({str(row["seed"]) for row in result["rows"]}))
-    lines = [
-        "# What is left after a fault",
-        "",
-        f"{result['machine']}; {', '.join(f'{k} {v}' for k, v in result['versions'].items())}; files on "
-        f"{result['medium']}; {result['state_bytes'] / 1e6:.1f} MB of state; seed {seeds}; {result['date']}. "
-        "`python bench/trust.py` repeats it. Where a way of saving leaves it open, the last two finished checkpoints "
-        "are kept, and the newest that loads without an error is taken.",
-    ]
+    lines = ["# What is left after a fault", "", *_origins(_dated(result)), ""]
+    lines[-2] += (
+        " `python bench/trust.py` repeats it. Where a way of saving leaves it open, the last two finished checkpoints "
+        "are kept, and the newest that loads without an error is taken."
+    )
     for kind, title, outcomes in KINDS:
         if any(kind in row for row in result["rows"]):
-            lines += ["", f"## {title}", "", *_table(result["rows"], kind, outcomes)]
-    lines += ["", "How each was used:", ""]
+            lines += [f"## {title}", "", *_table(result["rows"], kind, outcomes), ""]
+    lines += ["How each was used:", ""]
     lines += [f"- {row['rival']}: {row['use']}" for row in result["rows"]]
     lines += [f"- {name}: not run: {why}" for name, why in result["not_run"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _dated(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows, each kind of fault with its facts."""
+    dated = []
+    for row in result["rows"]:
+        kinds = [kind for kind, *_ in KINDS if kind in row]
+        of_all = {name: row.get(name, result.get(name)) for name in FACTS}
+        taken = {kind: row.get("taken", {}).get(kind, of_all) for kind in kinds}
+        dated.append({**{name: value for name, value in row.items() if name not in FACTS}, "taken": taken})
+    return dated
+
+
+def _origins(rows: list[dict[str, Any]]) -> list[str]:
+    """What was taken where, with what and when; seeds apart. One line where it is the same for all."""
+    found: dict[tuple[str, str], tuple[set[str], dict[str, list[str]]]] = {}
+    for row in rows:
+        for kind, facts in row["taken"].items():
+            seeds, whose = found.setdefault(_origin(facts), (set(), {}))
+            seeds.add(str(facts["seed"]))
+            whose.setdefault(row["rival"], []).append(kind)
+    lines = []
+    for (where, when), (seeds, whose) in found.items():
+        names = ", ".join(f"{rival} ({', '.join(kinds)})" for rival, kinds in whose.items())
+        text = f"{where}; seed {', '.join(sorted(seeds))}; {when}."
+        lines += [text if len(found) == 1 else f"{names}: {text}", ""]
+    return lines[:-1] or [""]
+
+
+def _origin(facts: dict[str, Any]) -> tuple[str, str]:
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    state = f"{facts['state_bytes'] / 1e6:.1f} MB of state"
+    return f"{facts['machine']}; {versions}; files on {facts['medium']}; {state}", facts["date"]
 
 
 def _table(rows: list[dict[str, Any]], kind: str, outcomes: dict[str, str]) -> Iterator[str]:
@@ -118,15 +153,22 @@ def _table(rows: list[dict[str, Any]], kind: str, outcomes: dict[str, str]) -> I
 
 
 def merged(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Earlier rows stay for rivals that were not played now, and earlier kinds of fault within a row."""
+    """Earlier rows stay for rivals that were not played now, and earlier kinds of fault within a row, with their facts.
+    Why a rival without a row was not run is asked anew."""
+    rows = {row["rival"]: row for row in result["rows"]}
+    not_run = {}
     if path.exists():
         before = json.loads(path.read_text())
-        rows = {row["rival"]: row for row in before["rows"]}
-        for row in result["rows"]:
-            rows[row["rival"]] = {**rows.get(row["rival"], {}), **row}
-        result["rows"] = [rows[name] for name in rivals.TABLE if name in rows]
-        result["not_run"] = {n: w for n, w in {**before["not_run"], **result["not_run"]}.items() if n not in rows}
-    return result
+        not_run = before["not_run"]
+        for row in _dated(before):
+            new = rows.get(row["rival"], {})
+            taken = {**row["taken"], **new.get("taken", {})}
+            rows[row["rival"]] = {**row, **new, "taken": taken}
+    now = {name: rivals.why_not(name) for name in rivals.TABLE if name not in rows}
+    return {
+        "rows": [rows[name] for name in rivals.TABLE if name in rows],
+        "not_run": {name: why or not_run[name] for name, why in now.items() if why or name in not_run},
+    }
 
 
 def main() -> None:
@@ -140,20 +182,20 @@ def main() -> None:
     parser.add_argument("--dir", default="/dev/shm", help="where checkpoints lie")
     parser.add_argument("--out", type=Path, help="a folder for trust.json and trust.md")
     args = parser.parse_args()
-    result: dict[str, Any] = {
+    result: dict[str, Any] = {"rows": [], "not_run": {}}
+    facts: dict[str, Any] = {
         "machine": machine(), "versions": versions(), "medium": "tmpfs" if args.dir == "/dev/shm" else args.dir,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "rows": [], "not_run": {},
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "seed": args.seed,
     }  # fmt: skip
     warm_up()
     [(_, table)] = forks.results(lambda _: subject.digests(faults.LAST), [0], 300)
-    [(_, result["state_bytes"])] = forks.results(lambda _: state_bytes(), [0], 60)
+    [(_, facts["state_bytes"])] = forks.results(lambda _: state_bytes(), [0], 60)
     for name in args.only or rivals.TABLE:
-        why = rivals.why_not(name)
-        if why:
+        if why := rivals.why_not(name):
             result["not_run"][name] = why
             continue
         began = time.monotonic()
-        result["rows"].append(play(name, args, table))
+        result["rows"].append(play(name, args, table, facts))
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         keep(args.out, result)
     keep(args.out, result)
@@ -163,9 +205,16 @@ def main() -> None:
 def keep(folder: Path | None, result: dict[str, Any]) -> None:
     """Written after each row: a run that is broken off leaves what it measured."""
     if folder is not None:
-        whole = merged(folder / "trust.json", {**result, "rows": list(result["rows"])})
-        (folder / "trust.json").write_text(json.dumps(whole, indent=1) + "\n")
-        (folder / "trust.md").write_text(markdown(whole))
+        whole = merged(folder / "trust.json", result)
+        _replace(folder / "trust.json", json.dumps(whole, indent=1) + "\n")
+        _replace(folder / "trust.md", markdown(whole))
+
+
+def _replace(path: Path, text: str) -> None:
+    """All of it or nothing."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    os.replace(new, path)
 
 
 def warm_up() -> None:
