@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -77,6 +79,63 @@ def test_checkfreq_by_its_own_rule_saves_and_loads_exactly(folder):
     step = rival.load(fresh, its, str(folder))
     assert step == rival.saved >= WARM_UP + 3
     assert subject.digest(subject.parts(fresh, its)) == digests[step]
+
+
+class _OnDevice(torch.Tensor):
+    """A CPU tensor that says that it is on a CUDA device."""
+
+    is_cuda = True
+
+
+def test_checkfreq_copies_out_of_a_device_beside_the_training(monkeypatch):
+    """On a stream of its own, after what was marked, into the same buffers again, with one wait."""
+    from bench.rivals import checkfreq
+
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, device: object) -> None: ...
+
+        def wait_event(self, event: object) -> None:
+            calls.append("after the mark")
+
+        def synchronize(self) -> None:
+            calls.append("wait")
+
+    class Event:
+        def record(self, stream: object) -> None:
+            calls.append(f"mark {stream}")
+
+    def copy(into: torch.Tensor, tensor: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        calls.append("sent" if non_blocking else "copied")
+        return into.set_(tensor.as_subclass(torch.Tensor).clone())  # type: ignore[call-overload]
+
+    def pinned(like: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
+        calls.append("pinned" if pin_memory else "not pinned")
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+    @contextlib.contextmanager
+    def beside(stream: object) -> Iterator[None]:
+        calls.append("beside")
+        yield
+        calls.append("back")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", beside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the training's")
+    monkeypatch.setattr(torch, "empty_like", pinned)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    one, two, count = torch.ones(3).as_subclass(_OnDevice), torch.zeros(2).as_subclass(_OnDevice), torch.tensor(7)
+    stage = checkfreq.Stage(torch.device("cuda"))
+    for fresh in (["pinned", "sent"] * 2, ["sent"] * 2):
+        calls.clear()
+        stage.mark()
+        found = stage.copied({"model": [one, two], "step": count})
+        assert calls == ["mark the training's", "beside", "after the mark", *fresh, "back", "wait"]
+        assert torch.equal(found["model"][0], torch.ones(3))
+        assert found["step"] is not count
+    assert checkfreq.stage_of(torch.nn.Linear(1, 1)) is None
 
 
 def test_the_table_and_the_adapters_agree():
