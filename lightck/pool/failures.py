@@ -45,10 +45,12 @@ def io_error(fact: str, code: int | None, reason: str | None = None) -> PoolIOEr
 
 @contextmanager
 def told(fact: str) -> Iterator[None]:
-    """Raise what the system refuses in this block as ``PoolIOError``; lightck's own errors pass."""
+    """Raise what the system refuses in this block as ``PoolIOError``, memory too; lightck's own errors pass."""
     try:
         yield
     except LightckError:
         raise
+    except MemoryError as err:
+        raise io_error(fact, errno.ENOMEM) from err
     except OSError as err:
         raise io_error(fact, err.errno, err.strerror) from err

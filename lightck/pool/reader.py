@@ -24,7 +24,7 @@ from lightck.pool import emulation, layout_decode
 from lightck.pool.backend import Container
 from lightck.pool.checksum import uuid_words
 from lightck.pool.extents import native
-from lightck.pool.failures import io_error, is_of_medium
+from lightck.pool.failures import io_error, is_of_medium, told
 from lightck.pool.format import (
     LINE_NBYTES,
     MANIFEST_HEADER_NBYTES,
@@ -210,7 +210,12 @@ class PoolReader:
                 yield Rejected(line.step, line.generation, str(err))
 
     def version(self, line: CommitLine) -> Version:
-        """The version that a line names. Raises ``DamagedError`` with the reason where it is not (all) there."""
+        """The version that a line names. Raises ``DamagedError`` with the reason where it is not (all) there, and
+        ``PoolIOError`` where there is no memory to look."""
+        with told(f"The version of step {line.step} in the pool {self.path!r} cannot be read"):
+            return self._version(line)
+
+    def _version(self, line: CommitLine) -> Version:
         sb = self.superblock
         if self.is_reused(line):
             raise DamagedError("its slot was reused by a newer version")
