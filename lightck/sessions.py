@@ -78,16 +78,17 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         session = self._live()
-        return partial(self._call, session, name) if session is not None else _nothing
-
-    def _call(self, session: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        with session.turn:  # another thread may be closing it
-            return getattr(session, name)(*args, **kwargs) if session.is_open else None
+        return partial(_in_its_turn, session, getattr(session, name)) if session is not None else _nothing
 
     @property
     def updates(self) -> int:
         updates: int = self._session.updates
         return updates
+
+
+def _in_its_turn(session: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with session.turn:  # another thread may be closing it
+        return method(*args, **kwargs) if session.is_open else None
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
