@@ -92,7 +92,8 @@ def _let_go() -> None:
     try:
         while _users:
             number, user = next(iter(_users.items()))
-            signal.signal(number, user)
+            if signal.getsignal(number) is _note:  # else somebody has set another one meanwhile (a loader, for CHLD)
+                signal.signal(number, user)
             del _users[number]
     finally:
         if _users:

@@ -164,6 +164,32 @@ def test_handlers_are_those_of_the_user_outside_of_lightck(pool):
             signal.signal(number, handler)
 
 
+def test_a_handler_that_is_set_in_the_midst_of_it_stays(pool):
+    """By the state_dict() of something that starts workers."""
+
+    class Sets:
+        def state_dict(self) -> dict[str, Any]:
+            signal.signal(signal.SIGUSR1, other)
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def mine(*_: Any) -> None: ...
+
+    def other(*_: Any) -> None: ...
+
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, state={"sets": Sets()}) as session:
+        before = signal.signal(signal.SIGUSR1, mine)
+        try:
+            train(model, optimizer, 1)
+            session.end_step()
+            assert signal.getsignal(signal.SIGUSR1) is other
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_child_that_is_forked_in_the_midst_of_it_has_the_handlers_of_the_user(pool):
     """A loader's worker, say: it would take no SIGTERM any more."""
 
