@@ -21,7 +21,7 @@ from lightck.early import Early
 from lightck.errors import LightckError, SessionError
 from lightck.finite import Finite
 from lightck.flight import Flight, left, room_for_parts
-from lightck.interrupts import leave_if_noted
+from lightck.interrupts import Interrupted, leave_if_noted
 from lightck.keep import Keeper
 from lightck.moving import move
 from lightck.pin import Hold, Holds
@@ -129,7 +129,7 @@ class Pipeline:
             if writer is None:
                 raise FullError("there is no pool yet")
             if self._wanted_slots is not None:
-                self._n_slots = self._wanted_slots
+                self._n_slots, self._wanted_slots = self._wanted_slots, None
                 raise FullError(f"the pool is to have {self._n_slots} slots")
             self.wait_policy.version_begins()
             flight = self._begin(writer, closing)
@@ -196,17 +196,20 @@ class Pipeline:
 
     def _relayout(self, closing: Closing, why: FullError) -> None:
         """A new pool file for what no longer fits: its first commit, then its name, only then acknowledged."""
-        self.finish()
-        if self.writer is not None:
-            log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
-
         def first(writer: PoolWriter) -> Flight:
             flight = self._begin(writer, closing)
             flight.commit()
             return flight
 
-        self._note_committed(self._move([entry_of(live) for live in closing.lives], len(closing.state), first))
-        self._wanted_slots = None
+        entries = [entry_of(live) for live in closing.lives]
+        try:
+            self.finish()
+            if self.writer is not None:
+                log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
+            self._note_committed(self._move(entries, len(closing.state), first))
+        except Interrupted:
+            self._wanted_slots = self._n_slots  # for when this is begun again
+            raise
 
     def _move(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
         """To a new file, where ``first`` commits."""
@@ -239,12 +242,9 @@ class Pipeline:
             self._wanted_slots = None  # fewer slots were asked for, and the pin needs those that there are
         except BaseException:
             self._n_slots, self._wanted_slots = before
-            self.unpin(hold)
+            self.holds.release(hold)
             raise
         return hold
-
-    def unpin(self, hold: Hold) -> None:
-        self.holds.release(hold)
 
     # -- a version ends ----------------------------------------------------------------------------------
 
@@ -310,8 +310,7 @@ class Pipeline:
 
     def _drop_if_moved(self, flight: Flight) -> bool:
         """Give a version up whose sources were written. Their copies may have come before the write or after it, so
-        nothing tells what it holds; copying again is no cure, since the loop writes again when it goes on from there.
-        """
+        nothing tells what it holds; copying again is no cure, since the loop goes on from there and writes again."""
         moved, why = flight.moved()
         if moved:
             self._drop(flight, why, moved)

@@ -173,7 +173,7 @@ class Session:
             pinned: list[Hold] = []
             self._guard(lambda: pinned.append(self._pipeline.pin()))
         self._check_usable()
-        return Pin(pinned[0], self._pipeline.unpin)
+        return Pin(pinned[0], self._pipeline.holds.release)
 
     @in_turn
     def close(self) -> None:
