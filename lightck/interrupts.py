@@ -32,7 +32,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Hold signals back until the end of this block, or until ``handle``."""
+    """Hold signals back until the end of this block, or until a wait in it is left for them (``resumed``)."""
     global _depth
     if _depth or threading.current_thread() is not threading.main_thread():
         yield

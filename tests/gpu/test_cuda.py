@@ -388,19 +388,24 @@ def test_tensors_that_share_memory_on_the_device_and_were_saved_apart_are_refuse
     assert torch.equal(shared, before)
 
 
+def ready_to_capture(session: lightck.Session, model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    """Three steps were made and are committed, and gradients will be made anew."""
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        model(x).square().sum().backward()
+        optimizer.step()
+    session.flush()
+    optimizer.zero_grad(set_to_none=True)
+
+
 def test_a_whole_step_is_not_captured_in_a_graph(pool):
     """Its replays run no hook: lightck would save nothing, and say nothing."""
     model = net(BIG).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
     x = batch(0).cuda()
     with lightck.attach(model, pool) as session:
-        for _ in range(3):
-            optimizer.zero_grad(set_to_none=True)
-            model(x).square().sum().backward()
-            optimizer.step()
-        session.flush()
+        ready_to_capture(session, model, optimizer, x)
         graph = torch.cuda.CUDAGraph()
-        optimizer.zero_grad(set_to_none=True)
         with pytest.raises(lightck.SessionError, match="captured in a CUDA graph"), torch.cuda.graph(graph):
             model(x).square().sum().backward()
             optimizer.step()
@@ -412,13 +417,8 @@ def test_forward_and_backward_in_a_graph_and_each_step_is_exact(pool):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
     x = batch(0).cuda()
     with lightck.attach(model, pool) as session:
-        for _ in range(3):
-            optimizer.zero_grad(set_to_none=True)
-            model(x).square().sum().backward()
-            optimizer.step()
-        session.flush()
+        ready_to_capture(session, model, optimizer, x)
         graph = torch.cuda.CUDAGraph()
-        optimizer.zero_grad(set_to_none=True)
         with torch.cuda.graph(graph):
             model(x).square().sum().backward()
         for number in range(4, 9):
