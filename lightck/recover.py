@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lightck import collector
 from lightck import restore as _restore
 from lightck.checkpoint import Checkpoint, plan_restore, poison, refuse_other_than_mapping
 from lightck.contents import Contents, MemorySource, in_memory
@@ -30,6 +31,7 @@ _ATTEMPTS = 20
 """How often the ring is read again on a pool whose slots are being reused while we read."""
 
 
+@collector.paused()
 def recover(
     pool_path: str | os.PathLike[str],
     model: nn.Module | None = None,
@@ -177,6 +179,7 @@ def _read_again(path: str, uuid: bytes, line: CommitLine) -> MemorySource:
         reader.close()
 
 
+@collector.paused()
 def restore_newest(
     reader: PoolReader,
     step: int | None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightck.contents import MemorySource
 from lightck.pipeline import Pipeline
 from lightck.pool.file import FileBackend, FileContainer
 from lightck.pool.lock import PoolLock
@@ -123,6 +124,7 @@ def test_a_reader_that_believes_what_it_reads_is_found(folder, monkeypatch):
             ctypes.memmove(address, data, len(data))
 
     monkeypatch.setattr(Version, "read_into", read_into)
+    monkeypatch.setattr(Version, "read_many", MemorySource.read_many)  # one by one
     (reason,) = found("kill-twice", folder, (4, 11, 18))
     assert "invented bytes" in reason
 

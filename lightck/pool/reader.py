@@ -317,12 +317,11 @@ class Version:
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
         """The same for many tensors, whose memory does not overlap, on as many threads as there are processors. Of bad
         blocks the first is told, in this order."""
+        if not places:
+            return
         numbers = [self._index[name] for name, _ in places]
         nbytes = [self._all[number].nbytes for number in numbers]
-        if sum(nbytes) < MANY_NBYTES:
-            for name, address in places:
-                self.read_into(name, address)
-            return
+        threads = processors() if sum(nbytes) >= MANY_NBYTES else 1
         records = self.records[numbers]
         reads = np.zeros(len(places), READ_DTYPE)
         reads["off"] = records["offset"] + np.uint64(self._base)
@@ -334,7 +333,7 @@ class Version:
         bad = ffi.new("uint64_t[2]")
         status = lib.lck_read_many(
             *self.reader.source, ffi.cast("lck_read *", reads.ctypes.data), len(reads),
-            self.reader.superblock.block, *uuid_words(self.header.origin), processors(), bad, bad + 1,
+            self.reader.superblock.block, *uuid_words(self.header.origin), threads, bad, bad + 1,
         )  # fmt: skip
         self._refuse_bad(status, places[bad[0]][0], bad[1])
 

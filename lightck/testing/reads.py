@@ -7,7 +7,7 @@ the places that were never looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -24,18 +24,31 @@ Place = tuple[int, int]
 def watched() -> Iterator[list[Place]]:
     """Inside, every read from any pool is appended to the list, in order."""
     places: list[Place] = []
-    read, read_into = PoolReader.read, Version.read_into
+    read, read_into, read_many = PoolReader.read, Version.read_into, Version.read_many
 
     def watched_read(reader: PoolReader, offset: int, nbytes: int) -> bytes:
         places.append((offset, nbytes))
         return read(reader, offset, nbytes)
 
-    def watched_read_into(version: Version, name: str, address: int) -> None:
+    def note(version: Version, name: str) -> None:
         entry = version.entries[name]
-        places.append((version.reader.superblock.slots[version.line.slot][0] + entry.offset, entry.nbytes))
+        if entry.nbytes:
+            places.append((version.reader.superblock.slots[version.line.slot][0] + entry.offset, entry.nbytes))
+
+    def watched_read_into(version: Version, name: str, address: int) -> None:
+        note(version, name)
         read_into(version, name, address)
 
-    with patch.object(PoolReader, "read", watched_read), patch.object(Version, "read_into", watched_read_into):
+    def watched_read_many(version: Version, wanted: Sequence[tuple[str, int]]) -> None:
+        for name, _ in wanted:
+            note(version, name)
+        read_many(version, wanted)
+
+    with (
+        patch.object(PoolReader, "read", watched_read),
+        patch.object(Version, "read_into", watched_read_into),
+        patch.object(Version, "read_many", watched_read_many),
+    ):
         yield places
 
 

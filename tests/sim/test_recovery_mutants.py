@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import toys
 
+from lightck.contents import MemorySource
 from lightck.errors import CorruptPoolError
 from lightck.pool import extents, reader, ring
 from lightck.pool.format import (
@@ -140,7 +141,7 @@ def blocks_not_checked() -> AbstractContextManager[Any]:
         if address:
             reader.ffi.memmove(reader.ffi.cast("void *", address), data, len(data))
 
-    return patch.object(Version, "read_into", read_into)
+    return patch.multiple(Version, read_into=read_into, read_many=MemorySource.read_many)  # one by one
 
 
 def header_not_compared() -> AbstractContextManager[Any]:
