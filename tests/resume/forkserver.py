@@ -79,9 +79,14 @@ def _bury(pids: list[int]) -> None:
 
 
 def _warm(compiles: bool) -> None:
-    """What torch imports at its first update, and the compiler at its first run, a child finds there."""
+    """What lightck imports when it is first asked for, torch at its first update and the compiler at its first run, a
+    child finds there."""
     import torch
 
+    import lightck
+
+    for name in lightck.__all__:
+        getattr(lightck, name)
     if compiles:
         with contextlib.suppress(ImportError):  # where it is installed, torch.compile's progress bars start its thread
             importlib.import_module("tqdm").tqdm.monitor_interval = 0
