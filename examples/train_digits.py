@@ -84,13 +84,15 @@ def main(argv=None):
 
     for epoch in range(loader.epoch, args.epochs):
         model.train()
+        loss = None  # a pass that a kill ended right after its last step is resumed with no batch left
         for _, (images, labels) in enumerate(loader, loader.start):
             loss = F.cross_entropy(model(shifted(images)), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         scheduler.step()
-        print(f"epoch {epoch + 1:3d}  loss {loss.item():.4f}  held out {accuracy(model, held_out):.1%}", flush=True)
+        last = f"loss {loss.item():.4f}" if loss is not None else "finished before"
+        print(f"epoch {epoch + 1:3d}  {last}  held out {accuracy(model, held_out):.1%}", flush=True)
 
     if session:
         session.close()

@@ -24,7 +24,7 @@ from lightck.capture.layerwise import layerwise_of
 from lightck.capture.predict import predict
 from lightck.capture.scaler import enabled
 from lightck.capture.snapshot import Capture, check_objects
-from lightck.checkpoint import Checkpoint, refuse_other_than_mapping, refuse_other_than_module
+from lightck.checkpoint import Checkpoint, refuse_other_than_bool, refuse_other_than_mapping, refuse_other_than_module
 from lightck.errors import (
     CheckpointExistsError,
     LateError,
@@ -101,7 +101,7 @@ def attach(
         DriftError, CorruptPoolError: ``resume=True`` and the checkpoint does not fit, or none verifies.
         AmbiguousError, StateValueError, LateError, SessionError, MediumError, KeepError: see each.
     """
-    _check_arguments(model, state, resume, overwrite, strategy, slots, keep, staging)
+    _check_arguments(model, state, resume, overwrite, strategy, slots, keep, staging, pause_on_nonfinite)
     pace = cadence(interval)
     path = _pool_path(pool_path)
     kind = backend_for(path, backend)
@@ -110,7 +110,7 @@ def attach(
     found = _discover(model, optimizer, state)
     capture = Capture(model, found.optimizers, found.state)
     attachment = _Attachment(model, path, kind, found, _declined(state), capture, resume, overwrite, keep)
-    lock = PoolLock(path)
+    lock = attachment.lock()
     meter = Meter()
     finite = Finite(found.state) if pause_on_nonfinite else None
     is_checked = os.environ.get(CHECK_VARIABLE) == "1"
@@ -143,7 +143,8 @@ def _undone(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def _check_arguments(model: Any, state: Any, resume: bool, overwrite: bool, strategy: Any, slots: Any,
-                     keep: Any, staging: Any) -> None:  # fmt: skip
+                     keep: Any, staging: Any, pause_on_nonfinite: bool) -> None:  # fmt: skip
+    refuse_other_than_bool(resume=resume, overwrite=overwrite, pause_on_nonfinite=pause_on_nonfinite)
     refuse_other_than_module(model)
     refuse_other_than_mapping(state)
     if resume and overwrite:
@@ -216,6 +217,14 @@ class _Attachment:
         self.capture.model.refuse_hidden_state()
         self.capture.note_built()
 
+    def lock(self) -> PoolLock:
+        """Its lock. What lies there and is no pool is refused first: nothing is made beside somebody else's file."""
+        if os.path.lexists(self.path) and not self.backend.recognises(self.path):
+            reader = self._existing(write=False)
+            if reader is not None:
+                reader.close()
+        return PoolLock(self.path)
+
     def open(self, pipeline: Pipeline, slots: int | None) -> Resumed | None:
         """Restore, adopt, or make the pool. None for a fresh start."""
         reader = self._existing()
@@ -239,10 +248,10 @@ class _Attachment:
         forget(self.model)
         return Resumed.from_contents(contents)
 
-    def _existing(self) -> PoolReader | None:
+    def _existing(self, *, write: bool = True) -> PoolReader | None:
         """The pool that lies there, if it may matter: None where there is none or it is to be discarded."""
         try:
-            reader = open_pool(self.path, self.backend.name, write=True)
+            reader = open_pool(self.path, self.backend.name, write=write)
         except PoolNotFoundError:
             return None
         except NotAPoolError as err:

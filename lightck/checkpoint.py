@@ -145,6 +145,13 @@ def refuse_other_than_module(model: Any) -> None:
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the module that you train.")
 
 
+def refuse_other_than_bool(**flags: Any) -> None:
+    """``overwrite="no"`` would be taken for a yes, and a training's checkpoints be discarded."""
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass True or False.")
+
+
 def refuse_other_than_mapping(state: Any) -> None:
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
@@ -155,6 +162,7 @@ def plan_restore(contents: Contents, model: nn.Module, optimizer: Any, state: Ma
     """Check a restore into these objects; nothing changes yet. A name in ``state`` whose object is None is declined."""
     refuse_other_than_module(model)
     refuse_other_than_mapping(state)
+    refuse_other_than_bool(strict=strict)
     if has_open_session(model, parts_of_it=True):
         raise SessionError(
             "This model's session is open, or that of another model that has parts of it: restoring into it would "

@@ -895,6 +895,9 @@ def test_two_gradient_scalers(folder, pool):
         ({"optimizer": "adam"}, TypeError, "optimizer="),
         ({"state": {1: Growing()}}, TypeError, "1"),
         ({"state": [Growing()]}, TypeError, "state="),
+        ({"overwrite": "no"}, TypeError, "overwrite='no' is a str"),
+        ({"resume": None}, TypeError, "resume=None is a NoneType"),
+        ({"pause_on_nonfinite": 1}, TypeError, "pause_on_nonfinite=1 is a int"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -914,6 +917,31 @@ def test_path_of_a_wrong_type(path):
         lightck.attach(model, path, optimizer=optimizer)
     with pytest.raises(TypeError):
         lightck.recover(path)
+
+
+def test_a_flag_that_is_neither_true_nor_false_discards_nothing(pool):
+    model, optimizer = pool_with(pool)
+    with pytest.raises(TypeError, match="overwrite='no' is a str"):
+        lightck.attach(model, pool, optimizer=optimizer, overwrite="no")  # type: ignore[arg-type]
+    assert lightck.recover(pool).step == 3
+    with pytest.raises(TypeError, match="strict='no'"):
+        lightck.recover(pool, model, strict="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="strict=0"):
+        lightck.recover(pool).restore(model, strict=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("what", ["directory", "text"])
+def test_nothing_is_made_beside_what_is_no_pool(folder, what, overwrite):
+    path = folder / "there"
+    if what == "directory":
+        path.mkdir()
+    else:
+        path.write_text("mine\n" * 4000)
+    model, optimizer = anything()
+    with pytest.raises(errors.PoolPathError if what == "directory" else errors.NotAPoolError):
+        lightck.attach(model, path, optimizer=optimizer, overwrite=overwrite)
+    assert [p.name for p in folder.iterdir()] == ["there"]
 
 
 def test_model_of_a_wrong_type(pool):

@@ -39,6 +39,14 @@ def test_digits_end_with_the_same_bits_after_a_kill(folder, kill):
     assert resumed.splitlines()[-2:] == reference.splitlines()[-2:]  # the last pass' loss and accuracy; the weights
 
 
+def test_digits_go_on_behind_a_pass_that_was_finished(folder):
+    """12 steps make a pass: the kill comes when the 12th is committed, and nothing of the 13th."""
+    arguments = ["--epochs", "2", "--batch", "128"]
+    run("train_digits.py", *arguments, kill="ack:12", cwd=folder)
+    resumed = run("train_digits.py", *arguments, cwd=folder)
+    assert re.search(r"resumed at step 12\nepoch +1 +finished before .*\nepoch +2 +loss ", resumed)
+
+
 def test_fine_tuning_writes_little_and_its_pool_needs_no_base(folder):
     run("train_gpt.py", "--pool", "base.pool", "--epochs", "1", "--updates", "4", "--batch", "2", *SMALL_GPT,
         "--bytes", "60000", "--workers", "0", cwd=folder)  # fmt: skip

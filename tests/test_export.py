@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
+import stat
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -392,12 +394,41 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(pool, folder):
     pool_with(pool)
     target, elsewhere = folder / "model.safetensors", folder / "elsewhere"
     target.symlink_to(elsewhere)
-    with pytest.raises(lightck.LightckError):
-        lightck.export_checkpoint(lightck.recover(pool), target)
+    for overwrite in (False, True):  # replacing it would leave what it leads to as it was, and unnoticed
+        with pytest.raises(ExportExistsError, match="symbolic link"):
+            lightck.export_checkpoint(lightck.recover(pool), target, overwrite=overwrite)
+    assert target.is_symlink()
     assert not elsewhere.exists()
-    lightck.export_checkpoint(lightck.recover(pool), target, overwrite=True)
-    assert not elsewhere.exists()
-    assert not target.is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "directory"])
+def test_what_is_no_file_is_never_replaced(kind, pool, folder):
+    """A rename over /dev/null succeeds for root, and breaks the system."""
+    pool_with(pool)
+    target = folder / "it"
+    if kind == "device" and os.geteuid():
+        pytest.skip("only root makes devices")
+    makes: dict[str, Callable[[], Any]] = {
+        "pipe": lambda: os.mkfifo(target),
+        "device": lambda: os.mknod(target, stat.S_IFCHR | 0o666, os.makedev(1, 3)),
+        "socket": lambda: os.mknod(target, stat.S_IFSOCK | 0o600),
+        "directory": target.mkdir,
+    }
+    makes[kind]()
+    before = target.lstat()
+    for overwrite in (False, True):
+        with pytest.raises(ExportExistsError, match=f"no file but a {kind}"):
+            lightck.export_checkpoint(lightck.recover(pool), target, overwrite=overwrite)
+    assert target.lstat() == before
+    assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_overwrite_is_true_or_false(pool, folder):
+    pool_with(pool)
+    (folder / "it").write_text("mine")
+    with pytest.raises(TypeError, match="overwrite='no' is a str"):
+        lightck.export_checkpoint(lightck.recover(pool), folder / "it", overwrite="no")  # type: ignore[arg-type]
+    assert (folder / "it").read_text() == "mine"
 
 
 def test_mode_is_what_the_umask_leaves(pool, folder):

@@ -34,9 +34,9 @@ def command(
     """Write the newest version of POOL (or that of --step N) to TO. The pool is only read."""
     import lightck
     from lightck.export import export_checkpoint
-    from lightck.export.atomic import refuse_pool
+    from lightck.export.atomic import refuse_irreplaceable
 
-    refuse_pool(str(to))  # said before the pool is read; the library looks again when it writes
+    refuse_irreplaceable(str(to))  # said before the pool is read; the library looks again when it writes
     if os.path.lexists(to) and not overwrite:
         raise ExportExistsError(f"{str(to)!r} exists. It is not replaced unasked. Name another, or pass --overwrite.")
     checkpoint = lightck.recover(pool, step=step)

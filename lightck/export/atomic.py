@@ -1,7 +1,7 @@
 """A file that appears under its name complete and durable, or not at all.
 
 It is written under another name in the same folder, synced and renamed. Its mode is what the umask leaves, as for any
-file that a user makes. A pool is never replaced.
+file that a user makes. Only a file is ever replaced, and never a pool: a rename over ``/dev/null`` would succeed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -69,20 +70,38 @@ def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iter
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:
-    """Raises ``ExportExistsError`` for what must not be replaced: a pool, whatever is told; a file, unless told to."""
-    refuse_pool(path)
+    """Raises ``ExportExistsError`` for what must not be replaced: what is no file or is a pool, whatever is told; a
+    file, unless told to."""
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r} is a {type(overwrite).__name__}. Pass True or False.")
+    refuse_irreplaceable(path)
     if not overwrite and os.path.lexists(path):
         raise _exists(path)
 
 
-def refuse_pool(path: str) -> None:
+def refuse_irreplaceable(path: str) -> None:
     if is_pool(path):
-        error = ExportExistsError(
+        raise _existing(
             f"{path!r} is a pool. It may hold all that there is of a training, so no other file replaces it, not even "
             "where files may be overwritten. Choose another name; if nobody needs the pool, remove it first."
         )
-        error.errno = errno.EEXIST
-        raise error
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            raise _existing(
+                f"{path!r} is a symbolic link, and a file would replace the link, not what it leads to. "
+                f"Name the file itself ({os.path.realpath(path)!r}), or remove the link."
+            )
+        if not stat.S_ISREG(mode):
+            raise _existing(
+                f"{path!r} is no file but a {_kind(mode)}, which a file would replace for everybody who uses it. "
+                "Choose the name of a file."
+            )
+
+
+def _kind(mode: int) -> str:
+    kinds = ((stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"))
+    return next((name for is_of, name in kinds if is_of(mode)), "device")
 
 
 def _give_name(temporary: str, path: str, overwrite: bool) -> None:
@@ -95,7 +114,7 @@ def _give_name(temporary: str, path: str, overwrite: bool) -> None:
         except OSError as err:
             if err.errno not in _NO_LINKS:
                 raise
-    refuse_pool(path)  # it may have come meanwhile
+    refuse_irreplaceable(path)  # it may have come meanwhile
     os.rename(temporary, path)
 
 
@@ -108,9 +127,13 @@ def _sync_folder(folder: str) -> None:
 
 
 def _exists(path: str) -> ExportExistsError:
-    error = ExportExistsError(
+    return _existing(
         f"The file {path!r} exists. It is not overwritten unasked. Choose another name, or say overwrite=True."
     )
+
+
+def _existing(message: str) -> ExportExistsError:
+    error = ExportExistsError(message)
     error.errno = errno.EEXIST
     return error
 
