@@ -8,6 +8,7 @@ import logging
 import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -672,6 +673,52 @@ def test_several_updates_on_one_batch_are_told_once(pool, caplog):
             update(model, optimizer)
     assert caplog.text.count("within a batch") == 1
     assert "'repeated'" in caplog.text
+
+
+def _left_in_eval_mode(pool: Any, killed: int | None = None) -> list[Any]:
+    """Passes of two batches, each begun in eval mode, as an evaluation behind the pass before leaves it."""
+    model = net()
+    optimizer = adam(model)
+    given = []
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session, suppress(KeyboardInterrupt):
+        loader = session.loader(DataLoader(torch.arange(20), batch_size=2, shuffle=True))
+        for epoch in range(loader.epoch, 4):
+            for i, numbers in enumerate(loader, loader.start):
+                model.train()
+                if session.step == killed:
+                    forward(model)
+                    settled(session, killed)
+                    crashed(pool)
+                    raise KeyboardInterrupt
+                given.append((epoch, i, numbers.tolist()))
+                update(model, optimizer)
+                if i == 1:
+                    break
+            model.eval()
+    return given
+
+
+@pytest.mark.parametrize("killed", [2, 4, 6])
+def test_no_batch_is_lost_where_a_pass_begins_in_eval_mode(folder, pool, killed):
+    """The version before it closes at its first ``next()``, and so counts nothing of it."""
+    torch.manual_seed(7)
+    plain = _left_in_eval_mode(folder / "plain.pool")
+    torch.manual_seed(7)
+    _left_in_eval_mode(pool, killed)
+    assert _left_in_eval_mode(folder / "crashed.pool") == plain[killed:]
+
+
+def test_a_batch_that_was_fetched_in_eval_mode_before_its_version_closed_is_told(pool, caplog):
+    """The first pass of a loader: an evaluation, or a training that calls ``model.train()`` late."""
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        update(model, optimizer)
+        model.eval()
+        for _ in session.loader(DataLoader(torch.arange(3))):
+            model.train()
+            update(model, optimizer)
+    assert caplog.text.count("step 1 ended within a batch") == 1
 
 
 def test_numbers_of_numpy_in_a_loader_are_numbers(pool):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightck.capture import rng
 from lightck.capture.batch import checksum_of
+from lightck.capture.passes import Batches, Pass
 from lightck.capture.position import Mark, Position, corrupt, same
 from lightck.capture.rng import RngState
 from lightck.capture.wrapped import identity_of, is_stateful, own_generators, replay_doubt
@@ -45,56 +46,6 @@ class LoaderHost(Protocol):
     @property
     def updates(self) -> int:
         """Finished updates so far."""
-
-
-# ------------------------------------------------------------------------------------------------- one pass
-
-
-@dataclass(slots=True)
-class _Pass:
-    """The pass that is live. ``restored``: it was begun by a run before this one.
-
-    ``left_at``: the updates that were finished when the loop let go of its iterator; None while it holds it.
-    """
-
-    at_iter: Mark
-    updates: int
-    at_first: Mark | None = None
-    last: Mark | None = None
-    checksum: int | None = None
-    given: int = 0
-    trained: bool = False
-    restored: bool = False
-    left_at: int | None = None
-
-    def has_trained(self, updates: int) -> bool:
-        return self.trained or (updates if self.left_at is None else self.left_at) > self.updates
-
-    def is_over(self, updates: int) -> bool:
-        """The next iter() begins a new one: it was left with nothing trained in it (an evaluation, a peek), or the
-        training went on elsewhere since (another loader). One left just now may be where the loop stands."""
-        return self.left_at is not None and (not self.has_trained(updates) or updates > self.left_at)
-
-
-class _Batches:
-    """The iterator of one pass. It alone holds the inner iterator, so that workers end when a loop lets go of it."""
-
-    __slots__ = ("inner", "of", "owner")
-
-    def __init__(self, owner: SessionLoader, of: _Pass, inner: Iterator[Any]) -> None:
-        self.owner = owner
-        self.of = of
-        self.inner: Iterator[Any] | None = inner
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Any:
-        return self.owner._next(self)
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # a session that is gone counts nothing
-            self.of.left_at = self.owner._host.updates
 
 
 class SessionLoader:
@@ -144,9 +95,10 @@ class SessionLoader:
         self._checks = not self._stateful
         self._doubt = replay_doubt(dl)
         self._epoch = 0
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._told_within = False
         self._iterated = False  # in this process
+        self._has_trained = False  # in an earlier pass
         self._at_base: Mark | None = None
         self._rng_at_iter = rng_at_iter
         self._rng_at_next: tuple[torch.Tensor, ...] | None = None  # our own generators, until they are set
@@ -167,8 +119,9 @@ class SessionLoader:
 
     @property
     def is_training(self) -> bool:
-        """Whether updates were made in the pass that is live: then its ``next()`` belongs to the training's loop."""
-        return self._pass is not None and self._pass.has_trained(self._host.updates)
+        """Whether updates were made in a pass of this loader: then its ``next()`` belongs to the training's loop, also
+        the first one of a pass, where an evaluation before it may have left the model in eval mode."""
+        return self._has_trained or (self._pass is not None and self._pass.has_trained(self._host.updates))
 
     @property
     def epoch(self) -> int:
@@ -224,9 +177,12 @@ class SessionLoader:
         ).to_value()
 
     def tell_within_batch(self, step: int) -> None:
-        """A version closes, and no ``next()`` closed it. Once: where that is not the end of a batch."""
-        pass_ = self._pass
-        if self._told_within or pass_ is None or pass_.left_at is not None or not pass_.given or not self.is_training:
+        """A version closes, and no ``next()`` closed it. Once: where that is not the end of a batch, or its position
+        counts a batch of the step after it, which was fetched in eval mode."""
+        pass_, updates = self._pass, self._host.updates
+        if self._told_within or pass_ is None or pass_.left_at is not None or not pass_.given:
+            return
+        if not pass_.has_trained(updates) and pass_.fetched_at != updates:
             return
         self._told_within = True
         log.warning("loader %r: step %d ended within a batch: several updates are made on one batch, or in a pass that "
@@ -320,7 +276,7 @@ class SessionLoader:
 
     # -- beginning a pass
 
-    def _begin(self, position: Position | None) -> _Batches:
+    def _begin(self, position: Position | None) -> Batches:
         self._count_left()
         if self._rng_at_iter:
             self._rng_at_iter = False
@@ -336,8 +292,10 @@ class SessionLoader:
 
     def _count_left(self) -> None:
         pass_, self._pass = self._pass, None
-        if pass_ is not None and (pass_.restored or pass_.has_trained(self._host.updates)):
-            self._epoch += 1
+        if pass_ is not None:
+            has_trained = pass_.has_trained(self._host.updates)
+            self._has_trained |= has_trained
+            self._epoch += int(pass_.restored or has_trained)
 
     def _prepare(self, position: Position) -> None:
         """What a loader at rest carries from pass to pass: persistent workers, and a stateful loader's own state."""
@@ -360,12 +318,12 @@ class SessionLoader:
                 "loader of another kind or version. Build the loader as it was, or give it another name=."
             ) from error
 
-    def _enter(self, inner: Iterator[Any], before: Mark) -> _Batches:
+    def _enter(self, inner: Iterator[Any], before: Mark) -> Batches:
         self._iterated = True
-        self._pass = _Pass(before, self._host.updates)
-        return _Batches(self, self._pass, inner)
+        self._pass = Pass(before, self._host.updates)
+        return Batches(self._next, lambda: self._host.updates, self._pass, inner)
 
-    def _resume(self, position: Position) -> _Batches:
+    def _resume(self, position: Position) -> Batches:
         assert position.at_iter is not None  # checked when it was read
         with self._held():
             reused = self._start_workers(position)
@@ -424,7 +382,7 @@ class SessionLoader:
 
     # -- one batch
 
-    def _next(self, batches: _Batches) -> Any:
+    def _next(self, batches: Batches) -> Any:
         if batches.inner is None:
             raise StopIteration
         pass_ = self._pass
@@ -450,7 +408,7 @@ class SessionLoader:
         self._count(pass_, batch, before)
         return batch
 
-    def _looks_for_draws(self, pass_: _Pass) -> bool:
+    def _looks_for_draws(self, pass_: Pass) -> bool:
         """In the first batches: what a sampler draws for those that workers fetch ahead lies between draws of the loop,
         and a replay has only its own."""
         return not (self._in_process or self._stateful) and self._doubt is None and pass_.given < _WATCHED_BATCHES
@@ -468,16 +426,18 @@ class SessionLoader:
         if generators is not None:
             self._apply_restored_rng(generators)
 
-    def _count(self, pass_: _Pass, batch: object, before: Mark | None) -> None:
+    def _count(self, pass_: Pass, batch: object, before: Mark | None) -> None:
         pass_.given += 1
+        pass_.fetched_at = self._host.updates
         if self._checks:
             pass_.checksum = checksum_of(batch)
             pass_.last = before if self._in_process else None
             if pass_.checksum is None:  # nothing to compare in this batch, nor in the next ones
                 self._checks, pass_.last = False, None
 
-    def _finish(self, batches: _Batches) -> None:
+    def _finish(self, batches: Batches) -> None:
         batches.inner = None
         self._host.loader_pass_ended(self)
+        self._has_trained |= batches.of.has_trained(self._host.updates)
         self._epoch += 1
         self._pass = None

@@ -225,6 +225,33 @@ def two_training_loaders_in_zip(run: Run) -> None:
     run.finished(model, [opt])
 
 
+def left_by_break_and_begun_in_eval_mode(run: Run, always: bool) -> None:
+    """An evaluation behind each pass leaves the model in eval mode; the next pass's first ``next()`` comes before
+    ``model.train()``. ``always``: all norm layers are frozen, and nobody calls it."""
+    run.seed()
+    model = mlp(dropout=0.2, norm=True).train(not always)
+    opt = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    session = run.attach(model)
+    train = session.loader(DataLoader(Items(True), BATCH, shuffle=True))
+    while session.step < 12:
+        for x, y in train:
+            model.train(not always)
+            _update(run, model, opt, x, y)
+            if session.step % 3 == 1 < session.step:
+                run.here("after the first update of a later pass")
+            elif session.step % 3 == 0:
+                break
+        run.here("behind the pass")
+        evaluate(run, model, DataLoader(Items(False), 10))
+        model.eval()
+    run.finished(model, [opt])
+
+
+_LEFT = {"places": ("after the first update of a later pass", "behind the pass"), "sees": {"evaluation": 4}}
+add("left by break and begun in eval mode", partial(left_by_break_and_begun_in_eval_mode, always=False), **_LEFT)
+add("left by break and always in eval mode", partial(left_by_break_and_begun_in_eval_mode, always=True), **_LEFT)
+
+
 class Stream(IterableDataset[Any]):
     """Each worker makes its own items from its own random stream."""
 

@@ -1,0 +1,62 @@
+"""One pass over a session loader: what is known of it, and its iterator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from lightck.capture.position import Mark
+
+
+@dataclass(slots=True)
+class Pass:
+    """The pass that is live. ``restored``: it was begun by a run before this one.
+
+    ``left_at``: the updates that were finished when the loop let go of its iterator; None while it holds it.
+    ``fetched_at``: those that were finished when its last batch was fetched.
+    """
+
+    at_iter: Mark
+    updates: int
+    fetched_at: int | None = None
+    at_first: Mark | None = None
+    last: Mark | None = None
+    checksum: int | None = None
+    given: int = 0
+    trained: bool = False
+    restored: bool = False
+    left_at: int | None = None
+
+    def has_trained(self, updates: int) -> bool:
+        return self.trained or (updates if self.left_at is None else self.left_at) > self.updates
+
+    def is_over(self, updates: int) -> bool:
+        """The next iter() begins a new one: it was left with nothing trained in it (an evaluation, a peek), or the
+        training went on elsewhere since (another loader). One left just now may be where the loop stands."""
+        return self.left_at is not None and (not self.has_trained(updates) or updates > self.left_at)
+
+
+class Batches:
+    """The iterator of one pass. It alone holds the inner iterator, so that workers end when a loop lets go of it."""
+
+    __slots__ = ("_take", "_updates", "inner", "of")
+
+    def __init__(self, take: Callable[[Batches], Any], updates: Callable[[], int], of: Pass,
+                 inner: Iterator[Any]) -> None:  # fmt: skip
+        """``take``: gives its next batch. ``updates``: those that are finished."""
+        self._take = take
+        self._updates = updates
+        self.of = of
+        self.inner: Iterator[Any] | None = inner
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Any:
+        return self._take(self)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # a session that is gone counts nothing
+            self.of.left_at = self._updates()
