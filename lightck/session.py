@@ -30,6 +30,7 @@ from lightck.capture.nest import places
 from lightck.capture.rng import RngState
 from lightck.capture.scaler import ScalerWatch
 from lightck.capture.snapshot import Capture
+from lightck.capture.wrapped import name_of
 from lightck.ending import end
 from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
 from lightck.first_step import FirstStep
@@ -123,12 +124,10 @@ class Session:
     def loader(self, loader: Any, *, name: str | None = None) -> SessionLoader:
         """Wrap a training loader so that each ``next()`` is a boundary and a resume continues at its position.
 
-        Call it in the same order in every run, or give each loader a ``name``.
+        Call it once for each, before the loop, and in the same order in every run, or give each loader a ``name``.
         """
         self._check_usable()
-        key = name if name is not None else f"loader.{len(self._capture.loaders)}"
-        if any(known.name == key for known in self._capture.loaders):
-            raise SessionError(f"A loader named {key!r} is already followed. Names tell them apart. Use another.")
+        key = name_of(loader, name, self._capture.loaders)
         self._position_used()
         resumed = self._resumed
         restored = resumed.loaders.get(key) if resumed is not None else None

@@ -560,6 +560,32 @@ def test_loaders_are_told_apart_by_name(pool):
             session.loader(DataLoader([1, 2]), name="second")
 
 
+def test_a_loader_is_not_wrapped_anew_for_each_epoch(pool):
+    """Its number would be another one after a resume."""
+    model = net()
+    optimizer = adam(model)
+    loader = DataLoader(torch.arange(4))
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for _ in session.loader(loader):
+            update(model, optimizer)
+        with pytest.raises(SessionError, match=r"followed as 'loader\.0' already.*once, before the loop"):
+            session.loader(loader)
+        for epoch in range(2):  # names of the user's own find their position again
+            for _ in session.loader(loader, name=f"epoch {epoch}"):
+                update(model, optimizer)
+
+
+def test_one_loader_may_have_two_positions(pool):
+    model = net()
+    optimizer = adam(model)
+    loader = DataLoader(torch.arange(6), shuffle=True)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for left, right in zip(session.loader(loader), session.loader(loader), strict=True):
+            assert left.shape == right.shape
+            update(model, optimizer)
+        assert session.step == 6
+
+
 def test_loader_is_closed_with_its_session(pool):
     model = net()
     with lightck.attach(model, pool, optimizer=adam(model)) as session:

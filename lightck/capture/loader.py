@@ -97,7 +97,7 @@ class SessionLoader:
         self._epoch = 0
         self._pass: Pass | None = None
         self._told_within = False
-        self._iterated = False  # in this process
+        self._is_begun = False  # in this process
         self._has_trained = False  # in an earlier pass
         self._at_base: Mark | None = None
         self._rng_at_iter = rng_at_iter
@@ -116,6 +116,11 @@ class SessionLoader:
     def name(self) -> str:
         """The name under which the position is saved."""
         return self._name
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it was iterated in this process."""
+        return self._is_begun
 
     @property
     def is_training(self) -> bool:
@@ -159,7 +164,7 @@ class SessionLoader:
         if pass_ is not None and pass_.is_over(updates):
             epoch += int(pass_.restored or pass_.has_trained(updates))
             pass_ = None
-        inner = self._dl.state_dict() if self._stateful and self._iterated else None  # type: ignore[attr-defined]
+        inner = self._dl.state_dict() if self._stateful and self._is_begun else None  # type: ignore[attr-defined]
         return Position(
             kind="stateful" if self._stateful else "plain",
             epoch=epoch,
@@ -319,7 +324,7 @@ class SessionLoader:
             ) from error
 
     def _enter(self, inner: Iterator[Any], before: Mark) -> Batches:
-        self._iterated = True
+        self._is_begun = True
         self._pass = Pass(before, self._host.updates)
         return Batches(self._next, lambda: self._host.updates, self._pass, inner)
 

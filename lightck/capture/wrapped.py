@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightck.capture.position import Identity
+from lightck.errors import SessionError
+
+if TYPE_CHECKING:
+    from lightck.capture.loader import SessionLoader
+
+
+def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) -> str:
+    """The name of its position: as the user says, else its number. Raises ``SessionError``: it would not be the same
+    one after a resume, as where a loop calls ``session.loader`` anew for each epoch."""
+    if name is None:
+        for other in known:
+            if other.loader is loader and other.is_begun:
+                raise SessionError(
+                    f"This loader is followed as {other.name!r} already, and was iterated. A position is found again "
+                    "by its number, so one more would not go on after a resume. Call session.loader() once, before the "
+                    "loop over epochs, or give each its own name=."
+                )
+        name = f"loader.{len(known)}"
+    if any(other.name == name for other in known):
+        raise SessionError(f"A loader named {name!r} is already followed. Names tell them apart. Use another.")
+    return name
 
 
 def _length(loader: object) -> int | None:
