@@ -23,7 +23,7 @@ from lightck.capture.batch import checksum_of
 from lightck.capture.passes import Batches, Pass
 from lightck.capture.position import Mark, Position, corrupt, same
 from lightck.capture.rng import RngState
-from lightck.capture.wrapped import identity_of, is_stateful, own_generators, replay_doubt
+from lightck.capture.wrapped import Drift, drifted, identity_of, is_stateful, own_generators, replay_doubt
 from lightck.errors import DriftError, SessionError
 
 log = logging.getLogger("lightck")
@@ -81,7 +81,8 @@ class SessionLoader:
 
         Raises:
             CorruptPoolError: ``restored`` is damaged.
-            DriftError: the position lies in mid-pass of a loader that was built otherwise.
+            DriftError: the position lies in mid-pass of a loader that was built otherwise. (Its length is compared at
+                the first ``iter()``: a sampler's ``set_epoch`` comes before that.)
         """
         self._dl = dl
         self._host = host
@@ -218,10 +219,10 @@ class SessionLoader:
         return position
 
     def _compare(self, position: Position, kind: str) -> None:
-        drift: dict[str, tuple[object, object]] = {
+        drift: Drift = {
             key: (position.identity.get(key), self._identity.get(key))
             for key in {**position.identity, **self._identity}
-            if position.identity.get(key) != self._identity.get(key)
+            if key != "length" and position.identity.get(key) != self._identity.get(key)
         }
         for key, was, now in (
             ("kind", position.kind, kind),
@@ -230,13 +231,14 @@ class SessionLoader:
             if was != now:
                 drift[key] = (was, now)
         if drift:
-            text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
-            raise DriftError(
-                f"loader {self._name!r} differs from the one that was saved: {text}. The version lies in the middle of "
-                "a pass, and another loader would give other batches. Build the loader as it was, or begin the pass "
-                "anew with another name= for it.",
-                drift,
-            )
+            raise drifted(self._name, drift)
+
+    def _compare_length(self, position: Position) -> None:
+        """Where the pass goes on, and not before: it may depend on the epoch, which the loop sets until then."""
+        self._identity = identity_of(self._dl, self._stateful)
+        was, now = position.identity.get("length"), self._identity.get("length")
+        if was != now:
+            raise drifted(self._name, {"length": (was, now)})
 
     def _try_generators(self, states: tuple[torch.Tensor, ...]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
@@ -330,6 +332,7 @@ class SessionLoader:
 
     def _resume(self, position: Position) -> Batches:
         assert position.at_iter is not None  # checked when it was read
+        self._compare_length(position)
         with self._held():
             reused = self._start_workers(position)
             self._set(position.at_iter)

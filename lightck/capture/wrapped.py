@@ -9,10 +9,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightck.capture.position import Identity
-from lightck.errors import SessionError
+from lightck.errors import DriftError, SessionError
 
 if TYPE_CHECKING:
     from lightck.capture.loader import SessionLoader
+
+Drift = dict[str, tuple[object, object]]
+"""What about a loader was otherwise when it was saved: (then, now)."""
 
 
 def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) -> str:
@@ -64,6 +67,16 @@ def identity_of(loader: object, stateful: bool) -> Identity:
         "prefetch_factor": _plain(loader.prefetch_factor),
         "in_order": int(getattr(loader, "in_order", True)),
     }
+
+
+def drifted(name: str, drift: Drift) -> DriftError:
+    text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
+    return DriftError(
+        f"loader {name!r} differs from the one that was saved: {text}. The version lies in the middle of a pass, and "
+        "another loader would give other batches. Build the loader as it was, or begin the pass anew with another "
+        "name= for it.",
+        drift,
+    )
 
 
 def own_generators(loader: object) -> tuple[torch.Generator, ...]:
