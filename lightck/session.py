@@ -129,10 +129,9 @@ class Session:
         self._check_usable()
         key = name_of(loader, name, self._capture.loaders)
         self._position_used()
-        resumed = self._resumed
-        restored = resumed.loaders.get(key) if resumed is not None else None
-        any_live = resumed is not None and any(bool(p.get("live")) for p in resumed.loaders.values())
-        wrapped = SessionLoader(loader, Proxy(self), key, restored, rng_at_iter=not any_live)
+        restored = self._resumed.loaders if self._resumed is not None else {}
+        any_live = any(bool(position.get("live")) for position in restored.values())
+        wrapped = SessionLoader(loader, Proxy(self), key, restored.get(key), rng_at_iter=not any_live)
         self._capture.loaders.append(wrapped)
         return wrapped
 
@@ -316,6 +315,8 @@ class Session:
 
     def loader_next(self, loader: SessionLoader) -> None:
         """``next()`` on a session loader, before anything is fetched."""
+        model = self._model()
+        loader.in_eval = model is not None and not model.training
         if self._paused:
             return
         if self._steps_on not in (None, threading.get_ident()):
@@ -324,8 +325,7 @@ class Session:
                 "version closes, and the training would change it meanwhile. Iterate in the training loop; let the "
                 "DataLoader fetch ahead: num_workers=, prefetch_factor=."
             )
-        model = self._model()
-        if model is not None and not model.training and not loader.is_training:
+        if loader.in_eval and not loader.is_training:
             return  # an evaluation: the version stays open until the training goes on
         with self._meter.stall("next"):
             self._raise_failure()
@@ -366,6 +366,7 @@ class Session:
         self._scalers.skipped()
         is_saved = event is Event.FLUSH or self._cadence.is_due(step, self._saved_step)
         self._cadence.passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
+        self._capture.within.boundary(event, step, is_saved)
         if is_saved:
             self._close_version(event, step)
 

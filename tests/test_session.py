@@ -7,6 +7,7 @@ import gc
 import logging
 import re
 import stat
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -699,6 +700,139 @@ def test_several_updates_on_one_batch_are_told_once(pool, caplog):
             update(model, optimizer)
     assert caplog.text.count("within a batch") == 1
     assert "'repeated'" in caplog.text
+
+
+@pytest.mark.parametrize(("interval", "said"), [(1, 3), (3, 9)])
+def test_several_steps_that_end_on_one_batch_are_told_once(pool, caplog, interval, said):
+    """At the second such batch: one is given where a loop turns to other data. Only versions that are saved count."""
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, interval=interval) as session:
+        for _ in session.loader(DataLoader(torch.arange(8))):
+            for _ in range(2):
+                update(model, optimizer)
+                session.end_step()
+    assert caplog.text.count(f"step {said} ended within a batch") == caplog.text.count("within a batch") == 1
+
+
+def test_a_loop_over_one_loader_inside_that_over_another_is_told_once(pool, caplog):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        inner = session.loader(DataLoader(torch.arange(3)), name="inner")
+        for _ in session.loader(DataLoader(torch.arange(3)), name="tasks"):
+            for _ in inner:
+                update(model, optimizer)
+    assert caplog.text.count("loader 'tasks': step 1 ended within a batch") == caplog.text.count("within a batch") == 1
+
+
+def _numbers(session: Any, count: int = 8, name: str | None = None) -> Any:
+    return session.loader(DataLoader(torch.arange(count)), name=name)
+
+
+def _end_step_once_per_batch(session: Any, model: Any, step: Callable[[], None]) -> None:
+    for _ in _numbers(session):
+        step()
+        session.end_step()
+
+
+def _two_steps_per_batch_of_which_the_second_is_saved(session: Any, model: Any, step: Callable[[], None]) -> None:
+    for _ in _numbers(session):
+        for _ in range(session.stats().interval):
+            step()
+            session.end_step()
+
+
+def _accumulation(session: Any, model: Any, step: Callable[[], None]) -> None:
+    for number, _ in enumerate(_numbers(session)):
+        if number % 3 == 2:
+            step()
+        session.end_step()
+
+
+def _a_batch_now_and_then(session: Any, model: Any, step: Callable[[], None]) -> None:
+    """Of a second loader, for a term that not every step has."""
+    loader, other = _numbers(session), iter(_numbers(session))
+    for epoch in range(3):
+        for number, _ in enumerate(loader):
+            if number % 4 == epoch:
+                next(other, None)
+            step()
+
+
+def _a_batch_now_and_then_with_end_step(session: Any, model: Any, step: Callable[[], None]) -> None:
+    other = iter(_numbers(session))
+    for number, _ in enumerate(_numbers(session)):
+        if number % 3 == 0:
+            next(other)
+        step()
+        session.end_step()
+
+
+def _two_iterators_that_begin_again(session: Any, model: Any, step: Callable[[], None]) -> None:
+    short, long = _numbers(session, 3), _numbers(session, 5)
+    one, two = iter(short), iter(long)
+    for _ in range(12):
+        if next(one, None) is None:
+            one = iter(short)
+            next(one)
+        if next(two, None) is None:
+            two = iter(long)
+            next(two)
+        step()
+
+
+def _an_evaluation_in_mid_pass(session: Any, model: Any, step: Callable[[], None]) -> None:
+    held_out = iter(_numbers(session, name="held out"))
+    for number in range(12):
+        if number % 4 == 0:
+            model.eval()
+            next(held_out)
+            model.train()
+        step()
+        session.end_step()
+
+
+def _an_evaluation_of_one_batch_before_each_pass(session: Any, model: Any, step: Callable[[], None]) -> None:
+    loader, held_out = _numbers(session), iter(_numbers(session))
+    for _ in range(3):
+        model.eval()
+        next(held_out)
+        model.train()
+        for _ in loader:
+            step()
+
+
+def _a_turn_to_batches_by_hand(session: Any, model: Any, step: Callable[[], None]) -> None:
+    batches = iter(_numbers(session))
+    for number in range(8):
+        if number < 4:
+            next(batches)
+        step()
+        session.end_step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "interval"),
+    [
+        (_end_step_once_per_batch, 1),
+        (_two_steps_per_batch_of_which_the_second_is_saved, 2),
+        (_accumulation, 1),
+        (_a_batch_now_and_then, 1),
+        (_a_batch_now_and_then_with_end_step, 1),
+        (_two_iterators_that_begin_again, 1),
+        (_an_evaluation_in_mid_pass, 1),
+        (_an_evaluation_of_one_batch_before_each_pass, 1),
+        (_a_turn_to_batches_by_hand, 1),
+    ],
+)
+def test_a_loop_whose_steps_end_with_their_batches_is_told_nothing(pool, caplog, loop, interval):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, interval=interval) as session:
+        loop(session, model, lambda: update(model, optimizer))
+        assert session.step > 1
+    assert not caplog.text
 
 
 def _left_in_eval_mode(pool: Any, killed: int | None = None) -> list[Any]:

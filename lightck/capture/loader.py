@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightck.capture import rng
 from lightck.capture.batch import checksum_of
-from lightck.capture.passes import Batches, Pass
+from lightck.capture.passes import Batches, Pass, moment
 from lightck.capture.position import Mark, Position, corrupt, same
 from lightck.capture.rng import RngState
 from lightck.capture.wrapped import Drift, drifted, identity_of, is_stateful, own_generators, replay_doubt
@@ -100,6 +100,9 @@ class SessionLoader:
         self._told_within = False
         self._is_begun = False  # in this process
         self._has_trained = False  # in an earlier pass
+        self._ended = 0  # the moment at which the last pass was over
+        self.in_eval = False
+        """The model is in eval mode, as the host says at each ``next()``."""
         self._at_base: Mark | None = None
         self._rng_at_iter = rng_at_iter
         self._rng_at_next: tuple[torch.Tensor, ...] | None = None  # our own generators, until they are set
@@ -128,6 +131,11 @@ class SessionLoader:
         """Whether updates were made in a pass of this loader: then its ``next()`` belongs to the training's loop, also
         the first one of a pass, where an evaluation before it may have left the model in eval mode."""
         return self._has_trained or (self._pass is not None and self._pass.has_trained(self._host.updates))
+
+    @property
+    def held_pass(self) -> Pass | None:
+        """The pass whose iterator the loop holds."""
+        return self._pass if self._pass is not None and self._pass.left_at is None else None
 
     @property
     def epoch(self) -> int:
@@ -183,17 +191,13 @@ class SessionLoader:
         ).to_value()
 
     def tell_within_batch(self, step: int) -> None:
-        """A version closes, and no ``next()`` closed it. Once: where that is not the end of a batch, or its position
-        counts a batch of the step after it, which was fetched in eval mode."""
-        pass_, updates = self._pass, self._host.updates
-        if self._told_within or pass_ is None or pass_.left_at is not None or not pass_.given:
-            return
-        if not pass_.has_trained(updates) and pass_.fetched_at != updates:
-            return
-        self._told_within = True
-        log.warning("loader %r: step %d ended within a batch: several updates are made on one batch, or in a pass that "
-                    "began in eval mode. A position counts whole batches: a training that is resumed at such a step "
-                    "goes on with the next batch", self._name, step)  # fmt: skip
+        """Once: this version's position counts a batch that the step after it is made on."""
+        if not self._told_within:
+            self._told_within = True
+            log.warning("loader %r: step %d ended within a batch: several updates are made on one batch (as by a loop "
+                        "over another session loader inside), or in a pass that began in eval mode. A position counts "
+                        "whole batches: a training that is resumed at such a step goes on with the next batch",
+                        self._name, step)  # fmt: skip
 
     # -- restoring
 
@@ -302,6 +306,7 @@ class SessionLoader:
         if pass_ is not None:
             has_trained = pass_.has_trained(self._host.updates)
             self._has_trained |= has_trained
+            self._ended = pass_.left or moment()
             self._epoch += int(pass_.restored or has_trained)
 
     def _prepare(self, position: Position) -> None:
@@ -327,7 +332,7 @@ class SessionLoader:
 
     def _enter(self, inner: Iterator[Any], before: Mark) -> Batches:
         self._is_begun = True
-        self._pass = Pass(before, self._host.updates)
+        self._pass = Pass(before, self._host.updates, begun=moment(), after=self._ended)
         return Batches(self._next, lambda: self._host.updates, self._pass, inner)
 
     def _resume(self, position: Position) -> Batches:
@@ -436,7 +441,7 @@ class SessionLoader:
 
     def _count(self, pass_: Pass, batch: object, before: Mark | None) -> None:
         pass_.given += 1
-        pass_.fetched_at = self._host.updates
+        pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, moment(), self.in_eval
         if self._checks:
             pass_.checksum = checksum_of(batch)
             pass_.last = before if self._in_process else None
@@ -447,5 +452,6 @@ class SessionLoader:
         batches.inner = None
         self._host.loader_pass_ended(self)
         self._has_trained |= batches.of.has_trained(self._host.updates)
+        self._ended = moment()
         self._epoch += 1
         self._pass = None

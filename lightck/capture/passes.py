@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,18 +10,31 @@ from typing import Any
 
 from lightck.capture.position import Mark
 
+_moments = itertools.count(1)
+
+
+def moment() -> int:
+    """A number that is larger each time, over all loaders."""
+    return next(_moments)
+
 
 @dataclass(slots=True)
 class Pass:
     """The pass that is live. ``restored``: it was begun by a run before this one.
 
     ``left_at``: the updates that were finished when the loop let go of its iterator; None while it holds it.
-    ``fetched_at``: those that were finished when its last batch was fetched.
+    ``fetched_at``: those that were finished when its last batch was fetched; ``in_eval``: in the model's eval mode.
+    ``begun``, ``fetched``, ``left``, and ``after``, the end of the pass before it: moments, for which came first.
     """
 
     at_iter: Mark
     updates: int
+    begun: int
+    after: int = 0
+    fetched: int = 0
+    left: int = 0
     fetched_at: int | None = None
+    in_eval: bool = False
     at_first: Mark | None = None
     last: Mark | None = None
     checksum: int | None = None
@@ -59,4 +73,5 @@ class Batches:
 
     def __del__(self) -> None:
         with suppress(Exception):  # a session that is gone counts nothing
+            self.of.left = moment()
             self.of.left_at = self._updates()

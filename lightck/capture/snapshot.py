@@ -24,6 +24,7 @@ from lightck.capture.buffers import BufferCopies
 from lightck.capture.devices import Devices
 from lightck.capture.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
 from lightck.capture.roster import Roster, roster_of
+from lightck.capture.within import WithinBatch
 from lightck.errors import StateValueError
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Capture:
         self.devices = Devices()
         self.objects = dict(objects)
         self.loaders: list[SessionLoader] = []
+        self.within = WithinBatch(self.loaders)
         self.provisional: Provisional | None = None
         self._buffer_copies = BufferCopies()
         self.elastic: set[str] = set()
@@ -173,8 +175,6 @@ class Capture:
         """The version that this event closes."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
-        for loader in self.loaders if event in (Event.PRE_STEP, Event.FORWARD) else ():
-            loader.tell_within_batch(step)
         lives, roster = self.tensors(), self._roster
         if roster is None or roster is not self._noted or event is Event.PRE_STEP:
             self._noted = roster
