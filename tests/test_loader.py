@@ -652,14 +652,58 @@ class DrawingSampler:
             yield int(torch.randint(ITEMS, ()))
 
 
-@pytest.mark.parametrize(("workers", "said"), [(0, 0), (1, 1), (2, 1)])
-def test_a_sampler_that_draws_ahead_of_the_loop_is_told_once(caplog, workers, said):
-    host = Host()
-    loader = host.loader(DataLoader(Noisy(40), 1, sampler=DrawingSampler(), num_workers=workers))
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_sampler_that_draws_beside_the_loop_is_told_once(caplog, workers):
+    loader = Host().loader(DataLoader(Noisy(40), 1, sampler=DrawingSampler(), num_workers=workers))
     for _ in range(2):
         for _ in itertools.islice(loader, 6):
             torch.rand(1)
-    assert caplog.text.count("its sampler draws") == said
+    assert caplog.text.count("its sampler draws") == 1
+
+
+class Chunks:
+    """A permutation per chunk. ``generator``: its own, or the global one."""
+
+    def __init__(self, own: bool) -> None:
+        self.generator = torch.Generator().manual_seed(5) if own else None
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        for begin in range(0, ITEMS, 5):
+            for index in torch.randperm(min(5, ITEMS - begin), generator=self.generator).tolist():
+                yield begin + index
+
+
+@pytest.mark.parametrize(("own", "draws"), [(False, False), (True, True)])
+def test_a_sampler_that_draws_for_each_chunk_is_replayed_where_it_draws_alone(caplog, own, draws):
+    def program(host: Host) -> None:
+        loader = host.loader(DataLoader(Noisy(), BATCH, sampler=Chunks(own)))
+        for epoch in range(loader.epoch, EPOCHS):
+            for i, batch in enumerate(loader, loader.start):
+                host.log.append((epoch, i, plain(batch), torch.rand(1).item() if draws else None))
+                host.updates += 1
+
+    check(program)
+    assert not caplog.records
+
+
+def test_a_sampler_that_draws_for_each_chunk_beside_the_loop_is_told(caplog):
+    class Opaque:
+        def __init__(self, items: list[torch.Tensor]) -> None:
+            self.items = items
+
+    def build(collate: Any = None) -> DataLoader:
+        return DataLoader(Noisy(), BATCH, sampler=Chunks(own=False), collate_fn=collate)
+
+    saved = run(train(build), seed=1).versions
+    assert caplog.text.count("its sampler draws from torch's global random generator at next()") == 1
+    with pytest.raises(DriftError, match=r"sampler draws.*give it a generator of its own"):
+        iter(Host(resumed=saved[5][1]).loader(build()))
+    caplog.clear()
+    run(train(lambda: build(Opaque)), seed=1)  # its batches cannot be compared after a resume
+    assert caplog.text.count("its sampler draws") == 1
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -23,12 +23,11 @@ from lightck.capture.batch import checksum_of
 from lightck.capture.passes import Batches, Pass, moment
 from lightck.capture.position import Mark, Position, corrupt, same
 from lightck.capture.rng import RngState
+from lightck.capture.sampler import Watch, watch
 from lightck.capture.wrapped import Drift, drifted, identity_of, is_stateful, own_generators, replay_doubt
 from lightck.errors import DriftError, SessionError
 
 log = logging.getLogger("lightck")
-
-_WATCHED_BATCHES = 4  # of each pass: whether a sampler draws at next()
 
 
 class LoaderHost(Protocol):
@@ -108,8 +107,9 @@ class SessionLoader:
         self._rng_at_next: tuple[torch.Tensor, ...] | None = None  # our own generators, until they are set
         self._updates_before = host.updates
         self._pending = None if restored is None else self._adopt(dict(restored))
+        self._watch: Watch | None = None
         if self._doubt is not None:
-            log.warning("loader %r: a resume in mid-pass may not be exact; %s", name, self._doubt)
+            self._tell_doubt(self._doubt)
 
     @property
     def loader(self) -> Any:
@@ -198,6 +198,10 @@ class SessionLoader:
                         "over another session loader inside), or in a pass that began in eval mode. A position counts "
                         "whole batches: a training that is resumed at such a step goes on with the next batch",
                         self._name, step)  # fmt: skip
+
+    def _tell_doubt(self, doubt: str) -> None:
+        self._doubt = doubt
+        log.warning("loader %r: a resume in mid-pass may not be exact; %s", self._name, doubt)
 
     # -- restoring
 
@@ -333,6 +337,7 @@ class SessionLoader:
     def _enter(self, inner: Iterator[Any], before: Mark) -> Batches:
         self._is_begun = True
         self._pass = Pass(before, self._host.updates, begun=moment(), after=self._ended)
+        self._watch = watch(inner, self._in_process) if self._doubt is None and not self._stateful else None
         return Batches(self._next, lambda: self._host.updates, self._pass, inner)
 
     def _resume(self, position: Position) -> Batches:
@@ -390,7 +395,9 @@ class SessionLoader:
         return DriftError(
             f"loader {self._name!r} cannot go on in mid-pass: {fact}. The dataset changed, or it draws from a random "
             "generator of its own, which no version holds. Bring the old data back and draw from python's, numpy's or "
-            "torch's global generators, or begin the pass anew with another name= for the loader."
+            "torch's global generators, or begin the pass anew with another name= for the loader. Or its sampler draws "
+            "from a global one at each next(), between the loop's draws: give it a generator of its own, as its "
+            "attribute generator."
         )
 
     # -- one batch
@@ -410,28 +417,18 @@ class SessionLoader:
         before = self._now() if first or (self._checks and self._in_process) else None
         if first:
             pass_.at_first = before
-        watched = torch.get_rng_state() if self._looks_for_draws(pass_) else None
+        if self._watch is not None:
+            self._watch.before()
         try:
             batch = next(batches.inner)
         except StopIteration:
             self._finish(batches)
             raise
-        if watched is not None and not torch.equal(watched, torch.get_rng_state()):
-            self._tell_draws()
+        if self._watch is not None and (doubt := self._watch.doubt()) is not None:
+            self._watch = None
+            self._tell_doubt(doubt)
         self._count(pass_, batch, before)
         return batch
-
-    def _looks_for_draws(self, pass_: Pass) -> bool:
-        """In the first batches: what a sampler draws for those that workers fetch ahead lies between draws of the loop,
-        and a replay has only its own."""
-        return not (self._in_process or self._stateful) and self._doubt is None and pass_.given < _WATCHED_BATCHES
-
-    def _tell_draws(self) -> None:
-        self._doubt = (
-            "its sampler draws from torch's global random generator at each next(), ahead of the loop's own draws: "
-            "give the sampler a generator of its own, or use num_workers=0"
-        )
-        log.warning("loader %r: a resume in mid-pass may not be exact; %s", self._name, self._doubt)
 
     def _settle(self) -> None:
         """The version's random state, once, after the replays and before the first fetch."""
