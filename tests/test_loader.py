@@ -301,6 +301,43 @@ def test_the_end_of_a_pass_is_not_counted_in_its_last_version():
     assert len(list(loader)) == PASS
 
 
+def numbers(count: int = 30) -> Iterator[int]:
+    yield from range(count)
+
+
+def test_an_iterator_has_one_pass(caplog):
+    """Replayed as any other; also where a loop asks it for a second pass, which is empty."""
+    for build in (numbers, lambda: iter(list(range(9))), lambda: iter(DataLoader(Noisy(), BATCH, shuffle=True))):
+        check(train(build), [[1], [5], [2, 4]])
+    assert not caplog.records
+
+
+def test_an_iterator_that_is_left_and_begun_again_is_told_and_not_resumed(caplog):
+    reference = run(train(numbers, leave_at=4), seed=1)
+    assert caplog.text.count("Pass what makes the iterator") == 1
+    assert Host(resumed=reference.versions[3][1]).loader(numbers()).start == 3
+    for number in (4, 5, 8, 9):  # from the next() of a later pass on
+        with pytest.raises(DriftError, match=r"batches taken before the pass was [48] and is None"):
+            Host(resumed=reference.versions[number][1]).loader(numbers())
+
+
+class Rewinding:
+    """An iterator that begins anew with each ``iter()``."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = 0
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
+
+
+def test_an_iterator_that_begins_anew_is_replayed(caplog):
+    check(train(Rewinding, leave_at=4))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", ["shuffled", "generator", "list"])
 def test_versions_before_between_and_behind_passes(name):
     def program(host: Host) -> None:

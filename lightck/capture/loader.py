@@ -24,7 +24,16 @@ from lightck.capture.passes import Batches, Pass, moment
 from lightck.capture.position import Mark, Position, corrupt, same
 from lightck.capture.rng import RngState
 from lightck.capture.sampler import Watch, watch
-from lightck.capture.wrapped import Drift, drifted, identity_of, is_stateful, own_generators, replay_doubt
+from lightck.capture.wrapped import (
+    TAKEN_BEFORE,
+    Drift,
+    drifted,
+    has_one_pass,
+    identity_of,
+    is_stateful,
+    own_generators,
+    replay_doubt,
+)
 from lightck.errors import DriftError, SessionError
 
 log = logging.getLogger("lightck")
@@ -99,6 +108,8 @@ class SessionLoader:
         self._told_within = False
         self._is_begun = False  # in this process
         self._has_trained = False  # in an earlier pass
+        self._has_one_pass = has_one_pass(dl)
+        self._taken = 0  # batches, in earlier passes
         self._ended = 0  # the moment at which the last pass was over
         self.in_eval = False
         """The model is in eval mode, as the host says at each ``next()``."""
@@ -300,6 +311,8 @@ class SessionLoader:
             self._prepare(position)
         self._pending = None
         self._identity = identity_of(self._dl, self._stateful)
+        if self._has_one_pass and self._taken:
+            self._identity[TAKEN_BEFORE] = self._taken
         before = self._now()
         if self._persistent and self._at_base is None:
             self._at_base = before
@@ -310,6 +323,7 @@ class SessionLoader:
         if pass_ is not None:
             has_trained = pass_.has_trained(self._host.updates)
             self._has_trained |= has_trained
+            self._taken += pass_.given
             self._ended = pass_.left or moment()
             self._epoch += int(pass_.restored or has_trained)
 
@@ -437,6 +451,9 @@ class SessionLoader:
             self._apply_restored_rng(generators)
 
     def _count(self, pass_: Pass, batch: object, before: Mark | None) -> None:
+        if TAKEN_BEFORE in self._identity and self._doubt is None:
+            self._tell_doubt("an iterator has one pass, and this one was left and begun again. A new process begins at "
+                             "its first batch, and refuses to go on. Pass what makes the iterator")  # fmt: skip
         pass_.given += 1
         pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, moment(), self.in_eval
         if self._checks:
@@ -449,6 +466,7 @@ class SessionLoader:
         batches.inner = None
         self._host.loader_pass_ended(self)
         self._has_trained |= batches.of.has_trained(self._host.updates)
+        self._taken += batches.of.given
         self._ended = moment()
         self._epoch += 1
         self._pass = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +67,16 @@ def identity_of(loader: object, stateful: bool) -> Identity:
         "prefetch_factor": _plain(loader.prefetch_factor),
         "in_order": int(getattr(loader, "in_order", True)),
     }
+
+
+TAKEN_BEFORE = "batches taken before the pass"
+"""Part of the identity of what has one pass, and was left and iterated again: a new process begins it anew."""
+
+
+def has_one_pass(loader: object) -> bool:
+    """A generator, a ``map``, ``iter()`` of a list or of a DataLoader. A class of somebody else's may begin again."""
+    made_by = type(loader).__module__
+    return isinstance(loader, Iterator) and made_by in ("builtins", "itertools", "torch.utils.data.dataloader")
 
 
 def drifted(name: str, drift: Drift) -> DriftError:
