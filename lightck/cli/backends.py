@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightck.cli.checks import NOTE, OK, Line
+from lightck.cli.checks import NOTE, OK, PROBLEM, Line
+from lightck.cli.machine import Machine
 
 _ABOUT = {
     "file": "plain files on tmpfs, a disk or persistent memory",
@@ -19,23 +20,32 @@ _ABOUT = {
 }
 
 
-def check() -> Iterator[Line]:
-    from lightck.pool.backends import BACKENDS
+def check(machine: Machine) -> Iterator[Line]:
+    from lightck.pool.backends import BACKEND_VARIABLE, BACKENDS
 
+    wanted = machine.env.get(BACKEND_VARIABLE) or "auto"
+    if wanted not in ("auto", *BACKENDS):
+        cure = f"Unset {BACKEND_VARIABLE}, or name one of {', '.join(BACKENDS)}."
+        yield Line(BACKEND_VARIABLE, PROBLEM, f"{wanted!r} is no backend: attach refuses every new pool", cure)
+    elif wanted == "devdax":
+        cure = f"Unset {BACKEND_VARIABLE} for pools that are files: a device is known without it."
+        yield Line(BACKEND_VARIABLE, NOTE, f"{wanted!r}: attach makes no pool that is a file", cure)
     for name in BACKENDS:
         if name != "pmdk":
             yield Line(f"backend {name}", OK, _ABOUT.get(name, "built in"))
     if find_spec("lightck.pool.pmemobj") is not None:
-        yield _pmdk()
+        yield _pmdk(is_wanted=wanted == "pmdk")
 
 
-def _pmdk() -> Line:
+def _pmdk(is_wanted: bool) -> Line:
+    """``is_wanted``: for every new pool, none of which can be made without it."""
     module = importlib.import_module("lightck.pool.pmemobj")
     try:
         module.load()
     except module.MissingError as error:
         cure = "Only for PMDK pools, which can be read without it: apt install libpmemobj1, or set LIGHTCK_LIBPMEMOBJ."
-        return Line("backend pmdk", NOTE, f"libpmemobj is not there ({error}): PMDK pools cannot be made", cure)
+        level = PROBLEM if is_wanted else NOTE
+        return Line("backend pmdk", level, f"libpmemobj is not there ({error}): PMDK pools cannot be made", cure)
     path = loaded("libpmemobj", Path("/proc/self/maps").read_text(errors="replace"))
     version = version_in(Path(path).read_bytes()) if path else None
     return Line("backend pmdk", OK, f"libpmemobj {version or '(of unknown version)'}{f' at {path}' if path else ''}")

@@ -25,6 +25,8 @@ POOL_NBYTES_SMALL = 8 * MIB
 SHARED = "/dev/shm"
 DOCKER_SHARED_NBYTES = 64 * MIB
 TORCH_OLDEST = (2, 9)
+NATIVE = "native library"
+_ELSEWHERE = "Choose another folder for the pool."
 POPULATE_SINCE = (5, 14)
 
 
@@ -50,6 +52,12 @@ def software(_: Machine) -> Iterator[Line]:
     yield _torch(_installed("torch"))
 
 
+def refused(topic: str, message: str) -> Line:
+    """An error of lightck's as a problem: its last sentence is the cure."""
+    fact, end, cure = message.rpartition(". ")
+    return Line(topic, PROBLEM, fact + end.rstrip(), cure) if end else Line(topic, PROBLEM, message)
+
+
 def _installed(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -71,17 +79,20 @@ def _torch(version: str | None) -> Line:
 def native(_: Machine) -> Iterator[Line]:
     try:
         from lightck._native import ffi, lib
+        from lightck.pool import emulation
+
+        emulation.used()  # attach asks as well, and is refused where LIGHTCK_EMULATE names nothing
     except ImportError as error:
-        yield Line("native library", PROBLEM, str(error).splitlines()[0], "")
+        yield refused(NATIVE, str(error))
         return
     isa = ffi.string(lib.lck_isa_name()).decode()
     back = ffi.string(lib.lck_write_back_name()).decode()
     forced = " (forced by LIGHTCK_ISA)" if os.environ.get("LIGHTCK_ISA") else ""
     if isa in ("portable", "sse2", "sse2-table"):
         cure = "Unset LIGHTCK_ISA." if forced else "Nothing to do: the results are the same, copies cost more time."
-        yield Line("native library", NOTE, f"copies with {isa}{forced}, {back}", cure)
+        yield Line(NATIVE, NOTE, f"copies with {isa}{forced}, {back}", cure)
     else:
-        yield Line("native library", OK, f"copies with {isa}{forced}, {back}")
+        yield Line(NATIVE, OK, f"copies with {isa}{forced}, {back}")
 
 
 def kernel(machine: Machine) -> Iterator[Line]:
@@ -160,11 +171,14 @@ def _asked_medium(machine: Machine, path: str) -> Line:
 def _medium(machine: Machine, folder: str) -> Line:
     space = machine.space(folder)
     if space is None or not machine.writable(folder):
-        return Line(folder, PROBLEM, "not there, or not writable by you", "Choose another folder for the pool.")
+        return Line(folder, PROBLEM, "not there, or not writable by you", _ELSEWHERE)
+    why_not = machine.refusal(folder)
+    if why_not is not None:
+        return refused(folder, why_not)
     try:
         medium = machine.medium(folder)
     except (LightckError, OSError) as error:
-        return Line(folder, PROBLEM, str(error), "Choose another folder for the pool.")
+        return Line(folder, PROBLEM, str(error), _ELSEWHERE)
     survived = [words for name, words in SURVIVED.items() if getattr(medium, name)]
     room = f"{size(space.free)} free of {size(space.total)}"
     said = f"{medium.medium}, {room}; survives {', '.join(survived) or 'nothing'}"

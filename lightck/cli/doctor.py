@@ -35,10 +35,13 @@ def command(path: str | None, as_json: bool) -> int:
 
 def examine(machine: Machine, path: str | None = None) -> Iterator[Line]:
     """All findings, in the order in which they are shown."""
-    for check in checks.CHECKS:
-        yield from check(machine)
-    yield from backends.check()
-    yield from checks.media(machine, path)
+    found = [line for check in checks.CHECKS for line in check(machine)]
+    yield from found
+    if not any(line.topic == checks.NATIVE and line.level == PROBLEM for line in found):
+        yield from backends.check(machine)
+        yield from checks.media(machine, path)
+    else:
+        yield Line("media", NOTE, "not looked at: that takes the native library", "Mend that first, and ask again.")
     for check in checks.LATER:
         yield from check(machine)
 

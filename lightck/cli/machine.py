@@ -1,7 +1,7 @@
 """What ``lightck doctor`` can ask of a machine. Every question goes through here, so that tests can answer it.
 
 Files below /proc, /sys and /etc are read under ``root``; limits, free space and media by functions that can be
-replaced.
+replaced. What needs the native library is imported when it is asked: this machine may be one where it does not load.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lightck.pool import durability
-from lightck.pool.backends import DEVDAX
-from lightck.pool.durability import Durability
+from lightck.errors import PoolError
+from lightck.pool.folder import checked_folder
+
+if TYPE_CHECKING:
+    from lightck.pool.durability import Durability
 
 UNLIMITED = 1 << 60
 """No machine has as much memory: version 1 of cgroups writes "no limit" as a number beyond it."""
@@ -37,8 +40,26 @@ def space_of(folder: str) -> Space | None:
     return Space(st.f_bavail * st.f_frsize, st.f_blocks * st.f_frsize)
 
 
+def medium_of(folder: str) -> Durability:
+    """What a pool in this folder survives."""
+    from lightck.pool import durability
+
+    return durability.probe(folder)
+
+
+def refusal_of(folder: str) -> str | None:
+    """Why ``attach`` makes no pool in this folder, or None."""
+    try:
+        checked_folder(os.path.join(folder, "run.pool"))
+    except PoolError as error:
+        return str(error)
+    return None
+
+
 def device_at(path: str) -> tuple[int, Durability] | None:
     """Bytes of a device-dax device, and what a pool there survives; None where the path is none."""
+    from lightck.pool.backends import DEVDAX
+
     return DEVDAX.look(path) if DEVDAX.claims(path) else None
 
 
@@ -71,9 +92,10 @@ class Machine:
     uid: int = field(default_factory=os.getuid)
     space: Callable[[str], Space | None] = space_of
     limit: Callable[[str], int | None] = limit_of
-    medium: Callable[[str], Durability] = durability.probe
+    medium: Callable[[str], Durability] = medium_of
     device: Callable[[str], tuple[int, Durability] | None] = device_at
     writable: Callable[[str], bool] = is_writable
+    refusal: Callable[[str], str | None] = refusal_of
 
     def text(self, path: str) -> str:
         """A file's text; empty where it cannot be read."""

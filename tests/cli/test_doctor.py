@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from calls import call, call_json
+from calls import call, call_json, run
+from toys import net
 
+import lightck
 from lightck.cli import backends, checks, doctor
 from lightck.cli.machine import Machine, Space
 from lightck.errors import PoolPermissionError
+from lightck.pool import pmemobj
 from lightck.pool.durability import Durability
 
 GB = 10**9
@@ -27,6 +30,7 @@ class Fake:
         self.spaces = {"/dev/shm": Space(8 * GB, 16 * GB), "/tmp": Space(50 * GB, 90 * GB)}
         self.media = {"/dev/shm": TMPFS}
         self.devices: dict[str, tuple[int, Durability] | PoolPermissionError] = {}
+        self.refusals: dict[str, str] = {}
         self.limits: dict[str, int | None] = {}
         self.env: dict[str, str] = {"USER": "ada"}
         self.uid = 1000
@@ -48,6 +52,7 @@ class Fake:
             medium=lambda folder: self.media.get(folder, DISK),
             device=self.device,
             writable=lambda folder: folder in self.spaces or Path(folder).is_dir(),
+            refusal=self.refusals.get,
         )  # fmt: skip
 
     def device(self, path: str) -> tuple[int, Durability] | None:
@@ -110,6 +115,13 @@ def test_a_path_without_room_or_folder_is_a_problem(fake, tmp_path):
     assert fake.lines(str(tmp_path / "no" / "run.pool"))[str(tmp_path / "no" / "run.pool")].level == "problem"
     fake.spaces[str(tmp_path)] = Space(1 << 20, 1 << 30)
     assert "no room" in fake.lines(str(tmp_path))[str(tmp_path)].cure
+
+
+def test_a_folder_that_attach_refuses_is_a_problem_where_it_was_asked_for(fake, tmp_path):
+    fake.refusals = {"/tmp": "The folder is everybody's. Use another.", str(tmp_path): "It is not yours. Ask root."}
+    assert (fake.lines()["/tmp"].level, fake.lines()["/tmp"].cure) == ("note", "Use another.")
+    line = fake.lines(str(tmp_path))[str(tmp_path)]
+    assert (line.level, line.said, line.cure) == ("problem", "It is not yours.", "Ask root.")
 
 
 def test_no_room_anywhere_is_a_problem_and_a_full_folder_is_none(fake):
@@ -241,6 +253,48 @@ def test_version_of_libpmemobj_is_read_from_the_library():
     maps = "7f0-7f1 r-xp 00000000 fe:00 12   /usr/lib/libpmemobj.so.1.0.0\n7f2-7f3 rw-p 0 0 0 [heap]\n"
     assert backends.loaded("libpmemobj", maps) == "/usr/lib/libpmemobj.so.1.0.0"
     assert backends.loaded("libother", maps) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [("", None), ("auto", None), ("file", None), ("devdax", "note"), ("tape", "problem")]
+)
+def test_the_backend_that_the_environment_names(fake, name, level):
+    fake.env["LIGHTCK_BACKEND"] = name
+    line = fake.lines().get("LIGHTCK_BACKEND")
+    assert (line.level if line else None) == level
+    assert line is None or (name in line.said and "Unset LIGHTCK_BACKEND" in line.cure)
+
+
+def test_a_backend_that_is_named_and_not_there_is_a_problem(fake, monkeypatch):
+    monkeypatch.setenv("LIGHTCK_LIBPMEMOBJ", "/nowhere/libpmemobj.so")
+    monkeypatch.setattr(pmemobj, "load", lambda: (_ for _ in ()).throw(pmemobj.MissingError("no such library")))
+    assert fake.lines()["backend pmdk"].level == "note"
+    fake.env["LIGHTCK_BACKEND"] = "pmdk"
+    assert fake.lines()["backend pmdk"].level == "problem"
+
+
+@pytest.mark.parametrize("variable", ["LIGHTCK_ISA", "LIGHTCK_KILL", "LIGHTCK_EMULATE"])
+def test_a_variable_that_keeps_the_library_from_loading_is_a_problem_among_the_other_lines(variable):
+    done = run("doctor", "--json", **{variable: "mmx"})
+    assert done.returncode == 1, done.stderr
+    lines = {line["topic"]: line for line in json.loads(done.stdout)["lines"]}
+    assert lines["native library"]["level"] == "problem"
+    assert f"{variable}='mmx' cannot be used" in lines["native library"]["said"]
+    assert lines["native library"]["cure"].startswith(f"Unset {variable}")
+    assert {"kernel", "media", "swap"} <= lines.keys()
+
+
+def test_a_folder_that_attach_refuses_is_a_problem_here(folder):
+    shared = folder / "open"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(PoolPermissionError):
+        lightck.attach(net(), shared / "run.pool")
+    result = call("doctor", shared)
+    assert result.exit_code == 1
+    assert f"chmod o-w {shared}" in result.stdout
+    shared.chmod(0o1777)
+    assert call("doctor", shared).exit_code == 0
 
 
 def test_here(folder):
