@@ -147,6 +147,27 @@ def _optimizer(value: Any) -> OptimizerContents:
     return OptimizerContents(_typed(value["class"], str), names, groups, packed, rest, wraps)
 
 
+def refuse_unusable(device: Any) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for a device on which no tensor can be made: torch's own words come late,
+    in the midst of a version, and as all kinds of errors."""
+    if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
+        kind = type(device).__name__
+        raise TypeError(f'device={device!r} is a {kind}. Pass a torch.device or its name: device="cpu".')
+    try:
+        is_meta = torch.empty(0, device=device).is_meta
+    except (RuntimeError, AssertionError, ImportError) as err:
+        why = str(err).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"device={str(device)!r} cannot be used here: {why}. Nothing was read. Pass a device that this machine and "
+            "this torch have, or leave device= out: then tensors are made on the CPU."
+        ) from err
+    if is_meta:
+        raise ValueError(
+            "device='meta': a tensor there has no bytes, so nothing of the checkpoint would be loaded. Leave device= "
+            "out, and look at names, shapes and dtypes in the checkpoint's tensors."
+        )
+
+
 def empty_for(entry: Entry, device: torch.device | str) -> torch.Tensor:
     """An uninitialised tensor with the layout of an entry, on the CPU first (payload arrives there)."""
     dtype = dtype_from_name(entry.dtype)

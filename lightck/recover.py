@@ -18,7 +18,7 @@ from torch import nn
 from lightck import collector
 from lightck import restore as _restore
 from lightck.checkpoint import Checkpoint, plan_restore, poison, refuse_other_than_mapping
-from lightck.contents import Contents, MemorySource, in_memory
+from lightck.contents import Contents, MemorySource, in_memory, refuse_unusable
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.backends import pool_path as _pool_path
 from lightck.pool.format import CommitLine, DamagedError
@@ -60,8 +60,11 @@ def recover(
         DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``; nothing was changed, but where an
             object in ``state`` refuses what it saved: then the model's parameters are NaN, as the message says.
         SessionError: the model's session is open.
+        TypeError, ValueError: an argument that makes no sense, or a ``device`` that this machine or torch lacks.
     """
     _check_arguments(model, optimizer, state, step)
+    if model is None:
+        refuse_unusable(device)
     path = _pool_path(pool_path)
     reader = open_pool(path)
     try:

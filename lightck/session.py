@@ -36,6 +36,7 @@ from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
 from lightck.first_step import FirstStep
 from lightck.interrupts import resumed
 from lightck.interval import Cadence
+from lightck.patience import deadline_in
 from lightck.pin import Hold, Pin
 from lightck.pipeline import Pipeline
 from lightck.pool.durability import Durability
@@ -149,7 +150,7 @@ class Session:
 
     @in_turn
     def flush(self, timeout: float | None = None) -> int | None:
-        """Commit the current step too, and return it. Raises ``FlushTimeoutError`` after ``timeout`` seconds."""
+        """Commit the current step too, and return it. ``FlushTimeoutError`` after ``timeout`` seconds (inf: never)."""
         self._check_usable()
         if self._paused:
             raise SessionError("flush() inside paused(): the weights are not the training's now. Leave paused() first.")
@@ -387,7 +388,7 @@ class Session:
     def _commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
         """Close the version here, and bring it to its commit. Where the version of this step was closed before and not
         saved (``interval``) or given up, the state as it is now is saved as this step."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_in(timeout)
         self._event(Event.FLUSH)
         self._guard(lambda: self._finish(timeout, deadline))
         step = self._boundary.step
@@ -433,9 +434,8 @@ class Session:
     @in_turn
     def abandon(self) -> None:
         """Finish the closed versions, drop the open one: after an exception, or at exit."""
-        if not self._is_open:
-            return
-        self._release()
+        if self._is_open:
+            self._release()
 
     def _release(self) -> None:
         self._traces.end()

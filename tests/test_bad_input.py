@@ -944,6 +944,51 @@ def test_nothing_is_made_beside_what_is_no_pool(folder, what, overwrite):
     assert [p.name for p in folder.iterdir()] == ["there"]
 
 
+def test_path_with_a_nul(pool):
+    model, optimizer = anything()
+    path = f"{pool}\0.pool"
+    with refused(errors.PoolPathError, IsADirectoryError, "NUL"):
+        lightck.attach(model, path, optimizer=optimizer)
+    with refused(errors.PoolPathError, IsADirectoryError, "NUL"):
+        lightck.recover(path)
+
+
+def test_a_class_in_state_is_none_of_its_objects(folder, pool):
+    model, optimizer = anything()
+    with refused(errors.StateValueError, TypeError, "state['ema']", "the class Linear", folder=folder, path=pool):
+        lightck.attach(model, pool, optimizer=optimizer, state={"ema": nn.Linear})
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "named"),
+    [
+        ("foo", ValueError, "device='foo' cannot be used here"),
+        ("cuda:99", ValueError, "device='cuda:99' cannot be used here"),
+        (torch.device("meta"), ValueError, "device='meta'"),
+        (None, TypeError, "device=None is a NoneType"),
+        (True, TypeError, "device=True is a bool"),
+    ],
+    ids=str,
+)
+def test_device_on_which_no_tensor_can_be_made(pool, device, kind, named):
+    pool_with(pool)
+    with pytest.raises(kind) as caught:
+        lightck.recover(pool, device=device)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(("timeout", "kind"), [("soon", TypeError), (True, TypeError), (float("nan"), ValueError)])
+def test_time_that_is_none_leaves_the_session_as_it_is(pool, timeout, kind):
+    model, optimizer = anything()
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 2)
+        with pytest.raises(kind, match="Pass a number of seconds, or None to wait for ever"):
+            session.flush(timeout)
+        assert session.flush(float("inf")) == 2
+        train(model, optimizer, 1, start=2)
+        assert session.flush(30) == 3
+
+
 def test_model_of_a_wrong_type(pool):
     with pytest.raises(TypeError, match="not a torch"):
         lightck.attach({"weight": torch.zeros(2)}, pool)

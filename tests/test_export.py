@@ -423,6 +423,24 @@ def test_what_is_no_file_is_never_replaced(kind, pool, folder):
     assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []
 
 
+def test_a_path_is_no_checkpoint(pool, folder):
+    pool_with(pool)
+    with pytest.raises(TypeError, match=r"checkpoint is a str, not a lightck\.Checkpoint.*recover"):
+        lightck.export_checkpoint(str(pool), folder / "it")  # type: ignore[arg-type]
+    assert not (folder / "it").exists()
+
+
+def test_path_that_cannot_be_a_file_s(pool, folder):
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+    before = sorted(folder.iterdir())
+    with pytest.raises(TypeError, match="is bytes"):
+        lightck.export_checkpoint(checkpoint, os.fsencode(folder / "it"))  # type: ignore[arg-type]
+    with pytest.raises(ExportError, match="NUL"):
+        lightck.export_checkpoint(checkpoint, f"{folder}/it\0")
+    assert sorted(folder.iterdir()) == before
+
+
 def test_overwrite_is_true_or_false(pool, folder):
     pool_with(pool)
     (folder / "it").write_text("mine")

@@ -332,7 +332,7 @@ def test_what_can_be_known_is_said_at_the_start(pool, folder, out):
             session.trace(out)
         with pytest.raises(TraceError):
             session.trace(folder / "missing" / "run.json")
-        with pytest.raises(TraceError):
+        with pytest.raises(ExportExistsError):
             session.trace(folder, overwrite=True)
         for steps in (0, -1, 2.5, True):
             with pytest.raises(ValueError):

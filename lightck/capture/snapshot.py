@@ -345,6 +345,11 @@ def check_objects(objects: Mapping[str, Any]) -> None:
             raise StateValueError(
                 f"state has the key {name!r}. Names of saved objects are non-empty strings without '/'. Rename it."
             )
+        if isinstance(obj, type):
+            raise StateValueError(
+                f"state[{name!r}] is the class {obj.__name__}, not an object of it. A class has no state to save. Pass "
+                f"the object that the training uses: {obj.__name__}(...)."
+            )
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise StateValueError(
                 f"state[{name!r}] is of type {type(obj).__name__}, which has no state_dict() and load_state_dict(). "

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from lightck.checkpoint import Checkpoint
-from lightck.export.atomic import written
+from lightck.export.atomic import file_path, written
 from lightck.export.choice import Chosen, check_what, choose
 from lightck.export.plain import count_tensors, everything, for_torch
 from lightck.export.tensors import write_tensors
@@ -59,7 +59,12 @@ def export_checkpoint(
         ExportExistsError: there is a file, and ``overwrite`` was not said; or a pool, which is never replaced.
         ExportError: the file cannot be written.
     """
-    path = os.fspath(to)
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            f"checkpoint is a {type(checkpoint).__name__}, not a lightck.Checkpoint. A pool is recovered first: "
+            "lightck.export_checkpoint(lightck.recover(pool_path), file)."
+        )
+    path = file_path(to)
     check_what(what)
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: it is one of {', '.join(map(repr, FORMATS))}.")

@@ -35,6 +35,16 @@ class _Noting(io.FileIO):
             raise
 
 
+def file_path(path: str | os.PathLike[str]) -> str:
+    """The path as a string. Raises ``TypeError`` for bytes, whose like no other path here is, and ``ExportError``."""
+    text = os.fspath(path)
+    if isinstance(text, bytes):
+        raise TypeError(f"The path {text!r} is bytes. Pass a str or a path object: os.fsdecode(path).")
+    if "\0" in text:
+        raise _error(text, OSError(errno.EINVAL, "it has a NUL in it, which no name of a file can have"))
+    return text
+
+
 @contextmanager
 def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iterator[IO[bytes]]:
     """A file to write into; leaving the block without an exception gives it its name.

@@ -9,7 +9,7 @@ import os
 import stat
 from pathlib import Path
 
-from lightck.errors import PoolError
+from lightck.errors import PoolError, PoolPathError
 from lightck.pool import pmdk, pmemobj
 from lightck.pool.backend import Backend
 from lightck.pool.devdax import DevdaxBackend
@@ -68,5 +68,7 @@ def pool_path(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if isinstance(text, bytes):
         raise TypeError("pool_path is a str or a path object, not bytes.")
+    if "\0" in text:
+        raise PoolPathError(f"The path {text!r} has a NUL in it. No name of a file can have one. Choose another path.")
     absolute = Path(os.path.abspath(text))
     return str(Path(os.path.realpath(absolute.parent)) / absolute.name)

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightck.capture.hooks import Hooks, Listener
 from lightck.errors import ExportError, ExportExistsError, LightckError, SessionError, TraceError
-from lightck.export.atomic import refuse_existing, written
+from lightck.export.atomic import file_path, refuse_existing, written
 from lightck.pool.engine import Engine
 from lightck.stats import Meter
 from lightck.trace import events
@@ -40,7 +40,7 @@ class Recording:
 
     def __init__(self, path: str | os.PathLike[str], steps: int | None, overwrite: bool, *, model: nn.Module,
                  hooks: Hooks, engine: Engine, meter: Meter, about: Mapping[str, Any]) -> None:  # fmt: skip
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = os.path.abspath(file_path(path))
         self._overwrite = overwrite
         _check(self.path, steps, overwrite)
         self._left = steps
@@ -319,9 +319,9 @@ def _check(path: str, steps: Any, overwrite: bool) -> None:
         raise ValueError(f"trace(steps={steps!r}): it is a number of steps, an int of at least 1, or None.")
     refuse_existing(path, overwrite=overwrite)
     folder = os.path.dirname(path)
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        raise TraceError(f"A trace cannot be written to {path!r}: it is a folder, or its folder is not there or not "
-                         "writable. Nothing is recorded. Choose another name.")  # fmt: skip
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise TraceError(f"A trace cannot be written to {path!r}: its folder is not there or not writable. Nothing is "
+                         "recorded. Choose another name.")  # fmt: skip
 
 
 def _error(path: str, err: BaseException) -> TraceError:
