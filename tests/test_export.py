@@ -331,6 +331,20 @@ def test_all_of_several_optimizers_and_a_restored_checkpoint(pool, folder):
     assert classes == ["SGD", "LBFGS"]
 
 
+@pytest.mark.parametrize(
+    ("value", "keys"),
+    [({1: "int", "1": "str"}, "1 and '1'"), ({"deep": [{None: 5, "None": 6}]}, "None and 'None'")],
+    ids=["number", "deep"],
+)
+def test_two_keys_that_are_one_in_json_are_told(pool, folder, value, keys):
+    checkpoint = saved(net(), pool, state={"box": Box(value)})
+    with pytest.raises(StateValueError, match=rf"'state/box.* has the keys {keys}\..*format=\"torch\""):
+        lightck.export_checkpoint(checkpoint, folder / "it", what="all")
+    assert not (folder / "it").exists()
+    lightck.export_checkpoint(checkpoint, folder / "it", what="all", format="torch")
+    assert torch.load(folder / "it", weights_only=True)["state"]["box"] == value
+
+
 def test_two_things_of_one_name_are_told(pool, folder):
     model = nn.Module()
     for name in ("w", "optimizer/w/exp_avg"):

@@ -55,7 +55,7 @@ def export_checkpoint(
         overwrite: replace a file that is there.
 
     Raises:
-        StateValueError: a tensor whose dtype the format lacks.
+        StateValueError: a tensor whose dtype the format lacks; two things, or keys of one dict, of one name in it.
         ExportExistsError: there is a file, and ``overwrite`` was not said; or a pool, which is never replaced.
         ExportError: the file cannot be written.
     """

@@ -19,6 +19,7 @@ import torch
 from lightck.capture.dtypes import dtype_name
 from lightck.checkpoint import Checkpoint
 from lightck.contents import Contents, named
+from lightck.errors import StateValueError
 from lightck.export.tensors import Planned
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Large:
 
 class Readable:
     """Turns values into JSON: dicts get string keys, sequences become lists, and what is a tensor, an array or bytes
-    becomes ``{"tensor": name}`` and a tensor of the file."""
+    becomes ``{"tensor": name}`` and a tensor of the file. Raises ``StateValueError`` where two keys are one string."""
 
     def __init__(self, chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tensor]) -> None:
         self._chosen = chosen
@@ -51,12 +52,24 @@ class Readable:
         if isinstance(value, complex):
             return [value.real, value.imag]
         if isinstance(value, Mapping):
+            self._refuse_one_name(value, path)
             return {str(key): self.of(item, f"{path}/{key}") for key, item in value.items()}
         if isinstance(value, (list, tuple, set, frozenset, deque)):
             return [self.of(item, f"{path}/{i}") for i, item in enumerate(value)]
         if isinstance(value, Large):
             return {"tensor": self._large(value.name)}
         return {"tensor": self._tensor(path, _as_tensor(value))}
+
+    def _refuse_one_name(self, value: Mapping[Any, Any], path: str) -> None:
+        """Of 1 and "1" the file would hold the last, without a word."""
+        seen: dict[str, Any] = {}
+        for key in value:
+            if str(key) in seen:
+                raise StateValueError(
+                    f"{path!r} has the keys {seen[str(key)]!r} and {key!r}. Its keys become names in JSON, where both "
+                    f"are {str(key)!r}. Nothing was written. {self._chosen.cure}"
+                )
+            seen[str(key)] = key
 
     def _large(self, name: str) -> str:
         entry = named(self._contents.entries, name)
