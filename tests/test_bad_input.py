@@ -146,9 +146,9 @@ def test_path_that_is_a_directory(folder):
 def test_path_that_is_a_special_file(folder, pool):
     os.mkfifo(pool)
     model, optimizer = anything()
-    with refused(errors.PoolPathError, IsADirectoryError, pool, folder=folder, path=pool, model=model):
+    with refused(errors.PoolPathError, IsADirectoryError, pool, "is a pipe", folder=folder, path=pool, model=model):
         lightck.attach(model, pool, optimizer=optimizer)
-    with refused(errors.PoolPathError, IsADirectoryError, pool):
+    with refused(errors.PoolPathError, IsADirectoryError, pool, "is a pipe"):
         lightck.recover(pool)
 
 
@@ -951,6 +951,23 @@ def test_path_with_a_nul(pool):
         lightck.attach(model, path, optimizer=optimizer)
     with refused(errors.PoolPathError, IsADirectoryError, "NUL"):
         lightck.recover(path)
+
+
+def test_name_that_is_too_long(folder, pool):
+    """A file system takes 255 bytes, and ``.lock`` is put behind it."""
+    model, optimizer = anything()
+    for path in (folder / ("n" * 300), folder / ("n" * 252), folder / ("n" * 300) / "run.pool"):
+        with refused(errors.PoolPathError, IsADirectoryError, "too long", "shorter", folder=folder, model=model):
+            lightck.attach(model, path, optimizer=optimizer)
+    with refused(errors.PoolPathError, IsADirectoryError, "too long", "shorter"):
+        lightck.recover(folder / ("n" * 300))
+    lightck.attach(model, folder / ("n" * 250), optimizer=optimizer).close()
+
+
+def test_folder_that_takes_no_files():
+    model, optimizer = anything()
+    with refused(errors.PoolNotFoundError, FileNotFoundError, "/proc/run.pool", "another folder", model=model):
+        lightck.attach(model, "/proc/run.pool", optimizer=optimizer)
 
 
 def test_a_class_in_state_is_none_of_its_objects(folder, pool):

@@ -437,6 +437,13 @@ def test_what_is_no_file_is_never_replaced(kind, pool, folder):
     assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []
 
 
+def test_name_that_is_too_long_is_an_export_error(pool, folder):
+    pool_with(pool)
+    for overwrite in (False, True):
+        with pytest.raises(ExportError, match="could not be written: File name too long"):
+            lightck.export_checkpoint(lightck.recover(pool), folder / ("n" * 300), overwrite=overwrite)
+
+
 def test_a_path_is_no_checkpoint(pool, folder):
     pool_with(pool)
     with pytest.raises(TypeError, match=r"checkpoint is a str, not a lightck\.Checkpoint.*recover"):

@@ -2,13 +2,13 @@
 
 Exit status: 0 as promised; 1 damaged, different or unusable; 2 it could not be done (usage, no pool there, not a pool);
 130 interrupted; 141 the reader of our output went away. A ``LightckError``, or what the system refuses, is one line on
-stderr. A traceback is a mistake of ours.
+stderr, and with ``--json`` an object on stdout too. A traceback is a mistake of ours.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import itertools
 import os
 import sys
 import traceback
@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
+from lightck.cli import output
 from lightck.cli.text import clean, say_json
-from lightck.errors import CorruptPoolError, LightckError, PoolTruncatedError
+from lightck.errors import CorruptPoolError, ExportExistsError, LightckError, PoolTruncatedError
 
 OK, BAD, TROUBLE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 _LOOKED_AT_MAX = 200
@@ -37,8 +38,23 @@ def complain(message: str) -> None:
 
 def error_facts(error: Exception) -> dict[str, Any]:
     """An error as ``--json`` shows it."""
-    reasons = list(getattr(error, "reasons", ()))
-    return {"error": {"class": type(error).__name__, "message": str(error), "reasons": reasons}}
+    name = "UsageError" if isinstance(error, click.UsageError) else type(error).__name__
+    return {"error": {"class": name, "message": told(error), "reasons": list(getattr(error, "reasons", ()))}}
+
+
+def told(error: Exception) -> str:
+    """Fact, reason and cure. The system gives the reason only, and click no stop."""
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, LightckError) or not isinstance(error, OSError):
+        return str(error)
+    why = error.strerror or str(error)
+    if output.failed(error):
+        return f"The answer could not be printed whole: {why}. Make room where the output goes, or send it elsewhere."
+    if not isinstance(error.filename, (str, bytes)):
+        return str(error)
+    path = os.fsdecode(error.filename)
+    return f"{path!r} cannot be used: {why}. Check the path, whose it is and what room there is, or name another."
 
 
 class Command(click.Command):
@@ -53,9 +69,11 @@ class Command(click.Command):
         except BrokenPipeError:  # no failure: it has an exit status of its own
             raise
         except (LightckError, *_SYSTEM) as error:
+            if output.failed(error):
+                raise
             if ctx.params.get("as_json"):
                 say_json(error_facts(error))
-            complain(str(error))
+            complain(told(error))
             return BAD if isinstance(error, self.damage) else TROUBLE
 
 
@@ -95,17 +113,15 @@ class Group(click.Group):
 
         if not standalone_mode:
             return run()
-        sys.exit(_exit_status(run))
+        words = sys.argv[1:] if args is None else list(args)
+        sys.exit(_exit_status(run, "--json" in itertools.takewhile("--".__ne__, words)))
 
 
-def _exit_status(run: Callable[[], Any]) -> int:
-    _open_stderr()
+def _exit_status(run: Callable[[], Any], as_json: bool) -> int:
+    output.prepare()
     if sys.stdout is None:
         complain("No answer can be given: the standard output is closed. For the exit status alone, say > /dev/null.")
         return TROUBLE
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter is no reason to fail
     try:
         status = run()
         sys.stdout.flush()
@@ -114,49 +130,51 @@ def _exit_status(run: Callable[[], Any]) -> int:
         click.echo("interrupted", err=True)
         return INTERRUPTED
     except (BrokenPipeError, _PipeClosedError):
-        _leave_pipe()
+        output.leave()
         return PIPE_CLOSED
-    except click.UsageError as error:
-        return _usage(error)
-    except click.ClickException as error:
-        complain(error.format_message())
-        return TROUBLE  # click's own is 1, which says that something is damaged
-    except _SYSTEM as error:
-        complain(str(error))
-        return TROUBLE
-    except Exception:
-        traceback.print_exc()  # for whoever mends it
+    except Exception as error:
+        _say_why(error, as_json)
+        return TROUBLE  # click's own, and Python's, is 1, which says that something is damaged
+
+
+def _say_why(error: Exception, as_json: bool) -> None:
+    """What no command has answered: wrong usage, what the system refuses before one runs, a mistake of ours."""
+    if output.failed(error):
+        output.leave()
+    elif as_json and not isinstance(error, _NO_WORDS):
+        with contextlib.suppress(OSError):  # the object, too, for whom only stdout is read
+            say_json(error_facts(error))
+    if isinstance(error, click.UsageError):
+        _usage(error)
+    elif isinstance(error, (click.ClickException, *_SYSTEM)):
+        complain(told(error))
+    else:
+        traceback.print_exception(error)  # for whoever mends it
         complain("This is a mistake in lightck, and says nothing of the pool. Please report it, with the lines above.")
-        return TROUBLE  # Python's own is 1, which says that something is damaged
 
 
-def _open_stderr() -> None:
-    """Python has none where the shell closed it (``2>&-``). What is printed there goes nowhere, and no file that is
-    opened later gets its number."""
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
-
-
-def _usage(error: click.UsageError) -> int:
+def _usage(error: click.UsageError) -> None:
     if error.ctx is not None and isinstance(error, _NO_WORDS):
         click.echo(error.ctx.get_help(), err=True)
-        return TROUBLE
+        return
     if error.ctx is not None:
         click.echo(error.ctx.get_usage(), err=True)
     hint = f" Try '{error.ctx.command_path} --help'." if error.ctx is not None else ""
     complain(error.format_message() + hint)
-    return TROUBLE
-
-
-def _leave_pipe() -> None:
-    """Nobody reads on (``| head``). Python flushes stdout once more at its end: into nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def trouble(message: str) -> NoReturn:
     """A usage error: exit 2."""
     raise click.UsageError(message)
+
+
+def refuse_existing(path: str, *, overwrite: bool) -> None:
+    """Of a file that a command is to write, in the command's words; the library looks again when it writes."""
+    from lightck.export.atomic import refuse_irreplaceable
+
+    refuse_irreplaceable(path)
+    if os.path.lexists(path) and not overwrite:
+        raise ExportExistsError(f"{path!r} exists. It is not replaced unasked. Name another, or pass --overwrite.")
 
 
 class PoolPath(click.ParamType):  # type: ignore[type-arg, unused-ignore]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
-from lightck.cli.base import OK, POOL, Command, json_option, step_option
+from lightck.cli.base import OK, POOL, Command, json_option, refuse_existing, step_option
 from lightck.cli.text import count, listed, say, say_json, size
-from lightck.errors import ExportExistsError
 
 
 @click.command("export", cls=Command, short_help="Write a version as safetensors or as a torch file.")
@@ -34,11 +32,8 @@ def command(
     """Write the newest version of POOL (or that of --step N) to TO. The pool is only read."""
     import lightck
     from lightck.export import export_checkpoint
-    from lightck.export.atomic import refuse_irreplaceable
 
-    refuse_irreplaceable(str(to))  # said before the pool is read; the library looks again when it writes
-    if os.path.lexists(to) and not overwrite:
-        raise ExportExistsError(f"{str(to)!r} exists. It is not replaced unasked. Name another, or pass --overwrite.")
+    refuse_existing(str(to), overwrite=overwrite)  # before the pool is read
     checkpoint = lightck.recover(pool, step=step)
     done = export_checkpoint(checkpoint, to, format=file_format, what=what, overwrite=overwrite)
     if as_json:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from lightck.cli.base import OK, Command, json_option, trouble
+from lightck.cli.base import OK, Command, json_option, refuse_existing, trouble
 from lightck.cli.text import columns, count, say, say_json, size
 from lightck.trace.events import EVENTS_MAX, Trace, read
 from lightck.trace.summary import StepFacts, facts, median_step
@@ -32,6 +32,8 @@ def command(
         trouble("--step, --from, --to and --overwrite are for the picture: say --svg FILE.")
     if step is not None and ranged:
         trouble("--step and --from / --to exclude each other.")
+    if svg is not None:
+        refuse_existing(str(svg), overwrite=overwrite)
     trace = read(file)
     steps = facts(trace)
     drawn = _draw(trace, steps, svg, step, begin, end, overwrite) if svg is not None else None

@@ -95,18 +95,22 @@ def refuse_irreplaceable(path: str) -> None:
             f"{path!r} is a pool. It may hold all that there is of a training, so no other file replaces it, not even "
             "where files may be overwritten. Choose another name; if nobody needs the pool, remove it first."
         )
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    try:
         mode = os.lstat(path).st_mode
-        if stat.S_ISLNK(mode):
-            raise _existing(
-                f"{path!r} is a symbolic link, and a file would replace the link, not what it leads to. "
-                f"Name the file itself ({os.path.realpath(path)!r}), or remove the link."
-            )
-        if not stat.S_ISREG(mode):
-            raise _existing(
-                f"{path!r} is no file but a {_kind(mode)}, which a file would replace for everybody who uses it. "
-                "Choose the name of a file."
-            )
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as err:  # what cannot be looked at may be anything
+        raise _error(path, err) from err
+    if stat.S_ISLNK(mode):
+        raise _existing(
+            f"{path!r} is a symbolic link, and a file would replace the link, not what it leads to. "
+            f"Name the file itself ({os.path.realpath(path)!r}), or remove the link."
+        )
+    if not stat.S_ISREG(mode):
+        raise _existing(
+            f"{path!r} is no file but a {_kind(mode)}, which a file would replace for everybody who uses it. "
+            "Choose the name of a file."
+        )
 
 
 def _kind(mode: int) -> str:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightck.errors import LightckError, PoolIOError
+from lightck.errors import LightckError, PoolIOError, PoolPathError
 
 _OF_MEDIUM = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
 _MEDIUM = "Look at the health of its medium (dmesg), and keep a copy of the pool before anything else is tried."
@@ -41,6 +41,14 @@ def io_error(fact: str, code: int | None, reason: str | None = None) -> PoolIOEr
     """``fact`` ends without a stop: "The pool '/a' cannot be read"."""
     why = reason or (os.strerror(code) if code else "for a reason that is not known")
     return PoolIOError(f"{fact}: {why}. {_CURES.get(code or 0, _MEDIUM)}", code)
+
+
+def too_long(path: str) -> PoolPathError:
+    """For ENAMETOOLONG: nobody has such a file, and nobody can make one."""
+    return PoolPathError(
+        f"The path {path!r} is too long: file systems take names of 255 bytes, and the lock file beside a pool has "
+        "'.lock' behind its name. Choose a shorter one."
+    )
 
 
 @contextmanager

@@ -27,16 +27,17 @@ from lightck.errors import (
 )
 from lightck.pool import durability, extents, lock, temporary
 from lightck.pool.extents import Extents
-from lightck.pool.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told
+from lightck.pool.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told, too_long
 from lightck.pool.folder import checked_folder
 from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 from lightck.pool.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
 _HUGE_PAGE, _SLICE, _HUGE_SECONDS = 2 << 20, 256 << 20, 2.0
+_NO_FOLDER = "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool'."
 _NO_FILE = (
-    "{path!r} is a directory or a special file. A pool is one regular file. Name a file, for example one in that "
-    "directory: add '/run.pool'."
+    "{path!r} is a pipe, a socket or another special file. A pool is one regular file. Name one, or a path where "
+    "nothing is yet."
 )
 _NO_DEVICE = (
     "{path!r} is a device. A pool of this backend is one regular file. Make a file system on the device and name a "
@@ -200,7 +201,7 @@ def _checked_size(path: str, fd: int, nbytes_min: int) -> int:
     if stat.S_ISCHR(st.st_mode) or stat.S_ISBLK(st.st_mode):
         raise PoolPathError(_NO_DEVICE.format(path=path))
     if not stat.S_ISREG(st.st_mode):
-        raise PoolPathError(_NO_FILE.format(path=path))
+        raise PoolPathError((_NO_FOLDER if stat.S_ISDIR(st.st_mode) else _NO_FILE).format(path=path))
     if st.st_uid != os.geteuid():
         raise PoolPermissionError(
             f"The pool {path!r} belongs to user {st.st_uid}, not to you. What others can write is not trusted. "
@@ -299,7 +300,9 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
             "elsewhere. Name the file that it points to."
         )
     if err.errno in (errno.EISDIR, errno.ENXIO):
-        return PoolPathError(_NO_FILE.format(path=path))
+        return PoolPathError((_NO_FOLDER if err.errno == errno.EISDIR else _NO_FILE).format(path=path))
+    if err.errno == errno.ENAMETOOLONG:
+        return too_long(path)
     what = "written" if write else "read"
     if err.errno not in OF_PATH:
         return io_error(f"The pool {path!r} cannot be {what}", err.errno, err.strerror)

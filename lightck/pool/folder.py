@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
 from lightck.errors import PoolNotFoundError, PoolPermissionError
-from lightck.pool.failures import TRANSIENT, io_error
+from lightck.pool.failures import TRANSIENT, io_error, too_long
 
 _UNMAPPED = "/proc/sys/kernel/overflowuid"
 _ALL = "4294967295"
@@ -20,6 +21,8 @@ def checked_folder(path: str) -> str:
     except OSError as err:
         if err.errno in TRANSIENT:
             raise io_error(f"The folder of the pool {path!r} cannot be looked at", err.errno, err.strerror) from err
+        if err.errno == errno.ENAMETOOLONG:
+            raise too_long(path) from err
         raise PoolNotFoundError(
             f"The pool {path!r} cannot be made: its folder {folder!r} is not there ({err.strerror}). lightck makes "
             "the file, not the folder. Create the folder first."

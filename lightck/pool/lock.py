@@ -25,8 +25,15 @@ import threading
 import time
 from dataclasses import dataclass
 
-from lightck.errors import BackgroundError, LightckError, PoolIOError, PoolLockedError, PoolPermissionError
-from lightck.pool.failures import TRANSIENT, io_error, told
+from lightck.errors import (
+    BackgroundError,
+    LightckError,
+    PoolIOError,
+    PoolLockedError,
+    PoolNotFoundError,
+    PoolPermissionError,
+)
+from lightck.pool.failures import TRANSIENT, io_error, told, too_long
 
 log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
@@ -174,6 +181,13 @@ class PoolLock:
         except OSError as err:
             if err.errno in (*TRANSIENT, errno.ENOSPC, errno.EDQUOT):
                 raise io_error(f"The lock file {self.path!r} cannot be opened", err.errno, err.strerror) from err
+            if err.errno == errno.ENAMETOOLONG:
+                raise too_long(self._pool_path) from err
+            if err.errno == errno.ENOENT:
+                raise PoolNotFoundError(
+                    f"No file can be made beside {self._pool_path!r} ({err.strerror}). Its folder is gone, or one of "
+                    "the kernel's own, which takes no files (/proc). Choose a path in another folder."
+                ) from err
             raise PoolPermissionError(
                 f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer of a pool locks it. "
                 "Give the pool a folder that you can write to."

@@ -52,15 +52,22 @@ def test_a_pool_is_never_replaced(good, folder, name):
     assert sorted(p.name for p in folder.iterdir()) == ["good.pool", "other.pool"]
 
 
-def test_what_only_looks_like_a_pool_is_replaced_when_told(good, folder, tmp_path):
-    """A link in the place of the file goes, and the pool behind it stays; a pool that was cut to nothing is none."""
-    link, empty = folder / "link", folder / "empty.pool"
-    link.symlink_to(good)
+def test_what_only_looks_like_a_pool_is_replaced_when_told(good, folder):
+    """One that was cut to nothing is none."""
+    empty = folder / "empty.pool"
     empty.touch()
+    assert call("export", good, empty, "--overwrite").exit_code == 0
+    assert load_file(empty)
+
+
+def test_neither_a_link_to_a_pool_nor_the_pool_is_replaced(good, folder):
+    link = folder / "link"
+    link.symlink_to(good)
     before = good.read_bytes()
-    for place in (link, empty):
-        assert call("export", good, place, "--overwrite").exit_code == 0
-        assert load_file(place)
+    result = call("export", good, link, "--overwrite")
+    assert result.exit_code == 2
+    assert "is a symbolic link" in result.stderr
+    assert link.is_symlink()
     assert good.read_bytes() == before
 
 
@@ -69,7 +76,7 @@ def test_a_place_that_is_no_file(good, tmp_path, kind):
     place = tmp_path / "place"
     place.mkdir() if kind == "folder" else os.mkfifo(place)
     assert call("export", good, place).exit_code == 2
-    assert call("export", good, place, "--overwrite").exit_code == (2 if kind == "folder" else 0)
+    assert call("export", good, place, "--overwrite").exit_code == 2
     assert [p.name for p in tmp_path.iterdir()] == ["place"]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -51,6 +53,20 @@ def test_a_closed_standard_output_is_said_and_no_damage(good, words):
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: No answer can be given: the standard output is closed.")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("buffering", ["0", "1"])
+@pytest.mark.parametrize("words", [["inspect", "POOL"], ["inspect", "POOL", "--json"], ["doctor"], ["--help"]])
+def test_an_output_without_room_is_said_to_be_the_output(good, tmp_path, words, buffering):
+    """RLIMIT_FSIZE: a write beyond it fails as one on a full disk does, and only in part."""
+    words = [*PROGRAM, *(str(good) if word == "POOL" else word for word in words)]
+    env = {**environment(), "PYTHONUNBUFFERED": "" if buffering == "0" else "1"}
+    with open(tmp_path / "out", "wb") as out:
+        done = subprocess.run(words, env=env, stdout=out, stderr=subprocess.PIPE, text=True, check=False,
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: The answer could not be printed whole: File too large. Make room")
     assert done.stderr.count("\n") == 1
 
 
@@ -216,6 +232,38 @@ def test_public_names_are_what_they_were_although_they_come_late():
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["inspect"], ["verify", "POOL", "--step", "x"], ["frobnicate"], ["inject", "POOL", "COPY"], ["inspect", "--nope"]],
+    ids=" ".join,
+)
+def test_wrong_usage_is_an_object_too_where_one_was_asked_for(words):
+    result = call(*words, "--json")
+    assert result.exit_code == 2
+    facts = json.loads(result.stdout)
+    assert set(facts) == {"error"}
+    assert facts["error"]["class"] == "UsageError"
+    assert f"error: {facts['error']['message']}" in result.stderr
+    assert call(*words).stdout == ""
+    assert call(*words, "--", "--json").stdout == ""
+
+
+def test_what_keeps_a_command_from_loading_is_an_object_too():
+    done = run("inspect", "POOL", "--json", LIGHTCK_ISA="mmx")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["message"].startswith("LIGHTCK_ISA='mmx' cannot be used")
+
+
+@pytest.mark.parametrize("words", [["trace", "PATH/no.json"], ["demo", "--keep", "PATH/file/it"]], ids=" ".join)
+def test_what_the_system_refuses_has_a_cure_too(tmp_path, words):
+    (tmp_path / "file").write_text("mine")
+    result = call(*(word.replace("PATH", str(tmp_path)) for word in words))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: '{tmp_path}/")
+    assert "cannot be used: No" in result.stderr
+    assert "Check the path" in result.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -72,7 +72,9 @@ def test_a_picture_of_a_step_or_a_range(file, tmp_path, chosen):
 def test_a_picture_that_is_there_is_kept_unless_told(file, tmp_path):
     out = tmp_path / "out.svg"
     out.write_text("precious")
-    assert call("trace", file, "--svg", out).exit_code == 2
+    refused = call("trace", file, "--svg", out)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.endswith("Name another, or pass --overwrite.\n")
     assert out.read_text() == "precious"
     assert call("trace", file, "--svg", out, "--overwrite").exit_code == 0
     assert texts(out)

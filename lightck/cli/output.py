@@ -1,0 +1,53 @@
+"""The streams that a command prints to, as a shell left them: closed, full, without some letters, gone in mid-way."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import Any
+
+
+class _Noting(io.FileIO):
+    """The standard output. Knows an error of its own from one of some other file: the system's words are the same."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+def prepare() -> None:
+    """Where the shell closed stderr (``2>&-``), what is printed there goes nowhere, and no file that is opened later
+    gets its number. A terminal that lacks a letter is no reason to fail. Stdout is buffered, ``PYTHONUNBUFFERED`` or
+    not: without a buffer Python takes no notice of what a full disk has no room for."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
+    out = sys.stdout
+    if not isinstance(out, io.TextIOWrapper):
+        return
+    out.reconfigure(errors="backslashreplace")
+    with contextlib.suppress(io.UnsupportedOperation):  # of a test, in memory
+        raw = _Noting(out.fileno(), "wb", closefd=False)
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(raw), out.encoding, "backslashreplace", line_buffering=out.line_buffering
+        )
+
+
+def failed(error: BaseException) -> bool:
+    """Whether this is an error of the standard output."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return isinstance(raw, _Noting) and raw.failure is error
+
+
+def leave() -> None:
+    """What could not be printed is still there, and Python prints it once more at its end: into nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
