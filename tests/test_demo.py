@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 
 from lightck import cli
 from lightck.demo import compare, place, plan, process, report, run
@@ -163,6 +165,16 @@ def test_the_temporary_folder_is_removed_and_the_kept_one_stays(tmp_path):
 
 def plain(options):
     return options.arguments("none")
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [(14, "15 updates (not 14: 3 whole passes) twice"), (15, "15 updates twice")]
+)
+def test_steps_that_are_rounded_are_said(tmp_path, steps, said):
+    console = Console(file=io.StringIO())
+    options = run.Options(kills=1, steps=steps, seed=7, size=TINY)
+    report.Lines(console).opened(place.Place(tmp_path, "as asked for"), options)
+    assert said in console.file.getvalue()
 
 
 def test_the_plain_run_is_deterministic_and_never_imports_lightck(tmp_path):

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from lightck.cli.base import BAD, OK, Command, complain, json_option
-from lightck.cli.text import clean, columns, count, say, say_json, verdict
+from lightck.cli.base import BAD, OK, Command, complain, json_option, trouble
+from lightck.cli.text import clean, columns, count, listed, say, say_json, verdict
 
 if TYPE_CHECKING:
     from lightck.bench.metrics import Reached
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 NAMES = ("overhead", "stall", "interval", "recovery", "bandwidth", "memory", "flat", "many", "gpu", "calibrate")
 _SOURCES = Path(__file__).resolve().parents[2] / "bench"
 """``bench/`` of the source tree that this module lies in; installed, there is none."""
+_KEPT_ONLY = {"check": "", "plots": "", "show": "tables"}
+"""Options that look at kept results, and what each takes beside --results and --json."""
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
@@ -45,9 +48,10 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--disk-dir", type=FOLDER, metavar="DIR", help="Where pools on a disk go. [default: /var/tmp]")
 @click.option("--rivals", type=FOLDER, metavar="DIR", help="bench/rivals of the sources, for an installed lightck.")
 @json_option
-def command(tables: tuple[str, ...], small: bool, check: bool, show: bool, plots: Path | None, results: Path | None,
-            only: str | None, again: bool, pairs: int | None, threads: int, pool_dir: Path | None,
-            disk_dir: Path | None, rivals: Path | None, as_json: bool) -> int:  # fmt: skip
+@click.pass_context
+def command(ctx: click.Context, tables: tuple[str, ...], small: bool, check: bool, show: bool, plots: Path | None,
+            results: Path | None, only: str | None, again: bool, pairs: int | None, threads: int,
+            pool_dir: Path | None, disk_dir: Path | None, rivals: Path | None, as_json: bool) -> int:  # fmt: skip
     """Measure what a checkpoint at every step costs, as ratios within one run.
 
     Without TABLE: a quick look at this machine. With TABLE (overhead, stall, interval, recovery, bandwidth, memory,
@@ -56,17 +60,29 @@ def command(tables: tuple[str, ...], small: bool, check: bool, show: bool, plots
     """
     from lightck.bench.results import Results
 
+    for name, takes in _KEPT_ONLY.items():
+        _refuse_others(ctx, name, takes)
     quick = small or not tables
     folder = results or (_SOURCES / "results" if _SOURCES.is_dir() else Path("lightck-bench"))
     if check:
         return _check(Results(folder), as_json)
     if plots is not None:
-        return _plot(Results(folder), plots)
+        return _plot(Results(folder), plots, as_json)
     if show:
         return _show(Results(folder), tables or NAMES, as_json)
     kept = Results(None if quick and results is None else folder)
     place = _place(pool_dir, disk_dir, rivals, threads)
     return _measure(kept, tables or NAMES, _plan(place, quick, pairs), place, only, again, as_json)
+
+
+def _refuse_others(ctx: click.Context, name: str, takes: str) -> None:
+    """What stands beside an option that measures nothing, and would be passed over without a word."""
+    given = {str(param.name): param for param in ctx.command.params
+             if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE}  # fmt: skip
+    others = given.keys() - {name, "results", "as_json", takes}
+    if name in given and others:
+        idle = listed(sorted("TABLE" if other == "tables" else given[other].opts[0] for other in others))
+        trouble(f"--{name} measures nothing and takes no {idle}. Leave one or the other out.")
 
 
 def _place(pool_dir: Path | None, disk_dir: Path | None, rivals: Path | None, threads: int) -> Place:
@@ -223,11 +239,15 @@ def _show(kept: Results, names: tuple[str, ...], as_json: bool) -> int:
     return OK
 
 
-def _plot(kept: Results, folder: Path) -> int:
+def _plot(kept: Results, folder: Path, as_json: bool) -> int:
     from lightck.bench.plots import draw
 
-    for path in draw(kept, folder):
-        say(str(path))
+    paths = [str(path) for path in draw(kept, folder)]
+    if as_json:
+        say_json({"plots": paths})
+    else:
+        for path in paths:
+            say(path)
     return OK
 
 

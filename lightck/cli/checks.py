@@ -162,6 +162,9 @@ def _asked_medium(machine: Machine, path: str) -> Line:
     if device is not None:
         return device
     if not os.path.isdir(folder):
+        why_not = machine.obstacle(folder)
+        if why_not is not None:
+            return refused(path, why_not)
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder):
         return Line(path, PROBLEM, "there is no such folder", "Create it first: lightck makes files, not folders.")

@@ -56,6 +56,21 @@ def refusal_of(folder: str) -> str | None:
     return None
 
 
+def obstacle_at(path: str) -> str | None:
+    """Why ``attach`` takes what lies there for no pool that it could go on with; None where it does, or nothing lies
+    there."""
+    from lightck.pool.backends import pool_path
+    from lightck.pool.reader import open_pool
+
+    if not os.path.lexists(path):
+        return None
+    try:
+        open_pool(pool_path(path)).close()
+    except PoolError as error:
+        return str(error)
+    return None
+
+
 def device_at(path: str) -> tuple[int, Durability] | None:
     """Bytes of a device-dax device, and what a pool there survives; None where the path is none."""
     from lightck.pool.backends import DEVDAX
@@ -96,6 +111,7 @@ class Machine:
     device: Callable[[str], tuple[int, Durability] | None] = device_at
     writable: Callable[[str], bool] = is_writable
     refusal: Callable[[str], str | None] = refusal_of
+    obstacle: Callable[[str], str | None] = obstacle_at
 
     def text(self, path: str) -> str:
         """A file's text; empty where it cannot be read."""

@@ -48,7 +48,8 @@ class Lines(Watch):
 
     def opened(self, place: Place, options: Options) -> None:
         self.say(f"pool: {place.pool} ({place.why})")
-        self.say(f"{options.total} updates twice, once with {options.kills} kills; seed {options.seed}")
+        rounded = f" (not {options.steps}: {EPOCHS} whole passes)" if options.total != options.steps else ""
+        self.say(f"{options.total} updates{rounded} twice, once with {options.kills} kills; seed {options.seed}")
 
     def referenced(self, seconds: float) -> None:
         self.say(f"reference run, without lightck: {seconds:.1f} s")

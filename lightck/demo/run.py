@@ -75,7 +75,7 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user chose. ``steps`` is rounded up to whole passes."""
+    """What the user chose. ``steps`` is rounded up to whole passes, and the report says so."""
 
     kills: int
     steps: int

@@ -64,6 +64,18 @@ def test_another_measure_s_file_is_refused(tmp_path):
     assert call("bench", "flat", "--show", "--results", tmp_path).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("overhead --check", "--check measures nothing and takes no TABLE"), ("--check --small", "no --small"),
+     ("--show --check", "--check measures nothing and takes no --show"), ("many --show --only x", "no --only"),
+     ("--plots . --pairs 4 --threads 2", "no --pairs, --threads")],
+)  # fmt: skip
+def test_what_would_be_passed_over_is_refused(words, said, tmp_path):
+    done = call("bench", *words.split(), "--results", tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"{said}. Leave one or the other out." in done.stderr
+
+
 @pytest.mark.parametrize("row", [None, 7, {}, {"options": {}, "result": {}}, {**made(), "result": []}])
 def test_what_is_no_row_is_refused(row, tmp_path):
     (tmp_path / "many.json").write_text(json.dumps({"format": 1, "measure": "many", "rows": {"one": row}}))

@@ -124,6 +124,16 @@ def test_a_folder_that_attach_refuses_is_a_problem_where_it_was_asked_for(fake, 
     assert (line.level, line.said, line.cure) == ("problem", "It is not yours.", "Ask root.")
 
 
+def test_a_file_that_is_no_pool_is_a_problem_and_a_pool_s_folder_is_looked_at(fake, tmp_path, good):
+    text = tmp_path / "text.txt"
+    text.write_text("mine\n" * 4000)
+    line = fake.lines(str(text))[str(text)]
+    assert line.level == "problem"
+    assert "not a lightck pool" in line.said
+    fake.spaces[str(good.parent)] = Space(GB, GB)
+    assert fake.lines(str(good))[str(good.parent)].level == "ok"
+
+
 def test_no_room_anywhere_is_a_problem_and_a_full_folder_is_none(fake):
     fake.spaces["/tmp"] = Space(0, GB)
     assert fake.lines()["/tmp"].level == "note"
