@@ -92,12 +92,11 @@ def test_a_difference_gives_exit_status_1(monkeypatch):
 def test_a_demo_that_cannot_be_done_gives_exit_status_2(monkeypatch, tmp_path):
     """Its training process fails: nothing was compared, and nothing is different."""
     monkeypatch.setenv("LIGHTCK_BACKEND", "nonsense")
-    words = ["demo", "--size", "tiny", "--kills", "1", "--steps", "10", "--pool-dir", str(tmp_path)]
-    for flags in ([], ["--json"]):
-        answer = CliRunner().invoke(cli.main, [*words, *flags])
-        assert answer.exit_code == 2
-        assert "'nonsense' is not known" in answer.stderr
-        assert answer.stderr.splitlines()[-1].startswith("error: the training process ended")
+    words = ["demo", "--size", "tiny", "--kills", "1", "--steps", "10", "--pool-dir", str(tmp_path), "--json"]
+    answer = CliRunner().invoke(cli.main, words)
+    assert answer.exit_code == 2
+    assert "'nonsense' is not known" in answer.stderr
+    assert answer.stderr.splitlines()[-1].startswith("error: the training process ended")
     error = json.loads(answer.stdout)["error"]
     assert error["class"] == "DemoError"
     assert "It is the killed run" in error["message"]

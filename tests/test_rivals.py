@@ -42,8 +42,11 @@ def test_what_was_saved_at_the_last_step_loads_back_exactly(name, folder):
     if why := rivals.why_not(name):
         pytest.skip(why)
     options = {"interval": 1} if name == "CheckFreq" else {}
-    # A process of its own: some start threads, processes and a process group, which no other test should meet.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    # A process of its own: some start threads, processes and a process group, which no other test should meet. It is
+    # forked from one that has imported what takes seconds, and runs no thread.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo"])
+    with ProcessPoolExecutor(1, context) as pool:
         reported, step, digests, loaded, live = pool.submit(run, name, str(folder), options).result()
     assert (reported, step) == (STEPS, STEPS)
     assert loaded == digests[step] == live
