@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightck import sessions
-from lightck.capture.layerwise import Layerwise, layerwise_of, refuse_many_ranks
+from lightck.capture.layerwise import Layerwise, layerwise_of, refuse_many_ranks, refuse_parallel
 from lightck.capture.nest import has_hooks, inner_of
 from lightck.errors import SessionError, UnsupportedError
 
@@ -34,6 +34,7 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
     if not isinstance(model, nn.Module):
         raise TypeError(f"layerwise(model=...) is a {type(model).__name__}. Pass the model, then its optimizer.")
     _refuse(optimizer)
+    refuse_parallel(model)
     known = layerwise_of(optimizer)
     if known is not None and known.is_of(model):
         return known

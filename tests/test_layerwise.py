@@ -159,6 +159,23 @@ def test_gradients_are_still_there_after_step():
     assert all(p.grad is grads[id(p)] for p in model.parameters())
 
 
+def test_a_hook_of_step_sees_the_gradients_whenever_it_was_registered():
+    model = Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.1)
+    seen: list[bool] = []
+
+    def look(*_: Any) -> None:
+        seen.append(all(p.grad is not None for p in model.out.parameters()))
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    lightck.layerwise(model, optimizer)
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    step(model, optimizer, 0)
+    assert seen == [True] * 4
+
+
 def test_accumulated_gradients_are_used_once():
     def play(model: Any, optimizer: Any, layers: Any) -> None:
         for number in range(4):
@@ -783,6 +800,23 @@ def test_a_scaler_is_refused(pool, fused):
         scaler.scale(model(batch(0)).square().sum()).backward()
 
 
+def test_a_scaler_that_is_not_enabled_changes_nothing(pool):
+    """As in ``GradScaler(enabled=use_amp)``: it passes ``step`` on."""
+
+    def play(model: Any, optimizer: Any, layers: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        with nullcontext() if layers is None else lightck.attach(model, pool):
+            for number in range(4):
+                optimizer.zero_grad()
+                scaler.scale(model(batch(number)).square().sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+    without, having = with_and_without(play)
+    assert same(without, having)
+    assert is_step(lightck.recover(pool), having)
+
+
 def test_a_second_backward_is_refused(pool):
     model, _, session = started(pool)
     model(batch(0)).square().sum().backward()
@@ -834,6 +868,18 @@ def test_several_ranks_are_refused():
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=fake.FakeStore())
     try:
         with pytest.raises(UnsupportedError, match="ranks"):
+            lightck.layerwise(model, optimizer)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_model_of_one_rank_in_parallel_is_refused():
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group("fake", rank=0, world_size=1, store=fake.FakeStore())
+    try:
+        model = nn.parallel.DistributedDataParallel(Deep())
+        optimizer = torch.optim.SGD(groups(model), lr=0.01)
+        with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
             lightck.layerwise(model, optimizer)
     finally:
         torch.distributed.destroy_process_group()

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -196,7 +197,7 @@ class Layerwise:
         if not self._used:
             refuse_many_ranks()
             _refuse_scaled(optimizer)
-            _last(optimizer, self._handles[0])
+            _around_all(optimizer, *self._handles)
             self._passes += 1
             for listener in listeners:
                 listener.layers_begin(optimizer)
@@ -244,10 +245,10 @@ class Layerwise:
             if what is not None:
                 raise UnsupportedError(
                     f"The {what} between backward() and step(), and the layer {layer.name!r} was updated inside "
-                    "backward() with what there was before. Clipping, GradScaler, and all that looks at gradients or "
-                    "changes anything at this place, cannot go with a layer-wise update. Leave out lightck.layerwise() "
-                    "or move it before backward(). The pool holds the step before; layers.forget() goes on from the "
-                    "layers as they are."
+                    "backward() with what there was before. Clipping, GradScaler, DistributedDataParallel, and all "
+                    "that looks at gradients or changes anything at this place, cannot go with a layer-wise update. "
+                    "Leave out lightck.layerwise() or move it before backward(). The pool holds the step before; "
+                    "layers.forget() goes on from the layers as they are."
                 )
 
     def _step_post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -286,17 +287,33 @@ def refuse_many_ranks() -> None:
         )
 
 
+def refuse_parallel(model: nn.Module) -> None:
+    """Also with one rank: its gradients are taken into buckets after this process has them."""
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise UnsupportedError(
+            "The model is wrapped in DistributedDataParallel, which puts other gradients in the place of those that a "
+            "layer-wise update would use. Leave out DistributedDataParallel, or lightck.layerwise()."
+        )
+
+
 def _refuse_scaled(optimizer: Any) -> None:
     fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
     # The stack is asked, too: what ``unscale_`` writes to the gradients moves no version counter (measured).
-    if fused or is_called_by(lambda frame: frame.f_globals.get("__name__") == "torch.amp.grad_scaler"):
+    if fused or is_called_by(_is_of_scaler):
         raise UnsupportedError(
             "A GradScaler drives this optimizer. Whether a step is skipped is known when all gradients are there, and "
             "a layer-wise update comes before that. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none)."
         )
 
 
-def _last(optimizer: Optimizer, handle: Any) -> None:
-    """Let this pre-hook run last: those of others are to see the gradients."""
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    hooks.move_to_end(handle.id)
+def _is_of_scaler(frame: FrameType) -> bool:
+    """A method of a GradScaler that is enabled. One that is not passes ``step`` on and does nothing else."""
+    scaler = frame.f_locals.get("self") if frame.f_globals.get("__name__") == "torch.amp.grad_scaler" else None
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def _around_all(optimizer: Optimizer, pre: Any, post: Any) -> None:
+    """Let this pre-hook run last and this post-hook first: those of others are to see the gradients."""
+    hooks: Any = optimizer
+    hooks._optimizer_step_pre_hooks.move_to_end(pre.id)
+    hooks._optimizer_step_post_hooks.move_to_end(post.id, last=False)
