@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from toys import BIG, batch, crashed, everything, is_step, kill_at, killed_child, same
 
 import lightck
@@ -519,8 +520,10 @@ def test_a_training_may_go_on_after_a_backward_that_died(pool, parts):
     with pytest.raises(ZeroDivisionError):
         step(model, optimizer, 4)
     hook.remove()
-    with pytest.raises(UnsupportedError, match="second gradient"):
-        model(batch(5)).square().sum().backward()
+    with pytest.raises(UnsupportedError, match=r"A forward.*forget\(\)"):
+        model(batch(5))
+    with pytest.raises(UnsupportedError, match=r"second gradient.*forget\(\)"):
+        model.forward(batch(5)).square().sum().backward()  # past the hooks of the model
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="gradients were changed"):
             optimizer.step()
@@ -710,6 +713,19 @@ def reloaded(model: nn.Module, optimizer: Any) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
+def forgotten(model: nn.Module, optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def restarted(model: nn.Module, optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def averaged_anew(model: nn.Module, optimizer: Any) -> None:
+    optimizer.state[model.out.weight]["exp_avg"] = torch.zeros_like(model.out.weight)
+
+
 BETWEEN = {
     "clip by norm": (lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "gradients were changed"),
     "clip by value": (lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 1e-4), "gradients were changed"),
@@ -717,7 +733,10 @@ BETWEEN = {
     "zero_grad": (lambda _, optimizer: optimizer.zero_grad(), "gradients were removed"),
     "another lr": (scaled_lr, "options .* were changed"),
     "decay by hand": (decayed_by_hand, "parameters were written"),
-    "load_state_dict": (reloaded, "state was replaced"),
+    "load_state_dict": (reloaded, "state was changed"),
+    "state cleared": (forgotten, "state was changed"),
+    "state written": (restarted, "state was changed"),
+    "state replaced": (averaged_anew, "state was changed"),
 }
 
 
@@ -823,6 +842,71 @@ def test_a_second_backward_is_refused(pool):
     with pytest.raises(UnsupportedError, match="accumulate"):
         model(batch(1)).square().sum().backward()
     session.close()
+
+
+def test_a_second_backward_of_one_forward_is_refused():
+    model = Deep()
+    optimizer = torch.optim.SGD(groups(model), lr=0.01)
+    lightck.layerwise(model, optimizer)
+    loss = model.out(torch.ones(1, 16)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsupportedError, match="second gradient"):
+        loss.backward()
+
+
+class Probed(nn.Module):
+    """An encoder with a loss of its own, and a head that is trained on what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_with_gradients_between_backward_and_step_is_refused(training):
+    """It would be of the new encoder, and nothing of it is a second gradient for anyone."""
+    model = Probed().train(training)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lightck.layerwise(model, optimizer)
+    model(batch(0)).square().sum().backward()
+    with pytest.raises(UnsupportedError, match=r"A forward of the model began between backward\(\) and step\(\)"):
+        model.head(model(batch(0)).detach()).square().sum().backward()
+    optimizer.step()
+    model.head(model(batch(0)).detach()).square().sum().backward()
+    optimizer.step()
+
+
+def test_forwards_that_take_nothing_from_the_update_may_come_before_step():
+    """A look without gradients, and a copy of the model."""
+
+    def play(model: Any, optimizer: Any, layers: Any) -> None:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(batch(number)).square().sum().backward()
+            with torch.no_grad():
+                model(batch(number))
+            copy.deepcopy(model)(batch(number))
+            optimizer.step()
+
+    assert same(*with_and_without(play))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_model_that_is_computed_again_in_the_backward_pass_is_updated_as_step_would(use_reentrant):
+    def play(model: Any, optimizer: Any, layers: Any) -> None:
+        for number in range(4):
+            optimizer.zero_grad()
+            x = batch(number).requires_grad_()
+            parts = [(x, number % 2 == 0)] if use_reentrant else [(x, True), (x * 2, False)]
+            outs = [checkpoint(model, part, seldom, use_reentrant=use_reentrant) for part, seldom in parts]
+            torch.stack(outs).square().sum().backward()
+            optimizer.step()
+
+    assert same(*with_and_without(play))
 
 
 def test_a_closure_is_refused():

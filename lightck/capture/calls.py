@@ -1,4 +1,5 @@
-"""What a hook can tell of the call that it is in: the closure that ``step`` was given, and who called."""
+"""Hooks that keep nothing alive, and what one can tell of the call that it is in: the closure that ``step`` was given,
+and who called."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+import torch
+from torch import nn
 
 _DEPTH = 17
 """Frames that are looked at, the asking one among them."""
@@ -22,6 +26,24 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
             alive(*args)
 
     return hook
+
+
+class ModuleHook:
+    """A hook of the model itself. A copy of the model (for an EMA, say) is not the model that is saved: in a deep or
+    pickled copy the hook does nothing."""
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if self._method is not None and not torch.compiler.is_compiling():
+            self._method(module)
+
+    def __deepcopy__(self, memo: Any) -> ModuleHook:
+        return ModuleHook()
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
 
 
 def closure_of(args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
@@ -41,3 +63,8 @@ def is_called_by(matches: Callable[[FrameType], bool]) -> bool:
             return True
         frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
     return False
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs on this thread: what is called is a hook, or computed again for a checkpointed segment."""
+    return torch._C._current_graph_task_id() != -1

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from lightck.capture.calls import closure_of, is_called_by, weakly
+from lightck.capture.calls import ModuleHook, closure_of, is_called_by, weakly
 from lightck.capture.layerwise import layerwise_of
 from lightck.capture.nest import has_hooks, places
 
@@ -60,8 +60,8 @@ class Hooks:
         self._stepping: dict[int, FrameType] = {}
         """Optimizer -> the frame of torch's hook wrapper around its running ``step``."""
         self._handles: list[Any] = [
-            model.register_forward_pre_hook(_ModuleHook(self._forward_pre)),
-            model.register_forward_hook(_ModuleHook(self._forward_post)),
+            model.register_forward_pre_hook(ModuleHook(self._forward_pre)),
+            model.register_forward_hook(ModuleHook(self._forward_post)),
             register_optimizer_step_pre_hook(weakly(self._any_step_pre)),
         ]
         self.add(optimizers)
@@ -185,24 +185,6 @@ class Hooks:
             self._listener.skipped_step(index)
         else:
             self._listener.after_step(index)
-
-
-class _ModuleHook:
-    """A hook of the model itself. A copy of the model (for an EMA, say) is not the model that is saved: in a deep or
-    pickled copy the hook does nothing."""
-
-    def __init__(self, method: Callable[..., None] | None = None) -> None:
-        self._method = method
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if self._method is not None and not torch.compiler.is_compiling():
-            self._method(module)
-
-    def __deepcopy__(self, memo: Any) -> _ModuleHook:
-        return _ModuleHook()
-
-    def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
-        return _ModuleHook, ()
 
 
 def remove(handles: list[Any]) -> None:

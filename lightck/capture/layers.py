@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
+from lightck.capture.looks import version_of
 from lightck.capture.watch import checksums
 
 _NOT_SHARED = ("step", "_optimizer_")
@@ -37,10 +38,8 @@ class Layer:
     def is_ready(self) -> bool:
         return all(id(p) in self.arrived for p in self.params if p.requires_grad)
 
-    def changed(self, optimizer: Optimizer) -> str | None:
+    def changed(self) -> str | None:
         """What of the user's optimizer is no longer what the update used."""
-        if self.optimizer.state is not optimizer.state:
-            return "optimizer state was replaced"
         return "options (lr, ...) were changed" if list(map(options_of, self.groups)) != self.used else None
 
 
@@ -55,11 +54,17 @@ class Used:
     proof: npt.NDArray[np.uint32] | None
     """Checksums of the gradient, where it is to be compared by its bytes too."""
     param_version: int = 0
-    """After the update."""
+    """After the update, as what follows."""
+    state: dict[Any, tuple[Any, int]] = field(default_factory=dict)
     is_hidden: bool = False
     """From ``step()``, which is to pass over the parameter; for good where it raised."""
 
-    def changed(self) -> str | None:
+    def updated(self, optimizer: Optimizer) -> None:
+        """Note what the update made."""
+        self.param_version = self.param._version
+        self.state = _noted(optimizer.state.get(self.param))
+
+    def changed(self, optimizer: Optimizer) -> str | None:
         """What somebody has changed since the update."""
         if self.is_hidden:
             return None
@@ -70,7 +75,25 @@ class Used:
             return "gradients were changed"
         if self.proof is not None and not np.array_equal(checksums(grad, BLOCK), self.proof):
             return "gradients were changed"
-        return None if self.param._version == self.param_version else "parameters were written"
+        if self.param._version != self.param_version:
+            return "parameters were written"
+        return None if _is_as_noted(optimizer.state.get(self.param), self.state) else "optimizer state was changed"
+
+
+def _noted(state: dict[Any, Any] | None) -> dict[Any, tuple[Any, int]]:
+    """What is in the state of a parameter: which objects, and the versions of those that are tensors."""
+    return {key: (value, _version_of(value)) for key, value in (state or {}).items()}
+
+
+def _is_as_noted(state: dict[Any, Any] | None, noted: dict[Any, tuple[Any, int]]) -> bool:
+    now = _noted(state)
+    return now.keys() == noted.keys() and all(
+        value is noted[key][0] and version == noted[key][1] for key, (value, version) in now.items()
+    )
+
+
+def _version_of(value: Any) -> int:
+    return version_of(value) if isinstance(value, torch.Tensor) else 0
 
 
 def shape_of(optimizer: Optimizer) -> list[Any]:

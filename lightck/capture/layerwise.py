@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightck.capture.calls import closure_of, is_called_by, weakly
+from lightck.capture.calls import ModuleHook, closure_of, is_called_by, is_in_backward, weakly
 from lightck.capture.inventory import clean_prefixes
 from lightck.capture.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
 from lightck.capture.watch import checksums
@@ -30,6 +30,10 @@ from lightck.errors import SessionError, UnsupportedError
 
 _PROBATION = 3
 """Updates of which every gradient is compared by its bytes."""
+_CURE = (
+    "To add gradients up, put all but the last backward() into `with layers.accumulate():`, where layers is what "
+    "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
+)
 
 
 class Listener(Protocol):
@@ -75,6 +79,7 @@ class Layerwise:
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._step_pre),
             optimizer.register_step_post_hook(self._step_post),
+            model.register_forward_pre_hook(ModuleHook(weakly(self._forward_begins))),
         ]
         _known[optimizer] = self
 
@@ -183,9 +188,7 @@ class Layerwise:
         if id(param) in self._used:
             raise UnsupportedError(
                 f"A second gradient arrived for a parameter of {layer.name!r}, which was updated with the first one "
-                "already: layers are updated inside backward(). Call optimizer.step() after each backward(). To add "
-                "gradients up, put all but the last into `with layers.accumulate():`, where layers is what "
-                "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
+                f"already: layers are updated inside backward(). Call optimizer.step() after each backward(). {_CURE}"
             )
         layer.arrived.add(id(param))
         if layer.is_ready:
@@ -197,7 +200,7 @@ class Layerwise:
         if not self._used:
             refuse_many_ranks()
             _refuse_scaled(optimizer)
-            _around_all(optimizer, *self._handles)
+            _around_all(optimizer, *self._handles[:2])
             self._passes += 1
             for listener in listeners:
                 listener.layers_begin(optimizer)
@@ -206,7 +209,7 @@ class Layerwise:
         self._note(layer, params)
         step_layer(layer, optimizer, params)
         for p in params:
-            self._used[id(p)].param_version = p._version
+            self._used[id(p)].updated(optimizer)
         for listener in listeners:
             listener.layer_updated(layer.name, begin, [t for p in params for t in tensors_of(optimizer, p)])
 
@@ -220,6 +223,17 @@ class Layerwise:
             assert grad is not None
             proof = checksums(grad, BLOCK) if turn and grad.is_contiguous() and not grad.is_sparse else None
             self._used[id(p)] = Used(layer, p, grad, grad._version, proof)
+
+    # -- between backward() and step() -------------------------------------------------------------------
+
+    def _forward_begins(self, model: nn.Module) -> None:
+        """What it computes belongs to this update still, and would be of the next one's parameters."""
+        if self._used and torch.is_grad_enabled() and not is_in_backward():
+            raise UnsupportedError(
+                "A forward of the model began between backward() and step(), and its layers were updated inside "
+                "backward() already: its gradients would be those of the new parameters. Call optimizer.step() before "
+                f"the next forward, or forward it all before backward(). {_CURE}"
+            )
 
     # -- in step() ---------------------------------------------------------------------------------------
 
@@ -239,8 +253,8 @@ class Layerwise:
             used.param.grad = None
 
     def _refuse_changed(self, optimizer: Optimizer) -> None:
-        changes = [(used.layer, used.changed()) for used in self._used.values()]
-        changes += [(layer, layer.changed(optimizer)) for layer in dict.fromkeys(layer for layer, _ in changes)]
+        changes = [(used.layer, used.changed(optimizer)) for used in self._used.values()]
+        changes += [(layer, layer.changed()) for layer in dict.fromkeys(layer for layer, _ in changes)]
         for layer, what in changes:
             if what is not None:
                 raise UnsupportedError(
