@@ -859,7 +859,7 @@ def _left_in_eval_mode(pool: Any, killed: int | None = None) -> list[Any]:
 
 
 @pytest.mark.parametrize("killed", [2, 4, 6])
-def test_no_batch_is_lost_where_a_pass_begins_in_eval_mode(folder, pool, killed):
+def test_no_batch_is_lost_where_a_pass_begins_in_eval_mode(folder, pool, commits_early, killed):
     """The version before it closes at its first ``next()``, and so counts nothing of it."""
     torch.manual_seed(7)
     plain = _left_in_eval_mode(folder / "plain.pool")
