@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -148,7 +149,7 @@ def refuse_other_than_module(model: Any) -> None:
 def refuse_other_than_bool(**flags: Any) -> None:
     """``overwrite="no"`` would be taken for a yes, and a training's checkpoints be discarded."""
     for name, value in flags.items():
-        if type(value) is not bool:
+        if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass True or False.")
 
 

@@ -317,7 +317,7 @@ class Session:
     def loader_next(self, loader: SessionLoader) -> None:
         """``next()`` on a session loader, before anything is fetched."""
         model = self._model()
-        loader.in_eval = model is not None and not model.training
+        self._capture.within.fetches(loader, model is not None and not model.training)
         if self._paused:
             return
         if self._steps_on not in (None, threading.get_ident()):

@@ -76,7 +76,7 @@ WITHOUT_TORCH = ("pool", "errors", "interval", "stats", "strategy", "_native")
 """Byte-level and plain parts: they never import torch."""
 
 LINES_MAX, FUNCTION_LINES_MAX = 400, 70
-LONGER_FILES = {"capture/loader.py": 472, "capture/values.py": 510, "session.py": 450}
+LONGER_FILES = {"capture/loader.py": 468, "capture/values.py": 510, "session.py": 450}
 """A ratchet: these may shrink, not grow; one that falls below the limit leaves the table."""
 
 

@@ -798,3 +798,21 @@ def test_damage_deep_inside(version):
     position["r_iter"]["generators"] *= 2
     with pytest.raises(CorruptPoolError, match="number of generators"):
         SessionLoader(IN_PROCESS["generator"](), Host(), "train", position)
+
+
+class Kept:
+    """Gives the same iterator of torch's in each pass, which goes on."""
+
+    def __init__(self) -> None:
+        self.batches = iter(DataLoader(range(10_000), batch_size=2))
+
+    def __iter__(self) -> Any:
+        return self.batches
+
+
+def test_an_iterator_that_is_kept_over_many_passes_is_watched_once():
+    loader = Host().loader(Kept())
+    for _ in range(1200):  # more than Python's frames
+        for _ in loader:
+            break
+    assert next(iter(loader)).tolist() == [2400, 2401]

@@ -868,6 +868,55 @@ def test_no_batch_is_lost_where_a_pass_begins_in_eval_mode(folder, pool, commits
     assert _left_in_eval_mode(folder / "crashed.pool") == plain[killed:]
 
 
+def _with_evaluations(pool: Any, begin: Callable[[Any], Any], killed: int | None = None) -> list[Any]:
+    """One pass; in mid-pass an evaluation takes batches from a session loader too, and a scheduler steps behind it."""
+    model = net()
+    optimizer = adam(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rates = []
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session, suppress(KeyboardInterrupt):
+        loader = session.loader(DataLoader(torch.arange(12)))
+        validation = begin(session.loader(DataLoader(torch.arange(100))))
+        for _ in loader:
+            if session.step == killed:
+                settled(session, killed)
+                crashed(pool)
+                raise KeyboardInterrupt
+            update(model, optimizer)
+            if session.step % 2:
+                model.eval()
+                validation()
+                model.train()
+                scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def _endless(loader: Any) -> Any:
+    batches = iter(loader)
+    return lambda: next(batches)
+
+
+def _anew(loader: Any) -> Any:
+    """Its iterator is kept until the next evaluation."""
+    kept = []
+
+    def two_batches() -> None:
+        kept.append(iter(loader))
+        next(kept[-1]), next(kept[-1])
+
+    return two_batches
+
+
+@pytest.mark.parametrize("killed", range(3, 8))
+@pytest.mark.parametrize("begin", [_endless, _anew])
+def test_an_evaluation_that_is_held_in_mid_pass_ends_no_version(folder, pool, commits_early, begin, killed):
+    """Updates were made since it was fetched from, on batches of another loader."""
+    plain = _with_evaluations(folder / "plain.pool", begin)
+    _with_evaluations(pool, begin, killed)
+    assert _with_evaluations(folder / "crashed.pool", begin) == plain[killed:]
+
+
 def test_a_batch_that_was_fetched_in_eval_mode_before_its_version_closed_is_told(pool, caplog):
     """The first pass of a loader: an evaluation, or a training that calls ``model.train()`` late."""
     model = net()

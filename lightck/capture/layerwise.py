@@ -232,7 +232,8 @@ class Layerwise:
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(), and its layers were updated inside "
                 "backward() already: its gradients would be those of the new parameters. Call optimizer.step() before "
-                f"the next forward, or forward it all before backward(). {_CURE}"
+                f"the next forward, or forward it all before backward(); one that only measures goes under "
+                f"torch.no_grad(). {_CURE}"
             )
 
     # -- in step() ---------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from lightck.capture.sampler import Watch, watch
 from lightck.capture.wrapped import (
     TAKEN_BEFORE,
     Drift,
+    changed,
     drifted,
     has_one_pass,
     identity_of,
@@ -111,8 +112,8 @@ class SessionLoader:
         self._has_one_pass = has_one_pass(dl)
         self._taken = 0  # batches, in earlier passes
         self._ended = 0  # the moment at which the last pass was over
-        self.in_eval = False
-        """The model is in eval mode, as the host says at each ``next()``."""
+        self.in_eval = False  # the model, as the host says at each next()
+        self.fetched_to_train = 0  # the moment of the last next() in training mode, of any loader
         self._at_base: Mark | None = None
         self._rng_at_iter = rng_at_iter
         self._rng_at_next: tuple[torch.Tensor, ...] | None = None  # our own generators, until they are set
@@ -141,7 +142,10 @@ class SessionLoader:
     def is_training(self) -> bool:
         """Whether updates were made in a pass of this loader: then its ``next()`` belongs to the training's loop, also
         the first one of a pass, where an evaluation before it may have left the model in eval mode."""
-        return self._has_trained or (self._pass is not None and self._pass.has_trained(self._host.updates))
+        return self._has_trained or (self._pass is not None and self._is_of_training(self._pass))
+
+    def _is_of_training(self, pass_: Pass) -> bool:
+        return pass_.is_of_training(self._host.updates, self.fetched_to_train)
 
     @property
     def held_pass(self) -> Pass | None:
@@ -321,11 +325,10 @@ class SessionLoader:
     def _count_left(self) -> None:
         pass_, self._pass = self._pass, None
         if pass_ is not None:
-            has_trained = pass_.has_trained(self._host.updates)
-            self._has_trained |= has_trained
+            self._has_trained |= self._is_of_training(pass_)
             self._taken += pass_.given
             self._ended = pass_.left or moment()
-            self._epoch += int(pass_.restored or has_trained)
+            self._epoch += int(pass_.restored or pass_.has_trained(self._host.updates))
 
     def _prepare(self, position: Position) -> None:
         """What a loader at rest carries from pass to pass: persistent workers, and a stateful loader's own state."""
@@ -399,20 +402,13 @@ class SessionLoader:
             try:
                 batch = next(inner)
             except StopIteration:
-                raise self._changed(f"it ended after {index} of the {position.given} batches given before") from None
+                fact = f"it ended after {index} of the {position.given} batches given before"
+                raise changed(self._name, fact) from None
         if compare and position.checksum is not None:
             checksum = checksum_of(batch)
             if checksum is not None and checksum != position.checksum:
-                raise self._changed(f"batch {position.given - 1} of the pass is not the one that was given before")
-
-    def _changed(self, fact: str) -> DriftError:
-        return DriftError(
-            f"loader {self._name!r} cannot go on in mid-pass: {fact}. The dataset changed, or it draws from a random "
-            "generator of its own, which no version holds. Bring the old data back and draw from python's, numpy's or "
-            "torch's global generators, or begin the pass anew with another name= for the loader. Or its sampler draws "
-            "from a global one at each next(), between the loop's draws: give it a generator of its own, as its "
-            "attribute generator."
-        )
+                fact = f"batch {position.given - 1} of the pass is not the one that was given before"
+                raise changed(self._name, fact)
 
     # -- one batch
 
@@ -465,7 +461,7 @@ class SessionLoader:
     def _finish(self, batches: Batches) -> None:
         batches.inner = None
         self._host.loader_pass_ended(self)
-        self._has_trained |= batches.of.has_trained(self._host.updates)
+        self._has_trained |= self._is_of_training(batches.of)
         self._taken += batches.of.given
         self._ended = moment()
         self._epoch += 1

@@ -46,6 +46,13 @@ class Pass:
     def has_trained(self, updates: int) -> bool:
         return self.trained or (updates if self.left_at is None else self.left_at) > self.updates
 
+    def is_of_training(self, updates: int, fetched_to_train: int) -> bool:
+        """Whether its ``next()`` belongs to the training, whatever the model's mode. Not where batches were fetched in
+        training mode from another loader since (at ``fetched_to_train``): updates were made on those, and this is an
+        evaluation that stands in mid-pass, or was left there with its iterator kept."""
+        is_evaluation = self.in_eval and fetched_to_train > self.fetched if self.fetched else not self.restored
+        return self.has_trained(updates) and not is_evaluation
+
     def is_over(self, updates: int) -> bool:
         """The next iter() begins a new one: it was left with nothing trained in it (an evaluation, a peek), or the
         training went on elsewhere since (another loader). One left just now may be where the loop stands."""

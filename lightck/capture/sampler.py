@@ -32,6 +32,8 @@ def watch(inner: Iterator[Any], in_process: bool) -> Watch | None:
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; a replay does not depend on it
     if drawn_from is None:
         return None
+    if isinstance(drawn_from, _Sampler):  # of an iterator that is the same one in each pass
+        drawn_from = drawn_from.inner
     sampler = _Sampler(drawn_from)
     inner._sampler_iter = sampler  # type: ignore[attr-defined]
     return _BetweenItsDraws(sampler)
@@ -75,7 +77,7 @@ class _Sampler:
     """The iterator over a sampler, or a batch sampler. It notes whether it draws while it is watched."""
 
     def __init__(self, inner: Iterator[Any]) -> None:
-        self._inner = inner
+        self.inner = inner
         self.is_watched = False
         self.has_drawn = False
 
@@ -84,9 +86,9 @@ class _Sampler:
 
     def __next__(self) -> Any:
         if not self.is_watched or self.has_drawn:
-            return next(self._inner)
+            return next(self.inner)
         before = torch.get_rng_state()
         try:
-            return next(self._inner)
+            return next(self.inner)
         finally:
             self.has_drawn = not torch.equal(before, torch.get_rng_state())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightck.capture.boundary import Event
-from lightck.capture.passes import Pass
+from lightck.capture.passes import Pass, moment
 
 if TYPE_CHECKING:
     from lightck.capture.loader import SessionLoader
@@ -30,6 +30,13 @@ class WithinBatch:
         """The boundary before, where its version was saved: its step, and where each loader stood."""
         self._stood: dict[str, _Stand] = {}
         """Where a loader stood when nothing was fetched between two boundaries."""
+
+    def fetches(self, loader: SessionLoader, in_eval: bool) -> None:
+        """``next()`` of this loader, in this mode of the model."""
+        loader.in_eval = in_eval
+        now = moment()
+        for each in self._loaders if not in_eval else ():
+            each.fetched_to_train = now
 
     def boundary(self, event: Event, step: int, is_saved: bool) -> None:
         """Before the version of ``step`` is captured, where it is."""

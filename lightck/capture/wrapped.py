@@ -89,6 +89,15 @@ def drifted(name: str, drift: Drift) -> DriftError:
     )
 
 
+def changed(name: str, fact: str) -> DriftError:
+    return DriftError(
+        f"loader {name!r} cannot go on in mid-pass: {fact}. The dataset changed, or it draws from a random generator "
+        "of its own, which no version holds. Bring the old data back and draw from python's, numpy's or torch's global "
+        "generators, or begin the pass anew with another name= for the loader. Or its sampler draws from a global one "
+        "at each next(), between the loop's draws: give it a generator of its own, as its attribute generator."
+    )
+
+
 def own_generators(loader: object) -> tuple[torch.Generator, ...]:
     """The generators of loader, sampler and batch sampler, each once. Torch's global one is saved with the others."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)

@@ -114,11 +114,15 @@ class Group(click.Group):
         if not standalone_mode:
             return run()
         words = sys.argv[1:] if args is None else list(args)
-        sys.exit(_exit_status(run, "--json" in itertools.takewhile("--".__ne__, words)))
+        before = output.prepare()
+        try:
+            status = _exit_status(run, "--json" in itertools.takewhile("--".__ne__, words))
+        finally:
+            output.restore(before)
+        sys.exit(status)
 
 
 def _exit_status(run: Callable[[], Any], as_json: bool) -> int:
-    output.prepare()
     if sys.stdout is None:
         complain("No answer can be given: the standard output is closed. For the exit status alone, say > /dev/null.")
         return TROUBLE

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 
 class _Noting(io.FileIO):
@@ -22,23 +22,35 @@ class _Noting(io.FileIO):
             raise
 
 
-def prepare() -> None:
-    """Where the shell closed stderr (``2>&-``), what is printed there goes nowhere, and no file that is opened later
-    gets its number. A terminal that lacks a letter is no reason to fail. Stdout is buffered, ``PYTHONUNBUFFERED`` or
-    not: without a buffer Python takes no notice of what a full disk has no room for."""
+def prepare() -> TextIO | None:
+    """Gives the standard output as it was, for ``restore``.
+
+    Where the shell closed stderr (``2>&-``), what is printed there goes nowhere, and no file that is opened later gets
+    its number. A terminal that lacks a letter is no reason to fail. Stdout is buffered, ``PYTHONUNBUFFERED`` or not:
+    without a buffer Python takes no notice of what a full disk has no room for.
+    """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
     if isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr.reconfigure(errors="backslashreplace")
     out = sys.stdout
     if not isinstance(out, io.TextIOWrapper):
-        return
+        return out
     out.reconfigure(errors="backslashreplace")
     with contextlib.suppress(io.UnsupportedOperation):  # of a test, in memory
         raw = _Noting(out.fileno(), "wb", closefd=False)
         sys.stdout = io.TextIOWrapper(
             io.BufferedWriter(raw), out.encoding, "backslashreplace", line_buffering=out.line_buffering
         )
+    return out
+
+
+def restore(out: TextIO | None) -> None:
+    """Whoever called a command from a program of his own prints on."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    sys.stdout = out
 
 
 def failed(error: BaseException) -> bool:

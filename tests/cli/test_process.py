@@ -292,3 +292,15 @@ def test_commands_and_pools_are_completed(good, folder):
     (folder / "sub").mkdir()
     assert completed("lightck", "verify", "", cwd=here) == ["file,"], "the pool may lie in the folder"
     assert completed("lightck", "export", "good.pool", "x", "--format", "t", cwd=here) == ["plain,torch"]
+
+
+def test_a_program_that_calls_a_command_prints_on(tmp_path, monkeypatch):
+    """As ``runpy`` and notebooks do: the standard output is theirs again."""
+    path = tmp_path / "out"
+    with open(path, "w") as out, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", out)
+        with pytest.raises(SystemExit):
+            main(["--version"])
+        print("and on")
+    assert path.read_text().splitlines()[-1] == "and on"
+    assert len(path.read_text().splitlines()) == 2
