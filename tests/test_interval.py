@@ -189,6 +189,17 @@ def test_no_times_are_an_error_and_the_interval_keeps_its_bounds(
         assert trained.number - trained.saved_step < most
 
 
+@pytest.mark.parametrize("every", [3, 4, 5, 8])
+def test_an_evaluation_every_so_many_steps_is_not_taken_for_what_versions_cost(every: int):
+    """Also where the right interval is as long, so that it would come behind each version."""
+    for phase in range(every):
+        trained, intervals = loop(stall=0.03 * every - 0.01), []
+        for number in range(4000):
+            trained.step = 31.0 if number % every == phase else 1.0
+            intervals.append(trained.run(1).pace.interval)
+        assert set(intervals[500:]) <= {every, every + 1}
+
+
 @pytest.mark.parametrize("slower", [1.1, 10.0])
 def test_slower_steps_are_not_taken_for_what_versions_cost(slower: float):
     trained = loop(stall=0.001).run(1000)
