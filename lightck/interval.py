@@ -65,8 +65,8 @@ class Auto:
     then three versions are left out, to see how long a step takes without. Where steps or versions begin to take
     another time, and stay so, the interval is right again, up or down, 12 versions and 40 steps later; where it was 1,
     and only steps without a version tell how much longer the others are, 12 versions and 240 steps. One outlier changes
-    nothing. Where steps differ much among themselves (batches of varying length), it stays on the safe side: a half to a
-    quarter of the versions that the budget allows.
+    nothing. Where steps differ much among themselves (batches of varying length), it stays on the safe side: a half
+    to a quarter of the versions that the budget allows.
     """
 
     budget: float = 0.03
