@@ -28,6 +28,7 @@ LAYERS = {
     "strategy": set(),
     "interval": set(),
     "patience": set(),
+    "noting": set(),
     "sessions": set(),
     "collector": set(),
     "_lck_ffi": set(),
@@ -56,7 +57,7 @@ LAYERS = {
     "first_step": DATA,
     "checkpoint": DATA | {"contents", "restore", "restore_optimizer", "resume", "sessions"},
     "recover": DATA | {"collector", "contents", "restore", "resume", "checkpoint"},
-    "export": DATA | {"contents", "checkpoint"},
+    "export": DATA | {"contents", "checkpoint", "noting"},
     "trace": DATA | {"_native", "export", "stats"},
     "ending": DATA | {"interrupts", "pipeline"},
     "session": DATA | {"ending", "interval", "patience", "pipeline", "pin", "resume", "first_step", "sessions", "stats",
@@ -68,7 +69,8 @@ LAYERS = {
     "demo": BASE | {""},
     "testing": DATA | {"", "_native", "cli", "contents", "early"},
     "bench": BASE | {"", "_native", "pool", "wait_policy"},
-    "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo", "trace", "bench"},
+    "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo", "trace", "bench",
+                   "noting"},
     "__main__": {"cli"},
 }  # fmt: skip
 

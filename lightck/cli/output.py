@@ -6,20 +6,9 @@ import contextlib
 import io
 import os
 import sys
-from typing import Any, TextIO
+from typing import TextIO
 
-
-class _Noting(io.FileIO):
-    """The standard output. Knows an error of its own from one of some other file: the system's words are the same."""
-
-    failure: OSError | None = None
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.failure = error
-            raise
+from lightck.noting import Noting
 
 
 def prepare() -> TextIO | None:
@@ -38,7 +27,7 @@ def prepare() -> TextIO | None:
         return out
     out.reconfigure(errors="backslashreplace")
     with contextlib.suppress(io.UnsupportedOperation):  # of a test, in memory
-        raw = _Noting(out.fileno(), "wb", closefd=False)
+        raw = Noting(out.fileno(), "wb", closefd=False)
         sys.stdout = io.TextIOWrapper(
             io.BufferedWriter(raw), out.encoding, "backslashreplace", line_buffering=out.line_buffering
         )
@@ -56,7 +45,7 @@ def restore(out: TextIO | None) -> None:
 def failed(error: BaseException) -> bool:
     """Whether this is an error of the standard output."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    return isinstance(raw, _Noting) and raw.failure is error
+    return isinstance(raw, Noting) and raw.failure is error
 
 
 def leave() -> None:

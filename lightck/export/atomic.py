@@ -14,25 +14,13 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO
 
 from lightck.errors import ExportError, ExportExistsError
+from lightck.noting import Noting
 from lightck.pool.backends import is_pool
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
-
-
-class _Noting(io.FileIO):
-    """Remembers why a write failed: torch.save makes a RuntimeError of it that does not say."""
-
-    failure: OSError | None = None
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as err:
-            self.failure = err
-            raise
 
 
 def file_path(path: str | os.PathLike[str]) -> str:
@@ -56,7 +44,7 @@ def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iter
     temporary = temporary or f"{path}.{secrets.token_hex(4)}.tmp"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        raw = _Noting(os.open(temporary, flags, 0o666), "wb")
+        raw = Noting(os.open(temporary, flags, 0o666), "wb")
     except OSError as err:
         raise _error(path, err) from err
     try:

@@ -1,0 +1,20 @@
+"""A file that remembers why a write to it failed."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+
+class Noting(io.FileIO):
+    """What writes through it may tell less, or mix it up: torch.save makes a RuntimeError of it that does not say why,
+    and an error of the standard output has the same words as one of any other file."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as err:
+            self.failure = err
+            raise
