@@ -29,11 +29,11 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 # ---- in the server ---------------------------------------------------------------------------------------------
 
 
-def main(sock_fd: int, compiles: bool) -> None:
+def main(sock_fd: int, compiles: bool, without_lightck: bool, programs: str) -> None:
+    """``programs``: the module beside this package whose ``run_child`` a child calls."""
     sock = socket.socket(fileno=sock_fd)
-    package = __name__.rpartition(".")[0]
-    scenarios = importlib.import_module(f"{package}.scenarios")
-    _warm(compiles)
+    scenarios = importlib.import_module(programs)
+    _warm(compiles, without_lightck)
     gc.collect()
     gc.freeze()
     if len(os.listdir("/proc/self/task")) != 1:
@@ -78,15 +78,18 @@ def _bury(pids: list[int]) -> None:
         os.waitpid(pids.pop(), 0)
 
 
-def _warm(compiles: bool) -> None:
+def _warm(compiles: bool, without_lightck: bool) -> None:
     """What lightck imports when it is first asked for, torch at its first update and the compiler at its first run, a
     child finds there."""
     import torch
 
-    import lightck
+    if without_lightck:
+        assert "lightck" not in sys.modules, "a training that never imported lightck"
+    else:
+        import lightck
 
-    for name in lightck.__all__:
-        getattr(lightck, name)
+        for name in lightck.__all__:
+            getattr(lightck, name)
     if compiles:
         with contextlib.suppress(ImportError):  # where it is installed, torch.compile's progress bars start its thread
             importlib.import_module("tqdm").tqdm.monitor_interval = 0
@@ -135,14 +138,18 @@ def _die_with_parent() -> None:
 class ForkServer:
     """The server as its client sees it. A context manager; the server ends with it."""
 
-    def __init__(self, *, compiles: bool = False, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *, compiles: bool = False, environment: dict[str, str] | None = None,
+                 without_lightck: bool = False, programs: str = "") -> None:  # fmt: skip
+        """``programs``: a module with ``run_child``, by its name from the folder of tests; scenarios by default.
+        ``without_lightck``: its children never import lightck, so they run nothing but reference runs."""
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         package, _, name = __name__.rpartition(".")
         folder = Path(__file__).resolve().parents[len(package.split("."))]
         code = (
             f"import sys; sys.path.insert(0, {str(folder)!r})\n"
             f"import torch; torch.set_num_threads(1)\n"
-            f"from {package}.{name} import main; main({theirs.fileno()}, {compiles})"
+            f"from {package}.{name} import main; "
+            f"main({theirs.fileno()}, {compiles}, {without_lightck}, {programs or f'{package}.scenarios'!r})"
         )
         root = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

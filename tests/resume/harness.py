@@ -67,6 +67,8 @@ class Told:
     closed: int | None = None
     saw: dict[str, int] = field(default_factory=dict)
     logs: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """Those of the logs that a user sees who configured no logging."""
     seconds: list[float] = field(default_factory=list)
     status: int = 0
 
@@ -84,6 +86,8 @@ class Told:
             self.saw[message["saw"]] = self.saw.get(message["saw"], 0) + 1
         elif "log" in message:
             self.logs.append(message["log"])
+            if message["level"] not in ("DEBUG", "INFO"):
+                self.warnings.append(message["log"])
         else:
             self.digests = message.get("digests", self.digests)
             self.closed = message.get("closed", self.closed)
@@ -190,6 +194,8 @@ class Chain:
         self._reference = reference
         self._pool = pool
         self._what = f"{training.scenario.name}, {what}"
+        self.warnings: list[str] = []
+        """Of all its processes."""
         self._history: list[str] = []
         self._reported = 0
         self._floor = 0
@@ -210,6 +216,7 @@ class Chain:
         fresh = self._reported <= self._training.scenario.loses and not self._floor
         told = self._training.process(self._pool, kill, fresh=fresh, options=options)
         survival.logs.extend(told.logs)
+        self.warnings.extend(told.warnings)
         self._history.append(f"{kill or 'no kill'}: started at {told.start}, reported {told.updates}")
         self._check_start(told)
         self._check_losses(told)

@@ -21,9 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 
-import lightck
-from lightck import _native
-
 
 class InertLoader:
     """``session.loader`` in the reference run: the loader itself."""
@@ -58,7 +55,9 @@ class InertSession:
 
     def end_step(self) -> None: ...
 
-    def close(self) -> None: ...
+    def flush(self) -> None: ...
+
+    def close(self, **said: Any) -> None: ...
 
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -147,6 +146,8 @@ class Run:
             data = data[os.write(self._pipe, data) :]
 
     def _attach(self, model: nn.Module, arguments: dict[str, Any]) -> Any:
+        import lightck  # here, so that a reference run can be one that never imported it
+
         older = self.options.get("recover_step")
         if older is None:
             return lightck.attach(model, self._request["pool"], resume=True, **arguments)
@@ -155,6 +156,8 @@ class Run:
 
     def _arm(self, kind: str) -> None:
         if self._kill["kind"] == kind and not self.is_reference:
+            from lightck import _native
+
             _native.check(_native.lib.lck_kill(self._kill["name"].encode(), self._kill["nth"]), "lck_kill")
 
     def execute(self, train: Callable[[Run], None]) -> None:
@@ -176,7 +179,7 @@ class _ToParent(logging.Handler):
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._send(log=record.getMessage())
+        self._send(log=record.getMessage(), level=record.levelname)
 
 
 # ---- digests -----------------------------------------------------------------------------------------------------
