@@ -4,6 +4,10 @@ A scratch instance of the optimizer's own class steps once on tiny stand-ins: fo
 of dimensions, options of its group) one tensor whose sizes are different primes. The shapes of the state that appears
 are then read as functions of the parameter's shape. Hooks and RNG are shielded; where anything fails the answer is
 None, and the layout is made at the first boundary instead.
+
+Only torch's own code is run like that. What the constructor or the step of another class does beside its state (a
+counter on the class, a buffer that its groups share, a file, a collective call) would change the training by attaching
+to it, and nothing here could take it back. So for other classes the answer is None too.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -41,6 +46,9 @@ def predict(view: OptimizerView) -> list[Entry] | None:
 def _predict(view: OptimizerView) -> Iterator[Entry]:
     if view.wraps:
         raise ValueError("it wraps another optimizer")
+    foreign = _foreign_code(type(view.optimizer))
+    if foreign is not None:
+        raise ValueError(f"{foreign} is not torch's own code, which alone is tried out")
     groups, stand_ins = _stand_ins(view)
     make: Any = type(view.optimizer)
     scratch: torch.optim.Optimizer = make(groups)
@@ -50,6 +58,25 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
         for name, p in zip(names, group["params"], strict=True):
             for state_key, (dtype, device, dims) in rules[_kind(g, p)].items():
                 yield _entry(name, p, state_key, dtype, device, dims)
+
+
+def _foreign_code(kind: type) -> str | None:
+    """The first class or method of an optimizer's class that is none of torch's, by name."""
+    for one in kind.__mro__[:-1]:
+        if not _is_torchs(one.__module__):
+            return one.__qualname__
+        for name, value in vars(one).items():
+            layer = getattr(value, "__func__", value)
+            while layer is not None:  # what a decorator, or somebody's patch, was put around
+                if not _is_torchs(getattr(layer, "__globals__", {}).get("__name__", "torch")):
+                    return f"{one.__qualname__}.{name}"
+                layer = getattr(layer, "__wrapped__", None)
+    return None
+
+
+def _is_torchs(module: str) -> bool:
+    """``typing_extensions``: torch marks methods as deprecated by it."""
+    return module.partition(".")[0] in ("torch", "typing_extensions")
 
 
 def _kind(group: int, p: torch.Tensor) -> tuple[Any, ...]:
@@ -66,7 +93,7 @@ def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, Any]], dict[tuple[An
                 raise ValueError(f"{p.dim()} dimensions")
             by_kind[kind] = torch.ones(sizes, dtype=p.dtype, device=p.device, requires_grad=True)
             by_kind[kind].grad = torch.ones_like(by_kind[kind])
-        options = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        options = deepcopy({key: group[key] for key in view.optimizer.defaults if key in group})
         groups.append({"params": [by_kind[kind] for kind in mine], **options})
     return groups, by_kind
 

@@ -57,7 +57,7 @@ class Bench:
     def outcomes(self, name: str, kills: Sequence[Kill] | None = None, *, quiet: bool = False) -> list[Outcome]:
         reference = self.reference(name)
         self._not_killed(name, reference, quiet)
-        return [self._outcome(name, reference, kill) for kill in kills or instants(reference)]
+        return [self._outcome(name, reference, kill) for kill in (instants(reference) if kills is None else kills)]
 
     def reference(self, name: str) -> Told:
         """The program in a process that never imported lightck."""

@@ -244,9 +244,9 @@ def test_goes_on_from_a_pool_that_was_laid_out_for_less(pool):
     images = {}
     for number in range(5):
         run.learn(number, 1)
-        images[number] = crashed(pool, f"after-{number}.pool")
+        if number >= 1:  # before, there is no pool: it is laid out at the first boundary
+            images[number] = crashed(pool, f"after-{number}.pool")
     for number, image in images.items():
-        if number >= 1:
-            step = lightck.recover(image).step
-            assert step in (number, number + 1)
-            goes_on(image, run.again(), never_killed, step, lambda training: {})
+        step = lightck.recover(image).step
+        assert step in (number, number + 1)
+        goes_on(image, run.again(), never_killed, step, lambda training: {})

@@ -289,18 +289,10 @@ def test_sparse_gradients_of_others_are_taken(pool):
 # -- prediction ------------------------------------------------------------------------------------------------------
 
 
-def test_prediction_is_seen_by_nobodys_hooks_and_draws_nothing(pool, caplog):
+def test_prediction_is_seen_by_nobodys_hooks_and_draws_nothing(pool):
     """A scratch instance steps at attach: no global hook sees it, the random state stays."""
-    caplog.set_level(logging.INFO, "lightck")
-
-    class Noisy(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            torch.rand(3)
-            return super().step(closure)
-
     model = net()
-    torch.optim.AdamW(net().parameters())  # torch wraps the step of the class that Noisy calls
-    optimizer = Noisy(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
     seen: list[Any] = []
     handle = register_optimizer_step_pre_hook(lambda *args: seen.append(args[0]))
     try:
@@ -316,6 +308,32 @@ def test_prediction_is_seen_by_nobodys_hooks_and_draws_nothing(pool, caplog):
         handle.remove()
     assert pool_uuid(pool) == laid_out
     was_foreseen(pool)
+
+
+def test_only_torchs_own_code_is_run_for_the_prediction(pool, caplog):
+    """What the constructor or the step of another class does cannot be taken back: its pool is made at the first
+    boundary."""
+    caplog.set_level(logging.INFO, "lightck")
+    calls: list[str] = []
+
+    class Noisy(torch.optim.AdamW):
+        def __init__(self, params: Any) -> None:
+            calls.append("made")
+            super().__init__(params)
+
+        def step(self, closure: Any = None) -> Any:
+            calls.append("stepped")
+            return super().step(closure)
+
+    model = net()
+    optimizer = Noisy(model.parameters())
+    with lightck.attach(model, pool, optimizer=optimizer):
+        assert calls == ["made"]
+        assert not pool.exists()
+        assert "laid out at the first boundary" in caplog.text
+        train(model, optimizer, 2)
+        assert calls == ["made", "stepped", "stepped"]
+    assert lightck.recover(pool).step == 2
 
 
 def test_muon_and_adamw_share_a_model(pool):
