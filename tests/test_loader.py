@@ -648,7 +648,7 @@ def test_batches_that_are_not_compared():
         pass
 
     saved = run(train(lambda: [Text("a"), Text("b"), Text("c")]), seed=1).versions
-    assert values.unpack(saved[2][1])["loaders"]["train"]["checksum"] is None
+    assert values.unpack(saved[2][1])["loaders"]["train"]["content"] is None
     assert values.unpack(saved[2][1])["loaders"]["train"]["r_last"] is None
     assert list(Host(resumed=saved[2][1]).loader([Text("x"), Text("y"), Text("z")])) == ["z"]
 
@@ -778,6 +778,8 @@ DAMAGE = [
     ("r_last", []),
     ("checksum", "x"),
     ("checksum", -1),
+    ("content", "x"),
+    ("content", -1),
     ("surplus", 1),
 ]
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightck.capture import rng
-from lightck.capture.batch import checksum_of
+from lightck.capture.batch import checksum_of, differ
 from lightck.capture.passes import Batches, Pass, moment
 from lightck.capture.position import Mark, Position, corrupt, same
 from lightck.capture.rng import RngState
@@ -406,7 +406,7 @@ class SessionLoader:
                 raise changed(self._name, fact) from None
         if compare and position.checksum is not None:
             checksum = checksum_of(batch)
-            if checksum is not None and checksum != position.checksum:
+            if checksum is not None and differ(position.checksum, checksum):
                 fact = f"batch {position.given - 1} of the pass is not the one that was given before"
                 raise changed(self._name, fact)
 

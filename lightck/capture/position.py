@@ -64,7 +64,8 @@ class Position:
     A replay needs random states: ``at_iter``, from which the pass's ``iter()`` drew its order and the workers' seeds;
     ``at_first``, from which the first batch was fetched, since a loop may draw in between; ``at_base``, the ``at_iter``
     of the pass that started persistent workers. ``trained``: updates were made in this pass. ``checksum`` is of the
-    last batch given, and ``last`` the random state that it was fetched from (None where a worker fetched it).
+    last batch given (saved as "content"; what older versions saved as "checksum" was computed otherwise and is not
+    compared), and ``last`` the random state that it was fetched from (None where a worker fetched it).
     ``inner`` is a stateful loader's own state.
     """
 
@@ -95,14 +96,16 @@ class Position:
             "r_first": self.at_first and self.at_first.to_value(),
             "r_base": self.at_base and self.at_base.to_value(),
             "r_last": self.last and self.last.to_value(),
-            "checksum": self.checksum,
+            "checksum": None,
+            "content": self.checksum,
             "inner": self.inner,
         }
 
     @classmethod
     def from_value(cls, value: object) -> Position:
-        if type(value) is not dict or set(value) != _KEYS:
+        if type(value) is not dict or set(value) - _NEW_KEYS != _KEYS:
             raise corrupt("it has the wrong parts")
+        value = {**dict.fromkeys(_NEW_KEYS), **value}
         for key, (kinds, why) in _TYPES.items():
             if type(value[key]) not in kinds or (type(value[key]) is int and not 0 <= value[key] < 1 << 63):
                 raise corrupt(f"{key} is no {why}")
@@ -118,7 +121,7 @@ class Position:
             at_first=Mark.from_value(value["r_first"]),
             at_base=Mark.from_value(value["r_base"]),
             last=Mark.from_value(value["r_last"]),
-            checksum=value["checksum"],
+            checksum=value["content"],
             inner=value["inner"],
         )
         position._check()
@@ -155,8 +158,11 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "live": ((bool,), "bool"),
     "trained": ((bool,), "bool"),
     "checksum": ((int, type(None)), "checksum"),
+    "content": ((int, type(None)), "checksum"),
 }
-_KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"}
+_NEW_KEYS = {"content"}
+"""Which older versions did not write."""
+_KEYS = {*(_TYPES.keys() - _NEW_KEYS), "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"}
 
 
 def _read_identity(value: object) -> Identity:
