@@ -81,6 +81,8 @@ class Contents:
     rng_forward: RngState | None
     optimizers: list[OptimizerContents]
     state: dict[str, bytes]
+    classes: dict[str, str]
+    """Name in ``state`` -> class of the object that it was saved from."""
     extra: dict[str, bytes]
     loaders: dict[str, dict[str, Any]]
     at_once: list[str]
@@ -105,6 +107,7 @@ class Contents:
                 rng_forward=None if raw["rng_forward"] is None else RngState.from_value(raw["rng_forward"]),
                 optimizers=[_optimizer(o) for o in _typed(raw["optimizers"], list)],
                 state=_bytes_map(raw["state"]),
+                classes={_typed(k, str): _typed(v, str) for k, v in _typed(raw.get("classes", {}), dict).items()},
                 extra=_bytes_map(raw["extra"]),
                 loaders=_typed(raw["loaders"], dict),
                 at_once=[_typed(n, str) for n in _typed(raw["at_once"], list)],

@@ -19,11 +19,13 @@ from lightck import memory
 from lightck.capture import values
 from lightck.capture.dtypes import dtype_from_name
 from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_views
+from lightck.capture.snapshot import class_name_of
 from lightck.capture.storable import refuse_unstorable
 from lightck.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
 from lightck.errors import DriftError, LightckError
 from lightck.fill import Fills
 from lightck.pool.layout import Entry
+from lightck.readback import ObjectCheck, check_optimizer, fits
 from lightck.restore_optimizer import read_state, set_state
 
 _Names = tuple[str, ...]
@@ -103,7 +105,7 @@ def check(
     left = _match_elastic(contents, view, tensors, plan)
     missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
     _match_optimizers(contents, opt_views, plan, notes, complete)
-    _match_objects(contents, objects, plan, notes, complete)
+    _match_objects(contents, objects, plan, notes, complete, strict)
     _match_extra(contents, view, plan, notes)
     plan.drift = Drift(missing, extra, reshaped, retyped, tuple(notes))
     if plan.drift and strict:
@@ -219,10 +221,17 @@ def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | N
     return None
 
 
-def _match_objects(contents: Contents, objects: Mapping[str, Any], plan: Plan, notes: list[str],
-                   complete: bool) -> None:  # fmt: skip
+def _match_objects(contents: Contents, objects: Mapping[str, Any], plan: Plan, notes: list[str], complete: bool,
+                   strict: bool) -> None:  # fmt: skip
+    """One of another class (renamed, it may be) is drift; it is taken all the same where it need not be strict, and has
+    a state of the same keys."""
     for name in contents.state:
         if objects.get(name) is not None:
+            was = contents.classes.get(name)
+            if was is not None and was != class_name_of(objects[name]):
+                notes.append(f"state {name!r} is {class_name_of(objects[name])} live, and was saved from {was}")
+                if strict or not fits(objects[name], contents.state[name]):
+                    continue
             plan.objects[name] = objects[name]
         elif complete and name not in plan.declined:
             notes.append(
@@ -261,6 +270,7 @@ def apply(plan: Plan, source: Source) -> None:
     _set_elastic(plan, fresh)
     for name, module in plan.extra:
         module.set_extra_state(extra[name])
+    checks = {name: ObjectCheck(name, obj) for name, obj in plan.objects.items()}
     for name, obj in plan.objects.items():
         _load(name, obj, objects[name])
     for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
@@ -268,6 +278,10 @@ def apply(plan: Plan, source: Source) -> None:
         for key in live.rest():
             del live.optimizer.state[key]
         live.optimizer.state.update(rest)
+    for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
+        check_optimizer(live, state, rest, saved.groups)
+    for name, check_one in checks.items():  # load_state_dict may have changed what it was given: taken apart again
+        check_one.after(values.unpack(plan.contents.state[name], tensor=plan.held.__getitem__))
 
 
 def _refuse_contradiction(plan: Plan, source: Source) -> None:

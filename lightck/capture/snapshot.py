@@ -261,6 +261,7 @@ class Capture:
             "rng_forward": now.to_value() if event is Event.FORWARD else None,
             "optimizers": [self._optimizer_value(view, lives) for view in self.optimizers],
             "state": self._objects_value(before, lives),
+            "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
             "extra": self._extra_at(event, before, lives),
             "loaders": {loader.name: loader.position() for loader in self.loaders},
             "at_once": sorted(never_rest),
@@ -325,6 +326,12 @@ def _collector(lives: list[Live], role: str) -> Any:
 
 def _role(role: str, index: int, n: int) -> str:
     return role if n == 1 else f"{role}.{index}"
+
+
+def class_name_of(obj: Any) -> str:
+    """Without its module, which may move. A lazy module's is that of what it becomes."""
+    kind = type(obj)
+    return str((getattr(kind, "cls_to_become", None) or kind).__name__)
 
 
 def is_loader(obj: Any) -> bool:
