@@ -242,7 +242,7 @@ class _Attachment:
             return None
         contents, line = checkpoint
         pipeline.open(reader).adopt(line)
-        pipeline.adopted(contents.step, contents.at_once, slots)
+        pipeline.adopted(contents.step, contents.at_once, slots, line.payload_generation, contents.stale_after)
         self.capture.elastic.update(contents.elastic)
         tell_differences(contents)
         forget(self.model)

@@ -90,6 +90,8 @@ class Contents:
     """Buffers that came, went or changed their size: taken as they were saved."""
     fingerprint: dict[str, Any]
     entries: Mapping[str, Entry]
+    stale_after: int | None = None
+    """Older versions with a larger generation than this hold old bytes of a tensor. None: none is known to."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
@@ -114,6 +116,7 @@ class Contents:
                 elastic=frozenset(_typed(n, str) for n in _typed(raw.get("elastic", []), list)),
                 fingerprint=_typed(raw["fingerprint"], dict),
                 entries=entries,
+                stale_after=None if raw.get("stale_after") is None else _typed(raw["stale_after"], int),
             )
         except (KeyError, TypeError, IndexError, AttributeError) as err:
             raise CorruptPoolError(f"its small state is malformed ({type(err).__name__}: {err})") from err

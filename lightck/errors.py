@@ -167,7 +167,8 @@ class SessionError(LightckError, RuntimeError):
 
 
 class StateChangedError(LightckError, RuntimeError):
-    """A tensor was written, unannounced, while a version still needed its bytes."""
+    """A tensor was written, unannounced, while a version still needed its bytes. With ``LIGHTCK_CHECK=1`` only: without
+    it such a version is given up with a warning."""
 
 
 class ExportError(LightckError, OSError):

@@ -37,10 +37,10 @@ class Flight:
         seen = self.watched.forward_seen
         return names, f"{'a forward' if seen else 'something between the boundary and the next forward'} wrote to it"
 
-    def audit(self, writer: PoolWriter, turn: int, whole: bool) -> str | None:
+    def audit(self, writer: PoolWriter, turn: int, whole: bool) -> list[str]:
         """As ``Watched.audit``, of what was copied. Its copies are done."""
-        raw = partial(writer.raw_crcs, self.pending.slot)
-        return self.watched.audit(raw, writer.superblock.block, turn, whole)
+        of_record = partial(writer.raw_crcs, self.pending.slot)
+        return self.watched.audit(self.pending.slot.image.raw, of_record, writer.superblock.block, turn, whole)
 
     def drop(self, reason: str, names: Sequence[str]) -> None:
         """Give it up, and say so."""

@@ -35,6 +35,8 @@ class Hold:
     step: int
     line: CommitLine
     is_pin: bool = False
+    made_at: int = 0
+    """The generation in which the training made it. When the pool moves it gets another one."""
 
 
 class Holds:
@@ -66,7 +68,7 @@ class Holds:
         assert writer.slots.protected is not None, "a version was committed"
         slot = writer.slots.slots[writer.slots.protected]
         line = _line_of(writer, slot.index, slot.generation)
-        hold = Hold(line.step, line, is_pin)
+        hold = Hold(line.step, line, is_pin, slot.made_at or line.payload_generation)
         with self._lock:
             self._held.append(hold)
             self._writer = writer
@@ -79,6 +81,14 @@ class Holds:
             if hold in self._held:
                 self._held.remove(hold)
             self._tell()
+
+    def struck(self, slots: Iterable[int]) -> list[int]:
+        """What lies in these slots is nobody's any more. Returns the steps that a pin held there."""
+        with self._lock:
+            gone = [hold for hold in self._held if hold.line.slot in set(slots)]
+            self._held = [hold for hold in self._held if hold not in gone]
+            self._tell()
+        return sorted(hold.step for hold in gone if hold.is_pin)
 
     def _tell(self) -> None:
         if self._writer is not None:
@@ -131,6 +141,7 @@ def _carry(version: Version, hold: Hold, writer: PoolWriter) -> CommitLine:
     pending.job.release()
     pending.job.wait(ENDED)
     writer.committed(pending)
+    slot.made_at = hold.made_at
     writer.slots.held |= {slot.index}
     pending.job.forget()
     return _line_of(writer, slot.index, pending.line.generation)

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from lightck.capture.blocks import BUDGET_NBYTES, WHOLE_CHECKPOINTS, Turn
 from lightck.capture.inventory import entry_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting, Watched, changed_error
@@ -38,6 +39,7 @@ from lightck.split import Split, columns_of
 from lightck.staging.kinds import Kind
 from lightck.staging.sending import Staging
 from lightck.stats import Meter
+from lightck.strike import Stale, strike
 from lightck.wait_policy import WaitPolicy
 
 log = logging.getLogger("lightck")
@@ -60,6 +62,10 @@ class Pipeline:
         self._n_slots, self._behind_max = slots, slots - 2
         self._meter = meter
         self._check, self._turn = check, 0
+        self.stale = Stale()
+        self._n_begun = 0
+        self._audited_nbytes = 0
+        self._proof_turn, self._proved_until = Turn(), 0
         self._flights: list[Flight] = []
         self.early = Early(check)
         self.staging = Staging(meter, staging, runs_behind=slots > 2, is_on=not check)
@@ -92,9 +98,14 @@ class Pipeline:
         self._n_slots = len(reader.superblock.slots)
         return self.writer
 
-    def adopted(self, step: int, at_once: Sequence[str], slots: int | None) -> None:
-        """The version that this session goes on from is in the pool and named by a durable line."""
+    def adopted(self, step: int, at_once: Sequence[str], slots: int | None, generation: int,
+                stale_after: int | None) -> None:  # fmt: skip
+        """The version that this session goes on from is in the pool and named by a durable line. ``generation``: of its
+        payload; ``stale_after``: what it says of older ones."""
+        assert self.writer is not None
         self.committed = step
+        if stale_after is not None:
+            strike(self.writer, self.holds, stale_after, generation)
         if self.keeper is not None:
             self.keeper.start_at(step)
         self.resting.never.update(at_once)
@@ -116,6 +127,33 @@ class Pipeline:
             raise
 
     # -- a version enters --------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Before a version's state is read: look whether what it would leave out was written unannounced."""
+        writer = self.writer
+        if writer is None:
+            return
+        names, self._audited_nbytes = self.resting.audit(writer.generation, writer.superblock.block, self._budget())
+        if names:
+            log.warning("lightck: %s was written in a way that moves no version counter (.data, numpy, a fused kernel "
+                        "or another thread), and was taken for unchanged. The next checkpoint is written whole, and "
+                        "the tensor is copied at every boundary from there on. Older checkpoints that hold its old "
+                        "bytes are struck when that one is committed.", _listed(sorted(names)))  # fmt: skip
+            self._found(names, self.resting.right_until)
+
+    def _budget(self, spent: int = 0) -> int | None:
+        """Bytes to read again for the next version, ``spent`` of which were read already; None: all. (At least one
+        block is read, whatever the budget.)"""
+        if self._check or self._n_begun < WHOLE_CHECKPOINTS:
+            return None
+        return max(BUDGET_NBYTES - spent, 0)
+
+    def _found(self, names: Iterable[str], right_until: int) -> None:
+        """These were written unannounced: nothing is taken for unchanged before it was written whole again."""
+        assert self.writer is not None
+        self.resting.never.update(names)
+        self.resting.trust_none()
+        self.stale.found(names, right_until, self.writer.generation)
 
     def close_version(self, closing: Closing) -> None:
         """Begin writing a version. Small tensors, buffers and state are copied before this returns."""
@@ -156,17 +194,13 @@ class Pipeline:
         draft = self.early.draft
         slot = self._free_slot(writer) if draft is None else draft.slot
         split = Split(self.resting, writer, slot, parts)
-        hidden = self.resting.audit(split.left_out, writer.superblock.block)
-        if hidden is not None:  # one that does not rest is reason to trust none: this version is written whole
-            self.resting.trust_none()
-            split = Split(self.resting, writer, slot, parts)
         begun, again = self.early.sift(split.background, split.background_numbers)
         self._meter.recopied += again
         room = room_for_parts(self._flights, self._behind_max)
         with self.staging.sending(writer, slot, split, draft, room) as (draft, sent):
-            watched = Watched(split.background, split.background_numbers)  # of devices too: sending adds theirs
-            if self._check:
-                watched.prove(writer.superblock.block)
+            # Of devices too: sending adds theirs.
+            watched = Watched(split.background, split.background_numbers, split.n_followed)
+            watched.prove(split.blocks(writer), self._proof_turn, self._budget(self._audited_nbytes))
             pending = writer.begin(split.plan(closing, begun, sent), slot, split.keep, draft)
         # From here on nothing may fail before there is a flight: it is what ends the job and frees the slot.
         flight = Flight(pending, watched, closing.step, is_apart=len(sent) > 0 and not split.background)
@@ -177,9 +211,7 @@ class Pipeline:
         self._meter.left_out = len(split.left_out)
         if self._meter.observer is not None:
             self._meter.observer.version(pending.line.generation, closing.step, writer.entries)
-        if hidden is not None:
-            self._flights.append(flight)
-            raise changed_error(hidden, "though it was at rest: versions before this one hold its old bytes")
+        self._n_begun += 1
         return flight
 
     def _free_slot(self, writer: PoolWriter) -> Slot:
@@ -323,15 +355,22 @@ class Pipeline:
         if self._drop_if_moved(flight):
             return
         self._turn += 1
-        hidden = flight.audit(self.writer, self._turn, self._check)
-        if hidden is not None:
-            self._drop(flight, "it was written unannounced", [hidden])
-            raise changed_error(hidden, "while a version was being copied")
+        names = flight.audit(self.writer, self._turn, self._check)
+        if names:
+            self._drop(flight, "something wrote to it while it was copied, in a way that moves no version counter "
+                       "(.data, numpy, a fused kernel or another thread)", names)  # fmt: skip
+            self._found(names, self._proved_until)
+            if self._check:
+                raise changed_error(names, "while a version was being copied")
+            return
+        if flight.watched.is_proved_whole:
+            self._proved_until = flight.pending.line.generation
         flight.pending.job.release()
 
     def _drop(self, flight: Flight, reason: str, names: Sequence[str]) -> None:
         assert self.writer is not None
         self.resting.never.update(names)
+        self.resting.trust_none()  # the next version is written whole
         flight.drop(reason, names)
         self._flights.remove(flight)
         self.writer.given_up(flight.pending, bad=False)
@@ -369,6 +408,10 @@ class Pipeline:
         info = flight.pending.job.info()
         self.writer.committed(flight.pending)
         self.committed = flight.step
+        if self.stale.after is not None:
+            if self.keeper is not None:
+                self.keeper.wait(self.holds)  # it may be reading what is struck
+            self.stale.committed(flight.pending.line.generation, self.writer, self.holds)
         self._meter.note_committed(info.nbytes, info.nbytes_helped)
         self.wait_policy.version_ended(info.nbytes, info.nbytes_helped)
         flight.pending.job.forget()
@@ -396,3 +439,8 @@ class Pipeline:
             if self.writer is not None:
                 self.writer.close()
                 self.writer = None
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more

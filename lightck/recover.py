@@ -27,6 +27,7 @@ from lightck.pool.reader import PoolReader, Rejected, Version, open_pool
 from lightck.pool.ring import Ring
 
 T = TypeVar("T")
+STALE = "it holds old bytes of a tensor that was written unannounced, as a newer version says"
 _ATTEMPTS = 20
 """How often the ring is read again on a pool whose slots are being reused while we read."""
 
@@ -97,12 +98,18 @@ def newest(
     """
     for _ in range(_ATTEMPTS):
         ring, rejected = reader.ring(), []
+        stale_after: int | None = None
         for version in reader.versions(step):
             if isinstance(version, Rejected):
                 rejected.append(version)
                 continue
+            generation = version.line.payload_generation
+            if stale_after is not None and generation > stale_after:
+                rejected.append(Rejected(version.step, version.line.generation, STALE))
+                continue
             try:
                 contents = parse(version)
+                stale_after = _lowest(stale_after, contents.stale_after)
                 taken = take(version, contents, rejected)
             except DamagedError as err:
                 rejected.append(Rejected(version.step, version.line.generation, str(err)))
@@ -117,6 +124,10 @@ def newest(
         f"{_ATTEMPTS} times. Nothing is wrong with it. Try again, end the training first, or give it more slots: "
         "attach(..., slots=3)."
     )
+
+
+def _lowest(one: int | None, other: int | None) -> int | None:
+    return one if other is None else other if one is None else min(one, other)
 
 
 def parse(version: Version) -> Contents:

@@ -372,10 +372,12 @@ class Session:
             self._close_version(event, step)
 
     def _close_version(self, event: Event, step: int) -> None:
-        never, began = self._pipeline.resting.never, time.perf_counter()
+        began = time.perf_counter()
         self._saved_step = step
+        self._guard(self._pipeline.audit)
+        never, stale_after = self._pipeline.resting.never, self._pipeline.stale.after
         closing = self._capture.close(event, step, self._boundary.iteration, explicit=self._boundary.explicit,
-                                      never_rest=never)  # fmt: skip
+                                      never_rest=never, stale_after=stale_after)  # fmt: skip
         if self._meter.observer is not None:
             self._meter.observer.stalled(f"state of step {step}", began, time.perf_counter(), is_state=True)
         self._guard(lambda: self._pipeline.close_version(closing))

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightck.capture.blocks import NO_BLOCKS, Blocks
 from lightck.capture.inventory import Live, entry_of, is_plain, memory_of, staged
 from lightck.capture.lanes import Lane, lane_of
 from lightck.capture.looks import Reading, reading_of
@@ -119,6 +120,7 @@ class Columns:
     """Those that are decided anew at each version: they may rest, or are copied by way of a staged copy."""
     staged: list[Staged]
     _places: dict[int, tuple[Live, int]] = field(default_factory=dict)
+    _blocks: list[Blocks] = field(default_factory=list)
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Live, int] | None:
         """What this tensor is called, and its record, where it is one of ``background``."""
@@ -126,6 +128,15 @@ class Columns:
             pairs = zip(self.background, self.background_numbers, strict=True)
             self._places.update((id(live.tensor), (live, number)) for live, number in pairs)
         return self._places.get(id(tensor))  # as long as this is here, so is each of these tensors
+
+    def blocks(self, writer: PoolWriter) -> Blocks:
+        """The blocks of those that are left to background copies."""
+        if not self.background:
+            return NO_BLOCKS
+        if not self._blocks:
+            starts, nbytes = writer.extents(self.background_numbers)
+            self._blocks.append(Blocks.of(self.sources[~self.now], nbytes, starts, writer.superblock.block))
+        return self._blocks[0]
 
 
 def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], token: object = None) -> Columns:
@@ -185,41 +196,47 @@ class Split:
         self.background_numbers = [number for part in parts for number in part.background_numbers]
         self._numbers: list[int] = []
         self._sources: list[int] = []
-        self._now: list[bool] = []
         self._kept: list[int] = []
         self.staged = [one for part in parts for one in part.staged]
+        self.n_followed = 0
+        """How many of ``background``, the last ones, are on their way from a device."""
         for part in parts:
             for live, record in part.single:
                 if live.still and _rests(resting, writer, slot, live, record.number):
                     self._kept.append(record.number)
                     self.left_out.append(live)
                 else:
-                    self._copy(live, record, record.at_once or live.still or live.name in resting.never)
+                    self._copy(live, record)
 
-    def _copy(self, live: Live, record: Record, now: bool) -> None:
+    def _copy(self, live: Live, record: Record) -> None:
+        """At the boundary."""
         source, address = live.tensor, record.address
         if not record.plain:
             source = staged(live.tensor)
             address = source.data_ptr()
         self._numbers.append(record.number)
         self._sources.append(address)
-        self._now.append(now)
         self._keep.append(memory_of(source))
         if live.still:
             self.stills.append((live, record.number))
-        if not now:
-            self.background.append(live)
-            self.background_numbers.append(record.number)
 
     def copy_at_once(self, tensors: Sequence[Staged]) -> None:
         """These do not wait for their device: they are read now."""
         for one in tensors:
-            self._copy(one.live, one.record, True)
+            self._copy(one.live, one.record)
 
     def follow(self, tensors: Sequence[Staged]) -> None:
         """These are on their way, and read until the copies are done."""
+        self.n_followed += len(tensors)
         self.background = [*self.background, *(one.live for one in tensors)]  # new lists: others have the old ones
         self.background_numbers = [*self.background_numbers, *(one.record.number for one in tensors)]
+
+    def blocks(self, writer: PoolWriter) -> Blocks:
+        """The blocks of ``background``, in its order, without what lies on devices."""
+        found = NO_BLOCKS
+        for part in self._parts:
+            found = found.and_then(part.blocks(writer))
+        return found
 
     @property
     def keep(self) -> tuple[list[object], ...]:
@@ -231,7 +248,7 @@ class Split:
         parts, begun = self._parts, np.concatenate([NONE, *early])
         numbers = np.concatenate([*(part.numbers for part in parts), np.array(self._numbers, np.int64)])
         sources = np.concatenate([*(part.sources for part in parts), np.array(self._sources, np.uint64)])
-        now = np.concatenate([*(part.now for part in parts), np.array(self._now, np.bool_)])
+        now = np.concatenate([*(part.now for part in parts), np.ones(len(self._numbers), np.bool_)])
         present = np.array([number for part in parts for number in part.present], np.int64)
         if len(begun):
             left = np.isin(numbers, begun, invert=True)

@@ -171,8 +171,9 @@ class Capture:
 
     # -- at the boundary ---------------------------------------------------------------------------------
 
-    def close(self, event: Event, step: int, iteration: int, *, explicit: bool, never_rest: set[str]) -> Closing:
-        """The version that this event closes."""
+    def close(self, event: Event, step: int, iteration: int, *, explicit: bool, never_rest: set[str],
+              stale_after: int | None = None) -> Closing:  # fmt: skip
+        """The version that this event closes. ``stale_after``: what it has to say of older ones (``strike.py``)."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
         lives, roster = self.tensors(), self._roster
@@ -180,7 +181,7 @@ class Capture:
             self._noted = roster
             self._note_elastic(before.buffers if event is Event.PRE_STEP and before is not None else None)
         self._tell_shared_memory(lives)
-        small = self._small_state(event, explicit, never_rest, before, lives)
+        small = self._small_state(event, explicit, never_rest, before, lives, stale_after)
         then = self.provisional
         if event is Event.PRE_STEP and then is not None and (then.buffers or self.model.has_buffers):
             lives, roster = self._with_buffers_of(then, lives), None
@@ -250,7 +251,7 @@ class Capture:
         yield from large
 
     def _small_state(self, event: Event, explicit: bool, never_rest: set[str], before: Provisional | None,
-                     lives: list[Live]) -> bytes:  # fmt: skip
+                     lives: list[Live], stale_after: int | None = None) -> bytes:  # fmt: skip
         now = rng.capture()
         first = now if before is None else before.rng
         state = {
@@ -266,6 +267,7 @@ class Capture:
             "loaders": {loader.name: loader.position() for loader in self.loaders},
             "at_once": sorted(never_rest),
             "elastic": sorted(self.elastic),
+            "stale_after": stale_after,
             "fingerprint": fingerprint(),
         }
         return values.pack(state, path="", large=None)

@@ -35,6 +35,7 @@ TABLE_NBYTES_MAX = 256 * MIB
 LINE_NBYTES = 64
 KIND_VERSION, KIND_ADOPTION = 1, 2
 SLOT_MAGIC = b"LCKSLOT1"
+SLOT_STRUCK = 1
 MANIFEST_MAGIC = b"LCKMANI1"
 MANIFEST_HEADER_NBYTES = 128
 RECORD_NBYTES = 32
@@ -221,8 +222,8 @@ class CommitLine:
 _HEADER = struct.Struct("<Q8sII32s")
 
 
-def pack_slot_header(generation: int, slot: int, uuid: bytes) -> bytes:
-    body = _HEADER.pack(generation, SLOT_MAGIC, slot, 0, bytes(32))
+def pack_slot_header(generation: int, slot: int, uuid: bytes, *, struck: bool = False) -> bytes:
+    body = _HEADER.pack(generation, SLOT_MAGIC, slot, SLOT_STRUCK if struck else 0, bytes(32))
     return body + _U64.pack(crc64(uuid + body))
 
 
@@ -235,6 +236,11 @@ def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
         return None
     generation, magic, index, _, _ = _HEADER.unpack(body)
     return generation if magic == SLOT_MAGIC and index == slot and generation < NUMBER_MAX else None
+
+
+def is_struck_header(data: bytes) -> bool:
+    """Whether a slot header that passed its check says that the checkpoint in the slot was struck."""
+    return bool(_HEADER.unpack_from(data)[3] == SLOT_STRUCK)
 
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")

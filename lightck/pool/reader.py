@@ -35,6 +35,7 @@ from lightck.pool.format import (
     DamagedError,
     ManifestHeader,
     Superblock,
+    is_struck_header,
     layout_hash,
     manifest_hash,
     unpack_slot_header,
@@ -52,6 +53,11 @@ MANY_NBYTES = 4 << 20
 THREADS_MAX = 8
 HOLLOW_NBYTES = 64 << 20
 """What may be read at once of a file that takes up less: a hole costs whoever makes a file nothing."""
+
+
+STRUCK = (
+    "it was struck by its training: it holds old bytes of a tensor that was written unannounced, which was found later"
+)
 
 
 class PoolReader:
@@ -201,6 +207,10 @@ class PoolReader:
         durable before any line that counts on it, so a later write of it was lost."""
         return (self.slot_generation(line.slot) or 0) > line.payload_generation
 
+    def _is_struck(self, slot: int) -> bool:
+        data = self.read(self.superblock.slots[slot][0], LINE_NBYTES)
+        return len(data) == LINE_NBYTES and is_struck_header(data)
+
     def versions(self, step: int | None = None) -> Iterator[Version | Rejected]:
         """Versions from the newest on (or those of one step), each with its manifest checked, not its payload."""
         for line in candidates(self.ring(), step):
@@ -218,7 +228,7 @@ class PoolReader:
     def _version(self, line: CommitLine) -> Version:
         sb = self.superblock
         if self.is_reused(line):
-            raise DamagedError("its slot was reused by a newer version")
+            raise DamagedError(STRUCK if self._is_struck(line.slot) else "its slot was reused by a newer version")
         if line.manifest_nbytes > sb.manifest_nbytes:
             raise DamagedError("its manifest is larger than the place for it")
         if not self._can_hold(line.manifest_nbytes):

@@ -62,6 +62,8 @@ class Slot:
     manifest_index: int = 0
     is_bad: bool = False
     in_flight: bool = False
+    made_at: int | None = None
+    """The generation in which its version was made, where it was carried here from another file."""
 
 
 @dataclass(slots=True)

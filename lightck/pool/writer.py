@@ -30,6 +30,7 @@ from lightck.pool.format import (
     NUMBER_MAX,
     CommitLine,
     ManifestHeader,
+    pack_slot_header,
 )
 from lightck.pool.layout import Entry, blocks_of
 from lightck.pool.lock import PoolLock
@@ -195,6 +196,11 @@ class PoolWriter:
         start = int(self._template["crc_index"][number])
         return slot.image.raw[start : start + blocks_of(self.entries[number].nbytes, self.superblock.block)]
 
+    def extents(self, numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """Where the checksums of these records begin among all, and how many bytes each record has."""
+        rows = self._template[np.asarray(numbers, np.int64)]
+        return rows["crc_index"].astype(np.int64), rows["nbytes"]
+
     def place(self, slot: Slot, number: int) -> tuple[int, int]:
         """Where the bytes of a record begin in the mapping when they lie in this slot, and how many there are."""
         return slot.offset + int(self._template["dst"][number]), self.entries[number].nbytes
@@ -221,13 +227,38 @@ class PoolWriter:
     def _note_line(self, position: int, line: CommitLine) -> None:
         self.ring = Ring({**self.ring.lines, position: line}, self.ring.damaged)
 
+    def strike(self, after: int, before: int) -> list[int]:
+        """Make the checkpoints unreadable, durably, that were made in a generation between these two (both excluded):
+        they are known to hold wrong bytes. Returns their slots. Nothing of them may be under way.
+
+        A slot header that names a newer generation is what makes the bytes of a slot nobody's: the same as before a
+        slot is written anew (docs/format.md, "Slot").
+        """
+        written = [slot for slot in self.slots.slots if slot.generation is not None]
+        struck = [slot for slot in written if after < (slot.made_at or slot.generation or 0) < before]
+        for slot in struck:
+            assert not slot.in_flight, "nothing of it may be under way"
+            assert slot.index != self.slots.protected, "the newest checkpoint is never struck"
+            self._generation += 1
+            self.medium.store(slot.offset, pack_slot_header(self._generation, slot.index, self.superblock.uuid,
+                                                            struck=True))  # fmt: skip
+            self._slot_unknown(slot)
+        if struck:
+            self.medium.sync()
+        return [slot.index for slot in struck]
+
+    @property
+    def generation(self) -> int:
+        """The last one that was given to a checkpoint."""
+        return self._generation
+
     # -- versions ----------------------------------------------------------------------------------------
 
     def draft(self, slot: Slot) -> Draft:
         """Take a slot for a version that is not closed yet."""
         self._refuse_lost_lock()
         self._generation += 1
-        slot.generation, slot.in_flight = self._generation, True
+        slot.generation, slot.in_flight, slot.made_at = self._generation, True, None
         return Draft(self, slot, self._generation)
 
     def begin(self, plan: VersionPlan, slot: Slot, keep: Any, draft: Draft | None = None) -> Pending:
@@ -240,7 +271,7 @@ class PoolWriter:
         generation = self._generation + 1 if draft is None else draft.generation
         image_nbytes = self._fill_image(slot, plan, generation)
         self._generation = max(self._generation, generation)
-        slot.generation, slot.in_flight = generation, True
+        slot.generation, slot.in_flight, slot.made_at = generation, True, None
         position = self._next_position()
         parts = [] if draft is None else draft.parts
         commit = self._commit(slot, plan.step, generation, position, image_nbytes, lib.LCK_FOLLOWS if parts else 0)

@@ -39,7 +39,7 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 13 };
+enum { LCK_ABI_VERSION = 14 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -70,6 +70,8 @@ uint32_t lck_crc32c(const void *data, uint64_t nbytes);
 uint64_t lck_crc64(uint64_t crc, const void *data, uint64_t nbytes);
 /* lck_crc32c of every block of `block` bytes (the last may be shorter) into out[ceil(nbytes / block)]. */
 int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uint32_t *out);
+/* lck_crc32c of `count` blocks, each by its own address and length, into out[count]. */
+int32_t lck_crc32c_each(const uint64_t *addresses, const uint64_t *nbytes, uint64_t count, uint32_t *out);
 /* What is xored onto the CRC-32C of block `index` before it is stored: bound to pool, tensor, block and the
  * generation in which the bytes were written (docs/format.md, "Block checksums"). */
 uint32_t lck_block_seed(uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t index);

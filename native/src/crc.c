@@ -98,6 +98,15 @@ int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uin
     return LCK_OK;
 }
 
+int32_t lck_crc32c_each(const uint64_t *addresses, const uint64_t *nbytes, uint64_t count, uint32_t *out)
+{
+    if (count > 0 && (addresses == NULL || nbytes == NULL || out == NULL))
+        return LCK_EINVAL;
+    for (uint64_t i = 0; i < count; i++)
+        out[i] = lck_crc32c((const void *)(uintptr_t)addresses[i], nbytes[i]);
+    return LCK_OK;
+}
+
 static uint64_t splitmix64(uint64_t x)
 {
     x += 0x9E3779B97F4A7C15u;

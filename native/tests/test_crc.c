@@ -60,6 +60,21 @@ static void check_blocks(void)
     CHECK_EQ(lck_crc32c_blocks(data, 1000, 0, crcs), LCK_EINVAL);
 }
 
+static void check_each(void)
+{
+    static unsigned char data[1000];
+    uint64_t addresses[3], nbytes[3] = {400, 0, 77};
+    uint32_t crcs[3] = {1, 1, 1};
+    fill_random(data, sizeof data, 3);
+    for (size_t i = 0; i < 3; i++)
+        addresses[i] = (uintptr_t)data + 300 * i + 1;
+    CHECK_EQ(lck_crc32c_each(addresses, nbytes, 3, crcs), LCK_OK);
+    for (size_t i = 0; i < 3; i++)
+        CHECK(crcs[i] == slow_crc32c(data + 300 * i + 1, nbytes[i]));
+    CHECK_EQ(lck_crc32c_each(NULL, NULL, 0, NULL), LCK_OK);
+    CHECK_EQ(lck_crc32c_each(NULL, nbytes, 1, crcs), LCK_EINVAL);
+}
+
 int main(void)
 {
     static const char *const names[] = {"portable", "sse2-table", "sse2", "avx2-narrow", "avx2", "avx512", "auto"};
@@ -75,6 +90,7 @@ int main(void)
         check_values();
         check_references();
         check_blocks();
+        check_each();
     }
     return 0;
 }

@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import BIG, adam, crashed, everything, forward, is_step, net, same, train, weights
+from toys import BIG, adam, crashed, damage, everything, forward, is_step, net, same, train, weights
 
 import lightck
-from lightck.errors import StateChangedError
+from lightck import pipeline
+from lightck.capture.watch import Resting
+from lightck.errors import CorruptPoolError, NoCheckpointError, StateChangedError
 from lightck.pool.engine import COPIED
+from lightck.pool.reader import Version, open_pool
+from lightck.pool.writer import PoolWriter
+from lightck.strike import Stale
 
 ROWS = 4096  # rows of 4 floats: 64 kB, copied in the background
 
@@ -197,29 +202,80 @@ def test_check_variable_catches_a_data_write(pool, monkeypatch):
     assert same(dict(lightck.recover(pool).model), seen)
 
 
-@pytest.mark.usefixtures("commits_early")
-def test_data_write_is_found_by_the_rolling_audit_of_copies(pool):
-    """Without the variable one block of one source is read again for each version: in time it meets the culprit."""
+@pytest.fixture
+def before_the_copies(monkeypatch):
+    """What is called between a boundary and the copies of its checkpoint."""
+    work: list[Any] = []
+    begin = PoolWriter.begin
+
+    def begin_late(self: PoolWriter, *args: Any) -> Any:
+        for each in work:
+            each()
+        return begin(self, *args)
+
+    monkeypatch.setattr(PoolWriter, "begin", begin_late)
+    return work
+
+
+def test_data_write_before_the_copy_costs_its_checkpoint_and_the_next_one_is_right(pool, before_the_copies, caplog,
+                                                                                  monkeypatch):  # fmt: skip
+    """It moves no version counter: what was read at the boundary tells. The training goes on."""
+    monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
     model = Writer("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.ones(2, 4)
-    caught = []
+    seen = {}
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        for number in range(6):
+        for number in range(1, 9):
             optimizer.zero_grad()
             model(x).backward()
             optimizer.step()
+            seen[number] = everything(model, optimizer)
+            before_the_copies[:] = [lambda: model.scaled.data[5, 2].add_(1.0)] if number in (2, 5) else []
             session.end_step()
-            copied(session)
-            model.scaled.data[5, 2] += 1.0
-            try:
-                model(x)
-            except StateChangedError as error:
-                caught.append((number, str(error)))
+        model(x)
+        session.flush()
+        assert session.stats().skipped == 1, "the checkpoint of step 2: later the tensor is copied at the boundary"
+        for step in (7, 8):
+            assert is_step(lightck.recover(pool, step=step), seen[step])
+    said = [r.message for r in caplog.records if "given up" in r.message]
+    assert len(said) == 1
+    assert "model/scaled" in said[0]
+
+
+def test_data_write_is_found_in_turn_in_a_large_model(pool, before_the_copies, caplog, monkeypatch):
+    """Beyond the first checkpoints so many bytes are read for each; in time they meet the culprit. The older ones,
+    which may hold such bytes too, are struck when a right one is there."""
+    monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
+    monkeypatch.setattr(pipeline, "BUDGET_NBYTES", 1)
+    model = Writer("none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.ones(2, 4)
+    with lightck.attach(model, pool, optimizer=optimizer, slots=5) as session:
+        for number in range(1, 12):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+            before_the_copies[:] = [lambda: model.scaled.data[5, 2].add_(1.0)] if number > 4 else []
+            session.end_step()
+            session.flush()
+            if "given up" in caplog.text:
                 break
-    assert len(caught) == 1
-    assert caught[0][0] < 3, "there are three sources of one block each"
-    assert "model/scaled" in caught[0][1]
+        seen = everything(model, optimizer)
+        assert 5 <= number <= 7, "there are two sources of one block each"
+        assert held_steps(pool) == [number, 3], "those since the last one that was compared whole are struck"
+    for step in range(4, number):
+        with pytest.raises((NoCheckpointError, CorruptPoolError)):
+            lightck.recover(pool, step=step)
+    assert is_step(lightck.recover(pool), seen)
+
+
+def held_steps(pool: Any) -> list[int]:
+    reader = open_pool(str(pool))
+    try:
+        return [version.step for version in reader.versions() if isinstance(version, Version)]
+    finally:
+        reader.close()
 
 
 def copied(session: lightck.Session) -> None:
@@ -348,31 +404,113 @@ def test_first_versions_after_attach_are_whole(pool):
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_hidden_write_to_a_left_out_tensor_is_found_within_as_many_steps_as_there_are_of_them(pool, culprit):
+def test_hidden_write_to_a_left_out_tensor_is_found_before_the_next_checkpoint(pool, culprit, caplog):
+    """All of a small model is read for each. The checkpoint is written whole, and nothing stops."""
     model, optimizer, session = frozen_run(pool)
     with session:
         for _ in range(4):
             written(model, optimizer, session)
         model.base[culprit].data[7, 1] += 1.0  # moves no version counter
-        raised = []
         for number in range(4):
-            update(model, optimizer)
-            try:
-                session.end_step()
-            except StateChangedError as error:
-                raised.append((number, str(error)))
-                seen = everything(model, optimizer)
-                session.flush()
-                assert is_step(lightck.recover(pool), seen), "the version after the discovery has to be right"
-        assert len(raised) == 1
-        assert raised[0][0] < 3
-        assert f"model/base.{culprit}" in raised[0][1]
+            assert written(model, optimizer, session)[1] == (0, 0, 2, 2)[number]
+            assert is_step(lightck.recover(pool), everything(model, optimizer))
+        said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+        assert len(said) == 1, said
+        assert f"model/base.{culprit}" in said[0]
         model.base[culprit].data[7, 1] += 1.0
         assert written(model, optimizer, session)[1] == 2
         assert is_step(lightck.recover(pool), everything(model, optimizer))
     model, optimizer, session = frozen_run(pool, resume=True)
     with session:
         assert [written(model, optimizer, session)[1] for _ in range(3)] == [0, 0, 2], "still known after a restart"
+
+
+def test_name_of_the_tensor_is_known_to_the_very_checkpoint_that_holds_its_new_bytes(pool):
+    model, optimizer, session = frozen_run(pool)
+    with session:
+        for _ in range(4):
+            written(model, optimizer, session)
+        model.base[1].data[7, 1] += 1.0
+        written(model, optimizer, session)
+        image = crashed(pool)
+    model, optimizer, session = frozen_run(image, resume=True)
+    with session:
+        assert [written(model, optimizer, session)[1] for _ in range(3)] == [0, 0, 2]
+
+
+def test_all_that_were_written_are_found_at_once_even_where_few_bytes_are_read(pool, caplog, monkeypatch):
+    """A target network that follows by ``.data``: one is found in its turn, and then all."""
+    monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
+    monkeypatch.setattr(pipeline, "BUDGET_NBYTES", 1)
+    model, optimizer, session = frozen_run(pool)
+    with session:
+        for _ in range(5):
+            written(model, optimizer, session)
+        for p in model.base:
+            p.data.mul_(0.5)
+        assert written(model, optimizer, session)[1] == 0
+        assert all(f"model/base.{n}" in caplog.text for n in range(3))
+        assert [written(model, optimizer, session)[1] for _ in range(3)] == [0, 0, 0], "never taken for unchanged again"
+
+
+def stale_run(pool: Any, monkeypatch: Any, slots: int = 4) -> tuple[Any, ...]:
+    """A training whose steps 6 and 7 hold old bytes of a frozen part, and that has not found it yet."""
+    monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
+    model, optimizer, session = frozen_run(pool, slots=slots)
+    for _ in range(5):
+        written(model, optimizer, session)
+    monkeypatch.setattr(Resting, "audit", lambda *args: (set(), 0))
+    model.base[1].data[7, 1] += 1.0
+    for _ in range(2):
+        written(model, optimizer, session)
+    return model, optimizer, session
+
+
+def test_stale_checkpoints_are_struck_when_the_right_one_is_committed_and_not_before(pool, monkeypatch):
+    """In every image of the pool the newest one is right, or nothing was known yet."""
+    model, optimizer, session = stale_run(pool, monkeypatch)
+    with session:
+        monkeypatch.undo()
+        monkeypatch.setattr(Stale, "committed", lambda *args: None)  # a crash between the commit and the strike
+        written(model, optimizer, session)
+        seen = everything(model, optimizer)
+        assert held_steps(pool) == [8, 7, 6, 5]
+        image, damaged = crashed(pool, "unstruck.pool"), crashed(pool, "damaged.pool")
+        monkeypatch.undo()
+        written(model, optimizer, session)
+        assert held_steps(pool) == [9, 8], "6 and 7 are struck, and 5 was overwritten"
+    assert is_step(lightck.recover(image), seen)
+    again = frozen_run(image, resume=True)
+    with again[2]:
+        assert held_steps(image) == [8], "who goes on from the right one strikes the others"
+    damage(damaged, "model/head.weight", [8])
+    with pytest.raises(CorruptPoolError, match="old bytes"):
+        lightck.recover(damaged)
+
+
+def test_pins_of_stale_checkpoints_end_with_a_warning_and_older_ones_stay(pool, caplog, monkeypatch):
+    monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
+    model, optimizer, session = frozen_run(pool)
+    with session:
+        for _ in range(3):
+            written(model, optimizer, session)
+        good, seen = session.pin(), everything(model, optimizer)
+        for _ in range(3):
+            written(model, optimizer, session)
+        audit = Resting.audit
+        monkeypatch.setattr(Resting, "audit", lambda *args: (set(), 0))
+        model.base[1].data[7, 1] += 1.0
+        written(model, optimizer, session)
+        stale = session.pin()
+        monkeypatch.setattr(Resting, "audit", audit)
+        written(model, optimizer, session)
+        assert f"the pinned checkpoints of steps {stale.step} are struck" in caplog.text
+        assert is_step(lightck.recover(pool, step=good.step), seen)
+        with pytest.raises((NoCheckpointError, CorruptPoolError)):
+            lightck.recover(pool, step=stale.step)
+        stale.release()
+        written(model, optimizer, session)
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
 def test_parameter_whose_gradient_was_always_none_is_left_out_until_it_wakes(pool):

@@ -1,0 +1,24 @@
+"""Rows A1 to A3: writes that nobody announces are repaired, and no resume goes on from stale bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from .harness import Bench
+
+SMALL = [
+    "frozen-weight-scaled-once-by-data",
+    "frozen-weight-scaled-behind-the-update",
+    "lora-merged-for-an-evaluation",
+    "target-network-copied-by-data",
+    "bf16-weights-from-a-master",
+    "replay-buffer-written-through-numpy",
+    "weights-normalised-by-the-forward",
+    "weights-scaled-by-the-forward",
+    "average-updated-at-the-top",
+]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_training_with_unannounced_writes_is_exact_after_every_kill(name: str, bench: Bench) -> None:
+    bench.exact(name, quiet=False)
