@@ -28,6 +28,7 @@ message gives the fact, the reason and the cure, in that order.
     ├── UnsupportedError              (NotImplementedError) an optimizer that lightck does not follow
     ├── LateError                     (RuntimeError)        an optimizer or scheduler that came after attach
     ├── SessionError                  (RuntimeError)        a call that this session cannot take now
+    ├── NothingSavedError             (RuntimeError)        close(): the model was trained, and nothing of it was saved
     ├── StateChangedError             (RuntimeError)        a tensor was written while a version still needed it
     ├── FlushTimeoutError             (TimeoutError)        flush(timeout=) ran out of time
     ├── ExportError                   (OSError)             an exported file could not be written
@@ -164,6 +165,10 @@ class LateError(LightckError, RuntimeError):
 
 class SessionError(LightckError, RuntimeError):
     """The session, or the model, is not in a state that allows this call."""
+
+
+class NothingSavedError(LightckError, RuntimeError):
+    """A session ends whose model was trained, and lightck could not see one update of it."""
 
 
 class StateChangedError(LightckError, RuntimeError):

@@ -20,19 +20,20 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from lightck.capture.boundary import Boundary, Event
-from lightck.capture.discover import Found, drives, late
+from lightck.capture.boundary import BY_HAND, Boundary, Event
+from lightck.capture.discover import Found, drives, late, live_optimizers
 from lightck.capture.forward import ForwardSeen
 from lightck.capture.half import HalfUpdated
 from lightck.capture.hooks import Hooks
 from lightck.capture.loader import SessionLoader
 from lightck.capture.nest import places
 from lightck.capture.rng import RngState
+from lightck.capture.saved import SavedWatch
 from lightck.capture.scaler import ScalerWatch
 from lightck.capture.snapshot import Capture
 from lightck.capture.wrapped import name_of
 from lightck.ending import end
-from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
+from lightck.errors import BackgroundError, FlushTimeoutError, NothingSavedError, SessionError
 from lightck.first_step import FirstStep
 from lightck.interrupts import resumed
 from lightck.interval import Cadence
@@ -42,7 +43,7 @@ from lightck.pipeline import Pipeline
 from lightck.pool.durability import Durability
 from lightck.pool.lock import PoolLock
 from lightck.resume import Resumed
-from lightck.sessions import Proxy, abandon_at_exit, in_turn
+from lightck.sessions import Proxy, abandon_at_exit, in_turn, is_followed
 from lightck.stats import Meter, Stats
 from lightck.trace.recording import Recording, Traces
 
@@ -67,6 +68,8 @@ class Session:
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
         self._boundary = Boundary(found.updating, *start)
         self._saved_step = self._boundary.step
+        self._watch = SavedWatch(capture, self._boundary, self._follow_live)
+        self._declines_optimizers = found.declined
         self._failure: BaseException | None = None
         self._is_open = True
         self.turn = threading.RLock()  # of the thread that is inside: a watchdog may flush or close meanwhile
@@ -141,12 +144,15 @@ class Session:
     @in_turn
     def end_step(self) -> None:
         """Close the version here: the last statement of the loop. From the first call on, only this, ``flush`` and
-        ``close`` are boundaries."""
+        ``close`` are boundaries. Where no optimizer is followed it counts as the update."""
         self._check_usable()
         with self._meter.stall("end_step"):
             self._raise_failure()
             self._half_updated.refuse_boundary()
-            self._event(Event.END_STEP)
+            if self._paused or not self._watch.end_step():
+                self._event(Event.END_STEP)
+            else:
+                self._updated_by_hand()
 
     @in_turn
     def flush(self, timeout: float | None = None) -> int | None:
@@ -178,21 +184,25 @@ class Session:
     def close(self) -> None:
         """Commit the current step, end the threads, release the pool. A second call does nothing.
 
-        Raises the error of background work that failed, after everything was released.
+        Raises the error of background work that failed, after everything was released, or ``NothingSavedError``.
         """
         if not self._is_open:
             return
+        problem = None
         try:
             if self._half_updated:
                 log.warning("lightck: closed between backward() and step(): what was not committed before is not saved")
             elif not self.is_forked and self._failure is None:
                 with self._meter.stall("close"):
                     self._commit_current(None, also_step_0=False)
+                    problem = self._watch.problem()
         finally:
             self._release()
         self._raise_failure()
         self._raise_keep_failure()
         self._traces.close()
+        if problem is not None:
+            raise NothingSavedError(problem)
 
     def trace(self, path: str | os.PathLike[str], *, steps: int | None = 20, overwrite: bool = False) -> Recording:
         """Record what the next ``steps`` steps do (None: until it is closed), for Perfetto and ``lightck trace``.
@@ -244,6 +254,8 @@ class Session:
             if self._boundary.is_due(Event.PRE_STEP):
                 self._event(Event.PRE_STEP)
                 self._forward.tell_missing(self._boundary.explicit)
+            if not self._paused:
+                self._watch.before_step(index)
             self._capture.before_update(index)
 
     def gate(self) -> None:
@@ -256,6 +268,7 @@ class Session:
         """Post-step hook of a step that changed something."""
         with self._meter.stall("after the update"):
             self._boundary.updated(index)
+            self._watch.updated()
             self._scalers.stepped()
             self._half_updated.end(index)
             self._capture.before_update(index)  # again: a closure makes its gradients inside the step
@@ -291,6 +304,7 @@ class Session:
             return
         self._forward.fires = True
         with self._meter.stall("forward begins"):
+            self._watch.training_forward()
             if self._failure is None:
                 self._guard(self._pipeline.forward_begins)
                 self._event(Event.FORWARD)
@@ -306,13 +320,29 @@ class Session:
     def unknown_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer steps that was not there at attach."""
         model = self._model()
-        if model is None or not drives(optimizer, {id(p): i for i, p in enumerate(model.parameters())}):
+        if model is None:
+            return
+        if not drives(optimizer, {id(p): i for i, p in enumerate(model.parameters())}):
+            if not is_followed(optimizer):
+                self._watch.step_elsewhere(optimizer)
             return
         new = late(optimizer, {id(p) for view in self._capture.optimizers for _, p in view.params})
         log.info("lightck: %s was made after attach and is followed from its first step", type(optimizer).__name__)
         self._capture.add_optimizers(new)
         self._boundary.optimizers += sum(place.steps for place in places(new))
         self._hooks.add(new)
+
+    def follows(self, optimizer: Any) -> bool:
+        """Whether its steps are updates of this session."""
+        return self._hooks.follow(optimizer)
+
+    def _follow_live(self) -> bool:
+        """Follow what was made after attach and has not stepped yet. Whether there is any, followed or declined."""
+        model = self._model()
+        found = () if model is None else live_optimizers({id(p): i for i, p in enumerate(model.parameters())})
+        for optimizer in () if self._declines_optimizers else found:
+            self.unknown_optimizer(optimizer)
+        return bool(found)
 
     def loader_next(self, loader: SessionLoader) -> None:
         """``next()`` on a session loader, before anything is fetched."""
@@ -370,6 +400,15 @@ class Session:
         self._capture.within.boundary(event, step, is_saved)
         if is_saved:
             self._close_version(event, step)
+
+    def _updated_by_hand(self) -> None:
+        """An update of a loop in which no optimizer is followed. No gate will come before the next one: the copies end
+        here."""
+        self._steps_on = threading.get_ident()
+        self._boundary.updated(BY_HAND)
+        self._capture.devices.note_updates()
+        self._event(Event.END_STEP)
+        self._guard(self._pipeline.copies_done)
 
     def _close_version(self, event: Event, step: int) -> None:
         began = time.perf_counter()

@@ -38,6 +38,12 @@ def has_open_session(model: nn.Module, *, parts_of_it: bool = False) -> bool:
     return any(other in mine or model in set(other.modules()) for other in others)
 
 
+def is_followed(optimizer: Any) -> bool:
+    """Whether an open session follows this optimizer."""
+    sessions = [session for ref in list(_open.values()) if (session := ref()) is not None and session.is_open]
+    return any(session.follows(optimizer) for session in sessions)
+
+
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -24,6 +24,8 @@ class Event(Enum):
     """The pre-step hook of the next update: the last resort."""
 
 
+BY_HAND = -1
+"""In place of an optimizer's index: an update of a loop in which none is followed."""
 _BY_USER = (Event.END_STEP, Event.FLUSH)
 
 
@@ -54,6 +56,10 @@ class Boundary:
         """An optimizer stepped and changed something."""
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
         self._flushed = False
+
+    def pending(self, optimizer: int) -> int:
+        """Updates that it made since a version closed."""
+        return self._updates.get(optimizer, 0)
 
     def is_due(self, event: Event) -> bool:
         """Whether this event closes a version."""

@@ -31,6 +31,8 @@ class Found:
     state: Mapping[str, Any]
     found: Mapping[str, str] = field(default_factory=dict)
     """name -> class, for what was found rather than passed."""
+    declined: bool = False
+    """Nobody is to look for optimizers: ``optimizer=[]``, or those that there are."""
 
     @property
     def updating(self) -> int:
@@ -61,7 +63,7 @@ def discover(params: Mapping[int, int], optimizer: Any, state: Mapping[str, Any]
     extra = {**_find_schedulers(live, optimizers, given), **_find_scaler(live, given)}
     found |= {name: type(obj).__name__ for name, obj in extra.items()}
     kept = {name: obj for name, obj in {**given, **extra}.items() if obj is not None}
-    return Found(optimizers, kept, found)
+    return Found(optimizers, kept, found, declined=optimizer is not None)
 
 
 _KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler)
@@ -94,6 +96,19 @@ def drives(optimizer: Any, params: Mapping[int, int]) -> bool:
         return any(id(p) in params for g in groups for p in g["params"])
     except (TypeError, KeyError):
         return False
+
+
+def live_optimizers(params: Mapping[int, int]) -> tuple[Optimizer, ...]:
+    """What drives this model now, an outermost wrapper alone. ``params`` as in ``discover``. None where it is not
+    clear: each is followed when it steps."""
+    for collect in (False, True):  # one that is only waiting for collection is none
+        try:
+            found = _find_optimizers(_LiveObjects(collect=collect), params)
+        except (AmbiguousError, UnsupportedError, TypeError):
+            return ()
+        if not found:
+            return ()
+    return tuple(o for o, place in zip(found, places(found), strict=True) if not place.is_wrapped)
 
 
 def late(optimizer: Any, known: Collection[int]) -> tuple[Optimizer, ...]:

@@ -90,6 +90,10 @@ class Hooks:
         before, self._listener = self._listener, listener
         return before
 
+    def follow(self, optimizer: Any) -> bool:
+        """Whether this one's steps are seen."""
+        return any(o is optimizer for o in self._optimizers)
+
     def forget(self) -> None:
         """Let go of the optimizers, after ``remove``."""
         self._optimizers.clear()
@@ -124,7 +128,7 @@ class Hooks:
     # -- step --------------------------------------------------------------------------------------------
 
     def _any_step_pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(o is optimizer for o in self._optimizers):
+        if not self.follow(optimizer):
             self._listener.unknown_optimizer(optimizer)
 
     def _step_pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -233,7 +233,8 @@ class Capture:
         trained = {
             id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._without_grad[view.index]
         }
-        lives = self.model.tensors(trained)
+        # Where no optimizer is followed nothing tells which parameters an update leaves alone: none is taken to rest.
+        lives = self.model.tensors(trained if self.optimizers else None)
         for view in self.optimizers:
             lives.extend(view.outside())
             lives.extend(view.state_tensors())

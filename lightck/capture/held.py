@@ -1,0 +1,68 @@
+"""What tensors and objects hold at one moment, as marks that can be compared with those of another moment.
+
+This reads bytes, so it is for a few moments of a training and never for every step. Tensors on a device are not read:
+their version counters are compared, and a write that moves none stays unseen there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lightck.capture import rng, values
+from lightck.capture.inventory import Live, OptimizerView, address_of, has_memory, staged
+from lightck.capture.lanes import lane_of
+from lightck.capture.looks import version_of
+from lightck.capture.watch import checksums
+
+_BLOCK = 1 << 20
+
+Marks = dict[str, tuple[Any, ...]]
+"""Name -> mark. What could not be read has none."""
+
+
+def by_tensors(lives: Iterable[Live]) -> Marks:
+    """Of parameters and buffers, each under the first of its names."""
+    marks = {live.name.removeprefix("model/"): _mark(live.tensor) for live in lives if live.alias is None}
+    return {name: mark for name, mark in marks.items() if mark is not None}
+
+
+def by_object(name: str, obj: Any) -> Marks:
+    """Of an object in ``state``: what its ``state_dict()`` gives, large tensors included. The global generators are
+    as before, whatever it draws. Empty where it cannot be read or stored now."""
+    large: list[torch.Tensor] = []
+    try:
+        with rng.shielded():
+            packed = values.pack(obj.state_dict(), path=name, large=lambda _, tensor: large.append(tensor))
+        return {f"state[{name!r}]": (_digest(packed), *map(_mark, large))}
+    except Exception:  # it is the user's code, which may refuse to answer now: the boundary asks again, and raises
+        return {}
+
+
+def by_options(view: OptimizerView) -> Marks:
+    """Of an optimizer's options (lr, betas, ...)."""
+    try:
+        return {f"the options of {view.class_name}": (_digest(values.pack(view.groups(), path="options")),)}
+    except Exception:
+        return {}
+
+
+def moved(before: Mapping[str, tuple[Any, ...]], now: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Names of what held something else before. What was read in another way (moved to a device) is passed over."""
+    both = [(name, before[name], mark) for name, mark in now.items() if name in before]
+    return [name for name, was, mark in both if was != mark and type(was[0]) is type(mark[0])]
+
+
+def _digest(packed: bytes) -> bytes:
+    return hashlib.blake2b(packed, digest_size=16).digest()
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    if lane_of(tensor) is not None or not tensor.is_cpu:
+        return version_of(tensor), address_of(tensor)
+    if not has_memory(tensor):
+        return None
+    return checksums(staged(tensor), _BLOCK).tobytes(), str(tensor.dtype), tuple(tensor.shape)
