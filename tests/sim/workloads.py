@@ -13,6 +13,7 @@ from torch import nn
 
 import lightck
 from lightck import early
+from lightck.capture.watch import Resting
 from lightck.pool.reader import Version, open_pool
 from lightck.pool.writer import PoolWriter
 from lightck.staging import ways
@@ -38,6 +39,25 @@ def frozen() -> Workload:
             train(recorder, model, optimizer, 5)
             left_out = session.stats().left_out
         assert left_out > 0, "the workload does not show what it is for"
+
+    return Workload(run, lambda: build(frozen=True))
+
+
+def struck(slots: int) -> Workload:
+    """A frozen parameter is written unannounced, and that is found two versions later: one is written whole, and when
+    it is committed those with the old bytes are struck. A pool that lost its newest version in between would show it."""
+
+    def run(recorder: Recorder) -> None:
+        model, optimizer = build(frozen=True)
+        with recorder.attach(model, optimizer, slots=slots) as session:
+            train(recorder, model, optimizer, 4)
+            with patch.object(Resting, "audit", lambda *args: (set(), 0)):
+                train(recorder, model, optimizer, 2, 4)
+                session.flush()  # with the bytes that are the truth of step 6, and will be old
+            model[0].weight.data.mul_(0.5)
+            train(recorder, model, optimizer, 2, 6)
+        with closing(open_pool(recorder.path)) as pool:
+            assert sorted(v.step for v in pool.versions() if isinstance(v, Version)) == [7, 8]
 
     return Workload(run, lambda: build(frozen=True))
 
@@ -273,6 +293,8 @@ WORKLOADS: dict[str, Workload] = {
     "two slots": plain(2, 3),
     "three slots": plain(3, 4),
     "frozen": frozen(),
+    "struck": struck(2),
+    "struck, four slots": struck(4),
     "adoption": adoption(),
     "failed restarts": failed_restarts(),
     "going back": going_back(2),
