@@ -9,6 +9,7 @@ its host when a ``next()`` begins.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +17,15 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
 
-from lightck.capture import rng
+from lightck.capture import accelerated, rng
 from lightck.capture.batch import checksum_of, differ
 from lightck.capture.passes import Batches, Pass, moment
 from lightck.capture.position import Mark, Position, corrupt, same
+from lightck.capture.replay import EndedEarly, Progress, replay
 from lightck.capture.rng import RngState
 from lightck.capture.sampler import Watch, watch
+from lightck.capture.under import core_of, fetches_here, is_loader_of_torch, may_run_ahead
 from lightck.capture.wrapped import (
     TAKEN_BEFORE,
     Drift,
@@ -97,11 +99,14 @@ class SessionLoader:
         self._host = host
         self._name = name
         self._stateful = is_stateful(dl)
+        self._keeps_state = accelerated.keeps_state(dl)
         self._generators = own_generators(dl)
         self._identity = identity_of(dl, self._stateful)
-        workers = dl.num_workers if isinstance(dl, DataLoader) else 0
+        self._core = core_of(dl)
+        workers = self._core.num_workers if self._core is not None else 0
         self._in_process = workers == 0
-        self._persistent = workers > 0 and isinstance(dl, DataLoader) and dl.persistent_workers
+        self._runs_ahead = False  # it may, as far as can be told from outside
+        self._persistent = workers > 0 and self._core is not None and self._core.persistent_workers
         self._checks = not self._stateful
         self._doubt = replay_doubt(dl)
         self._epoch = 0
@@ -188,7 +193,6 @@ class SessionLoader:
         if pass_ is not None and pass_.is_over(updates):
             epoch += int(pass_.restored or pass_.has_trained(updates))
             pass_ = None
-        inner = self._dl.state_dict() if self._stateful and self._is_begun else None  # type: ignore[attr-defined]
         return Position(
             kind="stateful" if self._stateful else "plain",
             epoch=epoch,
@@ -202,8 +206,14 @@ class SessionLoader:
             at_base=self._at_base,
             last=pass_.last if pass_ else None,
             checksum=pass_.checksum if pass_ else None,
-            inner=inner,
+            inner=pass_.inner if pass_ and self._keeps_state else self._own_state(),
+            before_last=pass_.before_last if pass_ else None,
+            passes=pass_.passes if pass_ else accelerated.passes_of(self._dl),
         ).to_value()
+
+    def _own_state(self) -> Any:
+        has_one = (self._stateful or self._keeps_state) and self._is_begun
+        return self._dl.state_dict() if has_one else None  # type: ignore[attr-defined]
 
     def tell_within_batch(self, step: int) -> None:
         """Once: this version's position counts a batch that the step after it is made on."""
@@ -239,12 +249,13 @@ class SessionLoader:
         self._set_generators(position.generators)
         if position.live:
             self._rng_at_next = position.generators
+        accelerated.set_passes(self._dl, position.passes)
         return position
 
     def _compare(self, position: Position, kind: str) -> None:
         drift: Drift = {
             key: (position.identity.get(key), self._identity.get(key))
-            for key in {**position.identity, **self._identity}
+            for key in (position.identity if position.version < 2 else {**position.identity, **self._identity})
             if key != "length" and position.identity.get(key) != self._identity.get(key)
         }
         for key, was, now in (
@@ -317,10 +328,16 @@ class SessionLoader:
         self._identity = identity_of(self._dl, self._stateful)
         if self._has_one_pass and self._taken:
             self._identity[TAKEN_BEFORE] = self._taken
-        before = self._now()
-        if self._persistent and self._at_base is None:
-            self._at_base = before
-        return self._enter(iter(self._dl), before)
+        before, passes = self._now(), accelerated.passes_of(self._dl)
+        state = None
+        if self._keeps_state:
+            state = copy.deepcopy(self._own_state()) if position is None or self._is_begun else position.inner
+        inner = iter(self._dl)
+        if self._persistent and self._at_base is None and not same(before, self._now()):
+            self._at_base = before  # else a wrapper starts its workers at the first next()
+        batches = self._enter(inner, before)
+        batches.of.passes, batches.of.inner = passes, state
+        return batches
 
     def _count_left(self) -> None:
         pass_, self._pass = self._pass, None
@@ -332,15 +349,15 @@ class SessionLoader:
 
     def _prepare(self, position: Position) -> None:
         """What a loader at rest carries from pass to pass: persistent workers, and a stateful loader's own state."""
-        if self._stateful and position.inner is not None:
+        if (self._stateful or self._keeps_state) and position.inner is not None:
             with self._held():
                 self._load(position.inner)
-                if isinstance(self._dl, DataLoader):
-                    iter(self._dl)  # torchdata makes the finished pass once more, with draws that the old run lacked
-        elif self._persistent and self._at_base is not None:
+                if self._core is not None:
+                    iter(self._core)  # torchdata makes the finished pass once more, with draws that the old run lacked
+        elif self._persistent and self._at_base is not None and self._core is not None:
             with self._held():
                 self._set(self._at_base)
-                iter(self._dl)
+                iter(self._core)
 
     def _load(self, inner: Any) -> None:
         try:
@@ -354,6 +371,8 @@ class SessionLoader:
     def _enter(self, inner: Iterator[Any], before: Mark) -> Batches:
         self._is_begun = True
         self._pass = Pass(before, self._host.updates, begun=moment(), after=self._ended)
+        self._in_process = fetches_here(self._dl, self._core, inner)
+        self._runs_ahead = self._in_process and not self._stateful and may_run_ahead(inner)
         self._watch = watch(inner, self._in_process) if self._doubt is None and not self._stateful else None
         return Batches(self._next, lambda: self._host.updates, self._pass, inner)
 
@@ -362,6 +381,8 @@ class SessionLoader:
         self._compare_length(position)
         with self._held():
             reused = self._start_workers(position)
+            if self._keeps_state:
+                accelerated.renew(self._core) if position.inner is None else self._prepare(position)
             self._set(position.at_iter)
             if self._stateful:
                 self._load(position.inner)
@@ -373,6 +394,8 @@ class SessionLoader:
         batches = self._enter(inner, position.at_iter)
         pass_ = batches.of
         pass_.at_first, pass_.last, pass_.checksum = position.at_first, position.last, position.checksum
+        pass_.before_last, pass_.passes = position.before_last, position.passes
+        pass_.inner = position.inner
         pass_.given, pass_.trained, pass_.restored = position.given, position.trained, True
         return batches
 
@@ -380,7 +403,7 @@ class SessionLoader:
         """Start persistent workers with the seed of their first pass. True where the restored pass is a later one."""
         if self._stateful or not self._persistent or position.at_base is None:
             return False
-        if same(position.at_base, position.at_iter):
+        if same(position.at_base, position.at_iter) or same(position.at_base, position.at_first):
             return False
         log.warning(
             "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, random "
@@ -388,27 +411,22 @@ class SessionLoader:
             self._name,
         )
         self._set(position.at_base)
-        iter(self._dl)
+        iter(self._core)  # type: ignore[arg-type]
         return True
 
     def _replay(self, inner: Iterator[Any], position: Position, compare: bool) -> None:
         """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
-        assert position.at_first is not None
-        self._set(position.at_first)
-        batch = None
-        for index in range(position.given):
-            if position.last is not None and index == position.given - 1:
-                self._set(position.last)
-            try:
-                batch = next(inner)
-            except StopIteration:
-                fact = f"it ended after {index} of the {position.given} batches given before"
-                raise changed(self._name, fact) from None
+        is_wrapper = not is_loader_of_torch(self._dl)
+        try:
+            batch = replay(inner, position, self._set, Progress(self._name, position.given))
+        except EndedEarly as ended:
+            fact = f"it ended after {ended} of the {position.given} batches given before"
+            raise changed(self._name, fact, is_wrapper) from None
         if compare and position.checksum is not None:
             checksum = checksum_of(batch)
             if checksum is not None and differ(position.checksum, checksum):
                 fact = f"batch {position.given - 1} of the pass is not the one that was given before"
-                raise changed(self._name, fact)
+                raise changed(self._name, fact, is_wrapper)
 
     # -- one batch
 
@@ -424,9 +442,12 @@ class SessionLoader:
         self._host.loader_next(self)
         self._settle()
         first = pass_.at_first is None and not self._stateful
-        before = self._now() if first or (self._checks and self._in_process) else None
+        is_marked = self._in_process and (self._checks or self._runs_ahead)
+        before = self._now() if first or is_marked else None
         if first:
             pass_.at_first = before
+            if self._persistent and self._at_base is None:
+                self._at_base = before
         if self._watch is not None:
             self._watch.before()
         try:
@@ -454,9 +475,9 @@ class SessionLoader:
         pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, moment(), self.in_eval
         if self._checks:
             pass_.checksum = checksum_of(batch)
-            pass_.last = before if self._in_process else None
-            if pass_.checksum is None:  # nothing to compare in this batch, nor in the next ones
-                self._checks, pass_.last = False, None
+            self._checks = pass_.checksum is not None  # else there is nothing to compare in the next ones either
+        pass_.before_last = pass_.last if self._runs_ahead else None
+        pass_.last = before if self._in_process and (self._checks or self._runs_ahead) else None
 
     def _finish(self, batches: Batches) -> None:
         batches.inner = None

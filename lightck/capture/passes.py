@@ -24,6 +24,7 @@ class Pass:
 
     ``left_at``: the updates that were finished when the loop let go of its iterator; None while it holds it.
     ``fetched_at``: those that were finished when its last batch was fetched; ``in_eval``: in the model's eval mode.
+    ``passes``, ``inner``: as in ``Position``, of the loader before this pass.
     ``begun``, ``fetched``, ``left``, and ``after``, the end of the pass before it: moments, for which came first.
     """
 
@@ -37,6 +38,9 @@ class Pass:
     in_eval: bool = False
     at_first: Mark | None = None
     last: Mark | None = None
+    before_last: Mark | None = None
+    passes: int | None = None
+    inner: Any = None
     checksum: int | None = None
     given: int = 0
     trained: bool = False

@@ -13,6 +13,8 @@ from lightck.capture.rng import RngState
 from lightck.errors import CorruptPoolError
 
 _GENERATORS_MAX = 16
+VERSION = 2
+"""Of a position. Since 2 its identity and its generators are also those of a DataLoader inside a wrapper."""
 
 Identity = dict[str, "str | int | None"]
 
@@ -65,8 +67,10 @@ class Position:
     ``at_first``, from which the first batch was fetched, since a loop may draw in between; ``at_base``, the ``at_iter``
     of the pass that started persistent workers. ``trained``: updates were made in this pass. ``checksum`` is of the
     last batch given (saved as "content"; what older versions saved as "checksum" was computed otherwise and is not
-    compared), and ``last`` the random state that it was fetched from (None where a worker fetched it).
-    ``inner`` is a stateful loader's own state.
+    compared), and ``last`` the random state before the ``next()`` that gave it (None where a worker fetched it);
+    ``before_last`` is the one before that, for a loader that fetches a batch ahead of those that it gives.
+    ``inner`` is a stateful loader's own state; for one of Accelerate's that before the pass, and ``passes`` is the
+    number by which it tells samplers the epoch. ``version`` is 1 where the pool is older than `VERSION`.
     """
 
     kind: str
@@ -82,6 +86,9 @@ class Position:
     last: Mark | None
     checksum: int | None
     inner: Any
+    before_last: Mark | None = None
+    passes: int | None = None
+    version: int = VERSION
 
     def to_value(self) -> dict[str, Any]:
         return {
@@ -99,13 +106,16 @@ class Position:
             "checksum": None,
             "content": self.checksum,
             "inner": self.inner,
+            "version": self.version,
+            "r_before_last": self.before_last and self.before_last.to_value(),
+            "passes": self.passes,
         }
 
     @classmethod
     def from_value(cls, value: object) -> Position:
-        if type(value) is not dict or set(value) - _NEW_KEYS != _KEYS:
+        if type(value) is not dict or not _KEYS <= set(value) <= _KEYS | set(_LATER):
             raise corrupt("it has the wrong parts")
-        value = {**dict.fromkeys(_NEW_KEYS), **value}
+        value = {**_LATER, **value}
         for key, (kinds, why) in _TYPES.items():
             if type(value[key]) not in kinds or (type(value[key]) is int and not 0 <= value[key] < 1 << 63):
                 raise corrupt(f"{key} is no {why}")
@@ -123,6 +133,9 @@ class Position:
             last=Mark.from_value(value["r_last"]),
             checksum=value["content"],
             inner=value["inner"],
+            before_last=Mark.from_value(value["r_before_last"]),
+            passes=value["passes"],
+            version=value["version"],
         )
         position._check()
         return position
@@ -142,13 +155,23 @@ class Position:
             raise corrupt("the number of generators changes")
 
     def marks(self) -> list[Mark]:
-        return [mark for mark in (self.at_iter, self.at_first, self.at_base, self.last) if mark is not None]
+        marks = (self.at_iter, self.at_first, self.at_base, self.before_last, self.last)
+        return [mark for mark in marks if mark is not None]
+
+    def before(self, index: int) -> Mark | None:
+        """The random state before the ``next()`` that gave batch ``index`` of the pass, where it is known."""
+        if index == self.given - 1 and self.last is not None:
+            return self.last
+        if index == self.given - 2 and self.before_last is not None:
+            return self.before_last
+        return self.at_first if index == 0 else None
 
     def at_rest(self) -> Position:
         """The same loader with its pass put down, and counted."""
         return replace(
-            self, epoch=self.epoch + 1, given=0, live=False, trained=False, at_iter=None, at_first=None, last=None
-        )
+            self, epoch=self.epoch + 1, given=0, live=False, trained=False, at_iter=None, at_first=None, last=None,
+            before_last=None,
+        )  # fmt: skip
 
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -159,10 +182,12 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "trained": ((bool,), "bool"),
     "checksum": ((int, type(None)), "checksum"),
     "content": ((int, type(None)), "checksum"),
+    "passes": ((int, type(None)), "count"),
+    "version": ((int,), "number"),
 }
-_NEW_KEYS = {"content"}
-"""Which older versions did not write."""
-_KEYS = {*(_TYPES.keys() - _NEW_KEYS), "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"}
+_LATER: dict[str, Any] = {"content": None, "version": 1, "r_before_last": None, "passes": None}
+"""What older pools do not have, and what it is for them."""
+_KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)
 
 
 def _read_identity(value: object) -> Identity:

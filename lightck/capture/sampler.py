@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lightck.capture.under import is_made_by_torch
+
 _CURE = "give the sampler a generator of its own, as its attribute generator"
 _WATCHED_BATCHES = 4  # of each pass, where workers fetch
 
@@ -28,7 +30,7 @@ class Watch(Protocol):
 def watch(inner: Iterator[Any], in_process: bool) -> Watch | None:
     """``inner``: torch's iterator over a DataLoader; for any other there is nothing to see."""
     if not in_process:
-        return _AheadOfTheLoop()
+        return _AheadOfTheLoop(begins_late=not is_made_by_torch(inner))
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; a replay does not depend on it
     if drawn_from is None:
         return None
@@ -40,13 +42,18 @@ def watch(inner: Iterator[Any], in_process: bool) -> Watch | None:
 
 
 class _AheadOfTheLoop:
-    """Of all that a fetch does here only the sampler can draw."""
+    """Of all that a fetch does here only the sampler can draw. ``begins_late``: and torch's iterator the workers' seed,
+    which a wrapper makes at its first ``next()``."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins_late: bool) -> None:
         self._left = _WATCHED_BATCHES
+        self._begins_late = begins_late
         self._state: torch.Tensor | None = None
 
     def before(self) -> None:
+        if self._begins_late:
+            self._begins_late = False
+            return
         self._state = torch.get_rng_state() if self._left else None
         self._left -= bool(self._left)
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightck.capture.position import Identity
+from lightck.capture.under import chain, core_of, is_accelerated
 from lightck.errors import DriftError, SessionError
 
 if TYPE_CHECKING:
@@ -53,13 +54,18 @@ def _plain(count: Any) -> int | None:
 
 def identity_of(loader: object, stateful: bool) -> Identity:
     """What must not change between a version and its resume in the middle of a pass."""
-    if not isinstance(loader, DataLoader):
-        return {"class": _class_name(loader), "length": None if stateful else _length(loader)}
+    if isinstance(loader, DataLoader):
+        return {"length": _length(loader), **_built(loader)}
+    core = core_of(loader)
+    outside: Identity = {"class": _class_name(loader), "length": None if stateful else _length(loader)}
+    return outside if core is None or stateful else {**_built(core), **outside}
+
+
+def _built(loader: DataLoader[Any]) -> Identity:
     sampler = _class_name(loader.sampler)
     if loader.batch_sampler is not None:
         sampler = f"{_class_name(loader.batch_sampler)}({sampler})"
     return {
-        "length": _length(loader),
         "batch_size": _plain(loader.batch_size),
         "workers": _plain(loader.num_workers),
         "sampler": sampler,
@@ -89,20 +95,30 @@ def drifted(name: str, drift: Drift) -> DriftError:
     )
 
 
-def changed(name: str, fact: str) -> DriftError:
+def changed(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
+    """``is_wrapper``: it is a loader of somebody else's, which may hold a DataLoader where nobody sees it."""
+    wrapper = (
+        " Or it is a wrapper that fetches more than one batch ahead, or in which a DataLoader with "
+        "persistent_workers=True lies hidden, whose workers go on from pass to pass: wrap the DataLoader itself."
+    )
     return DriftError(
         f"loader {name!r} cannot go on in mid-pass: {fact}. The dataset changed, or it draws from a random generator "
         "of its own, which no version holds. Bring the old data back and draw from python's, numpy's or torch's global "
         "generators, or begin the pass anew with another name= for the loader. Or its sampler draws from a global one "
         "at each next(), between the loop's draws: give it a generator of its own, as its attribute generator."
+        + (wrapper if is_wrapper else "")
     )
 
 
 def own_generators(loader: object) -> tuple[torch.Generator, ...]:
-    """The generators of loader, sampler and batch sampler, each once. Torch's global one is saved with the others."""
-    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    """The generators of loader, sampler and batch sampler, and of those inside a wrapper, each once. Torch's global one
+    is saved with the others."""
+    owners: list[Any] = []
+    for one in chain(loader):
+        sampler, batches = getattr(one, "sampler", None), getattr(one, "batch_sampler", None)
+        owners += (one, sampler, batches, getattr(batches, "sampler", None))
     found: dict[int, torch.Generator] = {}
-    for owner in (loader, sampler, batches, getattr(batches, "sampler", None)):
+    for owner in owners:
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
             found[id(generator)] = generator
@@ -110,15 +126,20 @@ def own_generators(loader: object) -> tuple[torch.Generator, ...]:
 
 
 def is_stateful(loader: object) -> bool:
+    if is_accelerated(loader):
+        return False  # its loaders have the methods, but their state does not bring a pass back: see accelerated.py
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def replay_doubt(loader: object) -> str | None:
     """Why a replay of this loader may not be exact; None where it is."""
-    if not isinstance(loader, DataLoader) or is_stateful(loader):
+    core = core_of(loader)
+    if core is None or is_stateful(loader):
         return None
-    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+    if core.num_workers > 1 and not getattr(core, "in_order", True):
         return "with in_order=False batches come in the order in which workers finish: pass in_order=True"
+    if not isinstance(loader, DataLoader):
+        return None
     if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
         return (
             "an iterable dataset without workers that draws from the global random generators at each item cannot be "

@@ -41,7 +41,7 @@ def program(**settings: Any) -> Callable[[Callable[[Run], None]], Callable[[Run]
     """Register a function under its name with ``_`` as ``-``."""
 
     def register(train: Callable[[Run], None]) -> Callable[[Run], None]:
-        name = settings.pop("name", train.__name__.replace("_", "-"))
+        name = settings.pop("name", None) or train.__name__.replace("_", "-")
         assert name not in PROGRAMS, name
         PROGRAMS[name] = Program(name, train, **settings)
         return train

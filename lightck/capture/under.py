@@ -1,0 +1,72 @@
+"""What lies under a loader of somebody else's: the DataLoader that it wraps, and in which process that fetches.
+
+Wrappers are looked through by what they hold, never by calling them: Accelerate's loaders (``base_dataloader``), timm's
+prefetcher (``loader``), and any object that holds exactly one DataLoader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+_NAMES = ("base_dataloader", "dataloader", "loader")
+_DEPTH_MAX = 8
+_OF_SEQUENCES: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
+
+
+def core_of(loader: object) -> DataLoader[Any] | None:
+    """The DataLoader that fetches: the object itself or what it wraps; None where there is none, or several."""
+    for one in chain(loader):
+        if is_loader_of_torch(one):
+            return one  # type: ignore[return-value]
+    return None
+
+
+def chain(loader: object) -> list[object]:
+    """The loader, what it wraps, and so on; the last one wraps none."""
+    found = [loader]
+    while len(found) < _DEPTH_MAX and not is_loader_of_torch(found[-1]):
+        inner = _held_by(found[-1])
+        if inner is None or any(inner is known for known in found):
+            break
+        found.append(inner)
+    return found
+
+
+def is_loader_of_torch(value: object) -> bool:
+    """By its class, and not by ``isinstance``: Accelerate's loaders say that they are of the class that they wrap."""
+    return issubclass(type(value), DataLoader)
+
+
+def is_accelerated(loader: object) -> bool:
+    return type(loader).__module__.partition(".")[0] == "accelerate"
+
+
+def _held_by(wrapper: object) -> object | None:
+    attributes = getattr(wrapper, "__dict__", None)
+    if type(attributes) is not dict:
+        return None
+    for name in _NAMES:
+        if hasattr(type(attributes.get(name)), "__iter__"):
+            return attributes[name]  # type: ignore[no-any-return]
+    loaders = [value for value in attributes.values() if is_loader_of_torch(value)]
+    return loaders[0] if len(loaders) == 1 else None
+
+
+def may_run_ahead(batches: Iterator[Any]) -> bool:
+    """Whether it may have fetched more than it gave. What is in a list was made before."""
+    return not is_made_by_torch(batches) and type(batches) not in _OF_SEQUENCES
+
+
+def is_made_by_torch(batches: Iterator[Any]) -> bool:
+    """Whether this iterator is a DataLoader's own: it gives what it fetched last, and fetches nothing ahead here."""
+    return type(batches).__module__ == "torch.utils.data.dataloader"
+
+
+def fetches_here(loader: object, core: DataLoader[Any] | None, batches: Iterator[Any]) -> bool:
+    """Whether a ``next()`` may draw random numbers for a batch in this process. Where workers fetch, torch's iterators
+    and Accelerate's do not; a wrapper of another kind may change the batches here."""
+    has_workers = core is not None and core.num_workers > 0
+    return not (has_workers and (is_made_by_torch(batches) or is_accelerated(loader)))

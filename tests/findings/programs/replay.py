@@ -1,0 +1,137 @@
+"""Loaders whose pass is gone on with in a new process: by Accelerate, fetching ahead, with workers, with gaps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from . import Run, program
+
+EPOCHS, ITEMS, BATCH, FEATURES = 3, 22, 4, 8
+
+
+class Items(Dataset[Any]):
+    """Map-style. With ``augment`` each item draws from python's, numpy's and torch's global generators."""
+
+    def __init__(self, augment: bool = False, items: int = ITEMS) -> None:
+        self.x = torch.randn(items, FEATURES, generator=torch.Generator().manual_seed(3))
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not self.augment:
+            return self.x[index]
+        return self.x[index] * (1.0 + random.random()) + float(np.random.uniform(-0.1, 0.1)) + 0.1 * torch.rand(())
+
+
+def mlp() -> nn.Module:
+    """With dropout, which draws between two batches."""
+    return nn.Sequential(nn.Linear(FEATURES, 40), nn.Dropout(0.2), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))
+
+
+def update(run: Run, model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    run.updated(loss)
+
+
+def passes(run: Run, dl: Any, *, epochs: int = EPOCHS, state: dict[str, Any] | None = None, **options: Any) -> None:
+    """The usual loop over a loader that was built after ``run.seed()``."""
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model, state=state or {})
+    loader = session.loader(dl, **options)
+    for _ in range(loader.epoch, epochs):
+        for x in loader:
+            update(run, model, opt, x)
+    run.finished(model, [opt], state)
+
+
+# ---- Accelerate
+
+
+def accelerated(run: Run, augment: bool, workers: int = 0, own: bool = False, **configuration: Any) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    run.seed()
+    if workers and configuration:
+        torch.manual_seed(11)  # a stateful loader's first pass is begun by prepare(), order and workers
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
+    generator = torch.Generator().manual_seed(7) if own else None
+    dl = DataLoader(Items(augment), BATCH, shuffle=True, num_workers=workers, generator=generator)
+    passes(run, accelerator.prepare(dl))
+
+
+for _name, _options in {
+    "accelerate": {},
+    "accelerate-workers": {"workers": 2},
+    "accelerate-seedable": {"use_seedable_sampler": True, "data_seed": 5},
+    "accelerate-dispatcher": {"dispatch_batches": True},
+    "accelerate-generator": {"own": True},
+}.items():
+    program(name=_name)(partial(accelerated, augment=True, **_options))
+for _name, _options in {
+    "accelerate-stateful": {"augment": True},
+    "accelerate-stateful-dispatcher": {"augment": True, "dispatch_batches": True},
+    "accelerate-stateful-workers": {"augment": False, "workers": 2},  # which are started before the attach
+}.items():
+    program(name=_name)(partial(accelerated, use_stateful_dataloader=True, **_options))
+
+
+# ---- loaders that fetch ahead
+
+
+class Ahead:
+    """One batch ahead of the loop, as loaders are that move the next batch to a device meanwhile."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, batch = True, None
+        for following in self.loader:
+            if not first:
+                yield batch
+            first, batch = False, following
+        yield batch
+
+
+class Moved(Ahead):
+    """One batch ahead, and each batch is augmented in this process when it is fetched."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        batch = next(batches)
+        for following in batches:
+            noisy = following + random.random()
+            yield batch
+            batch = noisy
+        yield batch
+
+
+def ahead(run: Run, wrappers: int = 1, workers: int = 0, kind: type[Ahead] = Ahead) -> None:
+    run.seed()
+    dl: Any = DataLoader(Items(True), BATCH, shuffle=True, num_workers=workers)
+    for _ in range(wrappers):
+        dl = kind(dl)
+    passes(run, dl)
+
+
+program(name="ahead")(ahead)
+program(name="ahead-workers")(partial(ahead, workers=2, kind=Moved))
+program(name="two-ahead")(partial(ahead, wrappers=2))

@@ -1,0 +1,69 @@
+"""The replay of a pass after a resume: exact with loaders of others, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from resume.harness import Kill
+from test_loader import Host
+from torch.utils.data import DataLoader
+
+from lightck.capture import values
+from lightck.capture.rng import shielded
+
+from .harness import Bench
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["accelerate", "accelerate-workers", "accelerate-seedable", "accelerate-dispatcher", "accelerate-generator"],
+)
+def test_loaders_of_accelerate(name: str, bench: Bench) -> None:
+    pytest.importorskip("accelerate")
+    bench.exact(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["accelerate-stateful", "accelerate-stateful-dispatcher", "accelerate-stateful-workers"]
+)
+def test_stateful_loaders_of_accelerate(name: str, bench: Bench) -> None:
+    pytest.importorskip("accelerate")
+    bench.exact(name)
+
+
+@pytest.mark.parametrize("name", ["ahead", "ahead-workers"])
+def test_loaders_that_fetch_one_batch_ahead(name: str, bench: Bench) -> None:
+    bench.exact(name)
+
+
+def test_a_loader_that_fetches_two_batches_ahead_is_refused(bench: Bench, folder: Path) -> None:
+    assert "fetches more than one batch ahead" in refusal(bench, "two-ahead", folder)
+
+
+def refusal(bench: Bench, name: str, folder: Path, update: int = 6) -> str:
+    """The DriftError in which a resume behind this update ends."""
+    training, pool = bench.training(name), folder / "refused.pool"
+    training.process(pool, Kill("place", "update", update), fresh=True)
+    assert training.process(pool, None, fresh=False).status
+    found = re.findall(r"^lightck\.errors\.DriftError: (.*)$", training.log.read_text(), re.MULTILINE)
+    assert len(found) == 1, training.log.read_text()
+    return str(found[0])
+
+
+def test_a_position_of_an_older_pool_is_read() -> None:
+    with shielded():
+        host = Host()
+        loader = host.loader(DataLoader(range(12), 2, shuffle=True))
+        batches = iter(loader)
+        seen = [next(batches).tolist() for _ in range(3)]
+        host.updates += 1
+        host.save()
+        rest = [batch.tolist() for batch in batches]
+        saved = values.unpack(host.versions[1][1])
+        for key in ("version", "r_before_last", "passes", "content"):
+            del saved["loaders"]["train"][key]
+        again = Host(resumed=values.pack(saved, path="v")).loader(DataLoader(range(12), 2, shuffle=True))
+        assert again.start == len(seen) == 3
+        assert [batch.tolist() for batch in again] == rest
