@@ -25,6 +25,7 @@ from lightck.capture.predict import predict
 from lightck.capture.scaler import enabled
 from lightck.capture.snapshot import Capture, check_objects
 from lightck.checkpoint import Checkpoint, refuse_other_than_bool, refuse_other_than_mapping, refuse_other_than_module
+from lightck.edited import set_flags
 from lightck.errors import (
     CheckpointExistsError,
     LateError,
@@ -38,6 +39,7 @@ from lightck.finite import Finite
 from lightck.first_step import FirstStep
 from lightck.interval import Auto, cadence
 from lightck.keep import Keep, Keeper, refuse_unkept
+from lightck.memory import ordinary_tensors
 from lightck.pipeline import Pipeline
 from lightck.pool import durability
 from lightck.pool.backend import Backend
@@ -60,6 +62,7 @@ log = logging.getLogger("lightck")
 CHECK_VARIABLE = "LIGHTCK_CHECK"
 
 
+@ordinary_tensors()
 def attach(
     model: nn.Module,
     pool_path: str | os.PathLike[str],
@@ -244,6 +247,7 @@ class _Attachment:
         pipeline.open(reader).adopt(line)
         pipeline.adopted(contents.step, contents.at_once, slots, line.payload_generation, contents.stale_after)
         self.capture.elastic.update(contents.elastic)
+        set_flags(contents, self.capture.model)
         tell_differences(contents)
         forget(self.model)
         return Resumed.from_contents(contents)
@@ -303,6 +307,7 @@ class _Attachment:
                 f"{err}. The pool was trained on since. Use attach(..., resume=True) to go on from its newest step, or "
                 "overwrite=True to discard it."
             ) from err
+        self.capture.built.is_from(known.contents.built)
         return known.contents, known.line
 
     def _exists(self, reader: PoolReader) -> CheckpointExistsError:

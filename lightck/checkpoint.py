@@ -17,6 +17,7 @@ from lightck.capture.nest import followed
 from lightck.capture.rng import RngState
 from lightck.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
 from lightck.errors import LightckError, SessionError
+from lightck.memory import ordinary_tensors
 from lightck.pool.format import CommitLine
 from lightck.pool.reader import Rejected
 from lightck.restore_optimizer import joined, keys_by_param
@@ -84,6 +85,7 @@ class Checkpoint:
         """The random states from which the next step starts; ``rng.restore()`` sets them."""
         return self.contents.rng
 
+    @ordinary_tensors()
     def restore(self, model: nn.Module, optimizer: Any = None, state: Mapping[str, Any] | None = None, *,
                 strict: bool = True) -> None:  # fmt: skip
         """Put this version into a model (and optimizers, and objects in ``state``) in place, bit for bit.
@@ -108,7 +110,8 @@ class Checkpoint:
     @property
     def _source(self) -> MemorySource:
         if self._known is None:
-            self._known = self._read_source()
+            with ordinary_tensors():
+                self._known = self._read_source()
         return self._known
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -117,6 +120,7 @@ class Checkpoint:
         refuse_unknown(name, self.contents.entries)
         return self._source.tensors[name]
 
+    @ordinary_tensors()
     def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, Any]:
         numbers = {name: i for i, name in enumerate(saved.all_names)}
         keys = keys_by_param(self.contents, saved)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from lightck.capture import values
+from lightck.capture.built import Built
 from lightck.capture.dtypes import dtype_from_name
 from lightck.capture.rng import RngState
 from lightck.capture.snapshot import STATE_VERSION
@@ -88,6 +89,10 @@ class Contents:
     at_once: list[str]
     elastic: frozenset[str]
     """Buffers that came, went or changed their size: taken as they were saved."""
+    built: Built | None
+    """What the script had built at attach; None in a pool of an older lightck."""
+    frozen: list[str] | None
+    """Parameters that need no gradient, where they are not those of ``built``."""
     fingerprint: dict[str, Any]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
@@ -114,6 +119,8 @@ class Contents:
                 loaders=_typed(raw["loaders"], dict),
                 at_once=[_typed(n, str) for n in _typed(raw["at_once"], list)],
                 elastic=frozenset(_typed(n, str) for n in _typed(raw.get("elastic", []), list)),
+                built=None if raw.get("built") is None else Built.parse(raw["built"]),
+                frozen=None if raw.get("frozen") is None else [_typed(n, str) for n in _typed(raw["frozen"], list)],
                 fingerprint=_typed(raw["fingerprint"], dict),
                 entries=entries,
                 stale_after=None if raw.get("stale_after") is None else _typed(raw["stale_after"], int),

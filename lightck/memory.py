@@ -6,7 +6,8 @@ with values that contradict each other are found before the first live byte chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -17,6 +18,16 @@ from lightck.pool.layout import is_dense
 Named = tuple[str, torch.Tensor]
 _ALIGN = 64
 """torch's own, in bytes: a view begins at a multiple of its element's size."""
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """What is made in this block can be updated later, also where the block lies in ``torch.inference_mode()``."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

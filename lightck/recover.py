@@ -20,6 +20,7 @@ from lightck import restore as _restore
 from lightck.checkpoint import Checkpoint, plan_restore, poison, refuse_other_than_mapping
 from lightck.contents import Contents, MemorySource, in_memory, refuse_unusable
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
+from lightck.memory import ordinary_tensors
 from lightck.pool.backends import pool_path as _pool_path
 from lightck.pool.format import CommitLine, DamagedError
 from lightck.pool.lock import holder_of
@@ -33,6 +34,7 @@ _ATTEMPTS = 20
 
 
 @collector.paused()
+@ordinary_tensors()
 def recover(
     pool_path: str | os.PathLike[str],
     model: nn.Module | None = None,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from lightck import memory
+from lightck import edited, memory
 from lightck.capture import values
 from lightck.capture.dtypes import dtype_from_name
 from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_views
@@ -73,6 +73,8 @@ class Plan:
     declined: frozenset[str] = frozenset()
     """Names in ``state`` that the user said no to."""
     extra: list[tuple[str, nn.Module]] = field(default_factory=list)
+    edited: list[str] = field(default_factory=list)
+    """Options that are set back from what the script built."""
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     """Entry name -> the tensor that holds its bytes now, as far as ``apply`` got."""
     unfit: set[str] = field(default_factory=set)
@@ -115,6 +117,7 @@ def check(
             "lightck.recover(path, model, strict=False).",
             plan.drift,
         )
+    plan.edited = edited.options(contents, plan.optimizers, plan.objects)
     return plan
 
 
@@ -213,12 +216,25 @@ def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | N
     if saved.class_name != live.class_name:
         return f"the checkpoint holds the state of {saved.class_name}, and the live optimizer is {live.class_name}"
     if len(saved.names) != len(live.names):
-        return f"{live.class_name} has {len(live.names)} parameter groups, the checkpoint {len(saved.names)}"
+        return _other_groups(saved, live)
     for g, (was, now) in enumerate(zip(saved.names, live.names, strict=True)):
         if set(was) != set(now):
             differ = sorted(set(was) ^ set(now))
             return f"group {g} of {live.class_name} holds other parameters ({', '.join(differ[:3])})"
     return None
+
+
+def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
+    n_saved, n_live = len(saved.names), len(live.names)
+    fact = f"{live.class_name} has {n_live} parameter group{'s' * (n_live != 1)}, the checkpoint {n_saved}"
+    if n_saved < n_live:
+        return fact
+    names = [name for group in saved.names[n_live:] for name in group]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{fact}: those from group {n_live} on hold {', '.join(names[:3])}{more}. Groups that a training adds on its "
+        "way (add_param_group) have to be there before attach: lightck.recover(path).step says how far it came"
+    )
 
 
 def _match_objects(contents: Contents, objects: Mapping[str, Any], plan: Plan, notes: list[str], complete: bool,
@@ -282,6 +298,7 @@ def apply(plan: Plan, source: Source) -> None:
         check_optimizer(live, state, rest, saved.groups)
     for name, check_one in checks.items():  # load_state_dict may have changed what it was given: taken apart again
         check_one.after(values.unpack(plan.contents.state[name], tensor=plan.held.__getitem__))
+    edited.tell_options(plan.edited)
 
 
 def _refuse_contradiction(plan: Plan, source: Source) -> None:

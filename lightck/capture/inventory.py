@@ -50,22 +50,54 @@ class Live:
 
 
 def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module under every name, as "" or "name.": without the wrappers (DDP, torch.compile, ...)."""
+    """Every module under every name, as "" or "name.": without the wrappers (DDP, torch.compile, ...). Raises
+    ``StateValueError`` where a module lies within itself."""
     found: list[tuple[str, nn.Module]] = []
-    todo: list[tuple[str, nn.Module]] = [("", model)]
+    todo: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", model, ())]
     wraps: dict[type, str | None] = {}
     while todo:
-        prefix, module = todo.pop()
+        prefix, module, above = todo.pop()
         found.append((prefix, module))
         if not module._modules:
             continue
         kind = type(module)
         if kind not in wraps:
             wraps[kind] = next((_WRAPPERS[c.__name__] for c in kind.__mro__ if c.__name__ in _WRAPPERS), None)
+        path = (*above, module)
         for key, child in reversed(module._modules.items()):
-            if child is not None:
-                todo.append((prefix if key == wraps[kind] else f"{prefix}{key}.", child))
+            if child is None:
+                continue
+            if any(child is one for one in path):
+                raise _within_itself(f"{prefix}{key}", child)
+            is_wrapped = key == wraps[kind] and not _would_be_two(module, key, child, path)
+            todo.append((prefix if is_wrapped else f"{prefix}{key}.", child, path))
     return found
+
+
+def _within_itself(name: str, module: nn.Module) -> StateValueError:
+    return StateValueError(
+        f"The module {name!r} ({type(module).__name__}) lies within itself: it is a child of one of its own children, "
+        "so its parameters have names without end. Keep a reference to a parent where torch does not register it: in a "
+        "list or tuple, or by object.__setattr__."
+    )
+
+
+def _would_be_two(wrapper: nn.Module, key: str, child: nn.Module, path: tuple[nn.Module, ...]) -> bool:
+    """Whether something of a wrapper's own would have the name of something that it wraps, without the prefix."""
+    if len(wrapper._modules) == 1 and not wrapper._parameters and not wrapper._buffers:
+        return False  # as nearly always
+    own = set(_own_names(wrapper))
+    for other, sibling in wrapper._modules.items():
+        if other != key and sibling is not None and not any(sibling is one for one in path):
+            own.update(f"{other}.{dot}{name}" for dot, m in clean_prefixes(sibling) for name in _own_names(m))
+    return any(f"{dot}{name}" in own for dot, module in clean_prefixes(child) for name in _own_names(module))
+
+
+def _own_names(module: nn.Module) -> Iterator[str]:
+    yield from module._parameters
+    yield from (key for key in module._buffers if key not in module._non_persistent_buffers_set)
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        yield "_extra_state"
 
 
 class ModelView:

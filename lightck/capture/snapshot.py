@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from lightck.capture import rng, values
 from lightck.capture.boundary import Event
 from lightck.capture.buffers import BufferCopies
+from lightck.capture.built import BuiltNow
 from lightck.capture.devices import Devices
 from lightck.capture.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
 from lightck.capture.roster import Roster, roster_of
@@ -83,6 +84,7 @@ class Capture:
         """Length of the small state when ``expected_tensors`` last looked."""
         names = self.model.names_by_id()
         self.optimizers = optimizer_views(optimizers, names)
+        self.built = BuiltNow(self.model, self.optimizers, self.objects)
         self._n_followed = len(optimizers)
         self._told_shared = False
         self._by_hand: set[int] = set()
@@ -94,6 +96,7 @@ class Capture:
         self._n_followed += len(optimizers)
         self._roster = None
         self.optimizers.extend(views)
+        self.built.add(views)
         self._without_grad |= {view.index: self._torch_params(view) for view in views}
 
     def _torch_params(self, view: OptimizerView) -> dict[int, torch.Tensor]:
@@ -269,6 +272,8 @@ class Capture:
             "at_once": sorted(never_rest),
             "elastic": sorted(self.elastic),
             "stale_after": stale_after,
+            "built": self.built.packed,
+            "frozen": self.built.frozen_since(self._roster, self.model),
             "fingerprint": fingerprint(),
         }
         return values.pack(state, path="", large=None)

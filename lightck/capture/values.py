@@ -260,7 +260,7 @@ def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) 
         tensor: gives the large tensor of a name; LookupError where there is none. Its other errors pass through.
 
     Raises:
-        CorruptPoolError: the bytes are no packed value, or name a large tensor that is not there.
+        CorruptPoolError: the bytes are no packed value, or name a large tensor that is not there, or one twice.
     """
     reader = _Reader(bytes(data), tensor)
     value = reader.value(0)
@@ -278,13 +278,14 @@ class _Reader:
     ``_end`` bounds the extension that is being read; ``depth`` counts the containers around a value.
     """
 
-    __slots__ = ("_data", "_end", "_pos", "_tensor")
+    __slots__ = ("_data", "_end", "_pos", "_seen", "_tensor")
 
     def __init__(self, data: bytes, tensor: Callable[[str], torch.Tensor] | None) -> None:
         self._data = data
         self._pos = 0
         self._end = len(data)
         self._tensor = tensor
+        self._seen: set[str] = set()
 
     def finish(self) -> None:
         if self._pos != self._end:
@@ -412,6 +413,9 @@ class _Reader:
         name = self.exactly(str)
         if self._tensor is None:
             raise _corrupt(f"it names the large tensor {name!r} where none can be")
+        if name in self._seen:  # each has a name of its own, and each name is memory
+            raise _corrupt(f"it names the large tensor {name!r} twice")
+        self._seen.add(name)
         try:
             return self._tensor(name)
         except LookupError:
