@@ -45,7 +45,7 @@ def frozen() -> Workload:
 
 def struck(slots: int) -> Workload:
     """A frozen parameter is written unannounced, and that is found two versions later: one is written whole, and when
-    it is committed those with the old bytes are struck. A pool that lost its newest version in between would show it."""
+    it is committed those with the old bytes are struck. A pool that lost its newest version meanwhile would show it."""
 
     def run(recorder: Recorder) -> None:
         model, optimizer = build(frozen=True)
