@@ -1,0 +1,35 @@
+"""A loop of each kind that public programs have is exact after kills."""
+
+from __future__ import annotations
+
+import pytest
+
+from .harness import Bench
+
+EXACT = [
+    "classifier-with-a-shuffled-test",
+    "autoencoder-that-samples-after-each-epoch",
+    "adversaries",
+    "whole-model-saved-each-epoch",
+    "batches-without-end",
+    "whole-graph-at-once",
+    "closures",
+    "batch-fetched-ahead-in-state",
+    "loader-of-ones-own-in-state",
+    "hidden-state-in-state",
+    "no-optimizer-end-step",
+    "environment-in-state",
+    "prepared-loader-one-ahead",
+    "rate-by-updates",
+    "layers-in-turn-end-step",
+]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_it_is_exact_without_a_warning(name: str, bench: Bench) -> None:
+    bench.exact(name)
+
+
+def test_a_target_network_trains_on(bench: Bench) -> None:
+    """It is written behind lightck's back: that may be warned about, and is exact all the same."""
+    bench.exact("target-network", quiet=False)
