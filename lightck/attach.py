@@ -219,6 +219,7 @@ class _Attachment:
             refuse_unkept(self.keep, self.entries.values())
         self.capture.model.refuse_hidden_state()
         self.capture.note_built()
+        self.capture.persistent.follow(self.found.persistent)
 
     def lock(self) -> PoolLock:
         """Its lock. What lies there and is no pool is refused first: nothing is made beside somebody else's file."""

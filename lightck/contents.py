@@ -97,6 +97,10 @@ class Contents:
     entries: Mapping[str, Entry]
     stale_after: int | None = None
     """Older versions with a larger generation than this hold old bytes of a tensor. None: none is known to."""
+    persistent_started: bool = False
+    """A DataLoader outside the session had started its persistent workers."""
+    done: bool = False
+    """The training had come to its end: ``session.close(done=True)``."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
@@ -116,7 +120,7 @@ class Contents:
                 state=_bytes_map(raw["state"]),
                 classes={_typed(k, str): _typed(v, str) for k, v in _typed(raw.get("classes", {}), dict).items()},
                 extra=_bytes_map(raw["extra"]),
-                loaders=_typed(raw["loaders"], dict),
+                loaders={_typed(k, str): _typed(v, dict) for k, v in _typed(raw["loaders"], dict).items()},
                 at_once=[_typed(n, str) for n in _typed(raw["at_once"], list)],
                 elastic=frozenset(_typed(n, str) for n in _typed(raw.get("elastic", []), list)),
                 built=None if raw.get("built") is None else Built.parse(raw["built"]),
@@ -124,6 +128,8 @@ class Contents:
                 fingerprint=_typed(raw["fingerprint"], dict),
                 entries=entries,
                 stale_after=None if raw.get("stale_after") is None else _typed(raw["stale_after"], int),
+                persistent_started=_typed(raw.get("persistent_started", False), bool),
+                done=_typed(raw.get("done", False), bool),
             )
         except (KeyError, TypeError, IndexError, AttributeError) as err:
             raise CorruptPoolError(f"its small state is malformed ({type(err).__name__}: {err})") from err

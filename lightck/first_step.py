@@ -48,6 +48,8 @@ class FirstStep:
         capture.before_first_update()
         self._check_schedulers([view.optimizer for view in capture.optimizers])
         self._check_lr()
+        capture.positions.before_first_update()
+        capture.persistent.before_first_update()
         if self.restored and not self.position_used and not any(is_loader(o) for o in self.objects.values()):
             log.warning(
                 "lightck: the training was resumed, but nothing asked where: the loop starts at its beginning. Start "

@@ -14,6 +14,9 @@ from typing import Any
 from torch import nn
 
 from lightck.capture.boundary import Event
+from lightck.capture.loader import SessionLoader
+from lightck.capture.passes import Pass
+from lightck.capture.preview import RestoredRng
 from lightck.capture.rng import RngState
 from lightck.capture.snapshot import fingerprint
 from lightck.contents import Contents
@@ -30,25 +33,28 @@ class Resumed:
     iteration: int
     explicit: bool
     loaders: dict[str, dict[str, Any]]
+    closed_by_next: bool
+    persistent_started: bool
+    done: bool
     _rng: RngState
-    _rng_once: RngState | None
+    _rng_once: RestoredRng
     _rng_forward: RngState | None
 
     @classmethod
     def from_contents(cls, contents: Contents) -> Resumed:
         closed_by_forward = contents.event == Event.FORWARD.value
-        once = None if closed_by_forward else contents.rng
-        return cls(contents.step, contents.iteration, contents.explicit, contents.loaders, contents.rng, once,
-                   contents.rng_forward)  # fmt: skip
+        once = RestoredRng(None if closed_by_forward else contents.rng)
+        closed_by_next = contents.event == Event.NEXT.value
+        return cls(contents.step, contents.iteration, contents.explicit, contents.loaders, closed_by_next,
+                   contents.persistent_started, contents.done, contents.rng, once, contents.rng_forward)  # fmt: skip
 
     def set_rng(self) -> None:
         """At attach: the loop's own draws come next."""
         self._rng.restore()
 
-    def take_rng(self) -> RngState | None:
-        """Once, at the first ``next()`` of a session loader: what was drawn since attach does not count."""
-        taken, self._rng_once = self._rng_once, None
-        return taken
+    def take_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
+        """At the first ``next()`` of a loader that is no preview: what was drawn since attach does not count."""
+        return self._rng_once.take(loader, pass_)
 
     def set_forward_rng(self) -> None:
         """Once, before the first training forward, where a forward closed the version."""

@@ -27,6 +27,8 @@ from lightck.capture.half import HalfUpdated
 from lightck.capture.hooks import Hooks
 from lightck.capture.loader import SessionLoader
 from lightck.capture.nest import places
+from lightck.capture.passes import Pass
+from lightck.capture.positions import Positions
 from lightck.capture.rng import RngState
 from lightck.capture.saved import SavedWatch
 from lightck.capture.scaler import ScalerWatch
@@ -65,6 +67,11 @@ class Session:
         self._cadence = cadence
         self._resumed = resumed
         self._first_step: FirstStep | None = first_step
+        if resumed is not None:
+            capture.positions = Positions(capture.loaders, resumed.loaders)
+            capture.persistent.had_started = resumed.persistent_started
+        self._is_done_saved = False  # in the version that was closed last
+        self._done_at = resumed.step if resumed is not None and resumed.done else None
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
         self._boundary = Boundary(found.updating, *start)
         self._saved_step = self._boundary.step
@@ -100,6 +107,17 @@ class Session:
         return self._boundary.iteration
 
     @property
+    def path(self) -> str:
+        """The pool's path."""
+        return self._pipeline.path
+
+    @property
+    def done(self) -> bool:
+        """Whether the training has come to its end: ``close(done=True)`` was said at this step, in any run."""
+        self._position_used()
+        return self._done_at == self._boundary.step
+
+    @property
     def committed(self) -> int | None:
         """Newest step that is durable in the pool, or None. What background work failed at is not raised here."""
         if self._is_open and not self.is_forked:
@@ -125,18 +143,29 @@ class Session:
             emulated=self.durability.emulated,
         )
 
-    def loader(self, loader: Any, *, name: str | None = None) -> SessionLoader:
+    def loader(self, loader: Any, *, name: str | None = None, anew: bool = False) -> SessionLoader:
         """Wrap a training loader so that each ``next()`` is a boundary and a resume continues at its position.
 
         Call it once for each, before the loop, and in the same order in every run, or give each loader a ``name``.
+
+        Args:
+            loader: a DataLoader, a loader with ``state_dict`` and ``load_state_dict``, or any other iterable.
+            name: under which its position is saved, and found again; by default its number.
+            anew: begin its pass at the beginning, where the checkpoint lies in the middle of one.
+
+        Raises:
+            DriftError: the checkpoint lies in mid-pass, and the loader was built otherwise.
+            CorruptPoolError: the saved position is damaged.
+            SessionError: the session is closed, the name is taken, or it has none and comes after a pass of another.
         """
         self._check_usable()
         key = name_of(loader, name, self._capture.loaders)
         self._position_used()
-        restored = self._resumed.loaders if self._resumed is not None else {}
-        any_live = any(bool(position.get("live")) for position in restored.values())
-        wrapped = SessionLoader(loader, Proxy(self), key, restored.get(key), rng_at_iter=not any_live)
+        positions = self._capture.positions
+        restored = positions.of(key, anew)
+        wrapped = SessionLoader(loader, Proxy(self), key, restored, not positions.any_live, anew)
         self._capture.loaders.append(wrapped)
+        positions.wrapped(wrapped)
         return wrapped
 
     # -- what a user calls -------------------------------------------------------------------------------
@@ -181,10 +210,12 @@ class Session:
         return Pin(pinned[0], self._pipeline.holds.release)
 
     @in_turn
-    def close(self) -> None:
+    def close(self, *, done: bool = False) -> None:
         """Commit the current step, end the threads, release the pool. A second call does nothing.
 
-        Raises the error of background work that failed, after everything was released, or ``NothingSavedError``.
+        ``done``: keep in the pool that the training has come to its end: ``session.done`` says so after the next
+        attach. Raises the error of background work that failed, after everything was released, or
+        ``NothingSavedError``.
         """
         if not self._is_open:
             return
@@ -194,7 +225,10 @@ class Session:
                 log.warning("lightck: closed between backward() and step(): what was not committed before is not saved")
             elif not self.is_forked and self._failure is None:
                 with self._meter.stall("close"):
+                    self._capture.is_done = done or self.done
                     self._commit_current(None, also_step_0=False)
+                    if done and not self.done:
+                        self._commit_done()
                     problem = self._watch.problem()
         finally:
             self._release()
@@ -248,9 +282,7 @@ class Session:
                 self._steps_on = threading.get_ident()
             if by_hand:
                 self._capture.stepped_by_hand(index)
-            if self._first_step is not None:
-                self._first_step.check(self._capture)
-                self._first_step = None
+            self._check_first_step()
             if self._boundary.is_due(Event.PRE_STEP):
                 self._event(Event.PRE_STEP)
                 self._forward.tell_missing(self._boundary.explicit)
@@ -273,6 +305,7 @@ class Session:
             self._half_updated.end(index)
             self._capture.before_update(index)  # again: a closure makes its gradients inside the step
             self._capture.after_update()
+            self._capture.positions.updated()
 
     def skipped_step(self, index: int) -> None:
         """A fused optimizer under GradScaler found inf: nothing changed, no version."""
@@ -348,6 +381,7 @@ class Session:
         """``next()`` on a session loader, before anything is fetched."""
         model = self._model()
         self._capture.within.fetches(loader, model is not None and not model.training)
+        self._capture.positions.fetches(loader)
         if self._paused:
             return
         if self._steps_on not in (None, threading.get_ident()):
@@ -365,14 +399,18 @@ class Session:
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """A pass ended: an evaluation with swapped weights may follow, so the copies end first."""
+        self._capture.positions.pass_ended(loader)
         if self._failure is None:
             with self._meter.stall("pass ended"):
                 self._guard(self._pipeline.copies_done)
 
-    def take_restored_rng(self) -> RngState | None:
+    def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         if self._resumed is None or self.updates > self._resumed.step:
             return None  # the training went on from it without a loader
-        return self._resumed.take_rng()
+        state = self._resumed.take_rng(loader, pass_)
+        for other in self._capture.loaders if state is not None and self._resumed.closed_by_next else ():
+            other.put_back()
+        return state
 
     @property
     def updates(self) -> int:
@@ -405,14 +443,16 @@ class Session:
         """An update of a loop in which no optimizer is followed. No gate will come before the next one: the copies end
         here."""
         self._steps_on = threading.get_ident()
+        self._check_first_step()
         self._boundary.updated(BY_HAND)
+        self._capture.positions.updated()
         self._capture.devices.note_updates()
         self._event(Event.END_STEP)
         self._guard(self._pipeline.copies_done)
 
     def _close_version(self, event: Event, step: int) -> None:
         began = time.perf_counter()
-        self._saved_step = step
+        self._saved_step, self._is_done_saved = step, self._capture.is_done
         self._guard(self._pipeline.audit)
         never, stale_after = self._pipeline.resting.never, self._pipeline.stale.after
         closing = self._capture.close(event, step, self._boundary.iteration, explicit=self._boundary.explicit,
@@ -436,6 +476,14 @@ class Session:
         if self._pipeline.committed != step and not self._paused and (step or also_step_0):
             self._close_version(Event.FLUSH, step)
             self._guard(lambda: self._finish(timeout, deadline))
+
+    def _commit_done(self) -> None:
+        """With the fact that it is the last one; once more where this step was committed without it."""
+        if not self._is_done_saved and not self._paused:
+            self._close_version(Event.FLUSH, self._boundary.step)
+            self._guard(lambda: self._finish(None, None))
+        if self._pipeline.committed == self._boundary.step:
+            self._done_at = self._boundary.step
 
     def _finish(self, timeout: float | None, deadline: float | None) -> None:
         if not self._pipeline.finish(deadline):
@@ -461,6 +509,11 @@ class Session:
         """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end it."""
         if self._pipeline.keeper is not None:
             self._pipeline.keeper.raise_failure(at_close=not self._is_open)
+
+    def _check_first_step(self) -> None:
+        if self._first_step is not None:
+            self._first_step.check(self._capture)
+            self._first_step = None
 
     def _position_used(self) -> None:
         if self._first_step is not None:

@@ -52,6 +52,13 @@ def abandon_at_exit(session: Any) -> None:
     _living.add(session)
 
 
+def open_sessions() -> list[Any]:
+    """The open sessions of this process: each a :class:`lightck.Session`, also one that only a traceback holds.
+    ``session.path`` is its pool; ``session.abandon()`` ends it as an exception does, without its open version."""
+    found = [session for session in list(_living) if session.is_open and not session.is_forked]
+    return sorted(found, key=lambda session: str(session.path))
+
+
 @atexit.register
 def _at_exit() -> None:
     for session in list(_living):

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightck.capture import rng, values
 from lightck.capture.loader import SessionLoader
+from lightck.capture.preview import RestoredRng
 from lightck.errors import CorruptPoolError, DriftError, SessionError
 
 EPOCHS, ITEMS, BATCH = 3, 11, 2
@@ -52,7 +53,7 @@ class Host:
         self.version = None if self.resumed is None else values.unpack(self.resumed)
         self.once = None
         if self.version is not None:
-            self.once = rng.RngState.from_value(self.version["rng"])
+            self.once = RestoredRng(rng.RngState.from_value(self.version["rng"]))
             self.updates = self.saved = self.version["updates"]
             self.number = self.version["number"]
 
@@ -69,8 +70,12 @@ class Host:
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         self.ended += 1
 
-    def take_restored_rng(self) -> rng.RngState | None:
-        state, self.once = self.once, None
+    def take_restored_rng(self, loader: SessionLoader, pass_: Any) -> rng.RngState | None:
+        if self.once is None or self.updates > self.version["updates"]:
+            return None
+        state = self.once.take(loader, pass_)
+        for other in self.loaders.values() if state is not None else ():
+            other.put_back()
         return state
 
     def save(self) -> None:
@@ -168,7 +173,7 @@ def run(program: Program, seed: int, kill: int | None = None, resumed: bytes | N
     host = Host(kill, resumed)
     host.proxy = weakref.proxy(host)  # no cycle: workers that only the garbage collector ends take five seconds
     if host.once is not None:
-        host.once.restore()
+        host.once.state.restore()
     try:
         program(host)
         assert kill is None, "the program ended before the kill"
@@ -565,7 +570,7 @@ def version() -> bytes:
 def drifted(version: bytes, dl: Any) -> str:
     with pytest.raises(DriftError) as caught:
         Host(resumed=version).loader(dl)
-    assert "with another name=" in str(caught.value)
+    assert "anew=True" in str(caught.value)
     return str(caught.value)
 
 
@@ -573,7 +578,7 @@ def test_a_loader_that_was_built_otherwise(version):
     generator = torch.Generator()
     assert "batch_size was 2 and is 3" in drifted(version, DataLoader(Noisy(), 3, shuffle=True, generator=generator))
     longer = Host(resumed=version).loader(DataLoader(Noisy(13), BATCH, shuffle=True, generator=generator))
-    with pytest.raises(DriftError, match=r"length was 6 and is 7.*with another name="):
+    with pytest.raises(DriftError, match=r"length was 6 and is 7.*anew=True"):
         iter(longer)
     text = drifted(version, DataLoader(Noisy(), BATCH, num_workers=2, persistent_workers=True, generator=generator))
     for name in ("workers was 0 and is 2", "SequentialSampler", "persistent_workers was", "prefetch_factor was None"):

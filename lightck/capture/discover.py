@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from lightck.capture.nest import followed, has_hooks, inner_of, inside, loose_tensors, places
+from lightck.capture.persistent import draws_once
 from lightck.errors import AmbiguousError, LateError, UnsupportedError
 
 log = logging.getLogger("lightck")
@@ -33,6 +35,8 @@ class Found:
     """name -> class, for what was found rather than passed."""
     declined: bool = False
     """Nobody is to look for optimizers: ``optimizer=[]``, or those that there are."""
+    persistent: tuple[DataLoader[Any], ...] = ()
+    """Live DataLoaders with persistent workers."""
 
     @property
     def updating(self) -> int:
@@ -63,10 +67,11 @@ def discover(params: Mapping[int, int], optimizer: Any, state: Mapping[str, Any]
     extra = {**_find_schedulers(live, optimizers, given), **_find_scaler(live, given)}
     found |= {name: type(obj).__name__ for name, obj in extra.items()}
     kept = {name: obj for name, obj in {**given, **extra}.items() if obj is not None}
-    return Found(optimizers, kept, found, declined=optimizer is not None)
+    persistent = tuple(live.of(DataLoader, draws_once))
+    return Found(optimizers, kept, found, declined=optimizer is not None, persistent=persistent)
 
 
-_KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler)
+_KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
 
 
 class _LiveObjects:

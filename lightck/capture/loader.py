@@ -14,49 +14,34 @@ import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lightck.capture import accelerated, rng
 from lightck.capture.batch import checksum_of, differ
-from lightck.capture.passes import Batches, Pass, moment
+from lightck.capture.passes import Batches, LoaderHost, Pass, moment
 from lightck.capture.position import Mark, Position, corrupt, same
+from lightck.capture.positions import UsedAgain
+from lightck.capture.preview import Previews
 from lightck.capture.replay import EndedEarly, Progress, replay
-from lightck.capture.rng import RngState
 from lightck.capture.sampler import Watch, watch
 from lightck.capture.under import core_of, fetches_here, is_loader_of_torch, may_run_ahead
 from lightck.capture.wrapped import (
     TAKEN_BEFORE,
-    Drift,
     changed,
     drifted,
     has_one_pass,
     identity_of,
     is_stateful,
     own_generators,
+    refuse_drift,
+    refuse_own,
     replay_doubt,
 )
 from lightck.errors import DriftError, SessionError
 
 log = logging.getLogger("lightck")
-
-
-class LoaderHost(Protocol):
-    """What a session does for its loaders."""
-
-    def loader_next(self, loader: SessionLoader) -> None:
-        """The boundary: called at the entry of each ``next()``, before anything is fetched or counted."""
-
-    def loader_pass_ended(self, loader: SessionLoader) -> None:
-        """Called when the inner iterator is exhausted, after `loader_next` and before the pass is counted."""
-
-    def take_restored_rng(self) -> RngState | None:
-        """The restored version's random state, handed out once only; None afterwards or where there is none."""
-
-    @property
-    def updates(self) -> int:
-        """Finished updates so far."""
 
 
 class SessionLoader:
@@ -68,8 +53,8 @@ class SessionLoader:
             for i, batch in enumerate(loader, loader.start):
                 ...
 
-    One pass at a time: a new ``iter()`` ends the pass before it. After a restore the first ``iter()`` goes on with
-    the restored pass and the second begins a new one, so look at single batches through ``loader.loader``.
+    One pass at a time: a new ``iter()`` ends the pass before it. A restored pass is gone on with once an update is made
+    in it, or its end is reached: a batch that is taken before the loop, as in the run before, does not use it up.
     """
 
     def __init__(
@@ -79,6 +64,7 @@ class SessionLoader:
         name: str,
         restored: Mapping[str, Any] | None = None,
         rng_at_iter: bool = False,
+        is_anew: bool = False,
     ) -> None:
         """Wrap ``dl``.
 
@@ -89,6 +75,7 @@ class SessionLoader:
             restored: what `position` gave in the version that was restored. Untrusted.
             rng_at_iter: apply the restored random state at the first ``iter()``. For versions in which no loader of
                 the session was in a pass; otherwise it is applied at the first ``next()`` of one that was.
+            is_anew: the user wants its pass to begin anew, whatever was saved.
 
         Raises:
             CorruptPoolError: ``restored`` is damaged.
@@ -123,7 +110,12 @@ class SessionLoader:
         self._rng_at_iter = rng_at_iter
         self._rng_at_next: tuple[torch.Tensor, ...] | None = None  # our own generators, until they are set
         self._updates_before = host.updates
+        self._previews = Previews(host.updates)
+        self.used = UsedAgain(name)
         self._pending = None if restored is None else self._adopt(dict(restored))
+        """The restored position, until it is used up."""
+        self._adopted = self._pending
+        self.is_anew = is_anew
         self._watch: Watch | None = None
         if self._doubt is not None:
             self._tell_doubt(self._doubt)
@@ -137,6 +129,12 @@ class SessionLoader:
     def name(self) -> str:
         """The name under which the position is saved."""
         return self._name
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether updates were made in a pass of it, in this process."""
+        pass_ = self._pass
+        return self._has_trained or (pass_ is not None and pass_.has_updated(self._host.updates))
 
     @property
     def is_begun(self) -> bool:
@@ -153,6 +151,18 @@ class SessionLoader:
         return pass_.is_of_training(self._host.updates, self.fetched_to_train)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it goes on in the middle of a pass of the run before, in which updates were made."""
+        position = self._adopted
+        return self._is_begun and position is not None and position.live and position.trained
+
+    @property
+    def trains_from_the_beginning(self) -> bool:
+        """Whether batches of a pass that began in this process are trained on."""
+        pass_ = self._pass
+        return pass_ is not None and not pass_.restored and pass_.given > 0 and not pass_.evaluates
+
+    @property
     def held_pass(self) -> Pass | None:
         """The pass whose iterator the loop holds."""
         return self._pass if self._pass is not None and self._pass.left_at is None else None
@@ -160,20 +170,25 @@ class SessionLoader:
     @property
     def epoch(self) -> int:
         """Passes finished. One left by ``break`` after an update counts when the next one begins."""
-        self._put_down_stale()
+        self._use_up()
         return self._epoch
 
     @property
     def start(self) -> int:
         """Batches that the next ``iter()`` skips: 0 unless a version was restored in mid-pass."""
-        self._put_down_stale()
+        self._use_up()
         return self._pending.given if self._pending is not None else 0
 
     def __len__(self) -> int:
         return len(self._dl)  # type: ignore[arg-type]
 
+    def __getattr__(self, name: str) -> Any:
+        """What it has not got itself: the wrapped loader's ``dataset``, ``sampler``, ``batch_size``, ``set_epoch``."""
+        refuse_own(self, name)
+        return getattr(self._dl, name)
+
     def __iter__(self) -> Iterator[Any]:
-        self._put_down_stale()
+        self._leave()
         position = self._pending
         if position is not None and position.live:
             return self._resume(position)
@@ -184,12 +199,12 @@ class SessionLoader:
 
         Pack it before the loader moves: a stateful loader may hand out parts that it changes later.
         """
-        self._put_down_stale()
+        self._use_up()
         if self._pending is not None:
             return self._pending.to_value()
         generators = tuple(generator.get_state() for generator in self._generators)
         pass_, updates = self._pass, self._host.updates
-        epoch = self._epoch
+        epoch, (previews, in_loop) = self._epoch, self._previews.with_pass(pass_)
         if pass_ is not None and pass_.is_over(updates):
             epoch += int(pass_.restored or pass_.has_trained(updates))
             pass_ = None
@@ -209,6 +224,9 @@ class SessionLoader:
             inner=pass_.inner if pass_ and self._keeps_state else self._own_state(),
             before_last=pass_.before_last if pass_ else None,
             passes=pass_.passes if pass_ else accelerated.passes_of(self._dl),
+            previews=previews,
+            previews_in_loop=in_loop,
+            used_again=self.used.is_told,
         ).to_value()
 
     def _own_state(self) -> Any:
@@ -233,10 +251,13 @@ class SessionLoader:
     def _adopt(self, value: dict[str, Any]) -> Position:
         position = Position.from_value(value)
         self._epoch = position.epoch
+        self._previews.restored(position)
+        if position.used_again:
+            self.used.tell_restored()
         self._at_base = position.at_base if self._persistent else None
         kind = "stateful" if self._stateful else "plain"
         if position.live:
-            self._compare(position, kind)
+            refuse_drift(self._name, position, kind, len(self._generators), self._identity)
         elif position.kind != kind or len(position.generators) != len(self._generators):
             log.warning("loader %r was built otherwise when it was saved: its next pass begins afresh", self._name)
             position = replace(position, kind=kind, generators=self._now().generators, at_base=None, inner=None)
@@ -251,21 +272,6 @@ class SessionLoader:
             self._rng_at_next = position.generators
         accelerated.set_passes(self._dl, position.passes)
         return position
-
-    def _compare(self, position: Position, kind: str) -> None:
-        drift: Drift = {
-            key: (position.identity.get(key), self._identity.get(key))
-            for key in (position.identity if position.version < 2 else {**position.identity, **self._identity})
-            if key != "length" and position.identity.get(key) != self._identity.get(key)
-        }
-        for key, was, now in (
-            ("kind", position.kind, kind),
-            ("generators", len(position.generators), len(self._generators)),
-        ):
-            if was != now:
-                drift[key] = (was, now)
-        if drift:
-            raise drifted(self._name, drift)
 
     def _compare_length(self, position: Position) -> None:
         """Where the pass goes on, and not before: it may depend on the epoch, which the loop sets until then."""
@@ -298,18 +304,60 @@ class SessionLoader:
         finally:
             self._set(before)
 
-    def _put_down_stale(self) -> None:
-        """A restored evaluation that the resumed run did not enter first will not be gone on with."""
-        position = self._pending
-        if position is None or not position.live or position.trained:
+    def _use_up(self) -> None:
+        """Forget the restored position where the training went on from it: an update was made in its pass, or it was
+        left and was no preview. Where nothing was trained in that pass before, it is over with any update; a restored
+        evaluation that the resumed run did not enter first will not be gone on with."""
+        position, pass_ = self._pending, self._pass
+        if position is None:
             return
-        if self._host.updates > self._updates_before:
+        is_later = self._host.updates > self._updates_before
+        if pass_ is not None:
+            is_of_training = position.live and position.trained
+            is_used = pass_.has_updated(self._host.updates) if is_of_training else is_later or pass_.evaluates
+            if is_used or (pass_.left_at is not None and not self.is_preview(pass_)):
+                self._pending = None
+        elif is_later and position.live and not position.trained:
             self._pending = position.at_rest()
             self._epoch += 1
             self._rng_at_next = None
 
-    def _apply_restored_rng(self, generators: tuple[torch.Tensor, ...] | None) -> None:
-        state = self._host.take_restored_rng()
+    def is_preview(self, pass_: Pass) -> bool:
+        """Whether this pass, begun from the restored position, was none that the loop made."""
+        is_last = pass_ is self._pass and self._pending is not None
+        return pass_.was_preview or (is_last and self._previews.is_one(pass_, self._pending))  # type: ignore[arg-type]
+
+    def _leave(self) -> None:
+        """Before a new pass: one that was a preview leaves the restored position for it."""
+        if self._pass is not None:
+            self._pass.leave(self._host.updates)
+        self._use_up()
+        if self._pending is not None and self._pass is not None:
+            self._pass.was_preview = True
+            self._taken += self._pass.fetched_here
+            self._previews.left(self._pass)
+            self._put_back(self._pending)
+
+    def _put_back(self, position: Position) -> None:
+        self._pass, self._pending, self._epoch = None, position, position.epoch
+        self._at_base = position.at_base if self._persistent else None
+        self._set_generators(position.generators)
+        accelerated.set_passes(self._dl, position.passes)
+        if self._persistent and self._core is not None:
+            self._core._iterator = None  # its workers' random streams have moved
+
+    def put_back(self) -> None:
+        """Another loader's pass goes on, in which the version was closed: what was taken from this one since the
+        restore had been taken before that."""
+        position, pass_ = self._adopted, self._pass
+        if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_before:
+            return
+        self._taken += pass_.fetched_here
+        self._previews.left(pass_)
+        self._put_back(position)
+
+    def _apply_restored_rng(self, pass_: Pass, generators: tuple[torch.Tensor, ...] | None) -> None:
+        state = self._host.take_restored_rng(self, pass_)
         if state is not None:
             state.restore()
             if generators is not None:
@@ -319,32 +367,30 @@ class SessionLoader:
 
     def _begin(self, position: Position | None) -> Batches:
         self._count_left()
+        pass_ = self._new_pass()
         if self._rng_at_iter:
-            self._rng_at_iter = False
-            self._apply_restored_rng(None if position is None else position.generators)
+            self._apply_restored_rng(pass_, None if position is None else position.generators)
         if position is not None:
             self._prepare(position)
-        self._pending = None
         self._identity = identity_of(self._dl, self._stateful)
         if self._has_one_pass and self._taken:
             self._identity[TAKEN_BEFORE] = self._taken
-        before, passes = self._now(), accelerated.passes_of(self._dl)
-        state = None
+        pass_.at_iter, pass_.passes = self._now(), accelerated.passes_of(self._dl)
         if self._keeps_state:
-            state = copy.deepcopy(self._own_state()) if position is None or self._is_begun else position.inner
+            pass_.inner = copy.deepcopy(self._own_state()) if position is None or self._is_begun else position.inner
         inner = iter(self._dl)
-        if self._persistent and self._at_base is None and not same(before, self._now()):
-            self._at_base = before  # else a wrapper starts its workers at the first next()
-        batches = self._enter(inner, before)
-        batches.of.passes, batches.of.inner = passes, state
-        return batches
+        if self._persistent and self._at_base is None and not same(pass_.at_iter, self._now()):
+            self._at_base = pass_.at_iter  # else a wrapper starts its workers at the first next()
+        return self._enter(inner, pass_)
 
     def _count_left(self) -> None:
         pass_, self._pass = self._pass, None
         if pass_ is not None:
+            pass_.leave(self._host.updates)
+            self._previews.left(pass_)
             self._has_trained |= self._is_of_training(pass_)
             self._taken += pass_.given
-            self._ended = pass_.left or moment()
+            self._ended = pass_.left
             self._epoch += int(pass_.restored or pass_.has_trained(self._host.updates))
 
     def _prepare(self, position: Position) -> None:
@@ -361,16 +407,20 @@ class SessionLoader:
 
     def _load(self, inner: Any) -> None:
         try:
-            self._dl.load_state_dict(inner)  # type: ignore[attr-defined]
+            self._dl.load_state_dict(copy.deepcopy(inner))  # type: ignore[attr-defined]
         except (KeyError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
             raise DriftError(
                 f"loader {self._name!r} refuses its saved state ({type(error).__name__}: {error}). It was saved by a "
-                "loader of another kind or version. Build the loader as it was, or give it another name=."
+                "loader of another kind or version. Build the loader as it was, or begin its pass anew: anew=True."
             ) from error
 
-    def _enter(self, inner: Iterator[Any], before: Mark) -> Batches:
+    def _new_pass(self) -> Pass:
+        return Pass(self._now(), self._host.updates, begun=moment(), after=self._ended)
+
+    def _enter(self, inner: Iterator[Any], pass_: Pass) -> Batches:
         self._is_begun = True
-        self._pass = Pass(before, self._host.updates, begun=moment(), after=self._ended)
+        self._pass = pass_
+        self.used.begins()
         self._in_process = fetches_here(self._dl, self._core, inner)
         self._runs_ahead = self._in_process and not self._stateful and may_run_ahead(inner)
         self._watch = watch(inner, self._in_process) if self._doubt is None and not self._stateful else None
@@ -379,6 +429,8 @@ class SessionLoader:
     def _resume(self, position: Position) -> Batches:
         assert position.at_iter is not None  # checked when it was read
         self._compare_length(position)
+        pass_ = self._new_pass()
+        pass_.at_iter = position.at_iter
         with self._held():
             reused = self._start_workers(position)
             if self._keeps_state:
@@ -387,17 +439,25 @@ class SessionLoader:
             if self._stateful:
                 self._load(position.inner)
             inner = iter(self._dl)
-            if not self._stateful and position.given:
-                self._replay(inner, position, compare=not reused and self._doubt is None)
+            if not self._stateful and position.given and not self._stands_there():
+                self._replay(inner, position, certain=not reused and self._doubt is None)
         self._set_generators(position.generators)
-        self._pending = None
-        batches = self._enter(inner, position.at_iter)
-        pass_ = batches.of
+        self._rng_at_next = position.generators
         pass_.at_first, pass_.last, pass_.checksum = position.at_first, position.last, position.checksum
         pass_.before_last, pass_.passes = position.before_last, position.passes
         pass_.inner = position.inner
         pass_.given, pass_.trained, pass_.restored = position.given, position.trained, True
-        return batches
+        pass_.skipped = position.given
+        return self._enter(inner, pass_)
+
+    def _stands_there(self) -> bool:
+        """Whether a preview has brought an iterator that has one pass to the position already."""
+        if self._has_one_pass and self._taken:
+            raise DriftError(
+                f"loader {self._name!r} cannot go on in mid-pass: it is an iterator, which has one pass, and batches "
+                "were taken from it since it was made. Pass what makes the iterator."
+            )
+        return self._has_one_pass and self._is_begun
 
     def _start_workers(self, position: Position) -> bool:
         """Start persistent workers with the seed of their first pass. True where the restored pass is a later one."""
@@ -405,16 +465,17 @@ class SessionLoader:
             return False
         if same(position.at_base, position.at_iter) or same(position.at_base, position.at_first):
             return False
-        log.warning(
-            "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, random "
-            "augmentation inside the workers is not; persistent_workers=False makes it so",
-            self._name,
-        )
+        if not self._is_begun:
+            log.warning(
+                "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, random "
+                "augmentation inside the workers is not, nor what else they keep; persistent_workers=False makes it so",
+                self._name,
+            )
         self._set(position.at_base)
         iter(self._core)  # type: ignore[arg-type]
         return True
 
-    def _replay(self, inner: Iterator[Any], position: Position, compare: bool) -> None:
+    def _replay(self, inner: Iterator[Any], position: Position, certain: bool) -> None:
         """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
         is_wrapper = not is_loader_of_torch(self._dl)
         try:
@@ -422,11 +483,15 @@ class SessionLoader:
         except EndedEarly as ended:
             fact = f"it ended after {ended} of the {position.given} batches given before"
             raise changed(self._name, fact, is_wrapper) from None
-        if compare and position.checksum is not None:
+        if position.checksum is not None:
             checksum = checksum_of(batch)
             if checksum is not None and differ(position.checksum, checksum):
                 fact = f"batch {position.given - 1} of the pass is not the one that was given before"
-                raise changed(self._name, fact, is_wrapper)
+                if certain:
+                    raise changed(self._name, fact, is_wrapper)
+                log.warning("loader %r: %s, so the training goes on with other data than the run before. %s",
+                            self._name, fact, self._doubt or "Random augmentation in persistent workers is one reason, "
+                            "a dataset that keeps a state from pass to pass another")  # fmt: skip
 
     # -- one batch
 
@@ -440,7 +505,7 @@ class SessionLoader:
                 "Wrap a second DataLoader, or take batches for other purposes from .loader."
             )
         self._host.loader_next(self)
-        self._settle()
+        self._settle(pass_)
         first = pass_.at_first is None and not self._stateful
         is_marked = self._in_process and (self._checks or self._runs_ahead)
         before = self._now() if first or is_marked else None
@@ -461,17 +526,19 @@ class SessionLoader:
         self._count(pass_, batch, before)
         return batch
 
-    def _settle(self) -> None:
+    def _settle(self, pass_: Pass) -> None:
         """The version's random state, once, after the replays and before the first fetch."""
         generators, self._rng_at_next = self._rng_at_next, None
         if generators is not None:
-            self._apply_restored_rng(generators)
+            self._apply_restored_rng(pass_, generators)
 
     def _count(self, pass_: Pass, batch: object, before: Mark | None) -> None:
         if TAKEN_BEFORE in self._identity and self._doubt is None:
             self._tell_doubt("an iterator has one pass, and this one was left and begun again. A new process begins at "
                              "its first batch, and refuses to go on. Pass what makes the iterator")  # fmt: skip
         pass_.given += 1
+        self.used.fetched(batch)
+        pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
         pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, moment(), self.in_eval
         if self._checks:
             pass_.checksum = checksum_of(batch)
@@ -486,4 +553,5 @@ class SessionLoader:
         self._taken += batches.of.given
         self._ended = moment()
         self._epoch += 1
-        self._pass = None
+        batches.of.has_ended = True
+        self._pass = self._pending = None

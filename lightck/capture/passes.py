@@ -1,4 +1,4 @@
-"""One pass over a session loader: what is known of it, and its iterator."""
+"""One pass over a session loader: what is known of it, its iterator, and what a session does for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightck.capture.position import Mark
+from lightck.capture.rng import RngState
+
+if TYPE_CHECKING:
+    from lightck.capture.loader import SessionLoader
 
 _moments = itertools.count(1)
 
@@ -26,6 +30,8 @@ class Pass:
     ``fetched_at``: those that were finished when its last batch was fetched; ``in_eval``: in the model's eval mode.
     ``passes``, ``inner``: as in ``Position``, of the loader before this pass.
     ``begun``, ``fetched``, ``left``, and ``after``, the end of the pass before it: moments, for which came first.
+    ``skipped``: batches that were given before it was restored; ``has_ended``: its last batch was given out;
+    ``evaluates``: a batch was fetched in eval mode or without gradients; ``was_preview``: see ``preview.py``.
     """
 
     at_iter: Mark
@@ -46,9 +52,37 @@ class Pass:
     trained: bool = False
     restored: bool = False
     left_at: int | None = None
+    skipped: int = 0
+    has_ended: bool = False
+    evaluates: bool = False
+    was_preview: bool = False
+
+    @property
+    def fetched_here(self) -> int:
+        """Batches that it gave in this process."""
+        return self.given - self.skipped
+
+    @property
+    def is_fruitless(self) -> bool:
+        """Whether it was left before its end, and without an update in this process."""
+        return self.left_at == self.updates and not self.has_ended
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether it was left right after it was begun, with no batch of any loader in between."""
+        return self.left == self.begun + 1
+
+    def has_updated(self, updates: int) -> bool:
+        """Whether updates were made in it, in this process."""
+        return (updates if self.left_at is None else self.left_at) > self.updates
+
+    def leave(self, updates: int) -> None:
+        """The loop let go of its iterator, or began another pass. Only the first call counts."""
+        if self.left_at is None:
+            self.left, self.left_at = moment(), updates
 
     def has_trained(self, updates: int) -> bool:
-        return self.trained or (updates if self.left_at is None else self.left_at) > self.updates
+        return self.trained or self.has_updated(updates)
 
     def is_of_training(self, updates: int, fetched_to_train: int) -> bool:
         """Whether its ``next()`` belongs to the training, whatever the model's mode. Not where batches were fetched in
@@ -84,5 +118,22 @@ class Batches:
 
     def __del__(self) -> None:
         with suppress(Exception):  # a session that is gone counts nothing
-            self.of.left = moment()
-            self.of.left_at = self._updates()
+            self.of.leave(self._updates())
+
+
+class LoaderHost(Protocol):
+    """What a session does for its loaders."""
+
+    def loader_next(self, loader: SessionLoader) -> None:
+        """The boundary: called at the entry of each ``next()``, before anything is fetched or counted."""
+
+    def loader_pass_ended(self, loader: SessionLoader) -> None:
+        """Called when the inner iterator is exhausted, after `loader_next` and before the pass is counted."""
+
+    def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
+        """The restored version's random state, for the first pass that is no preview; None afterwards, once updates
+        were made, or where there is none."""
+
+    @property
+    def updates(self) -> int:
+        """Finished updates so far."""

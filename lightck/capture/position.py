@@ -71,6 +71,9 @@ class Position:
     ``before_last`` is the one before that, for a loader that fetches a batch ahead of those that it gives.
     ``inner`` is a stateful loader's own state; for one of Accelerate's that before the pass, and ``passes`` is the
     number by which it tells samplers the epoch. ``version`` is 1 where the pool is older than `VERSION`.
+    ``previews``: passes without an update that the process had begun and left before its first update;
+    ``previews_in_loop``: later ones came too. ``used_again``: updates were made on batches of the last pass after it
+    ended.
     """
 
     kind: str
@@ -89,6 +92,9 @@ class Position:
     before_last: Mark | None = None
     passes: int | None = None
     version: int = VERSION
+    previews: int = 0
+    previews_in_loop: bool = False
+    used_again: bool = False
 
     def to_value(self) -> dict[str, Any]:
         return {
@@ -109,6 +115,9 @@ class Position:
             "version": self.version,
             "r_before_last": self.before_last and self.before_last.to_value(),
             "passes": self.passes,
+            "previews": self.previews,
+            "previews_in_loop": self.previews_in_loop,
+            "used_again": self.used_again,
         }
 
     @classmethod
@@ -136,6 +145,9 @@ class Position:
             before_last=Mark.from_value(value["r_before_last"]),
             passes=value["passes"],
             version=value["version"],
+            previews=value["previews"],
+            previews_in_loop=value["previews_in_loop"],
+            used_again=value["used_again"],
         )
         position._check()
         return position
@@ -166,6 +178,13 @@ class Position:
             return self.before_last
         return self.at_first if index == 0 else None
 
+    def before_its_pass(self) -> Position:
+        """The same loader at the beginning of this pass, which is not counted."""
+        if not self.live:
+            return self
+        inner = None if self.kind == "stateful" else self.inner
+        return replace(self.at_rest(), epoch=self.epoch, inner=inner)
+
     def at_rest(self) -> Position:
         """The same loader with its pass put down, and counted."""
         return replace(
@@ -184,8 +203,14 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "content": ((int, type(None)), "checksum"),
     "passes": ((int, type(None)), "count"),
     "version": ((int,), "number"),
+    "previews": ((int,), "count"),
+    "previews_in_loop": ((bool,), "bool"),
+    "used_again": ((bool,), "bool"),
 }
-_LATER: dict[str, Any] = {"content": None, "version": 1, "r_before_last": None, "passes": None}
+_LATER: dict[str, Any] = {
+    "content": None, "version": 1, "r_before_last": None, "passes": None, "previews": 0, "previews_in_loop": False,
+    "used_again": False,
+}  # fmt: skip
 """What older pools do not have, and what it is for them."""
 _KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)
 

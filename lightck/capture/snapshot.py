@@ -24,6 +24,8 @@ from lightck.capture.buffers import BufferCopies
 from lightck.capture.built import BuiltNow
 from lightck.capture.devices import Devices
 from lightck.capture.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
+from lightck.capture.persistent import PersistentLoaders
+from lightck.capture.positions import Positions
 from lightck.capture.roster import Roster, roster_of
 from lightck.capture.within import WithinBatch
 from lightck.errors import StateValueError
@@ -70,6 +72,10 @@ class Capture:
         self.devices = Devices()
         self.objects = dict(objects)
         self.loaders: list[SessionLoader] = []
+        self.positions = Positions(self.loaders)
+        self.persistent = PersistentLoaders(self.loaders, self.objects)
+        self.is_done = False
+        """What the next version says of the training: that it has come to its end."""
         self.within = WithinBatch(self.loaders)
         self.provisional: Provisional | None = None
         self._buffer_copies = BufferCopies()
@@ -268,7 +274,9 @@ class Capture:
             "state": self._objects_value(before, lives),
             "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
             "extra": self._extra_at(event, before, lives),
-            "loaders": {loader.name: loader.position() for loader in self.loaders},
+            "loaders": self.positions.values(),
+            "persistent_started": self.persistent.have_started(),
+            "done": self.is_done,
             "at_once": sorted(never_rest),
             "elastic": sorted(self.elastic),
             "stale_after": stale_after,

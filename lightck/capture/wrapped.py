@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightck.capture.position import Identity
+from lightck.capture.position import Identity, Position
 from lightck.capture.under import chain, core_of, is_accelerated
 from lightck.errors import DriftError, SessionError
 
@@ -22,6 +23,8 @@ Drift = dict[str, tuple[object, object]]
 def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) -> str:
     """The name of its position: as the user says, else its number. Raises ``SessionError``: it would not be the same
     one after a resume, as where a loop calls ``session.loader`` anew for each epoch."""
+    if any(other is loader for other in known):
+        raise SessionError("This is a session loader already. Wrap each loader once.")
     if name is None:
         for other in known:
             if other.loader is loader and other.is_begun:
@@ -30,10 +33,22 @@ def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) ->
                     "by its number, so one more would not go on after a resume. Call session.loader() once, before the "
                     "loop over epochs, or give each its own name=."
                 )
+        for other in known:
+            if other.has_trained:
+                raise SessionError(
+                    f"A loader is wrapped without a name=, after the training went over loader {other.name!r}. It "
+                    "would be found again by its number, and in a resumed run that may be another one's. Call "
+                    "session.loader() once for each loader, before the loop over epochs, or give this one a name=."
+                )
         name = f"loader.{len(known)}"
     if any(other.name == name for other in known):
         raise SessionError(f"A loader named {name!r} is already followed. Names tell them apart. Use another.")
     return name
+
+
+def is_number(name: str) -> bool:
+    """Whether it was given by the order of the calls."""
+    return re.fullmatch(r"loader\.\d+", name) is not None
 
 
 def _length(loader: object) -> int | None:
@@ -89,10 +104,22 @@ def drifted(name: str, drift: Drift) -> DriftError:
     text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
     return DriftError(
         f"loader {name!r} differs from the one that was saved: {text}. The version lies in the middle of a pass, and "
-        "another loader would give other batches. Build the loader as it was, or begin the pass anew with another "
-        "name= for it.",
+        "another loader would give other batches. Build the loader as it was, or begin its pass anew: "
+        "session.loader(..., anew=True).",
         drift,
     )
+
+
+def refuse_drift(name: str, position: Position, kind: str, generators: int, identity: Identity) -> None:
+    """Raises ``DriftError`` where a loader is not built as it was. ``generators``: how many it has. Lengths are
+    compared later."""
+    then = position.identity
+    keys = then if position.version < 2 else {**then, **identity}
+    drift: Drift = {key: (then.get(key), identity.get(key)) for key in keys if key != "length"}
+    drift |= {"kind": (position.kind, kind), "generators": (len(position.generators), generators)}
+    drift = {key: (before, after) for key, (before, after) in drift.items() if before != after}
+    if drift:
+        raise drifted(name, drift)
 
 
 def changed(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
@@ -104,7 +131,7 @@ def changed(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
     return DriftError(
         f"loader {name!r} cannot go on in mid-pass: {fact}. The dataset changed, or it draws from a random generator "
         "of its own, which no version holds. Bring the old data back and draw from python's, numpy's or torch's global "
-        "generators, or begin the pass anew with another name= for the loader. Or its sampler draws from a global one "
+        "generators, or begin its pass anew: session.loader(..., anew=True). Or its sampler draws from a global one "
         "at each next(), between the loop's draws: give it a generator of its own, as its attribute generator."
         + (wrapper if is_wrapper else "")
     )
@@ -125,6 +152,18 @@ def own_generators(loader: object) -> tuple[torch.Generator, ...]:
     return tuple(found.values())
 
 
+def refuse_own(loader: object, name: str) -> None:
+    """Raises ``AttributeError`` for what a session loader does not pass on: private attributes, and the state of a
+    loader that has one. Loading that beside the position would move the loader twice."""
+    if name in ("state_dict", "load_state_dict"):
+        raise AttributeError(
+            f"A session loader has no {name}(): its position is part of every checkpoint already. The state of the "
+            "wrapped loader is to be had from .loader."
+        )
+    if name.startswith("_"):
+        raise AttributeError(f"{type(loader).__name__!r} object has no attribute {name!r}")
+
+
 def is_stateful(loader: object) -> bool:
     if is_accelerated(loader):
         return False  # its loaders have the methods, but their state does not bring a pass back: see accelerated.py
@@ -142,7 +181,8 @@ def replay_doubt(loader: object) -> str | None:
         return None
     if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
         return (
-            "an iterable dataset without workers that draws from the global random generators at each item cannot be "
-            "replayed exactly: use num_workers >= 1, a generator of its own, or torchdata's StatefulDataLoader"
+            "an iterable dataset without workers that draws from the global random generators at each item, or goes on "
+            "in a pass where the one before it ended, cannot be replayed exactly: use num_workers >= 1, a generator of "
+            "its own, or torchdata's StatefulDataLoader"
         )
     return None

@@ -160,7 +160,8 @@ class PoolLock:
         if self._is_held_here():
             raise PoolLockedError(
                 f"The pool {self._pool_path!r} is open in another session of this process. A pool has one writer. "
-                "Close that session first (session.close(), or leave its `with`)."
+                "Close that session first (session.close(), or leave its `with`). Where only the traceback of an error "
+                "holds it, as in a notebook: for session in lightck.sessions.open_sessions(): session.abandon()"
             )
 
     def _is_held_here(self) -> bool:
