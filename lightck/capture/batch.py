@@ -6,10 +6,11 @@ over its elements count, of one on a device its shape and its dtype.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import UserDict
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -19,10 +20,12 @@ import torch
 from lightck._native import ffi, lib
 from lightck.capture.lanes import bytes_in_order
 
-_CHECKED_BYTES = 4 << 10  # of each tensor
-_CHECKED_TENSORS = 8  # of each batch; of others the shape and dtype
-_CHECKED_PARTS = 64  # of each batch, containers included: a checksum may cost microseconds, not more
-_PIECE = 256  # a large tensor is read in pieces of so many bytes, spread from its beginning to its end
+_CHECKED_BYTES = 4 << 10  # of each tensor; a smaller one is read whole
+_CHECKED_TENSORS = 16  # of each batch; of others a few words
+_CHECKED_PARTS = 256  # of each batch, containers included: a checksum may cost microseconds, not more
+_CHECKED_ITEMS = 64  # of each list
+_WORD = 8  # a large tensor is read in single words, spread over it
+_FEW = 32
 _IN_PART = 1
 """The lowest bit of a checksum: some of the batch was not looked at (a tensor on a device, an object)."""
 
@@ -40,9 +43,9 @@ def checksum_of(batch: object) -> int | None:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             tensors, is_comparable = tensors + 1, True
             found.append(_head(item.dtype, item.shape))  # type: ignore[attr-defined]
-            raw = _tensor_bytes(item) if tensors <= _CHECKED_TENSORS else b""  # type: ignore[arg-type]
+            raw = _tensor_bytes(item, _CHECKED_BYTES // _WORD if tensors <= _CHECKED_TENSORS else _FEW)  # type: ignore[arg-type]
         elif (parts := _parts(item)) is not None:
-            todo.extend(islice(parts, _CHECKED_PARTS))
+            todo.extend(parts)
             continue
         else:
             raw = _leaf_bytes(item)
@@ -72,24 +75,35 @@ def _head(dtype: torch.dtype, shape: torch.Size) -> bytes:
 def _parts(item: object) -> Iterable[object] | None:
     """What a container holds: subclasses too (named tuples, tokenizers' encodings), by no code of theirs."""
     if isinstance(item, list):
-        return list.__iter__(item)
+        return _some(list.__len__(item), partial(list.__getitem__, item))
     if isinstance(item, tuple):
-        return tuple.__iter__(item)
+        return _some(tuple.__len__(item), partial(tuple.__getitem__, item))
     if isinstance(item, UserDict):
         item = item.data
-    return dict.values(item) if isinstance(item, dict) else None
+    return islice(dict.values(item), _CHECKED_PARTS) if isinstance(item, dict) else None
+
+
+def _some(count: int, get: Callable[[int], object]) -> Iterable[object]:
+    if count <= _CHECKED_ITEMS:
+        return map(get, range(count))
+    return [count, *map(get, places(count, _CHECKED_ITEMS).tolist())]
 
 
 def _leaf_bytes(item: object) -> bytes | None:
     """Of anything but a tensor; None where it is of a kind that is not looked into."""
     kind = type(item)
-    if kind is bytes:
-        return item[:_CHECKED_BYTES]  # type: ignore[index, no-any-return]
+    if isinstance(item, bytes) and kind is bytes:
+        return b"%d" % len(item) + _spread_crc(item, len(item))
+    if isinstance(item, str) and kind is str and len(item) > _CHECKED_BYTES:
+        item = f"{len(item)}" + "".join(item[at] for at in places(len(item), _CHECKED_BYTES // _WORD).tolist())
     if kind in (int, float, str, bool, type(None)):
-        return repr(item).encode("utf-8", "surrogatepass")[:_CHECKED_BYTES]
+        return repr(item).encode("utf-8", "surrogatepass")
     if isinstance(item, np.ndarray) and kind is np.ndarray and not item.dtype.hasobject:
-        step = max(-(-item.nbytes // _CHECKED_BYTES), 1)
-        return f"{item.dtype.str}{item.shape}".encode() + item.flat[::step].tobytes()
+        head = f"{item.dtype.str}{item.shape}".encode()
+        if item.nbytes > _CHECKED_BYTES and not item.flags.c_contiguous:
+            return head + bytes(item[_coordinates(item.shape, _CHECKED_BYTES // item.itemsize)].tobytes())
+        flat = np.ascontiguousarray(item).reshape(-1).view(np.uint8)
+        return head + _spread_crc(flat, item.nbytes, flat.ctypes.data)
     if isinstance(item, np.generic) and not item.dtype.hasobject:
         return item.dtype.str.encode() + item.tobytes()
     if isinstance(item, torch.Tensor):  # a subclass: nothing of its own code is run
@@ -98,42 +112,66 @@ def _leaf_bytes(item: object) -> bytes | None:
     return None
 
 
-def _tensor_bytes(item: torch.Tensor) -> bytes | None:
+def _tensor_bytes(item: torch.Tensor, words: int) -> bytes | None:
     """Something of the tensor's bytes. None where they cannot be read: reading from a device would make the training
     thread wait for it."""
     if not item.is_cpu or item.layout is not torch.strided or item.is_quantized:
         return None
     try:
-        if item.is_contiguous() and not item.is_conj() and not item.is_neg():
-            return _memory_bytes(item)
-        return _memory_bytes(bytes_in_order(_thinned(item.detach())))
+        if not item.is_contiguous() or item.is_conj() or item.is_neg():
+            item = bytes_in_order(_thinned(item.detach()))
+        return _memory_bytes(item, words)
     except RuntimeError:  # a dtype that torch cannot copy, or no memory of its own: nothing to compare is no error
         return None
 
 
 def _thinned(item: torch.Tensor) -> torch.Tensor:
-    """Elements in equal steps, a few kilobytes: a batch that is no block of memory is never copied whole."""
-    while item.nbytes > 4 * _CHECKED_BYTES:
-        dim = max(range(item.dim()), key=item.size)
-        step = min(max(item.nbytes // (2 * _CHECKED_BYTES), 2), item.size(dim))
-        item = item[(slice(None),) * dim + (slice(None, None, step),)]
-    return item
+    """Some kilobytes of single elements: a batch that is no block of memory is never copied whole."""
+    if item.nbytes <= _CHECKED_BYTES:
+        return item
+    at = _coordinates(tuple(item.shape), max(_CHECKED_BYTES // item.itemsize, 1))
+    return item[tuple(map(torch.from_numpy, at))]
 
 
-def _memory_bytes(item: torch.Tensor) -> bytes | None:
+def _memory_bytes(item: torch.Tensor, words: int) -> bytes | None:
     nbytes = item.nbytes
     if not nbytes:
         return b""
     if item.untyped_storage().nbytes() < nbytes:
         return None  # its memory was given back
-    memory = ffi.buffer(ffi.cast("char *", item.data_ptr()), nbytes)
+    address = item.data_ptr()
+    return _spread_crc(ffi.buffer(ffi.cast("char *", address), nbytes), nbytes, address, words)
+
+
+def _spread_crc(data: Any, nbytes: int, address: int = 1, words: int = _CHECKED_BYTES // _WORD) -> bytes:
+    """Of single words and of the last bytes; of few bytes all of them."""
     if nbytes <= _CHECKED_BYTES:
-        return _crc(memory)
-    pieces = _CHECKED_BYTES // _PIECE - 1
-    step = (nbytes - _PIECE) // pieces
-    spread = np.frombuffer(memory, np.uint8, pieces * step).reshape(pieces, step)[:, :_PIECE]
-    return _crc(spread.tobytes() + memory[nbytes - _PIECE : nbytes])
+        return _crc(data, nbytes)
+    at = places(nbytes // _WORD, words)
+    if address % _WORD == 0:
+        found: np.ndarray[Any, Any] = np.frombuffer(data, np.uint64, nbytes // _WORD).take(at)
+    else:  # numpy would copy all of it in order to align it
+        found = np.frombuffer(data, np.uint8).take((at[:, None] * _WORD + np.arange(_WORD)).reshape(-1))
+    return _crc(found, words * _WORD) + bytes(data[nbytes - _WORD : nbytes])
 
 
-def _crc(data: Any) -> bytes:
-    return int(lib.lck_crc32c(ffi.from_buffer(data), len(data))).to_bytes(4, "little")
+@lru_cache(maxsize=256)
+def places(total: int, count: int) -> np.ndarray[Any, Any]:
+    """``count`` of the numbers below ``total``, which is larger: one in each of as many equal gaps, at a pseudo-random
+    distance from its beginning, so that no row length of a batch keeps step with them. For ever the same ones."""
+    begins = np.arange(count + 1, dtype=np.int64) * total // count
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    share = (mixed ^ (mixed >> np.uint64(31))) >> np.uint64(40)  # of 2 ** 24
+    return begins[:-1] + (share.astype(np.int64) * np.diff(begins) >> 24)
+
+
+@lru_cache(maxsize=16)
+def _coordinates(shape: tuple[int, ...], count: int) -> tuple[np.ndarray[Any, Any], ...]:
+    total = math.prod(shape)
+    return np.unravel_index(places(total, count) if total > count else np.arange(total), shape)
+
+
+def _crc(data: Any, nbytes: int) -> bytes:
+    return int(lib.lck_crc32c(ffi.from_buffer(data), nbytes)).to_bytes(4, "little")

@@ -99,3 +99,34 @@ def test_nothing_is_copied_whole_or_run(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen(Loud([1, 2])) == seen([1, 2])
     wide = torch.zeros(1).expand(1 << 40)  # four terabytes, if it were copied
     assert not differ(seen(wide), seen(torch.zeros(1).expand(1 << 40)))
+
+
+def row_ends(begin: int, rows: int = 64, row: int = 1024) -> torch.Tensor:
+    """Rows of zeros, as padded sequences are, but for what comes behind byte ``begin`` of each."""
+    batch = torch.zeros(rows, row, dtype=torch.uint8)
+    batch[:, begin:] = torch.randint(1, 255, (rows, row - begin), generator=torch.Generator().manual_seed(2))
+    return batch
+
+
+@pytest.mark.parametrize("begin", [0, 500, 900, 960])
+@pytest.mark.parametrize("row", [1000, 1024, 4096])
+def test_rows_that_are_padding_for_the_most_part(begin: int, row: int) -> None:
+    """No length of a row keeps step with what is looked at."""
+    batch = row_ends(begin * row // 1024, row=row)
+    for view in (lambda t: t, lambda t: t.t(), lambda t: t.contiguous().numpy(), lambda t: t.t().numpy()):
+        assert differ(seen(view(batch)), seen(view(torch.zeros_like(batch))))
+    text = bytes(batch.numpy().tobytes())
+    assert differ(seen(text), seen(bytes(len(text))))
+    assert differ(seen(text.decode("latin-1")), seen("\0" * len(text)))
+    assert differ(seen(list(text)), seen([0] * len(text)))
+
+
+def test_where_a_tensor_begins_in_memory_does_not_count() -> None:
+    memory = torch.randint(255, (100_008,), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+    assert not differ(seen(memory[3:100_003]), seen(memory[3:100_003].clone()))
+
+
+def test_shapes_of_all_tensors_count() -> None:
+    batch = [{"x": torch.zeros(5, 2), "y": [torch.zeros(3)]} for _ in range(60)]
+    other = [{**item, "y": [torch.zeros(3 + (index == 17))]} for index, item in enumerate(batch)]
+    assert differ(seen(batch), seen(other))

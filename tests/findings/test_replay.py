@@ -67,3 +67,15 @@ def test_a_position_of_an_older_pool_is_read() -> None:
         again = Host(resumed=values.pack(saved, path="v")).loader(DataLoader(range(12), 2, shuffle=True))
         assert again.start == len(seen) == 3
         assert [batch.tolist() for batch in again] == rest
+
+
+def test_a_dataset_with_a_generator_of_its_own_is_found_behind_padding(bench: Bench, folder: Path) -> None:
+    assert "draws from a random generator of its own" in refusal(bench, "padded", folder, update=9)
+
+
+@pytest.mark.parametrize("name", ["prefetcher-persistent", "prefetcher-persistent-augmented"])
+def test_persistent_workers_inside_a_wrapper(name: str, bench: Bench) -> None:
+    outcomes = bench.exact_or_told(name, "later pass of persistent workers", quiet=True)
+    if name == "prefetcher-persistent":
+        assert all(outcome.difference is None for outcome in outcomes)
+    assert not all(outcome.warnings for outcome in outcomes)

@@ -135,3 +135,47 @@ def ahead(run: Run, wrappers: int = 1, workers: int = 0, kind: type[Ahead] = Ahe
 program(name="ahead")(ahead)
 program(name="ahead-workers")(partial(ahead, workers=2, kind=Moved))
 program(name="two-ahead")(partial(ahead, wrappers=2))
+
+
+# ---- what the checksum of the last batch finds
+
+
+class Padded(Dataset[Any]):
+    """Each sample begins with more zeros than are looked at, and is augmented from a generator that nobody saves."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(4)
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        x = torch.zeros(3000)
+        x[2000:] = index + float(self.own.normal())
+        return x
+
+
+@program()
+def padded(run: Run) -> None:
+    run.seed()
+    model = nn.Linear(3000, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-6)
+    session = run.attach(model)
+    loader = session.loader(DataLoader(Padded(), BATCH))
+    for _ in range(loader.epoch, EPOCHS):
+        for x in loader:
+            update(run, model, opt, x)
+    run.finished(model, [opt])
+
+
+# ---- persistent workers that lie in a wrapper
+
+
+def persistent(run: Run, augment: bool, kind: Any = Ahead) -> None:
+    run.seed()
+    workers = {"num_workers": 2, "persistent_workers": True}
+    passes(run, kind(DataLoader(Items(augment), BATCH, shuffle=True, **workers)))
+
+
+program(name="prefetcher-persistent")(partial(persistent, augment=False))
+program(name="prefetcher-persistent-augmented")(partial(persistent, augment=True))
