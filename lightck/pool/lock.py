@@ -5,6 +5,9 @@ But it goes when any descriptor of its file is closed: a backup of the folder, m
 The lock of the open file (OFD, on byte 1) stays then. What that one would outlive is a killed trainer, in a DataLoader
 worker that has the descriptor too: so a forked child closes it at its start, and who finds it alone waits a moment.
 
+A process that was killed keeps its locks until the last of its threads has ended, and that one may be starved: a holder
+that is dying is waited for (``dying``), any other is refused at once.
+
 A device is locked itself, and by an OFD lock alone, since its readers open it too: its folder is not its owner's.
 
 Cleaners of temporary files remove what looks old: a lock on a file that has no name any more keeps nobody out, which is
@@ -33,6 +36,7 @@ from lightck.errors import (
     PoolNotFoundError,
     PoolPermissionError,
 )
+from lightck.pool import dying
 from lightck.pool.failures import TRANSIENT, io_error, told, too_long
 
 log = logging.getLogger("lightck")
@@ -54,6 +58,18 @@ class Holder:
 
     pid: int | None
     command: str
+
+
+class _DyingError(PoolLockedError):
+    """The holder was killed, and has not ended yet."""
+
+    def __init__(self, pool_path: str, pid: int) -> None:
+        super().__init__(
+            f"The pool {pool_path!r} is still locked by pid {pid}, which was killed, and did not end within "
+            f"{dying.SECONDS_MAX:.0f} seconds. A pool has one writer. It is starved by what else runs here, or stuck "
+            "in a call of the system. Wait until it is gone (ps -L shows its threads), and start again."
+        )
+        self.pid = pid
 
 
 def holder_of(pool_path: str) -> Holder | None:
@@ -109,14 +125,25 @@ def _ofd_holder(st: os.stat_result) -> int | None:
     """An OFD lock has no pid; whose descriptor it is stands in procfs, as far as we may look."""
     file = f"{os.major(st.st_dev):02x}:{os.minor(st.st_dev):02x}:{st.st_ino} "
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            for number in os.listdir(f"/proc/{pid}/fdinfo"):
-                with open(f"/proc/{pid}/fdinfo/{number}") as f:
-                    if any(line.startswith("lock:") and "OFDLCK" in line and file in line for line in f):
-                        return int(pid)
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            # The main thread of a process that is dying may have ended, and has no descriptors then.
+            folders = iter([f"/proc/{pid}", *(f"/proc/{pid}/task/{tid}" for tid in os.listdir(f"/proc/{pid}/task"))])
+            descriptors = next(filter(None, map(_descriptors_in, folders)), [])
+            if any(_holds(info, file) for info in descriptors):
+                return int(pid)
     return None
+
+
+def _descriptors_in(folder: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [f"{folder}/fdinfo/{number}" for number in os.listdir(f"{folder}/fdinfo")]
+    return []
+
+
+def _holds(info: str, file: str) -> bool:
+    with contextlib.suppress(OSError), open(info) as f:
+        return any(line.startswith("lock:") and "OFDLCK" in line and file in line for line in f)
+    return False
 
 
 def _command_of(pid: int) -> str:
@@ -136,9 +163,22 @@ class PoolLock:
         self._pool_path = pool_path
         self._pid = os.getpid()
         self._fd = -1
-        with _guard:
-            self._refuse_second_session()
-            self._take()
+        wait = dying.Wait(pool_path)
+        while not self._taken(wait):
+            pass
+
+    def _taken(self, wait: dying.Wait) -> bool:
+        """False where a holder is dying: then a moment was waited, without the guard. Raises its error where that
+        takes too long."""
+        try:
+            with _guard:
+                self._refuse_second_session()
+                self._take()
+            return True
+        except _DyingError as err:
+            if not wait.a_moment(err.pid):
+                raise
+        return False
 
     def _take(self) -> None:
         self._fd = self._open()
@@ -229,17 +269,25 @@ class PoolLock:
                     st = os.fstat(self._fd)
                 return st.st_dev, st.st_ino
             pid = _conflict(self._fd)
-            if pid is not None and pid >= 0:
-                break
-            if pid is not None:
+            if pid == -1:
                 time.sleep(_PAUSE_SECONDS)
+            elif pid is not None:
+                self._refuse_dying(pid)
+                if _conflict(self._fd) == pid:  # else it has ended meanwhile
+                    break
         holder = _asked(self._fd)
+        if _conflict(self._fd) == -1:
+            self._refuse_dying(dying.dying_of_mine() if holder is None or holder.pid is None else holder.pid)
         who = "its pid is not visible from here" if holder is None or holder.pid is None else (
             f"pid {holder.pid}: {holder.command}")  # fmt: skip
         raise PoolLockedError(
             f"The pool {self._pool_path!r} is open in another process ({who}). A pool has one writer. "
             "Wait for it, end it, or use another pool; lightck.recover() can read meanwhile."
         )
+
+    def _refuse_dying(self, pid: int | None) -> None:
+        if pid is not None and dying.is_dying(pid):
+            raise _DyingError(self._pool_path, pid)
 
     def _try_lock(self) -> bool:
         try:
