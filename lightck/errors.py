@@ -25,7 +25,7 @@ message gives the fact, the reason and the cure, in that order.
     ├── DriftError                    (ValueError)          the checkpoint does not fit the model or optimizer
     ├── AmbiguousError                (ValueError)          two candidates for one role
     ├── StateValueError               (TypeError)           a value that cannot be stored
-    ├── UnsupportedError              (NotImplementedError) an optimizer that lightck does not follow
+    ├── UnsupportedError              (NotImplementedError) an optimizer that lightck does not follow; several ranks
     ├── LateError                     (RuntimeError)        an optimizer or scheduler that came after attach
     ├── SessionError                  (RuntimeError)        a call that this session cannot take now
     ├── NothingSavedError             (RuntimeError)        close(): the model was trained, and nothing of it was saved
@@ -156,7 +156,7 @@ class StateValueError(LightckError, TypeError):
 
 
 class UnsupportedError(LightckError, NotImplementedError):
-    """An optimizer that lightck does not follow; the message names one that does the work."""
+    """An optimizer that lightck does not follow, or a training of several ranks; the message names what works."""
 
 
 class LateError(LightckError, RuntimeError):

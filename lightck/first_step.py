@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from lightck.capture.discover import schedulers_of
+from lightck.capture.ranks import is_one_of_several
 from lightck.capture.snapshot import Capture, is_loader
 from lightck.errors import LateError
 
@@ -28,6 +29,8 @@ class FirstStep:
     """Whether schedulers need not be saved: state={"scheduler": None}."""
     chosen: frozenset[int] = frozenset()
     """ids of the optimizers whose scheduler was passed: others of them are the user's business."""
+    is_rank: bool = False
+    """Whether the process was one of several ranks at attach already."""
     restored: bool = False
     position_used: bool = False
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
@@ -44,7 +47,10 @@ class FirstStep:
             self._early.extend(weakref.ref(s) for s in schedulers_of(self.optimizers, collect=False))
 
     def check(self, capture: Capture) -> None:
-        """Raises ``LateError`` for a scheduler that was made after attach."""
+        """Raises ``LateError`` for a scheduler that was made after attach, ``UnsupportedError`` for a process that has
+        become a rank since."""
+        if not self.is_rank:
+            is_one_of_several()
         capture.before_first_update()
         self._check_schedulers([view.optimizer for view in capture.optimizers])
         self._check_lr()

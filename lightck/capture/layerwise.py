@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightck.capture.calls import ModuleHook, closure_of, is_called_by, is_in_backward, weakly
 from lightck.capture.inventory import clean_prefixes
 from lightck.capture.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
+from lightck.capture.ranks import of_several
 from lightck.capture.watch import checksums
 from lightck.errors import SessionError, UnsupportedError
 
@@ -294,8 +295,7 @@ class _Telling:
 
 
 def refuse_many_ranks() -> None:
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if of_several() is not None:
         raise UnsupportedError(
             "A process group of several ranks is there. Its gradients are reduced after this process has them, and a "
             "layer-wise update would use the unreduced ones. Leave out lightck.layerwise()."
