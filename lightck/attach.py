@@ -22,7 +22,7 @@ from lightck.capture.discover import Found, discover, unwrap
 from lightck.capture.inventory import entry_of
 from lightck.capture.layerwise import layerwise_of
 from lightck.capture.predict import predict
-from lightck.capture.ranks import is_one_of_several
+from lightck.capture.ranks import is_one_of_several, of_several
 from lightck.capture.scaler import enabled
 from lightck.capture.snapshot import Capture, check_objects
 from lightck.checkpoint import Checkpoint, refuse_other_than_bool, refuse_other_than_mapping, refuse_other_than_module
@@ -103,14 +103,12 @@ def attach(
         CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` was said.
         PoolError: the pool cannot be made, opened, locked or read (see :mod:`lightck.errors`).
         DriftError, CorruptPoolError: ``resume=True`` and the checkpoint does not fit, or none verifies.
-        UnsupportedError: the process is one of several ranks, and not the first; or an optimizer is not followed.
-        AmbiguousError, StateValueError, LateError, SessionError, MediumError, KeepError: see each.
+        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see each.
     """
     _check_arguments(model, state, resume, overwrite, strategy, slots, keep, staging, pause_on_nonfinite)
     pace = cadence(interval)
     path = _pool_path(pool_path)
     kind = backend_for(path, backend)
-    is_rank = is_one_of_several()
     durable = kind.probe(path)
     durability.require(durable, require)
     found = _discover(model, optimizer, state)
@@ -125,7 +123,7 @@ def attach(
         with _undone(pipeline.close):
             pipeline.keep(Keeper(keep, path, meter) if keep is not None else None)
             kind.remove_stale(path)
-            first = _first_step(found, state, is_rank)
+            first = _first_step(found, state)
             resumed = attachment.open(pipeline, slots)
             if resumed is not None:
                 first.restored_now()
@@ -166,6 +164,7 @@ def _check_arguments(model: Any, state: Any, resume: bool, overwrite: bool, stra
         )
     _check_slots(slots, keep)
     check_kind(staging)
+    is_one_of_several()
 
 
 def _check_slots(slots: Any, keep: Any) -> None:
@@ -189,10 +188,10 @@ def _discover(model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None)
     return found
 
 
-def _first_step(found: Found, state: Mapping[str, Any] | None, is_rank: bool) -> FirstStep:
+def _first_step(found: Found, state: Mapping[str, Any] | None) -> FirstStep:
     given = state or {}
     chosen = frozenset(id(unwrap(o.optimizer)) for o in given.values() if isinstance(o, LRScheduler))
-    return FirstStep(found.optimizers, found.state, "scheduler" in _declined(state), chosen, is_rank)
+    return FirstStep(found.optimizers, found.state, "scheduler" in _declined(state), chosen, of_several() is not None)
 
 
 def _declined(state: Mapping[str, Any] | None) -> frozenset[str]:

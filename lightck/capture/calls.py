@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightck.capture.copies import OwnHook
+
 _DEPTH = 17
 """Frames that are looked at, the asking one among them."""
 
@@ -28,9 +30,9 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-class ModuleHook:
-    """A hook of the model itself. A copy of the model (for an EMA, say) is not the model that is saved: in a deep or
-    pickled copy the hook does nothing."""
+class ModuleHook(OwnHook):
+    """A hook of the model itself. A copy of the model (for an EMA, say) is not the model that is saved: a deep or
+    pickled copy has no such hook, or where its class makes its copies itself, one that does nothing."""
 
     def __init__(self, method: Callable[..., None] | None = None) -> None:
         self._method = method

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightck.capture.calls import ModuleHook, closure_of, is_called_by, weakly
+from lightck.capture.copies import CleanCopies
 from lightck.capture.layerwise import layerwise_of
 from lightck.capture.nest import has_hooks, places
 
@@ -62,6 +63,7 @@ class Hooks:
         self._handles: list[Any] = [
             model.register_forward_pre_hook(ModuleHook(self._forward_pre)),
             model.register_forward_hook(ModuleHook(self._forward_post)),
+            CleanCopies(model),
             register_optimizer_step_pre_hook(weakly(self._any_step_pre)),
         ]
         self.add(optimizers)

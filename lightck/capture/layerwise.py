@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightck.capture.calls import ModuleHook, closure_of, is_called_by, is_in_backward, weakly
+from lightck.capture.copies import CleanCopies
 from lightck.capture.inventory import clean_prefixes
 from lightck.capture.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
 from lightck.capture.ranks import of_several
@@ -81,6 +82,7 @@ class Layerwise:
             optimizer.register_step_pre_hook(self._step_pre),
             optimizer.register_step_post_hook(self._step_post),
             model.register_forward_pre_hook(ModuleHook(weakly(self._forward_begins))),
+            CleanCopies(model),
         ]
         _known[optimizer] = self
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightck.capture.copies import CleanCopies, OwnHook
 from lightck.capture.inventory import clean_prefixes
 from lightck.trace.events import BACKWARD, FORWARD
 
@@ -85,6 +86,7 @@ class Layers:
             if node is not None and node is not source:
                 self._follow(node, source, name, number)
 
+        self._handles.append(CleanCopies(module))
         self._handles.append(module.register_forward_pre_hook(self._eager(before)))
         self._handles.append(module.register_forward_hook(self._eager(after)))
         for parameter in module._parameters.values():
@@ -168,7 +170,7 @@ class Layers:
         self._open.clear()
 
 
-class _Hook:
+class _Hook(OwnHook):
     """Does nothing inside a graph that torch.compile traces, nor in a deep or pickled copy of the model."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
