@@ -39,6 +39,8 @@ class Resumed:
     _rng: RngState
     _rng_once: RestoredRng
     _rng_forward: RngState | None
+    event: str = ""
+    """What closed the version."""
 
     @classmethod
     def from_contents(cls, contents: Contents) -> Resumed:
@@ -46,7 +48,8 @@ class Resumed:
         once = RestoredRng(None if closed_by_forward else contents.rng)
         closed_by_next = contents.event == Event.NEXT.value
         return cls(contents.step, contents.iteration, contents.explicit, contents.loaders, closed_by_next,
-                   contents.persistent_started, contents.done, contents.rng, once, contents.rng_forward)  # fmt: skip
+                   contents.persistent_started, contents.done, contents.rng, once, contents.rng_forward,
+                   contents.event)  # fmt: skip
 
     def set_rng(self) -> None:
         """At attach: the loop's own draws come next."""

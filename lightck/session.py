@@ -33,6 +33,7 @@ from lightck.capture.rng import RngState
 from lightck.capture.saved import SavedWatch
 from lightck.capture.scaler import ScalerWatch
 from lightck.capture.snapshot import Capture
+from lightck.capture.top import LoopTop
 from lightck.capture.wrapped import name_of
 from lightck.ending import end
 from lightck.errors import BackgroundError, FlushTimeoutError, NothingSavedError, SessionError
@@ -76,6 +77,7 @@ class Session:
         self._boundary = Boundary(found.updating, *start)
         self._saved_step = self._boundary.step
         self._watch = SavedWatch(capture, self._boundary, self._follow_live)
+        self._top: LoopTop | None = LoopTop(capture, None if resumed is None else (resumed.event, resumed.step))
         self._declines_optimizers = found.declined
         self._failure: BaseException | None = None
         self._is_open = True
@@ -283,6 +285,7 @@ class Session:
             if by_hand:
                 self._capture.stepped_by_hand(index)
             self._check_first_step()
+            self._reaches(Event.PRE_STEP)
             if self._boundary.is_due(Event.PRE_STEP):
                 self._event(Event.PRE_STEP)
                 self._forward.tell_missing(self._boundary.explicit)
@@ -301,6 +304,8 @@ class Session:
         with self._meter.stall("after the update"):
             self._boundary.updated(index)
             self._watch.updated()
+            if self._top is not None:
+                self._top.updated(self._boundary)
             self._scalers.stepped()
             self._half_updated.end(index)
             self._capture.before_update(index)  # again: a closure makes its gradients inside the step
@@ -338,6 +343,7 @@ class Session:
         self._forward.fires = True
         with self._meter.stall("forward begins"):
             self._watch.training_forward()
+            self._reaches(Event.FORWARD)
             if self._failure is None:
                 self._guard(self._pipeline.forward_begins)
                 self._event(Event.FORWARD)
@@ -422,6 +428,11 @@ class Session:
     def is_forked(self) -> bool:
         return os.getpid() != self._pid
 
+    def _reaches(self, event: Event) -> None:
+        """A point at which a version may close, and before it closes: what the loop moves before it."""
+        if self._top is not None and not self._paused and not self._top.reaches(event, self._boundary):
+            self._top = None
+
     def _event(self, event: Event) -> None:
         if self._paused:
             return
@@ -440,7 +451,7 @@ class Session:
             self._close_version(event, step)
 
     def _updated_by_hand(self) -> None:
-        """An update of a loop in which no optimizer is followed. No gate will come before the next one: the copies end
+        """An update of a loop in which no optimizer is followed. No hook comes before the next one, so the gate is
         here."""
         self._steps_on = threading.get_ident()
         self._check_first_step()
@@ -448,7 +459,7 @@ class Session:
         self._capture.positions.updated()
         self._capture.devices.note_updates()
         self._event(Event.END_STEP)
-        self._guard(self._pipeline.copies_done)
+        self._guard(self._pipeline.gate)
 
     def _close_version(self, event: Event, step: int) -> None:
         began = time.perf_counter()
@@ -537,7 +548,7 @@ class Session:
         self._finalizer()
         self._capture.forget()
         self._hooks.forget()
-        self._first_step = None
+        self._first_step = self._top = None
 
     @property
     def is_open(self) -> bool:

@@ -45,9 +45,13 @@ def by_object(name: str, obj: Any) -> Marks:
 def by_options(view: OptimizerView) -> Marks:
     """Of an optimizer's options (lr, betas, ...)."""
     try:
-        return {f"the options of {view.class_name}": (_digest(values.pack(view.groups(), path="options")),)}
+        return {options_name(view): (_digest(values.pack(view.groups(), path="options")),)}
     except Exception:
         return {}
+
+
+def options_name(view: OptimizerView) -> str:
+    return f"the options of {view.class_name}" + (f" {view.index}" if view.index else "")
 
 
 def moved(before: Mapping[str, tuple[Any, ...]], now: Mapping[str, tuple[Any, ...]]) -> list[str]:

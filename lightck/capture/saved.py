@@ -80,8 +80,8 @@ class SavedWatch:
             self._idle_iterations(self._idle_ended)
             return False
         if self._ended == 1:
-            log.info("lightck: no optimizer is followed: each end_step() counts as an update, and is waited for until "
-                     "its checkpoint is copied")  # fmt: skip
+            log.info("lightck: no optimizer is followed: each end_step() counts as an update, and waits for its "
+                     "checkpoint")  # fmt: skip
         if self._ended <= _FIRST // 2:
             self._compare_ends()
         return True

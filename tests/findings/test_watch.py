@@ -5,10 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
-from toys import BIG, adam, everything, forward, is_step, net, same, train, weights
+from torch.utils.data import DataLoader, TensorDataset
+from toys import BIG, adam, crashed, everything, forward, is_step, net, same, settled, train, weights
 
 import lightck
 from lightck.errors import NothingSavedError
@@ -163,12 +169,14 @@ def test_end_step_inside_paused_is_no_update(pool):
 
 @pytest.mark.parametrize("width", [8, BIG], ids=["small", "large"])
 def test_checkpoint_holds_what_was_there_at_end_step(pool, width):
-    """No gate comes before the next update, so every copy has ended when end_step() returns."""
+    """No hook comes before the next update, so every copy has ended, and with two slots the checkpoint is committed,
+    when end_step() returns."""
     model = net(width)
     with lightck.attach(model, pool) as session:
         for number in range(4):
             by_hand(model, number)
             session.end_step()
+            assert session.committed == number + 1
             seen = weights(model)
             for p in model.parameters():
                 p.data.fill_(7.0)
@@ -199,4 +207,208 @@ def test_long_accumulation_is_no_alarm(pool, caplog):
             if number % 130 == 129:
                 optimizer.step()
                 optimizer.zero_grad()
+    assert not warnings(caplog)
+
+
+# -- A4: what the loop moves at its top ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("batches-from-an-object", r"state\['data'\]"),
+        ("scheduler-at-the-top", r"state\['scheduler'\], the options of SGD"),
+        ("weight-decay-at-the-top", r"0\.weight"),
+        ("rate-at-the-top", "the options of SGD"),
+        ("meter-before-the-step", r"state\['meter'\]"),
+        ("meter-before-the-steps-of-two", r"state\['meter'\]"),
+        ("pseudo-labels-at-the-top", r"1\.running_mean"),
+    ],
+)
+def test_what_a_resumed_loop_changes_once_more_is_named(name: str, names: str, bench: Bench) -> None:
+    bench.exact_or_told(name, rf"{names}.* changed between the restore and .*end_step\(\)")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batches-from-an-object-with-end-step",
+        "scheduler-at-the-end",
+        "rate-by-step-at-the-top",
+        "meter-behind-the-step",
+        "meter-behind-the-steps-of-two",
+    ],
+)
+def test_what_belongs_to_the_end_of_an_iteration_is_not(name: str, bench: Bench) -> None:
+    bench.exact(name)
+
+
+class Counter:
+    """For ``state=``. ``clock``: it answers otherwise each time that it is asked."""
+
+    def __init__(self, clock: bool = False) -> None:
+        self.n, self.asked, self.clock = 0, 0, clock
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"n": self.n, "now": time.perf_counter() if self.clock else 0.0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state["n"]
+
+
+def at_top(model: nn.Module, optimizer: Any, counter: Any, steps: int, *, by: int = 1, behind: int = 0) -> None:
+    for number in range(steps):
+        counter.n += by
+        train(model, optimizer, 1, number)
+        counter.n += behind
+
+
+def test_first_run_names_what_the_loop_moves_at_its_top(pool, caplog):
+    model, counter = net(), Counter()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, state={"n": counter}):
+        at_top(model, optimizer, counter, 3)
+        asked = counter.asked
+        (said,) = warnings(caplog)
+        assert re.search(r"state\['n'\] changed before .*forward for the first update.*again.*end_step\(\)", said)
+        at_top(model, optimizer, counter, 5)
+        assert counter.asked == asked + 5, "later it is asked once for each checkpoint, as ever"
+    assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize("use", ["end_step", "loader", "behind", "once before", "paused"])
+def test_first_run_is_not_warned_where_nothing_moves_at_the_top(use, pool, caplog):
+    model, counter = net(), Counter()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, state={"n": counter}) as session:
+        if use == "end_step":
+            for _ in range(4):
+                at_top(model, optimizer, counter, 1)
+                session.end_step()
+        elif use == "loader":
+            for (x,) in session.loader(DataLoader(TensorDataset(torch.randn(8, 4)), 2)):
+                counter.n += 1
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+        elif use == "paused":
+            with session.paused():
+                at_top(model, optimizer, counter, 1)
+            at_top(model, optimizer, counter, 4, by=0)
+        else:
+            at_top(model, optimizer, counter, 1, by=int(use == "once before"))
+            at_top(model, optimizer, counter, 4, by=0, behind=int(use == "behind"))
+    assert not warnings(caplog)
+
+
+def test_rate_that_is_set_by_the_step_is_no_alarm(pool, caplog):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool):
+        for number in range(4):
+            optimizer.param_groups[0]["lr"] = 0.01 * (number + 1)
+            train(model, optimizer, 1, number)
+    assert not warnings(caplog)
+
+
+def test_weights_that_are_swapped_and_put_back_do_not_count(pool, caplog):
+    """Version counters move, and the bytes are the same."""
+    model = net()
+    optimizer = adam(model)
+
+    def evaluate() -> None:
+        before = weights(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        model.load_state_dict(before)
+
+    with lightck.attach(model, pool):
+        for number in range(4):
+            evaluate()
+            train(model, optimizer, 1, number)
+    assert not warnings(caplog)
+
+
+def resumed(pool: Path, counter: Any, use: Callable[[nn.Module, Any], None], caplog: pytest.LogCaptureFixture,
+            ends: Callable[[Any], None] = lambda session: None) -> list[str]:  # fmt: skip
+    """What is warned of in a run that goes on from a kill, and changes something before its first forward."""
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, state={"n": counter})
+    for number in range(3):
+        train(model, optimizer, 1, number)
+        ends(session)
+    forward(model, 3)
+    settled(session, 3)
+    image = crashed(pool)
+    session.close()
+    model = net(seed=1)
+    optimizer = adam(model)
+    caplog.clear()
+    with lightck.attach(model, image, optimizer=optimizer, state={"n": counter}, resume=True) as session:
+        assert session.step == 3
+        use(model, optimizer)
+        train(model, optimizer, 3, 3)
+    return warnings(caplog)
+
+
+def count(counter: Any) -> None:
+    counter.n += 1
+
+
+@pytest.mark.usefixtures("commits_early")
+def test_what_moved_since_the_restore_is_named(pool, caplog):
+    counter = Counter()
+    (said,) = resumed(pool, counter, lambda model, optimizer: count(counter), caplog)
+    assert re.search(r"state\['n'\] changed between the restore.*step 3 closed there.*end_step\(\)", said)
+
+
+@pytest.mark.usefixtures("commits_early")
+def test_what_comes_after_end_step_is_rightly_done_again(pool, caplog):
+    counter = Counter()
+    assert not resumed(pool, counter, lambda *_: count(counter), caplog, ends=lambda session: session.end_step())
+
+
+@pytest.mark.usefixtures("commits_early")
+def test_object_that_answers_otherwise_each_time_is_passed_over(pool, caplog):
+    assert not resumed(pool, Counter(clock=True), lambda *_: None, caplog)
+
+
+class Draws(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": int(torch.randint(1, (1,)))}
+
+
+@pytest.mark.usefixtures("commits_early")
+def test_objects_are_asked_with_the_random_states_held(pool):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, state={"n": Draws()}):
+        before = torch.get_rng_state()
+        forward(model)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+class Refuses(Counter):
+    """Answers at attach and at checkpoints, and not in between."""
+
+    answers = True
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.answers:
+            raise RuntimeError("not now")
+        return super().state_dict()
+
+
+@pytest.mark.usefixtures("commits_early")
+def test_object_that_refuses_to_answer_stops_nothing(pool, caplog):
+    model, counter = net(), Refuses()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, state={"n": counter}):
+        counter.answers = False
+        at_top(model, optimizer, counter, 1)
+        counter.answers = True
+        at_top(model, optimizer, counter, 2)
     assert not warnings(caplog)

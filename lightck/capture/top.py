@@ -1,0 +1,122 @@
+"""What a loop moves at its top, before the point at which a checkpoint closes: it is moved once more after a resume.
+
+Where neither a session loader nor ``end_step()`` says where a step ends, a checkpoint closes at the model's next
+forward (or, where that never fires, at the next step of the optimizer). What the loop does between its top and that
+point, as advancing an object in ``state=`` or shrinking the weights by hand, is in the checkpoint then, and the resumed
+loop does it again. At a boundary alone this cannot be told from what belongs to the end of an iteration, as
+``scheduler.step()``. So it is looked for at two occasions only, and nothing is read after them:
+
+*After a restore* of a checkpoint that closed there: what changes until the loop comes to that point again was changed
+twice. Behind ``next()``, ``end_step()`` and ``flush()`` a loop rightly does again what comes after them.
+
+*In a fresh run*: what changes both before the first such point and between the first update and the next such point.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from lightck.capture.boundary import Boundary, Event
+from lightck.capture.held import Marks, by_object, by_options, by_tensors, moved, options_name
+from lightck.capture.snapshot import Capture, is_loader
+
+log = logging.getLogger("lightck")
+_POINTS = (Event.FORWARD, Event.PRE_STEP)
+_WHERE = {Event.FORWARD: "the model's training forward", Event.PRE_STEP: "the step of the optimizer"}
+
+
+class LoopTop:
+    """Of one session, until one of its methods returns False: nothing is left to look for."""
+
+    def __init__(self, capture: Capture, restored: tuple[str, int] | None) -> None:
+        """``restored``: what closed the checkpoint that was restored, and its step."""
+        self._capture = capture
+        self._step = 0 if restored is None else restored[1]
+        self._closed_by = next((event for event in _POINTS if restored and event.value == restored[0]), None)
+        self._before = self._held()
+        self._point: Event | None = None
+        self._suspects: set[str] = set()
+        self._updated: Marks | None = None
+
+    def reaches(self, event: Event, boundary: Boundary) -> bool:
+        """A training forward or a step begins, which may close a checkpoint."""
+        if self._closed_by is not None:
+            return self._after_restore(event)
+        if boundary.explicit or self._capture.loaders:
+            return False
+        if self._point is None:
+            if event is Event.FORWARD and boundary.optimizers > 1:
+                return True  # with several a forward closes nothing
+            self._point = event
+            options = {options_name(view) for view in self._capture.optimizers}  # set by the step in many a loop: right
+            self._suspects = set(self._moved(self._before, event)) - options
+            return bool(self._suspects)
+        if self._updated is None or not boundary.is_due(event):
+            return True
+        if event is self._point:
+            self._tell_fresh(self._moved(self._updated, event))
+        return False
+
+    def updated(self, boundary: Boundary) -> None:
+        """An update was made: the last one before a checkpoint closes, as far as one can know."""
+        if self._point is not None and boundary.is_due(Event.PRE_STEP):
+            self._updated = self._held(self._suspects)
+
+    def _after_restore(self, event: Event) -> bool:
+        if event is not self._closed_by:
+            return event is Event.FORWARD
+        names = self._steady(self._moved(self._before, event))
+        if names:
+            log.warning("lightck: %s changed between the restore and %s. The checkpoint of step %d closed there, so it "
+                        "holds what the loop changes before that point, and this loop has changed it once more: it "
+                        "does not go on as the interrupted one would have. %s", ", ".join(names), _WHERE[event],
+                        self._step, _cure())  # fmt: skip
+        return False
+
+    def _tell_fresh(self, names: list[str]) -> None:
+        steady = self._steady(names)
+        if steady:
+            assert self._point is not None
+            log.warning("lightck: %s changed before %s for the first update, and again between that update and the "
+                        "next such point, where a checkpoint closes. If the loop changes it at its top, the "
+                        "checkpoint holds that already, and a resumed loop changes it once more (which does no harm "
+                        "where it is set to what depends on the step alone). %s",
+                        ", ".join(steady), _WHERE[self._point], _cure())  # fmt: skip
+
+    def _moved(self, before: Marks, event: Event) -> list[str]:
+        """What is not as it was. A forward moves buffers: before a step those are saved as they were after the update
+        before."""
+        names = moved(before, self._held(set(before)))
+        return names if event is Event.FORWARD else [name for name in names if name not in self._buffers()]
+
+    def _steady(self, names: list[str]) -> list[str]:
+        """Without objects that answer otherwise each time that they are asked, as with the time of day."""
+        changes = moved(self._held(set(names)), self._held(set(names)))
+        return _some([name for name in names if name not in changes])
+
+    def _buffers(self) -> set[str]:
+        return {live.name.removeprefix("model/") for live in self._capture.model.buffers()}
+
+    def _held(self, names: set[str] | None = None) -> Marks:
+        """What tensors of the model, objects in ``state=`` and optimizers' options hold now. ``names``: of those only.
+        Loaders among the objects are saved as they were right after the update, so what they give is given again."""
+        marks: Marks = {}
+        for name, obj in self._capture.objects.items():
+            if not is_loader(obj) and (names is None or f"state[{name!r}]" in names):
+                marks |= by_object(name, obj)
+        for view in self._capture.optimizers:
+            if names is None or options_name(view) in names:
+                marks |= by_options(view)
+        return marks | by_tensors(
+            live
+            for live in self._capture.model.tensors(None)
+            if names is None or live.name.removeprefix("model/") in names
+        )
+
+
+def _some(names: list[str]) -> list[str]:
+    return [*names[:3], f"{len(names) - 3} more"] if len(names) > 3 else names
+
+
+def _cure() -> str:
+    return "Call session.end_step() as the last statement of the loop, or change it right behind the update"
