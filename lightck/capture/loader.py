@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from lightck.capture.batch import checksum_of, differ
 from lightck.capture.passes import Batches, LoaderHost, Pass, moment
 from lightck.capture.position import Mark, Position, corrupt, same
 from lightck.capture.positions import UsedAgain
-from lightck.capture.preview import Previews
+from lightck.capture.preview import Previews, is_only_asked
 from lightck.capture.replay import EndedEarly, Progress, replay
 from lightck.capture.sampler import Watch, watch
 from lightck.capture.under import core_of, fetches_here, is_loader_of_torch, may_run_ahead
@@ -188,6 +189,8 @@ class SessionLoader:
         return getattr(self._dl, name)
 
     def __iter__(self) -> Iterator[Any]:
+        if is_only_asked(sys._getframe(1)):
+            return iter(())
         self._leave()
         position = self._pending
         if position is not None and position.live:

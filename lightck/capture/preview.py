@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightck.capture.passes import Pass
@@ -20,6 +21,13 @@ from lightck.capture.rng import RngState
 
 if TYPE_CHECKING:
     from lightck.capture.loader import SessionLoader
+
+
+def is_only_asked(caller: FrameType) -> bool:
+    """Whether ``iter()`` is called to see whether it can be: Lightning does so with what is no DataLoader, and drops
+    what it gets. A DataLoader would not have been asked, so nothing may be drawn for the answer."""
+    name = caller.f_code.co_name == "_check_dataloader_iterable" and caller.f_globals.get("__name__")
+    return isinstance(name, str) and name.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 @dataclass(slots=True)

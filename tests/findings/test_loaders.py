@@ -22,6 +22,7 @@ from .harness import Bench
     "name",
     [
         "probe-before-the-loop",
+        "asked-by-lightning",
         "preview-before-the-loop",
         "preview-with-a-generator-and-workers",
         "preview-of-a-stateful-loader",

@@ -349,3 +349,29 @@ def done_at_its_end(run: Run) -> None:
             float(loss)
     run.finished(model, [opt])
     session.close(done=True)
+
+
+# ---- Lightning ------------------------------------------------------------------------------------------------------
+
+_CONNECTOR = "lightning.pytorch.trainer.connectors.data_connector"
+_LIGHTNING: dict[str, Any] = {"__name__": _CONNECTOR, "DataLoader": DataLoader}
+exec(  # a function of that module, for the suite needs no Lightning
+    """
+def _check_dataloader_iterable(dataloader):
+    if not isinstance(dataloader, DataLoader):
+        iter(dataloader)
+""",
+    _LIGHTNING,
+)
+
+
+@program()
+def asked_by_lightning(run: Run) -> None:
+    """Its Trainer begins a pass over what is no DataLoader, to see whether it can, and a DataLoader is not asked."""
+    run.seed()
+    model = model_of()
+    opt = optimizer_of(model)
+    session = run.attach(model)
+    loader = session.loader(DataLoader(Augmented(), BATCH, shuffle=True))
+    _LIGHTNING["_check_dataloader_iterable"](loader.loader if run.is_reference else loader)
+    loop(run, session, loader, model, opt)
