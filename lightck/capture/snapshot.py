@@ -23,6 +23,7 @@ from lightck.capture.boundary import Event
 from lightck.capture.buffers import BufferCopies
 from lightck.capture.built import BuiltNow
 from lightck.capture.devices import Devices
+from lightck.capture.forked import ForkWatch
 from lightck.capture.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
 from lightck.capture.persistent import PersistentLoaders
 from lightck.capture.positions import Positions
@@ -93,6 +94,7 @@ class Capture:
         self.built = BuiltNow(self.model, self.optimizers, self.objects)
         self._n_followed = len(optimizers)
         self._told_shared = False
+        self._forked = ForkWatch()
         self._by_hand: set[int] = set()
         self._without_grad = {view.index: self._torch_params(view) for view in self.optimizers}
 
@@ -170,6 +172,7 @@ class Capture:
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
         self.devices.note_updates()
+        self._forked.updated()
         self.provisional = provisional = Provisional(rng.capture(), self._buffer_copies.take(self.model))
         for name, obj in self.objects.items():
             if is_loader(obj):
@@ -264,6 +267,8 @@ class Capture:
                      lives: list[Live], stale_after: int | None = None) -> bytes:  # fmt: skip
         now = rng.capture()
         first = now if before is None else before.rng
+        if before is not None:
+            self._forked.closed_later()
         state = {
             "version": STATE_VERSION,
             "event": event.value,

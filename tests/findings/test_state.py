@@ -24,3 +24,30 @@ def test_attach_changes_no_bit_of_a_training(name: str, bench: Bench) -> None:
 )
 def test_what_moves_during_a_training_goes_on(name: str, bench: Bench) -> None:
     bench.exact(name)
+
+
+# -- A18: random numbers beside the loop's own -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "draws-at-the-top-of-an-epoch",
+        "draws-at-the-top-of-an-epoch-and-evaluates",
+        *(f"forked-{where}{how}" for where in ("session-loader", "end_step") for how in ("", "-seeded")),
+        "seeds-each-iteration",
+        "seeds-each-iteration-anew",
+    ],
+)
+def test_random_numbers_go_on(name: str, bench: Bench) -> None:
+    bench.exact(name)
+
+
+@pytest.mark.parametrize("name", ["forked-by-hand", "forked-by-hand-seeded"])
+def test_an_update_within_fork_rng_that_a_forward_closes_is_named(name: str, bench: Bench) -> None:
+    bench.exact_or_told(name, r"within torch\.random\.fork_rng\(\).*session\.end_step\(\)")
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="docs/guarantees.md, What is not protected")
+def test_what_is_drawn_at_the_top_of_an_epoch_and_used_in_all_of_it(bench: Bench) -> None:
+    bench.exact("uses-what-it-drew-at-the-top-of-an-epoch")
