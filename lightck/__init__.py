@@ -2,8 +2,8 @@
 
 ::
 
-    session = lightck.attach(model, pool_path)     # then train as always
-    ckpt = lightck.recover(pool_path)              # after the crash; or attach(..., resume=True)
+    session = lightck.attach(model, pool_path, resume=True)   # then train as always; started again, it goes on
+    ckpt = lightck.recover(pool_path)                         # what a crash left, to look at or to use elsewhere
 
 A public name is imported when it is first asked for, so that the command line and the pool readers, which need no
 torch, do not wait for it.

@@ -155,8 +155,7 @@ def _check_arguments(model: Any, state: Any, resume: bool, overwrite: bool, stra
         raise ValueError("resume=True and overwrite=True exclude each other: go on from the checkpoint, or discard it.")
     if strategy is not None and not isinstance(strategy, FullState):
         raise TypeError(f"strategy is a {type(strategy).__name__}. Pass lightck.FullState().")
-    if sessions.has_open_session(model):
-        raise SessionError("This model has an open session already. Close it first: session.close().")
+    sessions.refuse_open(model)
     if is_poisoned(model):
         raise SessionError(
             "A restore into this model failed half-way, and its parameters are NaN so that nobody trains on a mix. "

@@ -18,9 +18,9 @@ message gives the fact, the reason and the cure, in that order.
     │   ├── NotAPoolError             (ValueError)          foreign or empty file
     │   ├── PoolTruncatedError        (EOFError)            the file is shorter (or longer) than it says
     │   ├── FormatError               (ValueError)          a newer format, or flags that this version lacks
+    │   ├── NoCheckpointError         (LookupError)         nothing was committed yet, or not that step
     │   └── CorruptPoolError          (ValueError)          versions exist and none of them verifies
     ├── CheckpointExistsError         (FileExistsError)     the pool holds a checkpoint; say resume or overwrite
-    ├── NoCheckpointError             (LookupError)         nothing was committed yet, or not that step
     ├── NoTensorError                 (KeyError)            a checkpoint holds no tensor of this name
     ├── DriftError                    (ValueError)          the checkpoint does not fit the model or optimizer
     ├── AmbiguousError                (ValueError)          two candidates for one role
@@ -128,7 +128,7 @@ class CheckpointExistsError(LightckError, FileExistsError):
     """The pool holds a checkpoint that would be overwritten or ignored."""
 
 
-class NoCheckpointError(LightckError, LookupError):
+class NoCheckpointError(PoolError, LookupError):
     """The pool holds no checkpoint, or not the one asked for."""
 
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
+from lightck.errors import SessionError
+
 M = TypeVar("M", bound=Callable[..., Any])
 
 _open: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -36,6 +38,29 @@ def has_open_session(model: nn.Module, *, parts_of_it: bool = False) -> bool:
             for other in others
         )
     return any(other in mine or model in set(other.modules()) for other in others)
+
+
+def refuse_open(model: nn.Module) -> None:
+    """Raises ``SessionError`` where an open session saves this module, a part of it, or one that it is a part of."""
+    mine = {module: name for name, module in model.named_modules()}
+    for other, ref in list(_open.items()):
+        session = ref()
+        if session is None or not session.is_open:
+            continue
+        theirs = {module: name for name, module in other.named_modules()}
+        if other is model:
+            what = "This model has"
+        elif other in mine:
+            what = f"A part of this model ({mine[other]}, a {type(other).__name__}) has"
+        elif model in theirs:
+            what = f"This module is a part ({theirs[model]}) of another model, a {type(other).__name__}, which has"
+        else:
+            continue
+        raise SessionError(
+            f"{what} an open session already, on {str(session.path)!r}. A parameter is saved by one session. Close "
+            "that one first: session.close(). Where no name holds it any more: "
+            "for session in lightck.sessions.open_sessions(): session.abandon()."
+        )
 
 
 def is_followed(optimizer: Any) -> bool:

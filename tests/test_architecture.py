@@ -29,7 +29,7 @@ LAYERS = {
     "interval": set(),
     "patience": set(),
     "noting": set(),
-    "sessions": set(),
+    "sessions": BASE,
     "collector": set(),
     "_lck_ffi": set(),
     "_native": {"_lck_ffi"},

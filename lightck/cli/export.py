@@ -9,12 +9,17 @@ import click
 from lightck.cli.base import OK, POOL, Command, json_option, refuse_existing, step_option
 from lightck.cli.text import count, listed, say, say_json, size
 
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+
 
 @click.command("export", cls=Command, short_help="Write a version as safetensors or as a torch file.")
 @click.argument("pool", type=POOL)
 @click.argument("to", type=click.Path(path_type=Path))
 @click.option(
-    "--format", "file_format", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True
+    "--format",
+    "file_format",
+    type=click.Choice(["safetensors", "torch"]),
+    help="By default by the name of TO: torch for .pt, .pth, .bin and .ckpt, else safetensors.",
 )
 @click.option(
     "--what",
@@ -27,7 +32,7 @@ from lightck.cli.text import count, listed, say, say_json, size
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
 @json_option
 def command(
-    pool: str, to: Path, file_format: str, what: str, step: int | None, overwrite: bool, as_json: bool
+    pool: str, to: Path, file_format: str | None, what: str, step: int | None, overwrite: bool, as_json: bool
 ) -> int:
     """Write the newest version of POOL (or that of --step N) to TO. The pool is only read."""
     import lightck
@@ -35,7 +40,8 @@ def command(
 
     refuse_existing(str(to), overwrite=overwrite)  # before the pool is read
     checkpoint = lightck.recover(pool, step=step)
-    done = export_checkpoint(checkpoint, to, format=file_format, what=what, overwrite=overwrite)
+    kind = file_format or ("torch" if to.suffix.lower() in _OF_TORCH else "safetensors")
+    done = export_checkpoint(checkpoint, to, format=kind, what=what, overwrite=overwrite)
     if as_json:
         say_json({
             "step": checkpoint.step, "path": str(done.path), "nbytes": done.nbytes, "tensors": done.tensors,
