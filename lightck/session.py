@@ -165,7 +165,8 @@ class Session:
         self._position_used()
         positions = self._capture.positions
         restored = positions.of(key, anew)
-        wrapped = SessionLoader(loader, Proxy(self), key, restored, not positions.any_live, anew)
+        wrapped = SessionLoader(loader, Proxy(self), key, restored, not positions.any_live, anew,
+                                self._capture.objects)  # fmt: skip
         self._capture.loaders.append(wrapped)
         positions.wrapped(wrapped)
         return wrapped

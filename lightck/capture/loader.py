@@ -21,6 +21,7 @@ import torch
 
 from lightck.capture import accelerated, rng
 from lightck.capture.batch import checksum_of, differ
+from lightck.capture.owned import Owned
 from lightck.capture.passes import Batches, LoaderHost, Pass, moment
 from lightck.capture.position import Mark, Position, corrupt, same
 from lightck.capture.positions import UsedAgain
@@ -66,6 +67,7 @@ class SessionLoader:
         restored: Mapping[str, Any] | None = None,
         rng_at_iter: bool = False,
         is_anew: bool = False,
+        objects: Mapping[str, Any] | None = None,
     ) -> None:
         """Wrap ``dl``.
 
@@ -77,6 +79,7 @@ class SessionLoader:
             rng_at_iter: apply the restored random state at the first ``iter()``. For versions in which no loader of
                 the session was in a pass; otherwise it is applied at the first ``next()`` of one that was.
             is_anew: the user wants its pass to begin anew, whatever was saved.
+            objects: what is saved by name through ``state=``. Those that lie in ``dl`` move with its passes.
 
         Raises:
             CorruptPoolError: ``restored`` is damaged.
@@ -88,6 +91,7 @@ class SessionLoader:
         self._name = name
         self._stateful = is_stateful(dl)
         self._keeps_state = accelerated.keeps_state(dl)
+        self._owned = Owned(dl, name, {} if self._stateful else objects or {}, restored is not None)
         self._generators = own_generators(dl)
         self._identity = identity_of(dl, self._stateful)
         self._core = core_of(dl)
@@ -226,6 +230,8 @@ class SessionLoader:
             checksum=pass_.checksum if pass_ else None,
             inner=pass_.inner if pass_ and self._keeps_state else self._own_state(),
             before_last=pass_.before_last if pass_ else None,
+            objects=pass_.objects if pass_ else {},
+            raised=pass_.raised if pass_ else {},
             passes=pass_.passes if pass_ else accelerated.passes_of(self._dl),
             previews=previews,
             previews_in_loop=in_loop,
@@ -346,6 +352,7 @@ class SessionLoader:
         self._at_base = position.at_base if self._persistent else None
         self._set_generators(position.generators)
         accelerated.set_passes(self._dl, position.passes)
+        self._owned.put_back()
         if self._persistent and self._core is not None:
             self._core._iterator = None  # its workers' random streams have moved
 
@@ -381,6 +388,7 @@ class SessionLoader:
         pass_.at_iter, pass_.passes = self._now(), accelerated.passes_of(self._dl)
         if self._keeps_state:
             pass_.inner = copy.deepcopy(self._own_state()) if position is None or self._is_begun else position.inner
+        pass_.objects = self._owned.now()
         inner = iter(self._dl)
         if self._persistent and self._at_base is None and not same(pass_.at_iter, self._now()):
             self._at_base = pass_.at_iter  # else a wrapper starts its workers at the first next()
@@ -435,6 +443,7 @@ class SessionLoader:
         pass_ = self._new_pass()
         pass_.at_iter = position.at_iter
         with self._held():
+            self._owned.load(position.objects)
             reused = self._start_workers(position)
             if self._keeps_state:
                 accelerated.renew(self._core) if position.inner is None else self._prepare(position)
@@ -442,13 +451,14 @@ class SessionLoader:
             if self._stateful:
                 self._load(position.inner)
             inner = iter(self._dl)
-            if not self._stateful and position.given and not self._stands_there():
+            if not self._stateful and (position.given or position.raised) and not self._stands_there():
                 self._replay(inner, position, certain=not reused and self._doubt is None)
+            self._owned.put_back()
         self._set_generators(position.generators)
         self._rng_at_next = position.generators
         pass_.at_first, pass_.last, pass_.checksum = position.at_first, position.last, position.checksum
         pass_.before_last, pass_.passes = position.before_last, position.passes
-        pass_.inner = position.inner
+        pass_.inner, pass_.objects, pass_.raised = position.inner, position.objects, dict(position.raised)
         pass_.given, pass_.trained, pass_.restored = position.given, position.trained, True
         pass_.skipped = position.given
         return self._enter(inner, pass_)
@@ -482,11 +492,11 @@ class SessionLoader:
         """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
         is_wrapper = not is_loader_of_torch(self._dl)
         try:
-            batch = replay(inner, position, self._set, Progress(self._name, position.given))
+            batch = replay(inner, position, self._set, Progress(self._name, position.given), self._tell_healed)
         except EndedEarly as ended:
             fact = f"it ended after {ended} of the {position.given} batches given before"
             raise changed(self._name, fact, is_wrapper) from None
-        if position.checksum is not None:
+        if position.checksum is not None and position.given:
             checksum = checksum_of(batch)
             if checksum is not None and differ(position.checksum, checksum):
                 fact = f"batch {position.given - 1} of the pass is not the one that was given before"
@@ -495,6 +505,11 @@ class SessionLoader:
                 log.warning("loader %r: %s, so the training goes on with other data than the run before. %s",
                             self._name, fact, self._doubt or "Random augmentation in persistent workers is one reason, "
                             "a dataset that keeps a state from pass to pass another")  # fmt: skip
+
+    def _tell_healed(self, place: int) -> None:
+        log.warning("loader %r: behind batch %d of the pass it raised an error, which the loop passed over, and now it "
+                    "gives a batch there. It is dropped. Where the fetch that failed had drawn random numbers in a "
+                    "worker, that worker's next ones differ", self._name, place)  # fmt: skip
 
     # -- one batch
 
@@ -522,6 +537,9 @@ class SessionLoader:
             batch = next(batches.inner)
         except StopIteration:
             self._finish(batches)
+            raise
+        except Exception:
+            pass_.raised[pass_.given] = pass_.raised.get(pass_.given, 0) + 1  # the loop may pass it over and go on
             raise
         if self._watch is not None and (doubt := self._watch.doubt()) is not None:
             self._watch = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightck.capture.position import Mark
@@ -28,7 +28,7 @@ class Pass:
 
     ``left_at``: the updates that were finished when the loop let go of its iterator; None while it holds it.
     ``fetched_at``: those that were finished when its last batch was fetched; ``in_eval``: in the model's eval mode.
-    ``passes``, ``inner``: as in ``Position``, of the loader before this pass.
+    ``passes``, ``inner``, ``objects``, ``raised``: as in ``Position``, of the loader before this pass.
     ``begun``, ``fetched``, ``left``, and ``after``, the end of the pass before it: moments, for which came first.
     ``skipped``: batches that were given before it was restored; ``has_ended``: its last batch was given out;
     ``evaluates``: a batch was fetched in eval mode or without gradients; ``was_preview``: see ``preview.py``.
@@ -47,6 +47,8 @@ class Pass:
     before_last: Mark | None = None
     passes: int | None = None
     inner: Any = None
+    objects: dict[str, bytes | None] = field(default_factory=dict)
+    raised: dict[int, int] = field(default_factory=dict)
     checksum: int | None = None
     given: int = 0
     trained: bool = False

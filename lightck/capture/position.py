@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,9 @@ class Position:
     compared), and ``last`` the random state before the ``next()`` that gave it (None where a worker fetched it);
     ``before_last`` is the one before that, for a loader that fetches a batch ahead of those that it gives.
     ``inner`` is a stateful loader's own state; for one of Accelerate's that before the pass, and ``passes`` is the
-    number by which it tells samplers the epoch. ``version`` is 1 where the pool is older than `VERSION`.
+    number by which it tells samplers the epoch. ``objects``: packed states of objects in ``state=`` that lie in the
+    loader, before the pass; ``raised``: batches given before a ``next()`` that raised -> how often it did.
+    ``version`` is 1 where the pool is older than `VERSION`.
     ``previews``: passes without an update that the process had begun and left before its first update;
     ``previews_in_loop``: later ones came too. ``used_again``: updates were made on batches of the last pass after it
     ended.
@@ -90,6 +92,8 @@ class Position:
     checksum: int | None
     inner: Any
     before_last: Mark | None = None
+    objects: dict[str, bytes | None] = field(default_factory=dict)
+    raised: dict[int, int] = field(default_factory=dict)
     passes: int | None = None
     version: int = VERSION
     previews: int = 0
@@ -113,6 +117,8 @@ class Position:
             "content": self.checksum,
             "inner": self.inner,
             "version": self.version,
+            "objects": self.objects,
+            "raised": [[place, count] for place, count in self.raised.items()],
             "r_before_last": self.before_last and self.before_last.to_value(),
             "passes": self.passes,
             "previews": self.previews,
@@ -143,6 +149,8 @@ class Position:
             checksum=value["content"],
             inner=value["inner"],
             before_last=Mark.from_value(value["r_before_last"]),
+            objects=_read_objects(value["objects"]),
+            raised=_read_raised(value["raised"], value["given"]),
             passes=value["passes"],
             version=value["version"],
             previews=value["previews"],
@@ -189,7 +197,7 @@ class Position:
         """The same loader with its pass put down, and counted."""
         return replace(
             self, epoch=self.epoch + 1, given=0, live=False, trained=False, at_iter=None, at_first=None, last=None,
-            before_last=None,
+            before_last=None, objects={}, raised={},
         )  # fmt: skip
 
 
@@ -208,6 +216,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "used_again": ((bool,), "bool"),
 }
 _LATER: dict[str, Any] = {
+    "objects": {},
+    "raised": [],
     "content": None, "version": 1, "r_before_last": None, "passes": None, "previews": 0, "previews_in_loop": False,
     "used_again": False,
 }  # fmt: skip
@@ -221,6 +231,24 @@ def _read_identity(value: object) -> Identity:
     ):
         raise corrupt("its identity is no dict of names and numbers")
     return value
+
+
+def _read_objects(value: object) -> dict[str, bytes | None]:
+    if type(value) is not dict or not all(
+        type(key) is str and type(item) in (bytes, type(None)) for key, item in value.items()
+    ):
+        raise corrupt("the states of its objects are no bytes")
+    return value
+
+
+def _read_raised(value: object, given: int) -> dict[int, int]:
+    if type(value) is not list or not all(type(pair) is list and len(pair) == 2 for pair in value):
+        raise corrupt("its errors are no list of places")
+    if not all(type(number) is int for pair in value for number in pair):
+        raise corrupt("the place of an error is no number")
+    if not all(0 <= place <= given and 0 < count < 1 << 31 for place, count in value):
+        raise corrupt("an error has an impossible place")
+    return dict(value)
 
 
 def same(left: Mark | None, right: Mark | None) -> bool:

@@ -23,11 +23,16 @@ class EndedEarly(Exception):
     """The loader has fewer batches than were given; its argument says how many."""
 
 
-def replay(inner: Iterator[Any], position: Position, set_mark: Callable[[Mark], None], progress: Progress) -> Any:
+def replay(inner: Iterator[Any], position: Position, set_mark: Callable[[Mark], None], progress: Progress,
+           tell_healed: Callable[[int], None]) -> Any:  # fmt: skip
     """Fetch and drop what was given before: each worker's random stream and the prefetching run along. Returns the last
-    batch. Raises ``EndedEarly``."""
+    batch. Fetches that raised, and which the loop passed over, are made again: ``tell_healed`` is called with the place
+    of one that gives a batch now. Raises ``EndedEarly``."""
     batch = None
+    if position.at_first is not None:
+        set_mark(position.at_first)
     for index in range(position.given):
+        _pass_over(inner, position, index, tell_healed)
         mark = position.before(index)
         if mark is not None:
             set_mark(mark)
@@ -36,7 +41,21 @@ def replay(inner: Iterator[Any], position: Position, set_mark: Callable[[Mark], 
         except StopIteration:
             raise EndedEarly(index) from None
         progress.at(index + 1)
+    _pass_over(inner, position, position.given, tell_healed)
     return batch
+
+
+def _pass_over(inner: Iterator[Any], position: Position, place: int, tell_healed: Callable[[int], None]) -> None:
+    """As many errors as were counted behind batch ``place``, and not one more."""
+    for _ in range(position.raised.get(place, 0)):
+        try:
+            next(inner)
+        except StopIteration:
+            raise EndedEarly(place) from None
+        except Exception as error:
+            log.debug("lightck: passed over again: %s: %s", type(error).__name__, error)
+        else:
+            tell_healed(place)
 
 
 class Progress:

@@ -79,3 +79,20 @@ def test_persistent_workers_inside_a_wrapper(name: str, bench: Bench) -> None:
     if name == "prefetcher-persistent":
         assert all(outcome.difference is None for outcome in outcomes)
     assert not all(outcome.warnings for outcome in outcomes)
+
+
+@pytest.mark.parametrize("name", ["corrupt-samples", "corrupt-samples-workers"])
+def test_a_loop_that_passes_over_corrupt_samples(name: str, bench: Bench) -> None:
+    assert bench.reference(name).saw["corrupt sample"] >= 6
+    bench.exact(name)
+
+
+@pytest.mark.parametrize("name", ["with-state", "with-state-workers", "with-state-ahead"])
+def test_a_dataset_and_a_sampler_with_states_of_their_own(name: str, bench: Bench) -> None:
+    bench.exact(name)
+
+
+def test_a_state_that_is_too_large_to_be_kept_with_each_pass_is_named(bench: Bench, folder: Path) -> None:
+    training = bench.training("with-huge-state")
+    told = training.process(folder / "huge.pool", Kill("place", "update", 9), fresh=True)
+    assert any("state['dataset'] before a pass has 1" in warning for warning in told.warnings)

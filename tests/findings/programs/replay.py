@@ -179,3 +179,101 @@ def persistent(run: Run, augment: bool, kind: Any = Ahead) -> None:
 
 program(name="prefetcher-persistent")(partial(persistent, augment=False))
 program(name="prefetcher-persistent-augmented")(partial(persistent, augment=True))
+
+
+# ---- a loader that raises for a sample, which the loop passes over
+
+
+class Corrupt(Items):
+    """Samples that cannot be read, and others that are augmented."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        x = super().__getitem__(index)
+        if index in (3, 11, 12, 20):
+            raise OSError(f"sample {index} is corrupt")
+        return x
+
+
+def corrupt_samples(run: Run, workers: int = 0) -> None:
+    run.seed()
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    loader = session.loader(DataLoader(Corrupt(True), 2, shuffle=True, num_workers=workers))
+    for _ in range(loader.epoch, EPOCHS):
+        batches = iter(loader)
+        while True:
+            try:
+                x = next(batches)
+            except StopIteration:
+                break
+            except OSError:
+                run.saw("corrupt sample")
+                continue
+            update(run, model, opt, x)
+    run.finished(model, [opt])
+
+
+program(name="corrupt-samples")(corrupt_samples)
+program(name="corrupt-samples-workers")(partial(corrupt_samples, workers=2))
+
+
+# ---- objects with a state of their own, in state= and in the loader
+
+
+class Shuffles:
+    """Draws each pass's order from numbers that it carries from pass to pass, while it is iterated."""
+
+    def __init__(self, items: int = ITEMS) -> None:
+        self.items, self.drawn = items, 12345
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(self.items))
+        while left:
+            self.drawn = (self.drawn * 1103515245 + 12345) % 2**31
+            yield left.pop(self.drawn % len(left))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+class Augments(Items):
+    """From a generator of its own, which its state_dict holds; and a table of 40 KB, as large states are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(9)
+        self.seen = torch.zeros(10_000)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.seen = self.seen.clone()  # a tensor that a checkpoint copies meanwhile is not written to
+        self.seen[index] += 1
+        return self.x[index] * (1 + torch.rand((), generator=self.own)) + 0.01 * self.seen[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.own.get_state(), "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own.set_state(state["own"])
+        self.seen = state["seen"].clone()
+
+
+def with_state(run: Run, workers: int = 0, kind: Any = None, huge: int = 0) -> None:
+    run.seed()
+    dataset, sampler = Augments(), Shuffles()
+    if huge:
+        dataset.seen = torch.zeros(huge)
+    dl: Any = DataLoader(dataset, BATCH, sampler=sampler, num_workers=workers)
+    passes(run, dl if kind is None else kind(dl), state={"dataset": dataset, "sampler": sampler})
+
+
+program(name="with-state")(with_state)
+program(name="with-state-workers")(partial(with_state, workers=2))
+program(name="with-state-ahead")(partial(with_state, kind=Ahead))
+program(name="with-huge-state")(partial(with_state, huge=300_000))
