@@ -11,7 +11,10 @@ from torch import nn
 from toys import net, train
 
 import lightck
-from lightck.errors import DriftError
+from lightck.capture import values
+from lightck.contents import Contents
+from lightck.errors import CorruptPoolError, DriftError
+from lightck.pool.reader import open_pool
 
 
 class Script:
@@ -168,3 +171,30 @@ def test_parameters_that_can_have_no_gradient_are_let_be(pool, said):
         with lightck.attach(model, pool, optimizer=torch.optim.SGD(model.linear.parameters(), lr=0.1), resume=True):
             train(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), 0)
     assert said() == []
+
+
+def test_what_was_built_is_untrusted_and_optional(pool):
+    """In a pool of an older lightck it is missing; a damaged one is damage, whatever stands in its place."""
+    Script(scheduler={"T_max": 9}).run(pool)
+    reader = open_pool(str(pool))
+    try:
+        version = next(iter(reader.versions()))
+        raw = values.unpack(version.state)
+        built = values.unpack(raw["built"])
+
+        def parse(state: dict[str, Any]) -> Contents:
+            return Contents.parse(values.pack(state, path=""), version.step, version.iteration, version.entries)
+
+        older = parse({key: value for key, value in raw.items() if key not in ("built", "frozen", "classes")})
+        assert (older.built, older.frozen, older.classes) == (None, None, {})
+        assert parse(raw).built is not None
+        changed = [{"states": []}, {"groups": [[1]]}, {"frozen": [3]}, {"schedulers": {"a": 1}}, {"other": 1}]
+        wrong = [values.pack({**built, **change}, path="") for change in changed]
+        wrong += [5, b"", values.pack([], path=""), raw["built"][:-1]]
+        hostile = [("built", value) for value in wrong]
+        hostile += [("frozen", 3), ("frozen", [3]), ("classes", []), ("classes", {"a": 1}), ("classes", {1: "a"})]
+        for key, value in hostile:
+            with pytest.raises(CorruptPoolError):
+                parse({**raw, key: value})
+    finally:
+        reader.close()
