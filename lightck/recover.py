@@ -21,7 +21,7 @@ from lightck.checkpoint import Checkpoint, plan_restore, poison, refuse_other_th
 from lightck.contents import Contents, MemorySource, in_memory, refuse_unusable
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.memory import ordinary_tensors
-from lightck.pool.backends import pool_path as _pool_path
+from lightck.pool.backends import readable_path
 from lightck.pool.format import CommitLine, DamagedError
 from lightck.pool.lock import holder_of
 from lightck.pool.reader import PoolReader, Rejected, Version, open_pool
@@ -68,7 +68,7 @@ def recover(
     _check_arguments(model, optimizer, state, step)
     if model is None:
         refuse_unusable(device)
-    path = _pool_path(pool_path)
+    path = readable_path(pool_path)
     reader = open_pool(path)
     try:
         if model is None:

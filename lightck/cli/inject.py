@@ -22,7 +22,7 @@ from lightck.cli.text import listed, say, say_json, size
 from lightck.errors import ExportError, ExportExistsError, LightckError, PoolTruncatedError
 from lightck.pool import anatomy
 from lightck.pool.anatomy import Part
-from lightck.pool.backends import pool_path
+from lightck.pool.backends import pool_path, readable_path
 from lightck.pool.extents import runs, total
 from lightck.pool.format import PAGE
 from lightck.pool.reader import PoolReader, open_pool
@@ -81,7 +81,7 @@ def command(pool: str, copy: str, flip: str | None, zero_page: str | None, torn_
 @contextmanager
 def copied(pool: str, copy: str) -> Iterator[str]:
     """A new file with the bytes of the pool; removed again where the block fails."""
-    reader = open_pool(pool_path(pool))
+    reader = open_pool(readable_path(pool))
     target = pool_path(copy)
     try:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

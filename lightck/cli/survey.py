@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightck.errors import NoCheckpointError, PoolLockedError
-from lightck.pool.backends import pool_path
+from lightck.pool.backends import readable_path
 from lightck.pool.format import CommitLine, DamagedError
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.ring import Ring, candidates
@@ -55,7 +55,7 @@ class Held:
 @contextmanager
 def reading(path: str) -> Iterator[PoolReader]:
     """The pool at a path, opened for reading only."""
-    reader = open_pool(pool_path(path))
+    reader = open_pool(readable_path(path))
     try:
         yield reader
     finally:

@@ -63,6 +63,11 @@ def is_pool(path: str) -> bool:
     return is_pool_like and any(backend.recognises(absolute) for backend in BACKENDS.values())
 
 
+def readable_path(path: str | os.PathLike[str]) -> str:
+    """The path of a pool that is only read: links are resolved, once, to the file that is opened then."""
+    return os.path.realpath(pool_path(path))
+
+
 def pool_path(path: str | os.PathLike[str]) -> str:
     """The path as one absolute string. The last component is not resolved: a link there is refused on open."""
     text = os.fspath(path)

@@ -1,8 +1,9 @@
 """A pool as a plain file on tmpfs, a disk, or persistent memory with a file system (fsdax).
 
 Opening trusts nothing: no symbolic link is followed, and owner, mode, kind and size are read from the descriptor,
-not from the path. A new pool is allocated in full under a temporary name beside its path (``temporary``), so a full
-file system is a clean error here and never SIGBUS later.
+not from the path. A pool of another user may be read by whom its mode allows, and is never written. A new pool is
+allocated in full under a temporary name beside its path (``temporary``), so a full file system is a clean error here
+and never SIGBUS later.
 """
 
 from __future__ import annotations
@@ -144,14 +145,14 @@ class FileBackend:
 
 
 def opened(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> FileContainer:
-    """An existing file, once its kind, owner, mode, links and size were found safe."""
+    """An existing file, once its kind, mode, links and size were found safe; to be written, its owner too."""
     try:
         fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
     except OSError as err:
         raise _cannot_open(path, err, write) from err
     try:
         with told(f"The pool {path!r} cannot be opened"):
-            return FileContainer(path, fd, _checked_size(path, fd, nbytes_min))
+            return FileContainer(path, fd, _checked_size(path, fd, nbytes_min, write))
     except BaseException:
         os.close(fd)
         raise
@@ -196,16 +197,16 @@ def _open(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
-def _checked_size(path: str, fd: int, nbytes_min: int) -> int:
+def _checked_size(path: str, fd: int, nbytes_min: int, write: bool) -> int:
     st = os.fstat(fd)
     if stat.S_ISCHR(st.st_mode) or stat.S_ISBLK(st.st_mode):
         raise PoolPathError(_NO_DEVICE.format(path=path))
     if not stat.S_ISREG(st.st_mode):
         raise PoolPathError((_NO_FOLDER if stat.S_ISDIR(st.st_mode) else _NO_FILE).format(path=path))
-    if st.st_uid != os.geteuid():
+    if write and st.st_uid != os.geteuid():
         raise PoolPermissionError(
             f"The pool {path!r} belongs to user {st.st_uid}, not to you. What others can write is not trusted. "
-            "Copy it to a file of your own."
+            "It can be read: lightck.recover(). To train on from it copy it to a file of your own."
         )
     if st.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PoolPermissionError(
