@@ -19,7 +19,7 @@ from toys import BIG, adam, crashed, everything, forward, is_step, net, same, se
 import lightck
 from lightck.errors import NothingSavedError
 
-from .harness import Bench
+from .harness import Bench, Kill
 
 
 @pytest.mark.parametrize("name", ["by-hand-through-data", "optimizer-of-its-own-kind", "by-hand-at-an-interval"])
@@ -411,4 +411,91 @@ def test_object_that_refuses_to_answer_stops_nothing(pool, caplog):
         at_top(model, optimizer, counter, 1)
         counter.answers = True
         at_top(model, optimizer, counter, 2)
+    assert not warnings(caplog)
+
+
+# -- A13: an optimizer that never steps ------------------------------------------------------------------------------
+
+
+def test_optimizer_that_never_steps_is_named(bench: Bench, pool: Path) -> None:
+    """The process is killed, with nothing saved: it was told before."""
+    told = bench.training("optimizer-that-never-steps").process(pool, Kill("place", "update", 105), fresh=True)
+    assert told.updates == 105
+    (said,) = told.warnings
+    assert re.search("Adam of 'body.0.weight' and 5 more made 100 updates", said)
+    assert "SGD of 'extra.weight' and 1 more none" in said
+
+
+def two(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    return adam(model[0]), torch.optim.SGD(model[2].parameters(), lr=0.01)
+
+
+def steps(model: nn.Module, number: int, *optimizers: torch.optim.Optimizer) -> None:
+    forward(model, number).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_phases_of_several_optimizers_are_told_once(pool, caplog):
+    """Both step for a while, then one alone."""
+    model = net()
+    one, other = two(model)
+    with lightck.attach(model, pool):
+        for number in range(10):
+            steps(model, number, one, other)
+        for number in range(101):
+            assert not warnings(caplog), number
+            steps(model, number, one)
+        for number in range(120):
+            steps(model, number, other)
+    (said,) = warnings(caplog)
+    assert re.search(r"AdamW of '0.weight' and 1 more made 100 updates.*SGD of '2.weight' and 1 more none.*"
+                     r"optimizer=\[\.\.\.\].*end_step\(\)", said)  # fmt: skip
+
+
+@pytest.mark.parametrize("cure", ["end_step", "optimizer", "paused", "critic", "interval"])
+def test_several_optimizers_without_an_alarm(cure, pool, caplog):
+    model = net()
+    one, other = two(model)
+    options = {"optimizer": {"optimizer": one}, "interval": {"interval": 1000}}.get(cure, {})
+    with lightck.attach(model, pool, **options) as session:
+        for number in range(210):
+            if cure == "paused":
+                with session.paused():
+                    steps(model, number, one)
+            elif cure == "critic":  # a hundred of one, and then one of the other
+                steps(model, number, *((other,) if number % 101 == 100 else (one,)))
+            else:
+                steps(model, number, one, *((other,) if cure == "interval" else ()))
+            if cure == "end_step":
+                session.end_step()
+    assert not warnings(caplog)
+
+
+def test_run_that_does_not_call_end_step_as_the_one_before_it_did(pool, caplog):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool) as session:
+        train(model, optimizer, 1)
+        session.end_step()
+    with lightck.attach(model, pool, resume=True) as session:
+        train(model, optimizer, 1002)
+        assert session.committed == 1
+    assert any(re.search(r"1000 updates.*run before called session.end_step\(\)", said)
+               for said in warnings(caplog))  # fmt: skip
+
+
+def test_dozens_of_skipped_steps_are_no_alarm(pool, caplog):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    with lightck.attach(model, pool) as session:
+        for number in range(150):
+            optimizer.zero_grad()
+            loss = forward(model, number) * (float("inf") if number < 80 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert session.step > 0
     assert not warnings(caplog)

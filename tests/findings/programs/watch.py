@@ -309,3 +309,23 @@ def pseudo_labels_at_the_top(run: Run) -> None:
         opt.step()
         run.updated(loss)
     run.finished(model, [opt])
+
+
+# -- several optimizers ----------------------------------------------------------------------------------------------
+
+
+@program()
+def optimizer_that_never_steps(run: Run) -> None:
+    """An optional loss that is switched off: its optimizer is there, and no round of all is ever complete."""
+    run.seed()
+    model = torch.nn.ModuleDict({"body": mlp(), "extra": torch.nn.Linear(4, 1)})
+    body = torch.optim.Adam(model["body"].parameters(), lr=1e-2)
+    extra = torch.optim.SGD(model["extra"].parameters(), lr=1e-2)
+    session = run.attach(model)
+    for _ in range(session.step, 115):
+        loss = model["body"](torch.randn(6, 8)).pow(2).mean()
+        loss.backward()
+        body.step()
+        body.zero_grad()
+        run.updated(loss)
+    run.finished(model, [body, extra])
