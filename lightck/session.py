@@ -313,6 +313,11 @@ class Session:
             self._capture.after_update()
             self._capture.positions.updated()
 
+    def after_step_hooks(self) -> None:
+        """The user's own post-step hooks ran: what is read provisionally comes after them."""
+        with self._meter.stall("after the update"):
+            self._capture.after_update()
+
     def skipped_step(self, index: int) -> None:
         """A fused optimizer under GradScaler found inf: nothing changed, no version."""
         self._meter.skipped += 1
@@ -367,7 +372,9 @@ class Session:
                 self._watch.step_elsewhere(optimizer)
             return
         new = late(optimizer, {id(p) for view in self._capture.optimizers for _, p in view.params})
-        log.info("lightck: %s was made after attach and is followed from its first step", type(optimizer).__name__)
+        log.warning("lightck: %s was made after attach, or had no parameter of this model then. It is followed from "
+                    "here on, but a restart restores its state at attach and fails where it is not there yet. Build it "
+                    "before attach, over this model's parameters", type(optimizer).__name__)  # fmt: skip
         self._capture.add_optimizers(new)
         self._boundary.optimizers += sum(place.steps for place in places(new))
         self._hooks.add(new)

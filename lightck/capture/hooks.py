@@ -8,13 +8,18 @@ notices that they do not fire.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightck.capture.calls import ModuleHook, closure_of, is_called_by, weakly
 from lightck.capture.copies import CleanCopies
@@ -33,6 +38,8 @@ class Listener(Protocol):
     def gate(self) -> None: ...
 
     def after_step(self, index: int) -> None: ...
+
+    def after_step_hooks(self) -> None: ...
 
     def skipped_step(self, index: int) -> None: ...
 
@@ -60,11 +67,14 @@ class Hooks:
         self._in_closure = 0
         self._stepping: dict[int, FrameType] = {}
         """Optimizer -> the frame of torch's hook wrapper around its running ``step``."""
+        self._counted: FrameType | None = None
+        """That of the step whose update was counted, and whose other post hooks run."""
         self._handles: list[Any] = [
             model.register_forward_pre_hook(ModuleHook(self._forward_pre)),
             model.register_forward_hook(ModuleHook(self._forward_post)),
             CleanCopies(model),
             register_optimizer_step_pre_hook(weakly(self._any_step_pre)),
+            register_optimizer_step_post_hook(weakly(self._any_step_post)),
         ]
         self.add(optimizers)
 
@@ -75,6 +85,7 @@ class Hooks:
         for optimizer in filter(has_hooks, optimizers):
             self._handles.append(optimizer.register_step_pre_hook(self._step_pre))
             self._handles.append(optimizer.register_step_post_hook(self._step_post))
+            _put_first(optimizer, self._handles[-1].id)
         for layers in filter(None, map(layerwise_of, optimizers)):
             self._handles.append(layers.tell(self))
 
@@ -100,6 +111,7 @@ class Hooks:
         """Let go of the optimizers, after ``remove``."""
         self._optimizers.clear()
         self._stepping.clear()
+        self._counted = None
 
     def _index(self, optimizer: Optimizer) -> int:
         """Which update its step belongs to."""
@@ -121,6 +133,7 @@ class Hooks:
     def _forward_pre(self, module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure:
             self._stepping.clear()  # a step that raised left its frame, and with it all that its caller held
+            self._counted = None
             self._listener.forward_begins()
 
     def _forward_post(self, module: nn.Module) -> None:
@@ -191,6 +204,14 @@ class Hooks:
             self._listener.skipped_step(index)
         else:
             self._listener.after_step(index)
+            if len(optimizer._optimizer_step_post_hooks) > 1:
+                self._counted = wrapper
+
+    def _any_step_post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Behind the user's own post hooks, which may draw random numbers and write buffers: as part of the update."""
+        if self._counted is not None and self._counted is sys._getframe(2):
+            self._counted = None
+            self._listener.after_step_hooks()
 
 
 def remove(handles: list[Any]) -> None:
@@ -198,6 +219,13 @@ def remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
+
+
+def _put_first(optimizer: Optimizer, hook: int) -> None:
+    """Before the user's post hooks: one that raises must not hide that an update was made."""
+    hooks = optimizer._optimizer_step_post_hooks
+    if isinstance(hooks, OrderedDict) and hook in hooks:
+        hooks.move_to_end(hook, last=False)
 
 
 def _changed_nothing(optimizer: Optimizer) -> bool:

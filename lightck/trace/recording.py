@@ -283,6 +283,9 @@ class _Relay:
             self._steps = self._updates()
             self._step_ended(self._steps)
 
+    def after_step_hooks(self) -> None:
+        self._inner.after_step_hooks()
+
     def skipped_step(self, index: int) -> None:
         self._update_ended(index)
         self._inner.skipped_step(index)

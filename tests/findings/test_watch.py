@@ -499,3 +499,24 @@ def test_dozens_of_skipped_steps_are_no_alarm(pool, caplog):
             scaler.update()
         assert session.step > 0
     assert not warnings(caplog)
+
+
+# -- C5: post-step hooks of the user's -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["post-step-hook-that-raises", "post-step-hook-that-draws"])
+def test_post_step_hooks_are_part_of_the_update(name: str, bench: Bench) -> None:
+    bench.exact(name)
+
+
+# -- B2: an optimizer that is made after attach ----------------------------------------------------------------------
+
+
+def test_optimizer_made_after_attach_is_told_in_the_first_run(pool, caplog):
+    model = net()
+    with lightck.attach(model, pool, resume=True):
+        optimizer = adam(model)
+        assert not warnings(caplog)
+        train(model, optimizer, 3)
+    (said,) = warnings(caplog)
+    assert re.search("AdamW was made after attach.*restart.*Build it before attach", said)

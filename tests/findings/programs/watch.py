@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -329,3 +330,55 @@ def optimizer_that_never_steps(run: Run) -> None:
         body.zero_grad()
         run.updated(loss)
     run.finished(model, [body, extra])
+
+
+# -- a post-step hook of the user's ----------------------------------------------------------------------------------
+
+
+class TooSteepError(Exception):
+    pass
+
+
+@program()
+def post_step_hook_that_raises(run: Run) -> None:
+    """The update was made, whatever a hook says behind it."""
+    run.seed()
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def complain(*_: Any) -> None:
+        if run.updates % 3 == 1:
+            raise TooSteepError
+
+    opt.register_step_post_hook(complain)
+    session = run.attach(model)
+    for _ in range(session.step, UPDATES):
+        loss = mean_square(model)
+        opt.zero_grad()
+        loss.backward()
+        with suppress(TooSteepError):
+            opt.step()
+        run.updated(loss)
+    run.finished(model, [opt])
+
+
+@program()
+def post_step_hook_that_draws(run: Run) -> None:
+    """Noise and a running buffer, written by hooks around attach: they are part of the update."""
+    run.seed()
+    model = torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(4))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def noise(*_: Any) -> None:
+        model[1].running_mean.add_(torch.randn(4) * 0.1)
+
+    opt.register_step_post_hook(noise)
+    session = run.attach(model)
+    opt.register_step_post_hook(noise)
+    for _ in range(session.step, UPDATES):
+        loss = (model[1](model[0](torch.randn(6, 8))) - 1).pow(2).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        run.updated(loss)
+    run.finished(model, [opt])
