@@ -32,6 +32,7 @@ from lightck.capture.positions import Positions
 from lightck.capture.rng import RngState
 from lightck.capture.saved import SavedWatch
 from lightck.capture.scaler import ScalerWatch
+from lightck.capture.skip import wants_skip
 from lightck.capture.snapshot import Capture
 from lightck.capture.top import LoopTop
 from lightck.capture.wrapped import name_of
@@ -145,7 +146,8 @@ class Session:
             emulated=self.durability.emulated,
         )
 
-    def loader(self, loader: Any, *, name: str | None = None, anew: bool = False) -> SessionLoader:
+    def loader(self, loader: Any, *, name: str | None = None, anew: bool = False,
+               replay: str = "fetch") -> SessionLoader:  # fmt: skip
         """Wrap a training loader so that each ``next()`` is a boundary and a resume continues at its position.
 
         Call it once for each, before the loop, and in the same order in every run, or give each loader a ``name``.
@@ -154,19 +156,24 @@ class Session:
             loader: a DataLoader, a loader with ``state_dict`` and ``load_state_dict``, or any other iterable.
             name: under which its position is saved, and found again; by default its number.
             anew: begin its pass at the beginning, where the checkpoint lies in the middle of one.
+            replay: how a resume in mid-pass passes over what was given before: ``"fetch"`` fetches and drops it;
+                ``"skip"`` fetches the last batch only, which is right where a dataset has no state of its own and draws
+                nothing in workers.
 
         Raises:
             DriftError: the checkpoint lies in mid-pass, and the loader was built otherwise.
             CorruptPoolError: the saved position is damaged.
-            SessionError: the session is closed, the name is taken, or it has none and comes after a pass of another.
+            SessionError: the session is closed, the name is taken, or it has none and comes after a pass of another;
+                or ``replay="skip"`` for another loader than a DataLoader over a map-style dataset.
         """
         self._check_usable()
+        skips = wants_skip(loader, replay)
         key = name_of(loader, name, self._capture.loaders)
         self._position_used()
         positions = self._capture.positions
         restored = positions.of(key, anew)
         wrapped = SessionLoader(loader, Proxy(self), key, restored, not positions.any_live, anew,
-                                self._capture.objects)  # fmt: skip
+                                self._capture.objects, skips)  # fmt: skip
         self._capture.loaders.append(wrapped)
         positions.wrapped(wrapped)
         return wrapped

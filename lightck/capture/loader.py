@@ -15,6 +15,7 @@ import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lightck.capture.positions import UsedAgain
 from lightck.capture.preview import Previews, is_only_asked
 from lightck.capture.replay import EndedEarly, Progress, replay
 from lightck.capture.sampler import Watch, watch
+from lightck.capture.skip import FACT, iterate_behind
 from lightck.capture.under import core_of, fetches_here, is_loader_of_torch, may_run_ahead
 from lightck.capture.wrapped import (
     TAKEN_BEFORE,
@@ -68,6 +70,7 @@ class SessionLoader:
         rng_at_iter: bool = False,
         is_anew: bool = False,
         objects: Mapping[str, Any] | None = None,
+        skips: bool = False,
     ) -> None:
         """Wrap ``dl``.
 
@@ -80,6 +83,7 @@ class SessionLoader:
                 the session was in a pass; otherwise it is applied at the first ``next()`` of one that was.
             is_anew: the user wants its pass to begin anew, whatever was saved.
             objects: what is saved by name through ``state=``. Those that lie in ``dl`` move with its passes.
+            skips: a resume in mid-pass fetches nothing but the last batch that was given.
 
         Raises:
             CorruptPoolError: ``restored`` is damaged.
@@ -91,6 +95,7 @@ class SessionLoader:
         self._name = name
         self._stateful = is_stateful(dl)
         self._keeps_state = accelerated.keeps_state(dl)
+        self._skips = skips
         self._owned = Owned(dl, name, {} if self._stateful else objects or {}, restored is not None)
         self._generators = own_generators(dl)
         self._identity = identity_of(dl, self._stateful)
@@ -450,9 +455,10 @@ class SessionLoader:
             self._set(position.at_iter)
             if self._stateful:
                 self._load(position.inner)
-            inner = iter(self._dl)
+            skips = self._skips and position.given > 1
+            inner = self._iterate_behind(position) if skips else iter(self._dl)
             if not self._stateful and (position.given or position.raised) and not self._stands_there():
-                self._replay(inner, position, certain=not reused and self._doubt is None)
+                self._replay(inner, position, not reused and self._doubt is None, skips)
             self._owned.put_back()
         self._set_generators(position.generators)
         self._rng_at_next = position.generators
@@ -462,6 +468,11 @@ class SessionLoader:
         pass_.given, pass_.trained, pass_.restored = position.given, position.trained, True
         pass_.skipped = position.given
         return self._enter(inner, pass_)
+
+    def _iterate_behind(self, position: Position) -> Iterator[Any]:
+        count = position.given - 1 + sum(n for place, n in position.raised.items() if place < position.given)
+        last = position.last
+        return iterate_behind(self._dl, count, (lambda: None) if last is None else partial(self._set, last))  # type: ignore[arg-type]
 
     def _stands_there(self) -> bool:
         """Whether a preview has brought an iterator that has one pass to the position already."""
@@ -488,10 +499,13 @@ class SessionLoader:
         iter(self._core)  # type: ignore[arg-type]
         return True
 
-    def _replay(self, inner: Iterator[Any], position: Position, certain: bool) -> None:
+    def _replay(self, inner: Iterator[Any], position: Position, certain: bool, skips: bool) -> None:
         """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
-        is_wrapper = not is_loader_of_torch(self._dl)
+        is_wrapper, given = not is_loader_of_torch(self._dl), position.given
         try:
+            if skips:
+                self._set(position.at_first)  # type: ignore[arg-type]
+                position = position.with_last_only()
             batch = replay(inner, position, self._set, Progress(self._name, position.given), self._tell_healed)
         except EndedEarly as ended:
             fact = f"it ended after {ended} of the {position.given} batches given before"
@@ -499,7 +513,7 @@ class SessionLoader:
         if position.checksum is not None and position.given:
             checksum = checksum_of(batch)
             if checksum is not None and differ(position.checksum, checksum):
-                fact = f"batch {position.given - 1} of the pass is not the one that was given before"
+                fact = f"batch {given - 1} of the pass is not the one that was given before{FACT if skips else ''}"
                 if certain:
                     raise changed(self._name, fact, is_wrapper)
                 log.warning("loader %r: %s, so the training goes on with other data than the run before. %s",

@@ -193,6 +193,11 @@ class Position:
         inner = None if self.kind == "stateful" else self.inner
         return replace(self.at_rest(), epoch=self.epoch, inner=inner)
 
+    def with_last_only(self) -> Position:
+        """For a replay in which all batches but the last one were passed over already."""
+        raised = {1: self.raised[self.given]} if self.given in self.raised else {}
+        return replace(self, given=1, at_first=None, last=None, before_last=None, raised=raised)
+
     def at_rest(self) -> Position:
         """The same loader with its pass put down, and counted."""
         return replace(

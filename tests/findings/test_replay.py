@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightck.capture import values
 from lightck.capture.rng import shielded
+from lightck.capture.skip import wants_skip
+from lightck.errors import SessionError
 
 from .harness import Bench
 
@@ -96,3 +98,23 @@ def test_a_state_that_is_too_large_to_be_kept_with_each_pass_is_named(bench: Ben
     training = bench.training("with-huge-state")
     told = training.process(folder / "huge.pool", Kill("place", "update", 9), fresh=True)
     assert any("state['dataset'] before a pass has 1" in warning for warning in told.warnings)
+
+
+@pytest.mark.parametrize("name", ["skipped", "skipped-workers"])
+def test_batches_that_are_skipped_in_the_sampler(name: str, bench: Bench, folder: Path) -> None:
+    bench.exact(name)
+    if name == "skipped":
+        training = bench.training(name)
+        training.process(folder / "skip.pool", Kill("place", "update", 5), fresh=True)
+        assert training.process(folder / "skip.pool", None, fresh=False).saw == {"two batches fetched": 1}
+
+
+def test_skipping_where_a_dataset_has_a_state_is_refused(bench: Bench, folder: Path) -> None:
+    assert "replay='skip'" in refusal(bench, "skipped-own-generator", folder, update=5)
+
+
+def test_skipping_needs_a_plain_loader() -> None:
+    with pytest.raises(SessionError, match="map-style"):
+        wants_skip([1, 2], "skip")
+    with pytest.raises(ValueError, match="replay='no'"):
+        wants_skip(DataLoader(range(3)), "no")

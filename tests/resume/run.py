@@ -50,7 +50,7 @@ class InertSession:
     def step(self) -> int:
         return self._run.updates
 
-    def loader(self, loader: Any, *, name: str | None = None) -> InertLoader:
+    def loader(self, loader: Any, *, name: str | None = None, **said: Any) -> InertLoader:
         return InertLoader(loader)
 
     def end_step(self) -> None: ...

@@ -277,3 +277,37 @@ program(name="with-state")(with_state)
 program(name="with-state-workers")(partial(with_state, workers=2))
 program(name="with-state-ahead")(partial(with_state, kind=Ahead))
 program(name="with-huge-state")(partial(with_state, huge=300_000))
+
+
+# ---- batches that are skipped in the sampler
+
+
+class Counted(Items):
+    """Tells how many samples were fetched in this process before the first update."""
+
+    fetched = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        Counted.fetched += 1
+        return super().__getitem__(index)
+
+
+def skipped(dataset: Any, run: Run, workers: int = 0) -> None:
+    run.seed()
+    Counted.fetched = 0
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    dl = DataLoader(dataset(), BATCH, shuffle=True, num_workers=workers)
+    loader = session.loader(dl, replay="skip")
+    for _ in range(loader.epoch, EPOCHS):
+        for x in loader:
+            if Counted.fetched == 2 * BATCH:
+                run.saw("two batches fetched")
+            update(run, model, opt, x[:, :FEATURES])
+    run.finished(model, [opt])
+
+
+program(name="skipped")(partial(skipped, partial(Counted, True)))
+program(name="skipped-workers")(partial(skipped, partial(Items, False), workers=2))
+program(name="skipped-own-generator")(partial(skipped, Padded))
