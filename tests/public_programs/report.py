@@ -96,8 +96,13 @@ error was raised. Data are made up and small; sizes and wiring are in `tests/pub
 
 
 def save(folder: Path, results: list[Result]) -> None:
+    """Results of programs that were run earlier stay where they are not run again."""
     kept = folder / "public-programs"
     kept.mkdir(parents=True, exist_ok=True)
+    if (kept / "results.json").exists():
+        new = {result["program"]: result for result in results}
+        older = json.loads((kept / "results.json").read_text())
+        results = [new.pop(result["program"], result) for result in older] + list(new.values())
     (kept / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     chains = sum(len(result.get("chains", [])) for result in results)
     (folder / "public-programs.md").write_text(PAGE.format(chains=chains) + "\n".join(table(results)) + "\n")

@@ -263,6 +263,12 @@ def run(runner: Runner, seed: int, most: int | None) -> dict[str, Any]:
     return result
 
 
+def _version() -> str:
+    """The commit of lightck that was run."""
+    told = subprocess.run(["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return os.environ.get("LIGHTCK_PROGRAMS_VERSION") or told.stdout.strip()
+
+
 def _chosen(only: list[str]) -> Iterator[Program]:
     for name, program in PROGRAMS.items():
         if not only or any(name == wanted or name.startswith(wanted + ",") for wanted in only):
@@ -290,8 +296,8 @@ def main() -> None:
             result = run(Runner(program, args.repositories, args.work, *servers), args.seed, args.chains)
             results.append(result)
             print(report.in_words(result), f"({time.monotonic() - started:.0f} s)", flush=True)
-    if args.save is not None:
-        report.save(args.save, results)
+            if args.save is not None:
+                report.save(args.save, results)
 
 
 if __name__ == "__main__":

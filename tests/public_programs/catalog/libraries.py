@@ -9,7 +9,7 @@ from . import program
 _IMAGES = {"train/a": 14, "train/b": 14, "validation/a": 4, "validation/b": 4}
 _TIMM = (
     "--data-dir made --model test_resnet --num-classes 2 --img-size 32 -b 4 -vb 4 --epochs 2 --device cpu --output out "
-    "--experiment run --no-pin-mem --model-ema --reprob 0.3 --cooldown-epochs 0 --opt adamw --lr 0.01 "
+    "--experiment run --model-ema --reprob 0.3 --cooldown-epochs 0 --opt adamw --lr 0.01 "
 )
 _TIMM_OURS = (
     before(
@@ -24,13 +24,13 @@ _TIMM_OURS = (
     before(r"^    if args\.distributed:$", "session.close()", place=(4, 4)),
 )
 for _name, _wiring, _argv, _more in (
-    ("timm", "as the README, scheduler and EMA in state", "--workers 0 --warmup-epochs 0", ()),
+    ("timm", "as the README, scheduler and EMA in state", "--workers 1 --warmup-epochs 0", ()),
     ("timm, 2 workers", "as the README, scheduler and EMA in state", "--workers 2 --warmup-epochs 0", ()),
     ("timm, rate by updates", "as the README, scheduler and EMA in state",
-     "--workers 0 --warmup-epochs 1 --sched-on-updates",
+     "--workers 1 --warmup-epochs 1 --sched-on-updates",
      ()),
     ("timm, rate by updates, counted from start", "as above, num_updates from loader.start",
-     "--workers 0 --warmup-epochs 1 --sched-on-updates",
+     "--workers 1 --warmup-epochs 1 --sched-on-updates",
      (sub(r"num_updates = epoch \* updates_per_epoch", "num_updates = epoch * updates_per_epoch + loader.start"),)),
 ):  # fmt: skip
     program(

@@ -103,9 +103,9 @@ program(
         before("^    # save model", "finished(transformer, [optimizer])"),
     ),
     ours=(
-        after(r"^    optimizer = Adam",
-              'import lightck\nsession = lightck.attach(transformer, "run.pool", resume=True)\n'
-              "train_loader = session.loader(train_loader)"),
+        before(r"^    for e in range",
+               'import lightck\nsession = lightck.attach(transformer, "run.pool", resume=True)\n'
+               "train_loader = session.loader(train_loader)"),
         sub(r"range\(args\.epochs\)", "range(train_loader.epoch, args.epochs)"),
         sub(r"enumerate\(train_loader\)", "enumerate(train_loader, train_loader.start)"),
         before("^    # save model", "session.close()"),
@@ -186,18 +186,19 @@ for _name, _wiring, _end in (
     )  # fmt: skip
 
 _FORWARD_FORWARD = (
+    before(r"^    net = Net\(", "torch.manual_seed(args.seed)"),
     sub(r"Net\(\[784, 500, 500\]\)", "Net([784, 64, 64])"),
     at_end("    finished(nn.ModuleList(net.layers), [layer.opt for layer in net.layers])"),
 )
 _FF_ATTACH = 'import lightck\nsession = lightck.attach({model}, "run.pool", resume=True)'
 _FF_LAYERS = (
-    after(r"^    net = Net\(", _FF_ATTACH.format(model="nn.ModuleList(net.layers)")),
+    before(r"^    net\.train\(x_pos", _FF_ATTACH.format(model="nn.ModuleList(net.layers)")),
     after("training layer: ", "layer.before = i * layer.num_epochs"),
     sub(r"range\(self\.num_epochs\)",
         "range(min(self.num_epochs, max(0, session.iteration - self.before)), self.num_epochs)"),
 )  # fmt: skip
 for _name, _wiring, _ours in (
-    ("mnist_forward_forward", "attach(net)", (after(r"^    net = Net\(", _FF_ATTACH.format(model="net")),)),
+    ("mnist_forward_forward", "attach(net)", (before(r"^    net\.train\(x_pos", _FF_ATTACH.format(model="net")),)),
     ("mnist_forward_forward, layers", "attach(ModuleList(layers)), session.iteration", _FF_LAYERS),
     ("mnist_forward_forward, layers, end_step", "attach(ModuleList(layers)), session.iteration, end_step()",
      (*_FF_LAYERS, after(r"self\.opt\.step\(\)", "session.end_step()"))),
@@ -248,6 +249,7 @@ for _name, _wiring, _argv, _ours in (
     program(
         _name, _wiring, EXAMPLES, "word_language_model/main.py", _WORDS + _argv, ours=_ours,
         common=(before("^# Load the best saved model", "finished(model, [optimizer] if args.use_optimizer else [])"),),
+        take=tuple(f"word_language_model/{name}.py" for name in ("main", "data", "model")),
         data=made_up.words("word_language_model/data/wikitext-2",
                            {"train.txt": 200, "valid.txt": 80, "test.txt": 80}),
     )  # fmt: skip
