@@ -1,4 +1,4 @@
-"""A loop of each kind that public programs have is exact after kills."""
+"""A loop of each kind that public programs have is exact after kills, or lightck says what is not."""
 
 from __future__ import annotations
 
@@ -23,11 +23,20 @@ EXACT = [
     "rate-by-updates",
     "layers-in-turn-end-step",
 ]
+WARNED = {
+    "loader-of-ones-own-in-state-without-end-step": "shards|batch",
+    "generator-over-a-loader": "loader.0|batch",
+}
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_it_is_exact_without_a_warning(name: str, bench: Bench) -> None:
     bench.exact(name)
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_is_not_exact_is_warned_about(name: str, bench: Bench) -> None:
+    bench.exact_or_told(name, WARNED[name])
 
 
 def test_a_target_network_trains_on(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def said(result: Result) -> list[str]:
     found: dict[str, None] = {}
     for chain in [result.get("whole"), *result.get("chains", [])]:
         if chain is not None:
-            found |= dict.fromkeys([*chain["warnings"], *([chain["error"]] if chain["error"] else [])])
+            texts = [*chain["warnings"], *([chain["error"]] if chain["error"] else [])]
+            found |= dict.fromkeys(re.sub(r"step \d+", "step n", text) for text in texts)
     return list(found)
 
 

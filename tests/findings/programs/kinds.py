@@ -323,11 +323,20 @@ def generator_over_a_loader(run: Run) -> None:
     run.finished(model, [opt])
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, hidden = self.cell(x, hidden)
+        return self.head(out), hidden
+
+
 def recurrent(run: Run, keeps: bool) -> None:
     """word_language_model: windows of a text in their order, the hidden state carried from one to the next."""
     run.seed()
-    cell, head = nn.GRU(8, 16), nn.Linear(16, 8)
-    model = nn.ModuleList([cell, head])
+    model = Recurrent()
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     text = torch.randn(42, 3, 8, generator=torch.Generator().manual_seed(5))
     carried = Kept(hidden=torch.zeros(1, 3, 16))
@@ -337,8 +346,8 @@ def recurrent(run: Run, keeps: bool) -> None:
         window = session.step % per_epoch
         hidden = carried.hidden if window else torch.zeros(1, 3, 16)
         x = text[6 * window : 6 * window + 6]
-        out, hidden = cell(x, hidden)
-        loss = F.mse_loss(head(out[:-1]), x[1:])
+        out, hidden = model(x, hidden)
+        loss = F.mse_loss(out[:-1], x[1:])
         descend(opt, loss)
         carried.hidden = hidden.detach()
         run.updated(loss)
@@ -356,7 +365,8 @@ def hidden_state_in_state(run: Run) -> None:
     recurrent(run, keeps=True)
 
 
-def by_hand(run: Run, closes: bool) -> None:
+@program()
+def no_optimizer_end_step(run: Run) -> None:
     """regression, word_language_model: no optimizer, ``p.data.add_``."""
     run.seed()
     model = mlp()
@@ -368,26 +378,16 @@ def by_hand(run: Run, closes: bool) -> None:
         for p in model.parameters():
             p.data.add_(p.grad, alpha=-0.05)
         run.updated(loss)
-        if closes:
-            session.end_step()
+        session.end_step()
     run.finished(model, [])
 
 
 @program()
-def no_optimizer(run: Run) -> None:
-    by_hand(run, closes=False)
-
-
-@program()
-def no_optimizer_end_step(run: Run) -> None:
-    by_hand(run, closes=True)
-
-
-def layer_after_layer(run: Run, closes: bool) -> None:
+def layers_in_turn_end_step(run: Run) -> None:
     """mnist_forward_forward: each layer has its optimizer, and all updates of one come before those of the next."""
     run.seed()
     layers = nn.ModuleList([nn.Linear(8, 48), nn.Linear(48, 48)])
-    each = 130
+    each = 10
     ofs = [torch.optim.Adam(layer.parameters(), lr=1e-2) for layer in layers]
     x = points().tensors[0]
     session = run.attach(layers)
@@ -396,20 +396,9 @@ def layer_after_layer(run: Run, closes: bool) -> None:
             loss = F.softplus(1 - F.relu(layer(x)).pow(2).mean())
             descend(opt, loss)
             run.updated(loss)
-            if closes:
-                session.end_step()
+            session.end_step()
         x = F.relu(layer(x)).detach()
     run.finished(layers, ofs)
-
-
-@program(loses=300)
-def layers_in_turn(run: Run) -> None:
-    layer_after_layer(run, closes=False)
-
-
-@program()
-def layers_in_turn_end_step(run: Run) -> None:
-    layer_after_layer(run, closes=True)
 
 
 # ---- an environment ----------------------------------------------------------------------------------------------
@@ -592,7 +581,8 @@ def trainer_that_begins_anew(run: Run) -> None:
     run.finished(model, [opt])
 
 
-def averaged(run: Run, counts_from_start: bool) -> None:
+@program()
+def rate_by_updates(run: Run) -> None:
     """timm: a rate by the number of updates, and an average of the weights in ``state=``."""
     run.seed()
     model = mlp()
@@ -601,7 +591,7 @@ def averaged(run: Run, counts_from_start: bool) -> None:
     session = run.attach(model, state={"average": average})
     loader = session.loader(DataLoader(points(), 6, shuffle=True))
     for epoch in range(loader.epoch, 3):
-        updates = epoch * len(loader) + (loader.start if counts_from_start else 0)
+        updates = epoch * len(loader) + loader.start
         for (x,) in loader:
             loss = model(x).pow(2).mean()
             descend(opt, loss)
@@ -612,13 +602,3 @@ def averaged(run: Run, counts_from_start: bool) -> None:
             for group in opt.param_groups:
                 group["lr"] = 1e-2 / (1 + updates)
     run.finished(model, [opt], {"average": average})
-
-
-@program()
-def rate_by_updates(run: Run) -> None:
-    averaged(run, counts_from_start=True)
-
-
-@program()
-def rate_by_updates_counted_anew(run: Run) -> None:
-    averaged(run, counts_from_start=False)
