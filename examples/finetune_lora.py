@@ -4,6 +4,8 @@
     python examples/finetune_lora.py --base gpt.pool                  # kill it whenever you like ...
     python examples/finetune_lora.py --base gpt.pool                  # ... and run it again
 
+It needs torch, numpy and lightck.
+
 The base is read out of the other training's pool. What is frozen is written once into each slot and then left out of
 every later version, while a version still holds all of the model: ``lightck.recover("lora.pool")`` needs no base.
 """

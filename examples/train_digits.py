@@ -4,6 +4,8 @@
     python examples/train_digits.py              # ... and run it again: it goes on from the step it had reached
     python examples/train_digits.py --pool none  # the same training without lightck, which is then never imported
 
+It needs torch, scikit-learn and lightck.
+
 SGD with momentum, a step-wise schedule, random shifts as augmentation, accuracy on held-out digits after each pass. A
 run that was killed ends with the same bits as one that was not: the digest at the end says so.
 """

@@ -4,6 +4,8 @@
     python examples/train_gpt.py                # ... and run it again: it goes on from the step it had reached
     python examples/train_gpt.py --pool none    # the same training without lightck, which is then never imported
 
+It needs torch, numpy and lightck.
+
 Everything is plain PyTorch: AdamW with and without weight decay, warm-up and cosine schedule, gradient clipping,
 accumulation over micro-batches, a shuffled DataLoader with workers, dropout, evaluation. Search for "lightck" to see
 the few lines that make each finished update survive a crash.

@@ -114,7 +114,8 @@ def _facts(result: Result, style: box.Box | None) -> Table:
     table = Table(box=style, pad_edge=False, show_header=False)
     stall, step = result.stall_seconds_per_step, result.step_seconds
     table.add_row("bytes per checkpoint", f"{result.bytes_per_checkpoint:,} ({result.checkpoints} checkpoints)")
-    table.add_row("stall per step", f"{1000 * stall:.2f} ms, {stall / step:.1%} of a step of {1000 * step:.0f} ms")
+    shown = f"{1000 * stall:.2f} ms, {stall / step:.1%} of a step of {1000 * step:.0f} ms"
+    table.add_row("stall per step (median)", shown)
     table.add_row("this pool survives", survives(result.durability))
     table.add_row("", "; ".join(result.durability.get("evidence", ())))
     table.add_row("whole demo", f"{result.seconds:.0f} s; --seed {result.seed} draws the same kills")

@@ -113,7 +113,7 @@ class Result:
     differences: tuple[str, ...]
     seconds: float
     step_seconds: float  # median of the reference run
-    stall_seconds_per_step: float
+    stall_seconds_per_step: float  # median of the killed run, without the first step after each start
     wait_seconds_per_step: float
     bytes_per_checkpoint: int
     checkpoints: int
@@ -168,7 +168,7 @@ def _result(options: Options, place: Place, reference: _Reference, survivor: _Su
         differences=differences(reference.record, survivor.record, kills, options.total),
         seconds=seconds,
         step_seconds=reference.step_seconds(),
-        stall_seconds_per_step=survivor.total("stall_seconds") / steps,
+        stall_seconds_per_step=statistics.median(survivor.stalls or [0.0]),
         wait_seconds_per_step=survivor.total("wait_seconds") / steps,
         bytes_per_checkpoint=round(survivor.total("bytes_written") / max(1, checkpoints)),
         checkpoints=checkpoints,
@@ -250,6 +250,8 @@ class _Survivor(_Run):
         self.kills: list[Kill] = []
         self.deaths: list[tuple[str, int]] = []  # how, and the last update reported; no child has started since
         self.lives: list[dict[str, Any]] = []  # counters of each life, as of its last report
+        self.stalls: list[float] = []
+        """Of each update but the first of each life, which looks through all live objects once."""
         self.durability: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -309,6 +311,8 @@ class _Survivor(_Run):
         if "update" in message:
             self.position = message["update"]
             updates = self.lives[-1].get("updates", 0) + 1
+            if updates > 1:
+                self.stalls.append(message["stats"]["stall_seconds"] - self.lives[-1]["stall_seconds"])
             self.lives[-1] = {**message["stats"], "updates": updates}
 
     def _started(self, step: int, recovery_seconds: float) -> None:
