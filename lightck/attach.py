@@ -80,6 +80,7 @@ def attach(
     keep: Keep | None = None,
     pause_on_nonfinite: bool = False,
     staging: Kind | None = None,
+    strict_data: bool = False,
 ) -> Session:
     """Make every finished training step of ``model`` survive a crash.
 
@@ -98,6 +99,7 @@ def attach(
         keep: export a version every so often: ``lightck.Keep(every=1000, last=3, to=folder)``. It takes one more slot.
         pause_on_nonfinite: commit no state whose loss scale or sampled values are not finite.
         staging: the way out of a device: ``lightck.Host()``, ``Direct()`` or ``Device()``; by default the best of them.
+        strict_data: refuse the first update of a resume on other data than followed; else that is a warning.
 
     Raises:
         CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` was said.
@@ -105,6 +107,7 @@ def attach(
         DriftError, CorruptPoolError: ``resume=True`` and the checkpoint does not fit, or none verifies.
         AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see each.
     """
+    refuse_other_than_bool(strict_data=strict_data)
     _check_arguments(model, state, resume, overwrite, strategy, slots, keep, staging, pause_on_nonfinite)
     pace = cadence(interval)
     path = _pool_path(pool_path)
@@ -128,11 +131,8 @@ def attach(
             if resumed is not None:
                 first.restored_now()
             session = Session(model, found, capture, pipeline, lock, meter, cadence=pace, resumed=resumed,
-                              first_step=first)  # fmt: skip
-    if resumed is not None:
-        resumed.set_rng()
-    sessions.opened(model, session)
-    _tell(session, path, resumed)
+                              first_step=first, strict_data=strict_data)  # fmt: skip
+    _begin(model, session, path, resumed)
     return session
 
 
@@ -246,13 +246,14 @@ class _Attachment:
             self._create(pipeline)
             return None
         contents, line = checkpoint
+        recorded = reader.next_batches(line)
         pipeline.open(reader).adopt(line)
         pipeline.adopted(contents.step, contents.at_once, slots, line.payload_generation, contents.stale_after)
         self.capture.elastic.update(contents.elastic)
         set_flags(contents, self.capture.model)
         tell_differences(contents)
         forget(self.model)
-        return Resumed.from_contents(contents)
+        return Resumed.from_contents(contents, recorded)
 
     def _existing(self, *, write: bool = True) -> PoolReader | None:
         """The pool that lies there, if it may matter: None where there is none or it is to be discarded."""
@@ -366,8 +367,11 @@ def _tell_rejected(checkpoint: Checkpoint) -> None:
         log.warning("lightck: passed over %s", rejected)
 
 
-def _tell(session: Session, path: str, resumed: Resumed | None) -> None:
-    """One line: what was found, and where the training stands."""
+def _begin(model: nn.Module, session: Session, path: str, resumed: Resumed | None) -> None:
+    """The loop comes next. One line: what was found, and where the training stands."""
+    if resumed is not None:
+        resumed.set_rng()
+    sessions.opened(model, session)
     found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items()) or "nothing"
     start = f"resumed at step {resumed.step}" if resumed is not None else "fresh start"
     log.info("lightck: %s, %s (%s); found %s", path, start, session.durability, found)

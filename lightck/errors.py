@@ -23,6 +23,7 @@ message gives the fact, the reason and the cure, in that order.
     ├── CheckpointExistsError         (FileExistsError)     the pool holds a checkpoint; say resume or overwrite
     ├── NoTensorError                 (KeyError)            a checkpoint holds no tensor of this name
     ├── DriftError                    (ValueError)          the checkpoint does not fit the model or optimizer
+    ├── DataMismatchError             (ValueError)          strict_data=True: a resume goes on with other data
     ├── AmbiguousError                (ValueError)          two candidates for one role
     ├── StateValueError               (TypeError)           a value that cannot be stored
     ├── UnsupportedError              (NotImplementedError) an optimizer that lightck does not follow; several ranks
@@ -145,6 +146,11 @@ class DriftError(LightckError, ValueError):
     def __init__(self, message: str, drift: object = None) -> None:
         super().__init__(message)
         self.drift = drift
+
+
+class DataMismatchError(LightckError, ValueError):
+    """The first batch after a resume is not the one that followed the step that it goes on from (``strict_data=True``).
+    No update was made with it."""
 
 
 class AmbiguousError(LightckError, ValueError):

@@ -1,4 +1,4 @@
-"""What can only be checked at the first update after attach: what came too late, and a loop that starts over."""
+"""What can only be checked at the first update after attach: what came too late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.capture.discover import schedulers_of
 from lightck.capture.ranks import is_one_of_several
-from lightck.capture.snapshot import Capture, is_loader
+from lightck.capture.snapshot import Capture
 from lightck.errors import LateError
 
 log = logging.getLogger("lightck")
@@ -31,8 +31,6 @@ class FirstStep:
     """ids of the optimizers whose scheduler was passed: others of them are the user's business."""
     is_rank: bool = False
     """Whether the process was one of several ranks at attach already."""
-    restored: bool = False
-    position_used: bool = False
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
     _ticks: list[Any] = field(default_factory=list)
     _early: list[weakref.ref[LRScheduler]] = field(default_factory=list)
@@ -40,7 +38,6 @@ class FirstStep:
 
     def restored_now(self) -> None:
         """Note the learning rates as they were restored."""
-        self.restored = True
         self._lrs = [(g, float(g["lr"])) for o in self.optimizers for g in o.param_groups if "initial_lr" in g]
         self._ticks = self._scheduler_ticks()
         if self._lrs:
@@ -56,11 +53,6 @@ class FirstStep:
         self._check_lr()
         capture.positions.before_first_update()
         capture.persistent.before_first_update()
-        if self.restored and not self.position_used and not any(is_loader(o) for o in self.objects.values()):
-            log.warning(
-                "lightck: the training was resumed, but nothing asked where: the loop starts at its beginning. Start "
-                "it at session.step or session.iteration, or iterate over session.loader(loader)"
-            )
 
     def _scheduler_ticks(self) -> list[Any]:
         schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]

@@ -140,6 +140,9 @@ def _carry(version: Version, hold: Hold, writer: PoolWriter) -> CommitLine:
     pending = writer.begin(plan, slot, tensors)
     pending.job.release()
     pending.job.wait(ENDED)
+    recorded = version.reader.next_batches(version.line)
+    if recorded is not None:
+        writer.store_next(slot, pending.line.generation, recorded)
     writer.committed(pending)
     slot.made_at = hold.made_at
     writer.slots.held |= {slot.index}

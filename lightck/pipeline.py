@@ -30,6 +30,7 @@ from lightck.pool.backend import Backend
 from lightck.pool.create import create
 from lightck.pool.durability import Durability
 from lightck.pool.engine import COPIED, ENDED, Engine
+from lightck.pool.format import NextBatch
 from lightck.pool.layout import Entry
 from lightck.pool.lock import PoolLock
 from lightck.pool.reader import PoolReader
@@ -71,6 +72,8 @@ class Pipeline:
         self.staging = Staging(meter, staging, runs_behind=slots > 2, is_on=not check)
         self.wait_policy = WaitPolicy(self.engine, meter, is_on=not check)
         self._wanted_slots: int | None = None
+        self._newest: tuple[PoolWriter, Slot, int] | None = None
+        """Where the version lies that was closed last: pool, slot, generation."""
 
     def keep(self, keeper: Keeper | None) -> None:
         """Export versions; that takes a slot. Before the pool is made or opened."""
@@ -158,6 +161,7 @@ class Pipeline:
     def close_version(self, closing: Closing) -> None:
         """Begin writing a version. Small tensors, buffers and state are copied before this returns."""
         self._reap()
+        self._newest = None
         self.resting.never.update(closing.at_once)
         if self.finite is not None and self.finite.refuses(closing, self._meter):
             self.early.drop()
@@ -175,9 +179,19 @@ class Pipeline:
             self._relayout(closing, why)
             return
         self._flights.append(flight)
+        self._newest = writer, flight.pending.slot, flight.pending.line.generation
         if flight.is_apart:
             with suppress(LightckError):  # it failed already, which the gate tells
                 flight.pending.job.release()
+
+    def store_next(self, entries: Sequence[NextBatch]) -> None:
+        """Record what followed the version that was closed last, where it still lies in its slot. A medium that fails
+        here fails the next version too, and that one tells."""
+        if self._newest is not None:
+            writer, slot, generation = self._newest
+            if writer is self.writer:
+                with suppress(LightckError):
+                    writer.store_next(slot, generation, entries)
 
     def copy_early(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are what they will be in the version to come: their copies begin now, where they can."""
@@ -238,7 +252,10 @@ class Pipeline:
             self.finish()
             if self.writer is not None:
                 log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
-            self._note_committed(self._move(entries, len(closing.state), first))
+            flight = self._move(entries, len(closing.state), first)
+            self._note_committed(flight)
+            assert self.writer is not None
+            self._newest = self.writer, flight.pending.slot, flight.pending.line.generation
         except Interrupted:
             self._wanted_slots = self._n_slots  # for when this is begun again
             raise
@@ -270,7 +287,11 @@ class Pipeline:
             if writer.slots.sound < max(needed, self._wanted_slots or 0):
                 self._n_slots = max(needed, self._n_slots, self._wanted_slots or 0)
                 log.info("lightck: the pool %r is laid out anew with %d slots, for a pin", self.path, self._n_slots)
+                is_newest = self._newest is not None and self._newest[2] == hold.line.payload_generation
                 self._move((), 0, lambda _: None)
+                if is_newest and self.writer is not None:
+                    slot = self.writer.slots.slots[hold.line.slot]
+                    self._newest = self.writer, slot, hold.line.payload_generation
             self._wanted_slots = None  # fewer slots were asked for, and the pin needs those that there are
         except BaseException:
             self._n_slots, self._wanted_slots = before

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightck.capture.preview import RestoredRng
 from lightck.capture.rng import RngState
 from lightck.capture.snapshot import fingerprint
 from lightck.contents import Contents
-from lightck.pool.format import CommitLine
+from lightck.pool.format import CommitLine, NextBatch
 
 log = logging.getLogger("lightck")
 
@@ -36,6 +37,8 @@ class Resumed:
     closed_by_next: bool
     persistent_started: bool
     done: bool
+    recorded: Sequence[NextBatch] | None
+    """What is known of the batch that followed this version."""
     _rng: RngState
     _rng_once: RestoredRng
     _rng_forward: RngState | None
@@ -43,13 +46,13 @@ class Resumed:
     """What closed the version."""
 
     @classmethod
-    def from_contents(cls, contents: Contents) -> Resumed:
+    def from_contents(cls, contents: Contents, recorded: Sequence[NextBatch] | None) -> Resumed:
         closed_by_forward = contents.event == Event.FORWARD.value
         once = RestoredRng(None if closed_by_forward else contents.rng)
         closed_by_next = contents.event == Event.NEXT.value
         return cls(contents.step, contents.iteration, contents.explicit, contents.loaders, closed_by_next,
-                   contents.persistent_started, contents.done, contents.rng, once, contents.rng_forward,
-                   contents.event)  # fmt: skip
+                   contents.persistent_started, contents.done, recorded, contents.rng, once,
+                   contents.rng_forward, contents.event)  # fmt: skip
 
     def set_rng(self) -> None:
         """At attach: the loop's own draws come next."""
@@ -113,5 +116,5 @@ def tell_differences(contents: Contents) -> None:
         log.warning("lightck: going on under other conditions than were saved (%s): results may differ in their last "
                     "bits", ", ".join(differ))  # fmt: skip
     if contents.event == Event.FORWARD.value:
-        log.info("lightck: the version was closed by the model's forward: batches drawn by hand go on bit-identically; "
-                 "a DataLoader outside session.loader() does not resume in mid-epoch")  # fmt: skip
+        log.info("lightck: the version was closed by the model's forward. Whether the loop goes on with its batches is "
+                 "seen at the first update; a DataLoader outside session.loader() does not resume in mid-epoch")

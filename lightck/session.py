@@ -39,6 +39,7 @@ from lightck.capture.wrapped import name_of
 from lightck.ending import end
 from lightck.errors import BackgroundError, FlushTimeoutError, NothingSavedError, SessionError
 from lightck.first_step import FirstStep
+from lightck.following import Comparison, Recorder
 from lightck.interrupts import resumed
 from lightck.interval import Cadence
 from lightck.patience import deadline_in
@@ -59,7 +60,7 @@ class Session:
 
     def __init__(self, model: nn.Module, found: Found, capture: Capture, pipeline: Pipeline, lock: PoolLock,
                  meter: Meter, *, cadence: Cadence, resumed: Resumed | None,
-                 first_step: FirstStep) -> None:  # fmt: skip
+                 first_step: FirstStep, strict_data: bool) -> None:  # fmt: skip
         self.found: Mapping[str, str] = dict(found.found)
         """What attach found by itself: name -> class."""
         self._model = weakref.ref(model)
@@ -74,6 +75,10 @@ class Session:
             capture.persistent.had_started = resumed.persistent_started
         self._is_done_saved = False  # in the version that was closed last
         self._done_at = resumed.step if resumed is not None and resumed.done else None
+        self._recorder = Recorder(pipeline.store_next)
+        self._comparison: Comparison | None = None
+        if resumed is not None:
+            self._comparison = Comparison(resumed.step, resumed.recorded, is_strict=strict_data)
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
         self._boundary = Boundary(found.updating, *start)
         self._saved_step = self._boundary.step
@@ -100,13 +105,11 @@ class Session:
     @property
     def step(self) -> int:
         """Updates made, skipped ones not counted. With several optimizers: rounds in which each stepped."""
-        self._position_used()
         return self._boundary.step
 
     @property
     def iteration(self) -> int:
         """Boundaries passed: iterations of the loop, skipped updates included."""
-        self._position_used()
         return self._boundary.iteration
 
     @property
@@ -117,7 +120,6 @@ class Session:
     @property
     def done(self) -> bool:
         """Whether the training has come to its end: ``close(done=True)`` was said at this step, in any run."""
-        self._position_used()
         return self._done_at == self._boundary.step
 
     @property
@@ -169,7 +171,6 @@ class Session:
         self._check_usable()
         skips = wants_skip(loader, replay)
         key = name_of(loader, name, self._capture.loaders)
-        self._position_used()
         positions = self._capture.positions
         restored = positions.of(key, anew)
         wrapped = SessionLoader(loader, Proxy(self), key, restored, not positions.any_live, anew,
@@ -234,6 +235,8 @@ class Session:
             if self._half_updated:
                 log.warning("lightck: closed between backward() and step(): what was not committed before is not saved")
             elif not self.is_forked and self._failure is None:
+                if self._comparison is not None:
+                    self._comparison.closed()
                 with self._meter.stall("close"):
                     self._capture.is_done = done or self.done
                     self._commit_current(None, also_step_0=False)
@@ -299,6 +302,7 @@ class Session:
                 self._forward.tell_missing(self._boundary.explicit)
             if not self._paused:
                 self._watch.before_step(index)
+                self._compare_data()
             self._capture.before_update(index)
 
     def gate(self) -> None:
@@ -349,7 +353,7 @@ class Session:
             with self._meter.stall("layer updated"):
                 self._guard(lambda: self._pipeline.copy_early(tensors))
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, inputs: tuple[Any, ...]) -> None:
         """Training forward of the root."""
         if self._paused or self._capture.devices.is_captured(self._is_idle):
             return
@@ -358,8 +362,11 @@ class Session:
             self._watch.training_forward()
             self._reaches(Event.FORWARD)
             if self._failure is None:
+                self._recorder.forward(inputs, self._boundary.is_due(Event.PRE_STEP))  # what was closed may commit now
                 self._guard(self._pipeline.forward_begins)
                 self._event(Event.FORWARD)
+            if self._comparison is not None:
+                self._comparison.forward(inputs)
             if self._resumed is not None:
                 self._resumed.set_forward_rng()
 
@@ -418,6 +425,15 @@ class Session:
             self._event(Event.NEXT)
             self._guard(self._pipeline.poll)
 
+    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None) -> None:
+        """A session loader gave a batch."""
+        if self._paused or (loader.in_eval and not loader.is_training):
+            return
+        with self._meter.stall("next"):
+            self._recorder.gave(loader.name, of, batch, checksum)
+            if self._comparison is not None:
+                self._comparison.gave(loader.name, of, batch, checksum)
+
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """A pass ended: an evaluation with swapped weights may follow, so the copies end first."""
         self._capture.positions.pass_ended(loader)
@@ -464,12 +480,15 @@ class Session:
         self._capture.within.boundary(event, step, is_saved)
         if is_saved:
             self._close_version(event, step)
+        else:
+            self._recorder.closed_unsaved()
 
     def _updated_by_hand(self) -> None:
         """An update of a loop in which no optimizer is followed. No hook comes before the next one, so the gate is
         here."""
         self._steps_on = threading.get_ident()
         self._check_first_step()
+        self._compare_data()
         self._boundary.updated(BY_HAND)
         self._capture.positions.updated()
         self._capture.devices.note_updates()
@@ -485,7 +504,17 @@ class Session:
                                       never_rest=never, stale_after=stale_after)  # fmt: skip
         if self._meter.observer is not None:
             self._meter.observer.stalled(f"state of step {step}", began, time.perf_counter(), is_state=True)
+        self._recorder.closes()
         self._guard(lambda: self._pipeline.close_version(closing))
+        self._recorder.closed(event)
+
+    def _compare_data(self) -> None:
+        """Before an update: what follows the last version is known by now, and so is where a resume went on."""
+        self._recorder.before_update()
+        if self._comparison is not None:
+            self._comparison.before_update()
+            if self._comparison.is_over:
+                self._comparison = None
 
     def _is_idle(self) -> bool:
         """No version is due or under way."""
@@ -540,10 +569,6 @@ class Session:
         if self._first_step is not None:
             self._first_step.check(self._capture)
             self._first_step = None
-
-    def _position_used(self) -> None:
-        if self._first_step is not None:
-            self._first_step.position_used = True
 
     def _check_usable(self) -> None:
         if not self._is_open:

@@ -177,6 +177,8 @@ LINE_FIELDS = split(
 )
 HEADER = struct.Struct("<Q8sII32sQ")
 HEADER_FIELDS = split("generation magic slot zero zeros check")
+NEXT = struct.Struct("<8sQII")
+NEXT_FIELDS = split("magic generation entries zero")
 MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
 MANIFEST_FIELDS = split(
     "magic generation incarnation step iteration table_hash origin records table_records records_offset record_nbytes "
@@ -297,6 +299,20 @@ class Pool:
             return None
         assert (header["magic"], header["slot"], header["zero"], header["zeros"]) == (b"LCKSLOT1", slot, 0, bytes(32))
         return int(header["generation"])
+
+    def next_batches(self, slot: int) -> list[tuple[bytes, int, int]] | None:
+        """Key, kind and checksum of what followed the version in a slot; None where nothing is recorded of it."""
+        raw = self.data[self.slots[slot][0] + 2048 :][:2048]
+        record = fields(NEXT, NEXT_FIELDS, raw)
+        end = 24 + 16 * record["entries"]
+        if not self.superblock["compat"] & 1 or record["magic"] != b"LCKNEXT1" or record["entries"] > 126:
+            return None
+        if crc64(self.superblock["uuid"] + raw[:end]) != struct.unpack_from("<Q", raw, end)[0]:
+            return None
+        assert record["zero"] == 0
+        if record["generation"] != self.slot_generation(slot):
+            return None
+        return [struct.unpack_from("<8sII", raw, at) for at in range(24, end, 16)]
 
     def candidates(self) -> list[Fields]:
         """Live lines, newest first."""

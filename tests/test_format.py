@@ -29,15 +29,21 @@ from lightck.pool.format import (
     KIND_ADOPTION,
     KIND_VERSION,
     MIB,
+    NEXT_ENTRIES_MAX,
+    NEXT_NBYTES,
     RING_LINES,
     SLOTS_MAX,
     CommitLine,
     DamagedError,
     ManifestHeader,
+    NextBatch,
     Superblock,
     align_up,
     layout_hash,
+    next_key,
+    pack_next,
     pack_slot_header,
+    unpack_next,
     unpack_slot_header,
 )
 from lightck.pool.layout import ITEM_NBYTES, Entry
@@ -68,7 +74,7 @@ class Everything:
         return {**self.value, "large": torch.full((self.rows,), 2.5)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state
+        self.value, self.rows = state, len(state["large"])
 
 
 class Model(nn.Module):
@@ -158,6 +164,16 @@ def test_both_readers_see_the_same_lines(library: PoolReader, read_by_reference:
 def test_both_readers_see_the_same_slot_headers(library: PoolReader, read_by_reference: reference.Pool) -> None:
     for slot in range(3):
         assert library.slot_generation(slot) == read_by_reference.slot_generation(slot) is not None
+
+
+def test_both_readers_see_what_followed(library: PoolReader, read_by_reference: reference.Pool) -> None:
+    seen = 0
+    lines = candidates(library.ring())
+    for line in (ln for ln in lines if library.slot_generation(ln.slot) == ln.payload_generation):
+        ours, theirs = library.next_batches(line), read_by_reference.next_batches(line.slot)
+        assert ours is None if theirs is None else [tuple(entry) for entry in ours or ()] == theirs
+        seen += bool(theirs)
+    assert seen, "of the versions that others came after, something is recorded"
 
 
 def test_both_readers_see_the_same_versions(library: PoolReader, read_by_reference: reference.Pool) -> None:
@@ -304,6 +320,45 @@ def test_a_hostile_manifest_is_damaged_or_in_bounds(noise: bytes) -> None:
         return
     assert header.state_offset + header.state_nbytes <= len(data)
     assert header.crcs_offset + 4 * header.crcs_count <= len(data)
+
+
+NEXT_BATCHES = st.lists(st.builds(NextBatch, st.binary(min_size=8, max_size=8), *[st.integers(0, 2**32 - 1)] * 2),
+                        max_size=NEXT_ENTRIES_MAX)  # fmt: skip
+
+
+@given(COUNT, NEXT_BATCHES, st.binary(max_size=300))
+def test_what_followed_comes_back(generation: int, entries: list[NextBatch], behind: bytes) -> None:
+    data = pack_next(generation, entries, UUID)
+    assert len(data) <= NEXT_NBYTES
+    assert unpack_next(data + behind, generation, UUID) == tuple(entries)
+    assert unpack_next(data + behind, generation + 1, UUID) is None
+    assert unpack_next(data + behind, generation, bytes(16)) is None
+
+
+@given(COUNT, NEXT_BATCHES, st.data())
+def test_what_followed_cut_off_or_with_a_flipped_bit_is_absent(
+    generation: int, entries: list[NextBatch], draw: st.DataObject
+) -> None:
+    data = pack_next(generation, entries, UUID)
+    assert unpack_next(data[: draw.draw(st.integers(0, len(data) - 1))], generation, UUID) is None
+    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert unpack_next(bytes(flipped).ljust(NEXT_NBYTES, b"\0"), generation, UUID) is None
+
+
+@given(st.binary(max_size=NEXT_NBYTES), COUNT)
+def test_a_hostile_record_is_absent(noise: bytes, generation: int) -> None:
+    assert unpack_next(noise, generation, UUID) is None
+    assert unpack_next(pack_next(generation, [], UUID)[:8] + noise, generation, UUID) is None
+
+
+def test_more_that_followed_than_there_is_room_for() -> None:
+    entries = [NextBatch(next_key(str(i)), 1, i) for i in range(NEXT_ENTRIES_MAX + 5)]
+    data = pack_next(7, entries, UUID)
+    assert len(data) <= NEXT_NBYTES
+    assert unpack_next(data, 7, UUID) == tuple(entries[:NEXT_ENTRIES_MAX])
+    assert next_key("") != next_key("a") != next_key("b")
 
 
 @given(COUNT, st.integers(0, 7))

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import lzma
 import struct
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ import toys
 import lightck
 from lightck.errors import CheckpointExistsError, FormatError
 from lightck.pool.checksum import crc64
+from lightck.pool.format import next_key
 from lightck.pool.reader import Version, open_pool
 
 HERE = Path(__file__).parent / "golden"
@@ -37,9 +39,9 @@ def _load(path: Path) -> ModuleType:
 golden = _load(HERE / "make_golden.py")
 
 
-@pytest.fixture
-def v1(pool: Path) -> Path:
-    pool.write_bytes(lzma.decompress((HERE / "v1.pool.xz").read_bytes()))
+@pytest.fixture(params=["v1", "v1-next"])
+def v1(pool: Path, request: pytest.FixtureRequest) -> Path:
+    pool.write_bytes(lzma.decompress((HERE / f"{request.param}.pool.xz").read_bytes()))
     pool.chmod(0o600)
     return pool
 
@@ -53,9 +55,9 @@ def test_version_1_recovers_exactly(v1: Path, expected: dict[str, Any]) -> None:
     assert golden.expected(v1) == expected
 
 
-@pytest.fixture
-def v1_pmdk(pool: Path) -> Path:
-    pool.write_bytes(lzma.decompress((HERE / "v1-pmdk.pool.xz").read_bytes()))
+@pytest.fixture(params=["v1-pmdk", "v1-next-pmdk"])
+def v1_pmdk(pool: Path, request: pytest.FixtureRequest) -> Path:
+    pool.write_bytes(lzma.decompress((HERE / f"{request.param}.pool.xz").read_bytes()))
     pool.chmod(0o600)
     return pool
 
@@ -95,6 +97,27 @@ def test_version_1_trains_on(v1: Path, expected: dict[str, Any]) -> None:
     assert lightck.recover(v1).step == expected["step"] + 1
 
 
+@pytest.mark.parametrize("v1", ["v1-next"], indirect=True)
+def test_what_followed_is_recorded(v1: Path) -> None:
+    """Of the versions that are in the slots: the newest was closed at the end, and nothing followed it."""
+    with closing(open_pool(str(v1))) as reader:
+        recorded = {v.step: reader.next_batches(v.line) for v in reader.versions() if isinstance(v, Version)}
+    key = next_key("")
+    assert {step: None if e is None else [(n.key, n.kind) for n in e] for step, e in recorded.items()} == {
+        6: None, 5: [(key, 3)], 4: None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("v1", ["v1"], indirect=True)
+def test_an_older_pool_gets_no_records(v1: Path) -> None:
+    golden.train(v1, 3, resume=True)
+    pool = reference.Pool(v1.read_bytes())
+    assert not pool.superblock["compat"]
+    for offset, _ in pool.slots:
+        assert not pool.data[offset + 64 : offset + 4096].strip(b"\0")
+
+
+@pytest.mark.parametrize("v1", ["v1-next"], indirect=True)
 def test_version_1_is_still_what_this_version_writes(v1: Path, folder: Path) -> None:
     """The parts that do not depend on torch: a change of the format must not go unnoticed."""
     fresh = folder / "fresh.pool"

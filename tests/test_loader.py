@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightck.capture import rng, values
 from lightck.capture.loader import SessionLoader
+from lightck.capture.passes import Pass
 from lightck.capture.preview import RestoredRng
 from lightck.errors import CorruptPoolError, DriftError, SessionError
 
@@ -66,6 +67,8 @@ class Host:
     def loader_next(self, loader: SessionLoader) -> None:
         if self.updates > self.saved:
             self.save()
+
+    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None) -> None: ...
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         self.ended += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import re
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,6 @@ import lightck
 from lightck import restore
 from lightck.errors import CheckpointExistsError, LateError, NoCheckpointError, PoolNotFoundError, SessionError
 from lightck.pool.durability import probe
-
-WARNING = "nothing asked where"
 
 
 class Box:
@@ -423,58 +420,7 @@ def test_late_optimizer_on_a_pool_with_optimizer_state_names_the_cure(pool):
         lightck.attach(model, pool, resume=True)
 
 
-# -- the position ----------------------------------------------------------------------------------------------------
-
-
-def resumed(pool: Any, caplog: Any, use: Any) -> bool:
-    """Whether the first step after a resume warns that the loop starts at its beginning."""
-    pool_with(pool)
-    model = net(seed=1)
-    optimizer = adam(model)
-    caplog.clear()
-    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
-        use(session)
-        train(model, optimizer, 2)
-    said = [r for r in caplog.records if WARNING in r.getMessage()]
-    assert len(said) <= 1
-    for record in said:
-        assert record.levelno == logging.WARNING
-        assert re.search(r"session\.step.*session\.iteration.*session\.loader", record.getMessage())
-    return bool(said)
-
-
-def test_loop_that_starts_over_after_a_resume_is_warned_of(pool, caplog):
-    assert resumed(pool, caplog, lambda session: None)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [lambda s: s.step, lambda s: s.iteration, lambda s: s.loader(DataLoader([1, 2]))],
-    ids=["step", "iteration", "loader"],
-)
-def test_loop_that_asks_for_its_position_is_not(pool, caplog, use):
-    assert not resumed(pool, caplog, use)
-
-
-def test_fresh_start_is_not_warned_of(pool, caplog):
-    pool_with(pool)
-    assert WARNING not in caplog.text
-
-
-def test_loader_in_state_counts_as_asking(pool, caplog):
-    class Loader(Box):
-        batch_size = 1
-
-        def __iter__(self) -> Any:
-            return iter(())
-
-    pool_with(pool, state={"loader": Loader(0)})
-    model = net(seed=1)
-    optimizer = adam(model)
-    caplog.clear()
-    with lightck.attach(model, pool, optimizer=optimizer, state={"loader": Loader(0)}, resume=True):
-        train(model, optimizer, 1)
-    assert WARNING not in caplog.text
+# -- the conditions -------------------------------------------------------------------------------------------------
 
 
 def test_other_conditions_are_told_in_one_line(pool, caplog):

@@ -34,12 +34,14 @@ class ModuleHook(OwnHook):
     """A hook of the model itself. A copy of the model (for an EMA, say) is not the model that is saved: a deep or
     pickled copy has no such hook, or where its class makes its copies itself, one that does nothing."""
 
-    def __init__(self, method: Callable[..., None] | None = None) -> None:
+    def __init__(self, method: Callable[..., None] | None = None, *, with_inputs: bool = False) -> None:
+        """``with_inputs``: the method gets what torch calls the hook with, and not the module alone."""
         self._method = method
+        self._with_inputs = with_inputs
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
         if self._method is not None and not torch.compiler.is_compiling():
-            self._method(module)
+            self._method(module, *(args if self._with_inputs else ()))
 
     def __deepcopy__(self, memo: Any) -> ModuleHook:
         return ModuleHook()

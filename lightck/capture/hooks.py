@@ -43,7 +43,7 @@ class Listener(Protocol):
 
     def skipped_step(self, index: int) -> None: ...
 
-    def forward_begins(self) -> None: ...
+    def forward_begins(self, inputs: tuple[Any, ...]) -> None: ...
 
     def forward_ended(self) -> None: ...
 
@@ -70,7 +70,7 @@ class Hooks:
         self._counted: FrameType | None = None
         """That of the step whose update was counted, and whose other post hooks run."""
         self._handles: list[Any] = [
-            model.register_forward_pre_hook(ModuleHook(self._forward_pre)),
+            model.register_forward_pre_hook(ModuleHook(self._forward_pre, with_inputs=True), with_kwargs=True),
             model.register_forward_hook(ModuleHook(self._forward_post)),
             CleanCopies(model),
             register_optimizer_step_pre_hook(weakly(self._any_step_pre)),
@@ -130,11 +130,11 @@ class Hooks:
 
     # -- forward -----------------------------------------------------------------------------------------
 
-    def _forward_pre(self, module: nn.Module) -> None:
+    def _forward_pre(self, module: nn.Module, *inputs: Any) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure:
             self._stepping.clear()  # a step that raised left its frame, and with it all that its caller held
             self._counted = None
-            self._listener.forward_begins()
+            self._listener.forward_begins(inputs)
 
     def _forward_post(self, module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled():

@@ -559,6 +559,7 @@ class SessionLoader:
             self._watch = None
             self._tell_doubt(doubt)
         self._count(pass_, batch, before)
+        self._host.loader_gave(self, pass_, batch, pass_.checksum if self._checks else None)
         return batch
 
     def _settle(self, pass_: Pass) -> None:

@@ -132,6 +132,9 @@ class LoaderHost(Protocol):
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """Called when the inner iterator is exhausted, after `loader_next` and before the pass is counted."""
 
+    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None) -> None:
+        """Called when a batch was fetched and counted; ``checksum``: the batch's, where one was made."""
+
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         """The restored version's random state, for the first pass that is no preview; None afterwards, once updates
         were made, or where there is none."""

@@ -192,7 +192,7 @@ def _offset(reader: PoolReader, parts: Sequence[Part], where: str, rng: random.R
 
 def _named(parts: Sequence[Part], where: str) -> list[Part]:
     """The parts that a word stands for: of the newest version, where they belong to one."""
-    if where in (anatomy.SUPERBLOCK, anatomy.TABLE):
+    if where in (anatomy.SUPERBLOCK, anatomy.TABLE, anatomy.NEXT):
         return [part for part in parts if part.kind == where]
     newest = next((part.generation for part in parts if part.kind == anatomy.MANIFEST), None)
     if newest is None:

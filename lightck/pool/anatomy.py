@@ -8,12 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightck.pool.format import LINE_NBYTES, SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, CommitLine, DamagedError
+from lightck.pool.format import (
+    LINE_NBYTES,
+    NEXT_NBYTES,
+    NEXT_OFFSET,
+    SUPERBLOCK_NBYTES,
+    SUPERBLOCK_OFFSETS,
+    CommitLine,
+    DamagedError,
+)
 from lightck.pool.reader import PoolReader, Version
 from lightck.pool.ring import is_dead
 
 SUPERBLOCK, TABLE, LINE, HEADER, MANIFEST, TENSOR = "superblock", "table", "line", "header", "manifest", "payload"
-KINDS = (SUPERBLOCK, TABLE, LINE, HEADER, MANIFEST, TENSOR)
+NEXT = "next"
+KINDS = (SUPERBLOCK, TABLE, LINE, HEADER, NEXT, MANIFEST, TENSOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,8 @@ def _structures(reader: PoolReader) -> Iterator[Part]:
         generation = reader.slot_generation(slot)
         words = f"header of slot {slot}" + (f" (generation {generation})" if generation is not None else "")
         yield Part(HEADER, words, offset, LINE_NBYTES, generation, slot=slot)
+        if sb.has_next:
+            yield Part(NEXT, f"record of what followed, slot {slot}", offset + NEXT_OFFSET, NEXT_NBYTES, slot=slot)
 
 
 def _line(position: int, offset: int, line: CommitLine | None) -> Part:

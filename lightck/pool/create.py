@@ -11,6 +11,7 @@ from lightck.pool.backend import Backend, Container
 from lightck.pool.engine import Medium
 from lightck.pool.format import (
     BLOCK_MAX,
+    COMPAT_NEXT,
     KIB,
     LARGE_EXTENT_ALIGN,
     MANIFEST_HEADER_NBYTES,
@@ -102,5 +103,6 @@ def _geometry(
         payload_offset=payload_offset,
         reserve_offset=reserve_offset,
         slots=tuple((first + i * slot_nbytes, slot_nbytes) for i in range(slots)),
+        compat=COMPAT_NEXT,
     )
     return sb, table

@@ -1,4 +1,4 @@
-"""The bytes of a pool, format version 1: superblock, commit line, slot header, manifest header and records.
+"""The bytes of a pool, format version 1: superblock, commit line, slot header, next-batch record, manifest header.
 
 docs/format.md is the picture of this module, and both change in the same commit. Each structure is a frozen
 dataclass with ``pack`` and ``unpack``; ``unpack`` takes untrusted bytes and raises ``DamagedError`` (its check
@@ -8,8 +8,11 @@ fails: a reader tries the next copy) or an error that a user sees. Reads no file
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
+from typing import NamedTuple
 
 from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.checksum import crc64
@@ -17,7 +20,10 @@ from lightck.pool.checksum import crc64
 MAGIC = b"LIGHTCK\x01"
 ENDIAN_TAG = 0x01020304
 MAJOR, MINOR = 1, 0
-COMPAT_KNOWN = RO_COMPAT_KNOWN = INCOMPAT_KNOWN = 0
+COMPAT_NEXT = 1
+"""Slots may have a record of the batch that follows their version."""
+COMPAT_KNOWN = COMPAT_NEXT
+RO_COMPAT_KNOWN = INCOMPAT_KNOWN = 0
 
 KIB, MIB = 1 << 10, 1 << 20
 SUPERBLOCK_NBYTES = 4 * KIB
@@ -39,6 +45,8 @@ SLOT_STRUCK = 1
 MANIFEST_MAGIC = b"LCKMANI1"
 MANIFEST_HEADER_NBYTES = 128
 RECORD_NBYTES = 32
+NEXT_MAGIC = b"LCKNEXT1"
+NEXT_OFFSET, NEXT_NBYTES = 2 * KIB, 2 * KIB
 REGION_SLOT = 1
 U32_MAX = (1 << 32) - 1
 NUMBER_MAX = 1 << 63
@@ -159,6 +167,11 @@ class Superblock:
             raise DamagedError("superblock geometry")
 
     @property
+    def has_next(self) -> bool:
+        """Whether its slots may have a record of the batch that follows, in a place that is nothing else's."""
+        return bool(self.compat & COMPAT_NEXT) and self.manifest_offset >= NEXT_OFFSET + NEXT_NBYTES
+
+    @property
     def slot_nbytes(self) -> int:
         return self.slots[0][1]
 
@@ -241,6 +254,48 @@ def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
 def is_struck_header(data: bytes) -> bool:
     """Whether a slot header that passed its check says that the checkpoint in the slot was struck."""
     return bool(_HEADER.unpack_from(data)[3] == SLOT_STRUCK)
+
+
+_NEXT = struct.Struct("<8sQII")
+_NEXT_ENTRY = struct.Struct("<8sII")
+NEXT_ENTRIES_MAX = (NEXT_NBYTES - _NEXT.size - _U64.size) // _NEXT_ENTRY.size
+
+
+class NextBatch(NamedTuple):
+    """What came first after a version was closed: of a loader its first batch, of the model its forward's arguments."""
+
+    key: bytes
+    """The first 8 bytes of a hash of the source's name: `next_key`."""
+    kind: int
+    checksum: int
+
+
+@lru_cache(maxsize=256)
+def next_key(name: str) -> bytes:
+    """Of a loader's name; no name at all is the model's forward."""
+    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, person=b"lck-next").digest()
+
+
+def pack_next(generation: int, entries: Sequence[NextBatch], uuid: bytes) -> bytes:
+    """The record of what followed this generation's version. More entries than it has room for are left out."""
+    entries = entries[:NEXT_ENTRIES_MAX]
+    body = _NEXT.pack(NEXT_MAGIC, generation, len(entries), 0)
+    for entry in entries:
+        body += _NEXT_ENTRY.pack(*entry)
+    return body + _U64.pack(crc64(uuid + body))
+
+
+def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, ...] | None:
+    """None where nothing is recorded of this generation: never written, cut off, damaged, or of another version."""
+    if len(data) < _NEXT.size:
+        return None
+    magic, whose, count, _ = _NEXT.unpack_from(data)
+    end = _NEXT.size + count * _NEXT_ENTRY.size
+    if magic != NEXT_MAGIC or whose != generation or count > NEXT_ENTRIES_MAX or len(data) < end + _U64.size:
+        return None
+    if crc64(uuid + data[:end]) != _U64.unpack_from(data, end)[0]:
+        return None
+    return tuple(NextBatch(*_NEXT_ENTRY.unpack_from(data, at)) for at in range(_NEXT.size, end, _NEXT_ENTRY.size))
 
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")

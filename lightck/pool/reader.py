@@ -28,16 +28,20 @@ from lightck.pool.failures import io_error, is_of_medium, told
 from lightck.pool.format import (
     LINE_NBYTES,
     MANIFEST_HEADER_NBYTES,
+    NEXT_NBYTES,
+    NEXT_OFFSET,
     RO_COMPAT_KNOWN,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
     CommitLine,
     DamagedError,
     ManifestHeader,
+    NextBatch,
     Superblock,
     is_struck_header,
     layout_hash,
     manifest_hash,
+    unpack_next,
     unpack_slot_header,
 )
 from lightck.pool.layout import Entry, blocks_of
@@ -201,6 +205,14 @@ class PoolReader:
             if (header.generation, header.slot, header.table_hash) == (generation, slot, sb.table_hash):
                 return generation
         return None
+
+    def next_batches(self, line: CommitLine) -> tuple[NextBatch, ...] | None:
+        """What is recorded of the batch that followed the version of this line; None where nothing is."""
+        sb = self.superblock
+        if not sb.has_next:
+            return None
+        data = self.read(sb.slots[line.slot][0] + NEXT_OFFSET, NEXT_NBYTES)
+        return unpack_next(data, line.payload_generation, sb.uuid)
 
     def is_reused(self, line: CommitLine) -> bool:
         """Whether the slot's header names a newer version than this line. An older one proves nothing: a header is

@@ -27,9 +27,12 @@ from lightck.pool.failures import io_error
 from lightck.pool.format import (
     KIND_ADOPTION,
     KIND_VERSION,
+    NEXT_OFFSET,
     NUMBER_MAX,
     CommitLine,
     ManifestHeader,
+    NextBatch,
+    pack_next,
     pack_slot_header,
 )
 from lightck.pool.layout import Entry, blocks_of
@@ -355,6 +358,16 @@ class PoolWriter:
             "generation": generation, "incarnation": self.incarnation, "step": step,
             "slot": slot.index, "manifest_index": slot.manifest_index, "flags": flags, "zero": 0,
         })  # fmt: skip
+
+    def store_next(self, slot: Slot, generation: int, entries: Sequence[NextBatch]) -> bool:
+        """Record what followed a version that was begun, committed or not. False where its slot holds it no more.
+
+        Nothing waits for it, and it becomes durable with the next sync: a version without it is whole.
+        """
+        if slot.generation != generation or slot.is_bad or not self.superblock.has_next:
+            return False
+        self.medium.store(slot.offset + NEXT_OFFSET, pack_next(generation, entries, self.superblock.uuid))
+        return True
 
     def committed(self, pending: Pending) -> None:
         """The version's line is durable: its slot is the protected one now."""

@@ -17,11 +17,16 @@ from lightck.errors import LightckError
 from lightck.pool import layout_decode, layout_native, pmdk_file
 from lightck.pool.checksum import crc64
 from lightck.pool.format import (
+    NEXT_ENTRIES_MAX,
+    NEXT_NBYTES,
     SUPERBLOCK_NBYTES,
     CommitLine,
     DamagedError,
     ManifestHeader,
+    NextBatch,
     Superblock,
+    pack_next,
+    unpack_next,
     unpack_slot_header,
 )
 from lightck.testing import container, mutations
@@ -45,8 +50,8 @@ class Inputs:
 
     def draw(self, rng: random.Random) -> tuple[str, Callable[[], str]]:
         """A parser's name, and the call."""
-        draws = [self._superblock, self._line, self._header, self._manifest, self._table, self._extras, self._state,
-                 self._values, self._random_state]  # fmt: skip
+        draws = [self._superblock, self._line, self._header, self._next, self._manifest, self._table, self._extras,
+                 self._state, self._values, self._random_state]  # fmt: skip
         if self._container is not None:
             draws += [self._root] * 3
         chosen = rng.choice(draws)
@@ -63,6 +68,15 @@ class Inputs:
 
     def _header(self, rng: random.Random) -> None:
         unpack_slot_header(self._sealed(rng, self._base.headers[0]), 0, self._base.sb.uuid)
+
+    def _next(self, rng: random.Random) -> None:
+        uuid, generation = self._base.sb.uuid, rng.choice((0, 1, (1 << 64) - 1))
+        entries = [NextBatch(rng.randbytes(8), rng.randrange(8), rng.getrandbits(32)) for _ in range(rng.randrange(4))]
+        body = bytearray(pack_next(generation, entries, uuid)[:-8])
+        mutations.word(rng, body, 8, 24, self._base.nbytes)
+        data = bytes(body) + _U64.pack(crc64(uuid + bytes(body))) + rng.randbytes(rng.choice((0, 7, 2048)))
+        found = unpack_next(data[: rng.choice((NEXT_NBYTES, len(data), rng.randrange(32)))], generation, uuid)
+        assert found is None or len(found) <= NEXT_ENTRIES_MAX, "more than there is room for"
 
     def _sealed(self, rng: random.Random, data: bytes) -> bytes:
         body = bytearray(data[:56])

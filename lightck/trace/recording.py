@@ -290,8 +290,8 @@ class _Relay:
         self._update_ended(index)
         self._inner.skipped_step(index)
 
-    def forward_begins(self) -> None:
-        self._inner.forward_begins()
+    def forward_begins(self, inputs: tuple[Any, ...]) -> None:
+        self._inner.forward_begins(inputs)
         self._forward_begins()
 
     def forward_ended(self) -> None:

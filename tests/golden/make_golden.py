@@ -9,7 +9,8 @@ object in ``state`` with a tensor that grew out of its place. Uuid, seeds and va
 under the same torch gives the same bytes. ``v1.json`` holds what a recovery has to give, bytes in hex.
 
 ``v1-pmdk.pool.xz`` is the same pool in the arenas of a PMDK pool, as libpmemobj 1.12.1 made it (its own identities are
-random).
+random). These two are from before there were next-batch records, and are kept as they are; ``v1-next.pool.xz`` and
+``v1-next-pmdk.pool.xz`` have them, and are what is made here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lightck.pool.pmdk import PmdkBackend
 from lightck.pool.reader import Version, open_pool
 
 HERE = Path(__file__).parent
-POOL, PMDK_POOL, EXPECTED = HERE / "v1.pool.xz", HERE / "v1-pmdk.pool.xz", HERE / "v1.json"
+POOL, PMDK_POOL, EXPECTED = HERE / "v1-next.pool.xz", HERE / "v1-next-pmdk.pool.xz", HERE / "v1.json"
 STEPS = 4, 2
 """Updates of the first and of the second process."""
 

@@ -1,0 +1,93 @@
+"""What comes first after a point of a training: the first batch of each session loader, and the arguments of the
+model's forward.
+
+A batch, or a pass that is left again, may be a look: somebody prints a sample before the loop begins. So the first
+batch of a later pass takes the place of an earlier one until a training forward or an update shows which is trained on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lightck.capture.batch import checksum_of
+from lightck.capture.passes import Pass
+
+BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH = 1, 2, 3, 4
+"""Kinds of what comes first: a session loader's first batch before the first update after the point, or behind it; the
+arguments of the first training forward, and of the first one after a session loader gave a batch. The numbers are in
+the format."""
+
+
+class First(NamedTuple):
+    """One thing that came first. ``name``: the loader's; empty for the forward's arguments."""
+
+    name: str
+    kind: int
+    checksum: int
+
+
+class Following:
+    """What came since a point. `firsts` grows, and nothing in it changes. This runs at each step: it is kept short."""
+
+    __slots__ = ("_batches", "_both_forwards", "_is_unsettled", "_saw_forward", "_saw_forward_of_batch", "firsts",
+                 "is_updated")  # fmt: skip
+
+    def __init__(self, *, both_forwards: bool = False) -> None:
+        """``both_forwards``: the first one and the first of a batch, where these are two. Else only the first."""
+        self.firsts: list[First] = []
+        self.is_updated = False
+        self._both_forwards = both_forwards
+        self._saw_forward = self._saw_forward_of_batch = False
+        self._batches: dict[str, tuple[Pass | None, int, int | None]] = {}
+        """Pass (None: settled), kind and checksum of the first batch of each loader."""
+        self._is_unsettled = False
+
+    @property
+    def loaders(self) -> list[str]:
+        """Names of those that gave a batch."""
+        return list(self._batches)
+
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None) -> None:
+        """A loader gave a batch in a pass of the training. ``checksum``: None where nobody made one yet."""
+        known = self._batches.get(name)
+        if known is not None and (known[0] is of or known[0] is None):
+            return
+        if checksum is None:
+            checksum = checksum_of(batch)
+        self._batches[name] = of, LATER_BATCH if self.is_updated else BATCH, checksum
+        self._is_unsettled = True
+
+    def forward(self, inputs: object) -> bool:
+        """A training forward begins with these arguments. Whether `firsts` grew."""
+        grew = self._is_unsettled and self._settle()
+        if self.is_updated:
+            return grew
+        is_first, has_batch = not self._saw_forward, bool(self._batches)
+        is_of_batch = has_batch and not self._saw_forward_of_batch and (is_first or self._both_forwards)
+        if not (is_first or is_of_batch):
+            return grew
+        self._saw_forward = True
+        self._saw_forward_of_batch |= has_batch
+        checksum = checksum_of(inputs)
+        if checksum is None:
+            return grew
+        if is_of_batch:
+            self.firsts.append(First("", FORWARD_OF_BATCH, checksum))
+        if is_first and (self._both_forwards or not has_batch):
+            self.firsts.append(First("", FORWARD, checksum))
+        return True
+
+    def update(self) -> bool:
+        """An update is about to be made. Whether `firsts` grew."""
+        self.is_updated = True
+        return self._is_unsettled and self._settle()
+
+    def _settle(self) -> bool:
+        before = len(self.firsts)
+        for name, (of, kind, checksum) in self._batches.items():
+            if of is not None:
+                self._batches[name] = None, kind, None
+                if checksum is not None:
+                    self.firsts.append(First(name, kind, checksum))
+        self._is_unsettled = False
+        return len(self.firsts) > before

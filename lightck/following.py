@@ -1,0 +1,180 @@
+"""The batch that follows a version: recorded in its slot when it is known, and compared where a training goes on.
+
+A resume is exact only if the loop goes on with the data that followed. What a loop keeps to itself (a batch fetched
+ahead, a list of batches, a hidden state, a counter that indexes the data) is in no version, so this is looked at and
+not guessed. Checksums are of a few kilobytes, and nothing waits for them: a kill before they are known leaves a version
+that is whole, and of which nothing can be compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightck.capture.batch import differ, is_in_part
+from lightck.capture.boundary import Event
+from lightck.capture.following import FORWARD, FORWARD_OF_BATCH, LATER_BATCH, First, Following
+from lightck.capture.passes import Pass
+from lightck.errors import DataMismatchError
+from lightck.pool.format import NextBatch, next_key
+
+log = logging.getLogger("lightck")
+_PAGE = "docs/loops.md"
+
+
+class Recorder:
+    """Of one session: what follows the version that was closed last."""
+
+    def __init__(self, store: Callable[[Sequence[NextBatch]], None]) -> None:
+        """``store``: puts the record beside that version, where the version still lies in its slot."""
+        self._store = store
+        self._after: Following | None = None
+        self._held: Following | None = None
+        """Since the last update, where its version is due and this forward, or the pre-step hook, will close it."""
+
+    def closed(self, event: Event) -> None:
+        """A version was closed and is on its way."""
+        is_held = event in (Event.FORWARD, Event.PRE_STEP) and self._held is not None
+        self._after = self._held if is_held else Following()
+        self._held = None
+        if is_held and self._after is not None:
+            self._record(self._after)
+
+    def closed_unsaved(self) -> None:
+        """A version was closed that is none of those that are saved."""
+        self._held = None
+
+    def closes(self) -> None:
+        """A version is about to be closed. If that fails, nothing is recorded any more for the one before it."""
+        self._after = None
+
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None) -> None:
+        if self._after is not None:
+            self._after.gave(name, of, batch, checksum)
+
+    def forward(self, inputs: object, is_due: bool) -> None:
+        """Before this forward closes a version. ``is_due``: one is to be closed, here or by the pre-step hook."""
+        if is_due:
+            self._held = self._held or Following()
+            self._held.forward(inputs)
+        if self._after is not None and self._after.forward(inputs):
+            self._record(self._after)
+
+    def before_update(self) -> None:
+        if self._after is not None and self._after.update():
+            self._record(self._after)
+
+    def _record(self, after: Following) -> None:
+        if after.firsts:
+            self._store([NextBatch(next_key(name), kind, checksum) for name, kind, checksum in after.firsts])
+
+
+@dataclass(slots=True)
+class _Verdict:
+    differing: list[First] = field(default_factory=list)
+    equal: list[First] = field(default_factory=list)
+
+
+class Comparison:
+    """Of one resume: whether its first batches are those that followed the version that it goes on from.
+
+    It falls at the first update, so that whoever only looks at a batch before the loop has compared nothing.
+    """
+
+    def __init__(self, step: int, recorded: Sequence[NextBatch] | None, *, is_strict: bool) -> None:
+        """``recorded``: None where nothing is."""
+        self._step = step
+        self._recorded = {(each.key, each.kind): each.checksum for each in recorded or ()}
+        self._is_strict = is_strict
+        self._seen = Following(both_forwards=True)
+        self._error: DataMismatchError | None = None
+        self._is_judged = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to compare."""
+        return self._is_judged and self._error is None and not self._recorded
+
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None) -> None:
+        self._seen.gave(name, of, batch, checksum)
+
+    def forward(self, inputs: object) -> None:
+        self._seen.forward(inputs)
+
+    def before_update(self) -> None:
+        """Raises ``DataMismatchError`` where a difference was to be an error, at this update and at every other one."""
+        self._seen.update()
+        verdict = self._compare()
+        if verdict.differing:
+            self._tell_differing(verdict)
+        elif not self._is_judged:
+            self._tell(verdict)
+        if not self._is_judged:  # what did not come by the first update will not come first any more
+            self._is_judged = True
+            came = {next_key(name) for name in self._seen.loaders}
+            later = {k: v for k, v in self._recorded.items() if k[1] == LATER_BATCH and k[0] not in came}
+            self._recorded = later
+        if self._error is not None:
+            raise self._error
+
+    def closed(self) -> None:
+        """The session is closed. Where it made no update, though one was about to be made after the version that it
+        went on from, it took itself for finished: its last batches were in the memory of the killed process."""
+        if self._is_judged or not any(kind in (FORWARD, FORWARD_OF_BATCH) for _, kind in self._recorded):
+            return
+        log.warning("lightck: The first batch after the resume is not the one that followed step %d: none came, and "
+                    "the session is closed without an update. Where nobody ended it early, the loop took itself for "
+                    "finished: batches that were fetched ahead (list(loader)) are in no version. %s has these loops, "
+                    "and how each is exact", self._step, _PAGE)  # fmt: skip
+
+    def _compare(self) -> _Verdict:
+        verdict = _Verdict()
+        for first in self._seen.firsts:
+            was = self._recorded.pop((next_key(first.name), first.kind), None)
+            if was is None:
+                continue
+            if differ(was, first.checksum):
+                verdict.differing.append(first)
+            elif not is_in_part(was) and not is_in_part(first.checksum):
+                verdict.equal.append(first)
+        return verdict
+
+    def _tell_differing(self, verdict: _Verdict) -> None:
+        loaders = [first.name for first in verdict.differing if first.name]
+        what = [f"the first batch of loader {name!r}" for name in loaders]
+        if len(what) < len(verdict.differing):
+            what.append("what the model's forward is called with")
+        if not loaders and any(first.name for first in verdict.equal):
+            why = (
+                "The batches of its loaders are the same. Likely causes: a hidden state, or other data that one "
+                "iteration leaves to the next, is not saved; values between loader and model come from a generator of "
+                "their own, or from a counter that started over. Put what is carried along into state=, and count by "
+                "session.step"
+            )
+        else:
+            why = (
+                "Likely causes: a batch that is fetched ahead by hand, one iteration before it is used; data that are "
+                "drawn between attach and the loop; another data set, order or transform; a loop that starts at "
+                "another place. Iterate over session.loader(loader) from loader.start, or end the iteration with "
+                "session.end_step() and fetch its batch behind that"
+            )
+        fact = (
+            f"The first batch after the resume is not the one that followed step {self._step}: {' and '.join(what)} "
+            f"differ{'' if len(what) > 1 else 's'}, so the training goes on with other data than a run that was never "
+            f"killed. {why}. {_PAGE} has these loops, and how each is exact"
+        )
+        if self._is_strict:
+            self._error = DataMismatchError(f"{fact}. strict_data=False makes this a warning.")
+        else:
+            log.warning("lightck: %s. strict_data=True makes this an error.", fact)
+
+    def _tell(self, verdict: _Verdict) -> None:
+        if not verdict.equal:
+            log.info("lightck: the first batch after the resume was compared with nothing: what followed step %d is "
+                     "not recorded (the process ended before it came), lies on a device, or did not come by now",
+                     self._step)  # fmt: skip
+            return
+        what = " and ".join(f"loader {f.name!r}" if f.name else "the model's forward" for f in verdict.equal)
+        log.info("lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
+                 "dtypes and some of its bytes shows (%s)", self._step, what)  # fmt: skip

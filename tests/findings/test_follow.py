@@ -1,0 +1,476 @@
+"""What a loop keeps to itself is in no version: a resume that goes on with other data says so, and no other does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from resume.harness import Kill
+from torch import nn
+from torch.utils.data import DataLoader
+from toys import adam, content, crashed, everything, kill_at, killed_child, net, poke, same, train, versions
+
+import lightck
+from lightck.capture.batch import checksum_of
+from lightck.capture.boundary import Event
+from lightck.capture.passes import Pass
+from lightck.errors import DataMismatchError
+from lightck.following import Comparison, Recorder
+from lightck.pool.format import NEXT_NBYTES, NEXT_OFFSET, NextBatch, next_key
+from lightck.pool.reader import open_pool
+
+from .harness import Bench
+
+Call: TypeAlias = "Callable[[nn.Module, torch.Tensor], torch.Tensor]"
+Told: TypeAlias = "Callable[[], dict[str, list[str]]]"
+TOLD = r"first batch after the resume is not the one that followed step \d+"
+
+
+@pytest.mark.parametrize("name", [
+    "drawn-ahead", "list-of-a-session-loader", "hidden-state",
+    "hidden-state-beside-a-session-loader", "counter-that-starts-over", "walk", "unwrapped-data-loader",
+    "every-third-step-fetched-ahead",
+])  # fmt: skip
+def test_other_data_after_a_resume_are_told(name: str, bench: Bench) -> None:
+    bench.exact_or_told(name, TOLD, quiet=True)
+
+
+def test_a_batch_fetched_ahead_from_a_session_loader_is_told(bench: Bench) -> None:
+    """Its first run is told already that versions close within a batch."""
+    bench.exact_or_told("fetched-ahead-from-a-session-loader", TOLD)
+
+
+def test_a_loop_without_an_optimizer(bench: Bench) -> None:
+    """Its copies end in ``end_step()``, so a kill in that commit comes before the next batch: nothing is compared."""
+    bench.exact_or_told("fetched-ahead-without-an-optimizer", TOLD, quiet=True,
+                        kills=[Kill("place", "update", nth) for nth in (2, 7, 13)])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    "fetched-at-the-top", "fetched-ahead-and-saved", "fetched-behind-the-update", "carried-hidden-state",
+    "walk-in-state", "updates-counted",
+])  # fmt: skip
+def test_the_recipes_are_exact(name: str, bench: Bench) -> None:
+    bench.exact(name)
+
+
+@pytest.mark.parametrize("name", [
+    "two-loaders-accumulation-evaluation", "batches-without-tensors", "looks-before-the-loop", "workers",
+    "every-third-step",
+])  # fmt: skip
+def test_right_loops_are_quiet(name: str, bench: Bench) -> None:
+    bench.exact(name)
+
+
+# -- one process after the other, on copies of the pool ------------------------------------------------------------
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+
+
+def trained(path: Path, numbers: Iterable[int], *, call: Call = lambda model, x: model(x), **options: Any) -> int:
+    """Train on these batches, and abandon the session as a kill would leave it: nothing is closed. The last step."""
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, path, optimizer=optimizer, **options)
+    for number in numbers:
+        optimizer.zero_grad()
+        call(model, batch(number)).square().sum().backward()
+        optimizer.step()
+    step = session.step
+    session.abandon()
+    return step
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, list[str]]]:
+    """What was said of the data since the last call: level -> messages."""
+    caplog.set_level(logging.INFO, "lightck")
+
+    def said() -> dict[str, list[str]]:
+        records = [r for r in caplog.records if "first batch after the resume" in r.getMessage()]
+        caplog.clear()
+        levels = {r.levelname for r in records}
+        return {level: [r.getMessage() for r in records if r.levelname == level] for level in levels}
+
+    return said
+
+
+def test_the_batches_that_followed_are_told_to_be_the_same(pool: Path, told: Told) -> None:
+    assert trained(pool, range(4)) == 4
+    assert not told()
+    trained(pool, range(3, 6), resume=True)
+    (lines,) = told().values()
+    assert len(lines) == 1
+    assert "is the one that followed step 3" in lines[0]
+
+
+def test_other_batches_are_a_warning_with_causes_and_cure(pool: Path, told: Told) -> None:
+    trained(pool, range(4))
+    trained(pool, range(6), resume=True)
+    said = told()
+    assert set(said) == {"WARNING"}
+    (line,) = said["WARNING"]
+    for word in ("step 3", "fetched ahead by hand", "between attach and the loop", "session.loader", "end_step",
+                 "docs/loops.md", "strict_data=True"):  # fmt: skip
+        assert word in line
+
+
+def test_strict_data_raises_before_anything_is_changed(pool: Path, told: Told) -> None:
+    trained(pool, range(4))
+    model = net(seed=5)
+    optimizer = adam(model)
+    with pytest.raises(DataMismatchError, match="not the one that followed step 3"), \
+            lightck.attach(model, pool, optimizer=optimizer, resume=True, strict_data=True) as session:  # fmt: skip
+        before = everything(model, optimizer)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="strict_data"):
+                train(model, optimizer, 1)
+            assert same(everything(model, optimizer), before)
+            assert session.step == 3
+        train(model, optimizer, 1)
+    assert not told()
+    assert lightck.recover(pool).step == 3
+    trained(pool, range(3, 6), resume=True, strict_data=True)
+    assert "INFO" in told()
+
+
+def test_strict_data_is_a_bool(pool: Path) -> None:
+    with pytest.raises(TypeError, match="strict_data"):
+        lightck.attach(net(), pool, strict_data=1)  # type: ignore[arg-type]
+
+
+def test_what_followed_nothing_is_compared_with_nothing(pool: Path, told: Told) -> None:
+    """Closed in order: there is no next batch."""
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        train(model, optimizer, 3)
+    trained(pool, range(9, 12), resume=True)
+    (lines,) = told().values()
+    assert "compared with nothing" in lines[0]
+
+
+def test_a_resume_that_ends_without_an_update(pool: Path, told: Told) -> None:
+    trained(pool, range(4))
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True):
+        pass
+    assert "none came" in told()["WARNING"][0]
+
+
+def test_going_on_from_a_recovered_step(pool: Path, told: Told) -> None:
+    trained(pool, range(4))
+    for numbers, level in ((range(3, 5), "INFO"), (range(2), "WARNING")):
+        model = net(seed=3)
+        optimizer = adam(model)
+        image = crashed(pool)
+        lightck.recover(image, model, optimizer)
+        session = lightck.attach(model, image, optimizer=optimizer)
+        for number in numbers:
+            optimizer.zero_grad()
+            model(batch(number)).square().sum().backward()
+            optimizer.step()
+        session.abandon()
+        assert set(told()) == {level}
+
+
+def test_an_older_step_has_its_own_record(pool: Path, told: Told) -> None:
+    trained(pool, range(5), slots=3)
+    older = sorted(v.step for v in versions(pool))[0]
+    for shift, level in ((0, "INFO"), (1, "WARNING")):
+        model = net(seed=3)
+        optimizer = adam(model)
+        image = crashed(pool)
+        lightck.recover(image, model, optimizer, step=older)
+        session = lightck.attach(model, image, optimizer=optimizer)
+        train_on(model, optimizer, range(older + shift, older + 2 + shift))
+        session.abandon()
+        assert set(told()) == {level}, older
+
+
+def train_on(model: nn.Module, optimizer: Any, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        optimizer.zero_grad()
+        model(batch(number)).square().sum().backward()
+        optimizer.step()
+
+
+def test_another_forward_argument_by_name(pool: Path, told: Told) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+            y: torch.Tensor = self.body(x) * scale
+            return y
+
+    def run(numbers: Iterable[int], scale: float, **options: Any) -> None:
+        model = Scaled()
+        optimizer = adam(model)
+        session = lightck.attach(model, pool, optimizer=optimizer, **options)
+        for number in numbers:
+            optimizer.zero_grad()
+            model(batch(number), scale=scale).square().sum().backward()
+            optimizer.step()
+        session.abandon()
+
+    run(range(4), 0.5)
+    image = crashed(pool)
+    run(range(3, 5), 0.5, resume=True)
+    assert set(told()) == {"INFO"}
+    image.rename(pool)
+    run(range(3, 5), 0.25, resume=True)
+    assert set(told()) == {"WARNING"}
+
+
+def test_a_forward_in_eval_mode_or_without_gradients_is_none(pool: Path, told: Told) -> None:
+    trained(pool, range(4))
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, resume=True)
+    with torch.no_grad():
+        model(batch(99))
+    model.eval()
+    model(batch(98))
+    model.train()
+    train_on(model, optimizer, range(3, 5))
+    session.abandon()
+    assert set(told()) == {"INFO"}
+
+
+def test_a_pool_of_an_older_lightck_stays_as_it_was(pool: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightck.pool.create.COMPAT_NEXT", 0)
+    trained(pool, range(4))
+    monkeypatch.undo()
+    trained(pool, range(8), resume=True)
+    (lines,) = told().values()
+    assert "compared with nothing" in lines[0]
+    data = content(pool)
+    with closing(open_pool(str(pool))) as reader:
+        for offset, _ in reader.superblock.slots:
+            assert not data[offset + NEXT_OFFSET : offset + NEXT_OFFSET + NEXT_NBYTES].strip(b"\0")
+
+
+@pytest.mark.parametrize("damage", ["torn", "of another version", "gone"])
+def test_a_record_that_does_not_pass_is_none(pool: Path, told: Told, damage: str) -> None:
+    trained(pool, range(4))
+    data = content(pool)
+    with closing(open_pool(str(pool))) as reader:
+        places = [offset + NEXT_OFFSET for offset, _ in reader.superblock.slots]
+    records = [data[at : at + 64] for at in places]
+    for at, other in zip(places, reversed(records), strict=True):
+        poke(pool, at, {"torn": other[:24], "of another version": other, "gone": bytes(64)}[damage])
+    trained(pool, range(8), resume=True)
+    assert "compared with nothing" in told()["INFO"][0]
+
+
+def test_a_record_is_written_into_no_slot_that_moved_on(pool: Path) -> None:
+    """A version that is dropped, or lies in the file that a pool moved away from, gets no record any more."""
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 2)
+        session.flush()
+        writer, slot, generation = session._pipeline._newest
+        entry = [NextBatch(bytes(8), 3, 1)]
+        assert writer.store_next(slot, generation, entry)
+        assert not writer.store_next(slot, generation - 1, entry)
+        writer._slot_unknown(slot)
+        assert not writer.store_next(slot, generation, entry)
+        session._pipeline.store_next(entry)
+        train(model, optimizer, 1)
+
+
+def test_a_pinned_version_takes_its_record_along(pool: Path, told: Told) -> None:
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer)
+    train_on(model, optimizer, range(3))
+    first = session.pin()
+    train_on(model, optimizer, range(3, 6))
+    second = session.pin()  # the pool moves, and takes the first pin along
+    train_on(model, optimizer, range(6, 8))
+    session.abandon()
+    assert (first.step, second.step) == (3, 6)
+    for step, numbers, level in ((3, range(3, 5), "INFO"), (3, range(2, 4), "WARNING")):
+        model = net()
+        optimizer = adam(model)
+        image = crashed(pool)
+        lightck.recover(image, model, optimizer, step=step)
+        session = lightck.attach(model, image, optimizer=optimizer)
+        train_on(model, optimizer, numbers)
+        session.abandon()
+        assert set(told()) == {level}
+
+
+@pytest.mark.parametrize("site", ["header", "manifest", "sealed", "body", "word", "ack"])
+def test_killed_at_each_site_of_a_commit(pool: Path, told: Told, site: str) -> None:
+    """A right loop is never warned of, wherever it dies; a wrong one is, unless nothing is recorded yet."""
+
+    def victim() -> None:
+        model = net()
+        optimizer = adam(model)
+        with lightck.attach(model, pool, optimizer=optimizer):
+            train_on(model, optimizer, range(3))
+            kill_at(site)
+            train_on(model, optimizer, range(3, 9))
+
+    killed_child(victim)
+    step = lightck.recover(pool).step
+    for numbers, allowed in ((range(step, step + 2), "INFO"), (range(50, 52), "WARNING")):
+        image = crashed(pool)
+        trained(image, numbers, resume=True)
+        said = told()
+        assert set(said) == {allowed} or "compared with nothing" in said["INFO"][0]
+
+
+def test_a_pmdk_pool(pool: Path, told: Told, pmdk: None) -> None:
+    trained(pool, range(4), backend="pmdk")
+    for numbers, level in ((range(3, 5), "INFO"), (range(5), "WARNING")):
+        trained(crashed(pool), numbers, resume=True)
+        assert set(told()) == {level}
+
+
+# -- session loaders -----------------------------------------------------------------------------------------------
+
+
+def looped(path: Path, data: Sequence[torch.Tensor], stop: int, *,
+           before: Callable[[Any, nn.Module], None] | None = None,
+           wrap: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **options: Any) -> None:  # fmt: skip
+    """Loop over a session loader until this step, and abandon the session."""
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, path, optimizer=optimizer, **options)
+    loader = session.loader(DataLoader(data, 2), name="train")  # type: ignore[arg-type]
+    if before is not None:
+        before(loader, model)
+    for x in loader:
+        optimizer.zero_grad()
+        model(wrap(x)).square().sum().backward()
+        optimizer.step()
+        if session.step == stop:
+            break
+    session.abandon()
+
+
+ROWS = [torch.full((4,), float(i)) for i in range(40)]
+
+
+def test_another_data_set_behind_the_position(pool: Path, told: Told) -> None:
+    """The replay compares the last batch given: this one is behind it."""
+    looped(pool, ROWS, 5)
+    changed = [*ROWS[:8], *(row + 1 for row in ROWS[8:])]
+    looped(pool, changed, 7, resume=True)
+    (line,) = told()["WARNING"]
+    assert "loader 'train' and what the model's forward is called with differ" in line
+
+
+def test_other_arguments_beside_the_same_batch(pool: Path, told: Told) -> None:
+    looped(pool, ROWS, 5)
+    looped(pool, ROWS, 7, wrap=lambda x: x + 1, resume=True)
+    (line,) = told()["WARNING"]
+    assert "The batches of its loaders are the same" in line
+
+
+def test_looks_at_a_session_loader_in_eval_mode_or_through_the_loader_count_for_nothing(pool: Path, told: Told) -> None:
+    def look(loader: Any, model: nn.Module) -> None:
+        next(iter(loader.loader))
+        model(torch.zeros(1, 4))  # a training forward, with what is no batch
+
+    looped(pool, ROWS, 5)
+    looped(pool, ROWS, 7, before=look, resume=True)
+    assert set(told()) == {"INFO"}
+
+
+def test_batches_on_a_device_are_compared_by_their_shapes(pool: Path, told: Told) -> None:
+    """Nothing is read from them, so nothing is said to be the same."""
+    recorder: list[Any] = []
+    following = Recorder(recorder.append)
+    following.closed(Event.END_STEP)
+    following.forward(((torch.empty(2, 3, device="meta"),), {}), False)
+    (entries,) = recorder
+    for shape, word in (((2, 3), "INFO"), ((2, 4), "WARNING")):
+        comparison = Comparison(7, entries, is_strict=False)
+        comparison.forward(((torch.empty(*shape, device="meta"),), {}))
+        comparison.before_update()
+        (lines,) = told().values()
+        assert ("compared with nothing" in lines[0]) == (word == "INFO")
+
+
+def test_a_version_that_the_pre_step_hook_closes(told: Told) -> None:
+    """Its forward came before it was closed."""
+    stored: list[Any] = []
+    recorder = Recorder(stored.append)
+    recorder.forward("first", True)
+    recorder.forward("second", True)
+    recorder.closed(Event.PRE_STEP)
+    recorder.before_update()
+    comparison = Comparison(1, stored[-1], is_strict=True)
+    comparison.forward("first")
+    comparison.before_update()
+    assert set(told()) == {"INFO"}
+
+
+def test_a_version_that_is_closed_and_not_saved_leaves_nothing_to_the_next_one() -> None:
+    stored: list[Any] = []
+    recorder = Recorder(stored.append)
+    recorder.forward("of a version that is not saved", True)
+    recorder.closed_unsaved()
+    recorder.before_update()
+    assert not stored
+    recorder.forward("of this one", True)
+    recorder.closed(Event.FORWARD)
+    recorder.before_update()
+    ((entry,),) = stored
+    assert entry.checksum == checksum_of("of this one")
+
+
+def test_a_loader_that_gives_later_is_compared_later(told: Told) -> None:
+    stored: list[Any] = []
+    recorder = Recorder(stored.append)
+    recorder.closed(Event.NEXT)
+    recorder.gave("early", a_pass(), "a", None)
+    recorder.forward("a", False)
+    recorder.before_update()
+    recorder.gave("late", a_pass(), "b", None)
+    recorder.before_update()
+    for late, level in (("b", "INFO"), ("c", "WARNING")):
+        comparison = Comparison(1, stored[-1], is_strict=False)
+        comparison.gave("early", a_pass(), "a", None)
+        comparison.forward("a")
+        comparison.before_update()
+        assert set(told()) == {"INFO"}
+        assert not comparison.is_over
+        comparison.before_update()
+        comparison.gave("late", a_pass(), late, None)
+        comparison.before_update()
+        assert comparison.is_over
+        assert set(told()) == ({"WARNING"} if level == "WARNING" else set())
+
+
+def test_a_pass_that_only_looks_gives_way_to_the_next_one(told: Told) -> None:
+    stored: list[Any] = []
+    recorder = Recorder(stored.append)
+    recorder.closed(Event.NEXT)
+    recorder.gave("x", a_pass(), "looked at", None)
+    recorder.gave("x", of := a_pass(), "trained on", None)
+    recorder.gave("x", of, "second", None)
+    assert not stored, "which of them is trained on is not known yet"
+    recorder.before_update()
+    recorder.gave("x", a_pass(), "next pass", None)
+    recorder.before_update()
+    (entries,) = stored
+    assert [(e.key, e.kind, e.checksum) for e in entries] == [(next_key("x"), 1, checksum_of("trained on"))]
+
+
+def a_pass() -> Pass:
+    return Pass(None, 0, 0)  # type: ignore[arg-type]
