@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from lightck.capture.batch import differ, is_in_part
 from lightck.capture.boundary import Event
-from lightck.capture.following import FORWARD, FORWARD_OF_BATCH, LATER_BATCH, First, Following
+from lightck.capture.following import FORWARD, FORWARD_OF_BATCH, LATER_BATCH, RANDOM, First, Following
 from lightck.capture.passes import Pass
 from lightck.errors import DataMismatchError
 from lightck.pool.format import NextBatch, next_key
@@ -141,9 +141,29 @@ class Comparison:
         return verdict
 
     def _tell_differing(self, verdict: _Verdict) -> None:
-        loaders = [first.name for first in verdict.differing if first.name]
+        data = [first for first in verdict.differing if first.kind != RANDOM]
+        self._tell_fact(self._other_data(data, verdict) if data else self._other_random_numbers())
+
+    def _tell_fact(self, fact: str) -> None:
+        if self._is_strict:
+            self._error = DataMismatchError(f"{fact}. strict_data=False makes this a warning.")
+        else:
+            log.warning("lightck: %s. strict_data=True makes this an error.", fact)
+
+    def _other_random_numbers(self) -> str:
+        return (
+            "Torch's random state at the first update after the resume is not the one that followed step "
+            f"{self._step}: dropout and whatever else draws go on with other numbers than in a run that was never "
+            "killed. Likely causes: numbers are drawn between attach and the loop, or at the loop's top before the "
+            "first next() of a session loader (an evaluation); a DataLoader outside session.loader() begins a pass; an "
+            "evaluation loader has persistent workers. Draw before attach, and pass such loaders to session.loader(). "
+            f"{_PAGE} has these loops, and how each is exact"
+        )
+
+    def _other_data(self, differing: list[First], verdict: _Verdict) -> str:
+        loaders = [first.name for first in differing if first.name]
         what = [f"the first batch of loader {name!r}" for name in loaders]
-        if len(what) < len(verdict.differing):
+        if len(what) < len(differing):
             what.append("what the model's forward is called with")
         if not loaders and any(first.name for first in verdict.equal):
             why = (
@@ -159,22 +179,19 @@ class Comparison:
                 "another place. Iterate over session.loader(loader) from loader.start, or end the iteration with "
                 "session.end_step() and fetch its batch behind that"
             )
-        fact = (
+        return (
             f"The first batch after the resume is not the one that followed step {self._step}: {' and '.join(what)} "
             f"differ{'' if len(what) > 1 else 's'}, so the training goes on with other data than a run that was never "
             f"killed. {why}. {_PAGE} has these loops, and how each is exact"
         )
-        if self._is_strict:
-            self._error = DataMismatchError(f"{fact}. strict_data=False makes this a warning.")
-        else:
-            log.warning("lightck: %s. strict_data=True makes this an error.", fact)
 
     def _tell(self, verdict: _Verdict) -> None:
-        if not verdict.equal:
+        data = [first for first in verdict.equal if first.kind != RANDOM]
+        if not data:
             log.info("lightck: the first batch after the resume was compared with nothing: what followed step %d is "
                      "not recorded (the process ended before it came), lies on a device, or did not come by now",
                      self._step)  # fmt: skip
             return
-        what = " and ".join(f"loader {f.name!r}" if f.name else "the model's forward" for f in verdict.equal)
+        what = " and ".join(f"loader {f.name!r}" if f.name else "the model's forward" for f in data)
         log.info("lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
                  "dtypes and some of its bytes shows (%s)", self._step, what)  # fmt: skip

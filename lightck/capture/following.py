@@ -1,5 +1,5 @@
-"""What comes first after a point of a training: the first batch of each session loader, and the arguments of the
-model's forward.
+"""What comes first after a point of a training: the first batch of each session loader, the arguments of the model's
+forward, and torch's random state at the first update.
 
 A batch, or a pass that is left again, may be a look: somebody prints a sample before the loop begins. So the first
 batch of a later pass takes the place of an earlier one until a training forward or an update shows which is trained on.
@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+from lightck._native import ffi, lib
 from lightck.capture.batch import checksum_of
 from lightck.capture.passes import Pass
 
-BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH = 1, 2, 3, 4
+BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM = 1, 2, 3, 4, 5
 """Kinds of what comes first: a session loader's first batch before the first update after the point, or behind it; the
-arguments of the first training forward, and of the first one after a session loader gave a batch. The numbers are in
-the format."""
+arguments of the first training forward, and of the first one after a session loader gave a batch; torch's random state
+when the first update is about to be made. The numbers are in the format."""
 
 
 class First(NamedTuple):
-    """One thing that came first. ``name``: the loader's; empty for the forward's arguments."""
+    """One thing that came first. ``name``: the loader's; empty for the forward's arguments and the random state."""
 
     name: str
     kind: int
@@ -79,8 +82,11 @@ class Following:
 
     def update(self) -> bool:
         """An update is about to be made. Whether `firsts` grew."""
-        self.is_updated = True
-        return self._is_unsettled and self._settle()
+        is_first, self.is_updated = not self.is_updated, True
+        grew = self._is_unsettled and self._settle()
+        if is_first:
+            self.firsts.append(First("", RANDOM, random_checksum()))
+        return grew or is_first
 
     def _settle(self) -> bool:
         before = len(self.firsts)
@@ -91,3 +97,16 @@ class Following:
                     self.firsts.append(First(name, kind, checksum))
         self._is_unsettled = False
         return len(self.firsts) > before
+
+
+def random_checksum() -> int:
+    """Of the states of torch's global generators: on the CPU, and on CUDA devices where they are used. Dropout and most
+    augmentation draw from them. (Those of Python and numpy would take ten times as long to read.) The lowest bit is 0:
+    all of it was looked at."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += [generator.get_state() for generator in torch.cuda.default_generators]
+    checksum = 0
+    for state in states:
+        checksum = checksum * 31 + lib.lck_crc32c(ffi.cast("void *", state.data_ptr()), state.numel())
+    return checksum & 0xFFFFFFFE
