@@ -133,13 +133,21 @@ def _measure(kept: Results, names: tuple[str, ...], plan: Plan, place: Place, on
         if not again and (other := _other_than(kept, row, place)):
             _tell(f"not measured anew (--again does): the kept row {row.measure} {row.key!r} has {other}")
     _remove_stale(place)
-    with _ended_by_signals():
-        failed = [error for i, row in enumerate(wanted) if (error := _row(kept, row, place, i, len(wanted)))]
-    if as_json:
-        say_json({"failed": failed, "rows": {m: {k: r for k, r in kept.rows(m).items() if (m, k) in rows}
-                                            for m, _ in rows}})  # fmt: skip
-    else:
-        _tables(kept, tables, {key for _, key in rows})
+    failed: list[str] = []
+    try:
+        with _ended_by_signals():
+            for i, row in enumerate(wanted):
+                error = _row(kept, row, place, i, len(wanted))
+                failed += [error] if error is not None else []
+    except KeyboardInterrupt:
+        _tell("interrupted: the rows that were measured until now follow")
+        raise
+    finally:  # what took minutes to measure is shown, whatever ended it
+        if as_json:
+            say_json({"failed": failed, "rows": {m: {k: r for k, r in kept.rows(m).items() if (m, k) in rows}
+                                                for m, _ in rows}})  # fmt: skip
+        else:
+            _tables(kept, tables, {key for _, key in rows})
     return BAD if failed else OK
 
 

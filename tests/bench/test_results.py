@@ -256,6 +256,27 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
     assert list(Results(tmp_path).rows("many")) == ["full"], "what there was stays"
 
 
+@pytest.mark.parametrize("words", ["bench many flat --small", "bench many flat --small --json"])
+def test_an_interrupted_look_shows_the_rows_that_it_has(tmp_path, monkeypatch, words):
+    """They are kept nowhere, and took minutes."""
+    measured: list[str] = []
+
+    def run(row: Row, place: Place) -> dict[str, object]:
+        measured.append(row.key)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return made()
+
+    monkeypatch.setattr(rows, "run", run)
+    monkeypatch.chdir(tmp_path)
+    done = call(*words.split())
+    assert done.exit_code not in (0, None)
+    assert len(measured) == 2
+    assert "interrupted" in done.stderr
+    shown = json.loads(done.stdout)["rows"]["many"] if "--json" in words else done.stdout
+    assert measured[0] in shown if "--json" in words else "1.00 us" in shown
+
+
 def test_a_row_that_was_measured_with_other_options_is_no_row_that_is_done(tmp_path):
     kept = {"options": {"tensors": 100_000, "steps": 15, "layers": 1_000}}
     Results(tmp_path).keep("many", "full", {**made(), **kept})
