@@ -21,7 +21,7 @@ _TIMM_OURS = (
         "start_epoch = loader_train.epoch",
     ),
     sub(r"enumerate\(loader\)", "enumerate(loader, loader.start)", place=(1, 2)),
-    before(r"^    if args\.distributed:$", "session.close()", place=(4, 4)),
+    before("^    if best_metric is not None:", "session.close()"),
 )
 for _name, _wiring, _argv, _more in (
     ("timm", "as the README, scheduler and EMA in state", "--workers 1 --warmup-epochs 0", ()),
@@ -35,7 +35,7 @@ for _name, _wiring, _argv, _more in (
 ):  # fmt: skip
     program(
         _name, _wiring, "huggingface/pytorch-image-models", "train.py", _TIMM + _argv, take=("train.py", "timm"),
-        common=(before(r"^    if args\.distributed:$", "finished(model, [optimizer])", place=(4, 4)),),
+        common=(before("^    if best_metric is not None:", "finished(model, [optimizer])"),),
         ours=(*_TIMM_OURS, *_more), data=made_up.pictures("made", _IMAGES), seconds=120,
     )  # fmt: skip
 
