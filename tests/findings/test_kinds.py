@@ -24,8 +24,14 @@ EXACT = [
     "layers-in-turn-end-step",
 ]
 WARNED = {
+    "batch-fetched-ahead": "batch",
+    "loader-of-ones-own": "batch",
     "loader-of-ones-own-in-state-without-end-step": "shards|batch",
     "generator-over-a-loader": "loader.0|batch",
+    "hidden-state-carried": "batch",
+    "environment": "batch",
+    "several-updates-on-one-rollout": "batch",
+    "trainer-that-begins-anew": "batch",
 }
 
 

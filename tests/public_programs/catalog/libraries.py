@@ -66,7 +66,10 @@ for _script, _wirings in {
         "callback": "attach and global_step in on_train_begin",
         "loader": "get_train_dataloader wrapped, epochs counted down",
     },
-    "lightning_trainer": {"loader": "session.loader given to fit, max_epochs counted down"},
+    "lightning_trainer": {
+        "loader": "session.loader given to fit, max_epochs counted down",
+        "own scheduler": "as above; the module steps its scheduler at the end of an epoch",
+    },
     "trl_sft": {"loader": "get_train_dataloader wrapped, epochs counted down"},
     "accelerate_loop": {"loader": "as the README, accumulate(), scheduler"},
 }.items():
