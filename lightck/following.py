@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from lightck.capture.batch import differ, is_in_part
 from lightck.capture.boundary import Event
-from lightck.capture.following import FORWARD, FORWARD_OF_BATCH, LATER_BATCH, RANDOM, First, Following
+from lightck.capture.following import FORWARD, FORWARD_OF_BATCH, LATER_BATCH, RANDOM_STATES, First, Following
 from lightck.capture.passes import Pass
 from lightck.errors import DataMismatchError
 from lightck.pool.format import NextBatch, next_key
@@ -141,7 +141,7 @@ class Comparison:
         return verdict
 
     def _tell_differing(self, verdict: _Verdict) -> None:
-        data = [first for first in verdict.differing if first.kind != RANDOM]
+        data = [first for first in verdict.differing if first.kind not in RANDOM_STATES]
         self._tell_fact(self._other_data(data, verdict) if data else self._other_random_numbers())
 
     def _tell_fact(self, fact: str) -> None:
@@ -152,7 +152,7 @@ class Comparison:
 
     def _other_random_numbers(self) -> str:
         return (
-            "Torch's random state at the first update after the resume is not the one that followed step "
+            "Torch's random state at the first training forward after the resume is not the one that followed step "
             f"{self._step}: dropout and whatever else draws go on with other numbers than in a run that was never "
             "killed. Likely causes: numbers are drawn between attach and the loop, or at the loop's top before the "
             "first next() of a session loader (an evaluation); a DataLoader outside session.loader() begins a pass; an "
@@ -186,7 +186,7 @@ class Comparison:
         )
 
     def _tell(self, verdict: _Verdict) -> None:
-        data = [first for first in verdict.equal if first.kind != RANDOM]
+        data = [first for first in verdict.equal if first.kind not in RANDOM_STATES]
         if not data:
             log.info("lightck: the first batch after the resume was compared with nothing: what followed step %d is "
                      "not recorded (the process ended before it came), lies on a device, or did not come by now",

@@ -365,10 +365,10 @@ class Session:
                 self._recorder.forward(inputs, self._boundary.is_due(Event.PRE_STEP))  # what was closed may commit now
                 self._guard(self._pipeline.forward_begins)
                 self._event(Event.FORWARD)
-            if self._comparison is not None:
-                self._comparison.forward(inputs)
             if self._resumed is not None:
                 self._resumed.set_forward_rng()
+            if self._comparison is not None:
+                self._comparison.forward(inputs)
 
     def forward_ended(self) -> None:
         """End of a training forward: copies that are done need not wait for the gate."""

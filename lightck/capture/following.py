@@ -1,5 +1,5 @@
 """What comes first after a point of a training: the first batch of each session loader, the arguments of the model's
-forward, and torch's random state at the first update.
+forward, and torch's random state there (or at the first update, where the model's forward is never seen).
 
 A batch, or a pass that is left again, may be a look: somebody prints a sample before the loop begins. So the first
 batch of a later pass takes the place of an earlier one until a training forward or an update shows which is trained on.
@@ -15,10 +15,11 @@ from lightck._native import ffi, lib
 from lightck.capture.batch import checksum_of
 from lightck.capture.passes import Pass
 
-BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM = 1, 2, 3, 4, 5
+BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE = 1, 2, 3, 4, 5, 6, 7
 """Kinds of what comes first: a session loader's first batch before the first update after the point, or behind it; the
 arguments of the first training forward, and of the first one after a session loader gave a batch; torch's random state
-when the first update is about to be made. The numbers are in the format."""
+when these begin, or, where none came, when the first update is about to be made. The numbers are in the format."""
+RANDOM_STATES = (RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE)
 
 
 class First(NamedTuple):
@@ -71,22 +72,25 @@ class Following:
             return grew
         self._saw_forward = True
         self._saw_forward_of_batch |= has_batch
-        checksum = checksum_of(inputs)
-        if checksum is None:
-            return grew
+        checksum, state = checksum_of(inputs), random_checksum()
         if is_of_batch:
-            self.firsts.append(First("", FORWARD_OF_BATCH, checksum))
+            self._note(FORWARD_OF_BATCH, checksum, RANDOM_OF_BATCH, state)
         if is_first and (self._both_forwards or not has_batch):
-            self.firsts.append(First("", FORWARD, checksum))
+            self._note(FORWARD, checksum, RANDOM, state)
         return True
+
+    def _note(self, kind: int, checksum: int | None, random_kind: int, state: int) -> None:
+        if checksum is not None:
+            self.firsts.append(First("", kind, checksum))
+        self.firsts.append(First("", random_kind, state))
 
     def update(self) -> bool:
         """An update is about to be made. Whether `firsts` grew."""
-        is_first, self.is_updated = not self.is_updated, True
+        is_unseen, self.is_updated = not (self.is_updated or self._saw_forward), True
         grew = self._is_unsettled and self._settle()
-        if is_first:
-            self.firsts.append(First("", RANDOM, random_checksum()))
-        return grew or is_first
+        if is_unseen:
+            self.firsts.append(First("", RANDOM_AT_UPDATE, random_checksum()))
+        return grew or is_unseen
 
     def _settle(self) -> bool:
         before = len(self.firsts)

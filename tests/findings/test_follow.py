@@ -18,7 +18,7 @@ from toys import adam, content, crashed, everything, kill_at, killed_child, net,
 import lightck
 from lightck.capture.batch import checksum_of
 from lightck.capture.boundary import Event
-from lightck.capture.following import RANDOM
+from lightck.capture.following import RANDOM_STATES
 from lightck.capture.passes import Pass
 from lightck.errors import DataMismatchError
 from lightck.following import Comparison, Recorder
@@ -431,7 +431,7 @@ def test_a_version_that_is_closed_and_not_saved_leaves_nothing_to_the_next_one()
     recorder.forward("of this one", True)
     recorder.closed(Event.FORWARD)
     recorder.before_update()
-    (entry,) = (each for each in stored[-1] if each.kind != RANDOM)
+    (entry,) = (each for each in stored[-1] if each.kind not in RANDOM_STATES)
     assert entry.checksum == checksum_of("of this one")
 
 
@@ -470,7 +470,7 @@ def test_a_pass_that_only_looks_gives_way_to_the_next_one(told: Told) -> None:
     recorder.gave("x", a_pass(), "next pass", None)
     recorder.before_update()
     (entries,) = stored
-    data = [(e.key, e.kind, e.checksum) for e in entries if e.kind != RANDOM]
+    data = [(e.key, e.kind, e.checksum) for e in entries if e.kind not in RANDOM_STATES]
     assert data == [(next_key("x"), 1, checksum_of("trained on"))]
 
 
