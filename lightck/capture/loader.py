@@ -26,7 +26,7 @@ from lightck.capture.owned import Owned
 from lightck.capture.passes import Batches, LoaderHost, Pass, moment
 from lightck.capture.position import Mark, Position, corrupt, same
 from lightck.capture.positions import UsedAgain
-from lightck.capture.preview import Previews, is_only_asked
+from lightck.capture.preview import Previews, is_only_asked, tell_lightning_counts
 from lightck.capture.replay import EndedEarly, Progress, replay
 from lightck.capture.sampler import Watch, watch
 from lightck.capture.skip import FACT, iterate_behind
@@ -199,6 +199,7 @@ class SessionLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if is_only_asked(sys._getframe(1)):
+            tell_lightning_counts(self._name, self._pending)
             return iter(())
         self._leave()
         position = self._pending

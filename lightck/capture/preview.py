@@ -10,6 +10,7 @@ its positions count.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass
 from types import FrameType
@@ -23,11 +24,25 @@ if TYPE_CHECKING:
     from lightck.capture.loader import SessionLoader
 
 
+log = logging.getLogger("lightck")
+
+
 def is_only_asked(caller: FrameType) -> bool:
     """Whether ``iter()`` is called to see whether it can be: Lightning does so with what is no DataLoader, and drops
     what it gets. A DataLoader would not have been asked, so nothing may be drawn for the answer."""
     name = caller.f_code.co_name == "_check_dataloader_iterable" and caller.f_globals.get("__name__")
     return isinstance(name, str) and name.partition(".")[0] in ("lightning", "pytorch_lightning")
+
+
+def tell_lightning_counts(name: str, position: Position | None) -> None:
+    """Its Trainer counts the batches of each pass from 0 and compares with ``len(loader)``, so in a pass that is gone
+    on with in its middle it never comes to the last batch."""
+    if position is not None and position.live and position.given:
+        log.warning("loader %r goes on behind batch %d of its pass, and Lightning's Trainer counts the batches from 0: "
+                    "it does not see the last batch of this pass, so it skips the validation and the scheduler steps "
+                    "that belong to the pass's end. What they would have drawn or changed is missing, and the training "
+                    "does not go on bit-identically where there are any. A loop of your own does",
+                    name, position.given - 1)  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -22,7 +22,6 @@ from .harness import Bench
     "name",
     [
         "probe-before-the-loop",
-        "asked-by-lightning",
         "preview-before-the-loop",
         "preview-with-a-generator-and-workers",
         "preview-of-a-stateful-loader",
@@ -34,6 +33,14 @@ from .harness import Bench
 )
 def test_what_is_fetched_before_the_loop_does_not_use_up_the_position(name: str, bench: Bench) -> None:
     bench.exact(name)
+
+
+def test_what_lightning_asks_changes_nothing_and_what_it_counts_wrongly_is_said(bench: Bench) -> None:
+    """In mid-pass: this loop itself is exact, and Lightning's would skip its validation."""
+    outcomes = bench.exact("asked-by-lightning", quiet=False)
+    told = ["Lightning's Trainer counts" in " ".join(outcome.warnings) for outcome in outcomes]
+    assert any(told)
+    assert all(len(outcome.warnings) == is_told for outcome, is_told in zip(outcomes, told, strict=True))
 
 
 def test_a_probe_of_persistent_workers(bench: Bench) -> None:
