@@ -178,6 +178,10 @@ def _check_slots(slots: Any, keep: Any) -> None:
 def _discover(model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None) -> Found:
     found = discover({id(p): i for i, p in enumerate(model.parameters())}, optimizer, state)
     check_objects(found.state)
+    if not found.optimizers and next(model.parameters(), None) is None:
+        log.warning("lightck: the model (%s) has no parameters, and no optimizer is followed, so nothing of a training "
+                    "is in its checkpoints. Layers in a plain list, dict or tuple are not part of a module: keep them "
+                    "in an nn.ModuleList or nn.ModuleDict", type(model).__name__)  # fmt: skip
     if enabled(found.state) and any(layerwise_of(o) is not None for o in found.optimizers):
         raise UnsupportedError(
             "A GradScaler is enabled, and layers are updated inside backward(). Whether a step is skipped is known "

@@ -27,6 +27,24 @@ def test_without_an_optimizer_end_step_is_the_update(name: str, bench: Bench) ->
     bench.exact(name)
 
 
+def test_a_model_without_parameters_is_told(pool: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its layers lie in a plain list: nothing finds them."""
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(2, 2)]
+
+    model = Hidden()
+    optimizer = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
+    session = lightck.attach(model, pool)
+    assert "Hidden) has no parameters" in caplog.text
+    session.abandon()
+    caplog.clear()
+    lightck.attach(model, pool, optimizer=optimizer).abandon()
+    assert not caplog.records, "an optimizer that is passed is saved with its parameters"
+
+
 # -- A12: no optimizer is followed -----------------------------------------------------------------------------------
 
 
