@@ -61,11 +61,11 @@ def _counted(result: Result) -> str:
 
 def table(results: list[Result]) -> list[str]:
     lines = [
-        "| program | commit | wiring | lines of ours | kills | outcome after kills | what lightck said |",
-        "|---|---|---|---:|---:|---|---|",
+        "| program | its commit | lightck | wiring | lines of ours | kills | outcome after kills | what lightck said |",
+        "|---|---|---|---|---:|---:|---|---|",
     ]
     for result in results:
-        name, commit = result["program"], result["commit"][:10]
+        name, commit = result["program"], f"{result['commit'][:10]} | {result['lightck'][:10]}"
         where = f"{result['repository']}/{result['script']}" if result["repository"] else "a script of ours"
         if "not run" in result:
             lines.append(
@@ -84,6 +84,10 @@ def table(results: list[Result]) -> list[str]:
 def _cell(text: str) -> str:
     text = " ".join(text.split()).replace("|", "\\|")
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _first(names: list[str] | None) -> list[str] | None:
+    return names if names is None or len(names) <= 5 else [*names[:4], f"and {len(names) - 4} more"]
 
 
 PAGE = """# Public training programs under SIGKILL
@@ -105,6 +109,9 @@ def save(folder: Path, results: list[Result]) -> None:
         new = {result["program"]: result for result in results}
         older = json.loads((kept / "results.json").read_text())
         results = [new.pop(result["program"], result) for result in older] + list(new.values())
+    for chain in (chain for result in results for chain in [*result.get("chains", []), result.get("whole")] if chain):
+        for key in ("differs", "differs_from_whole"):
+            chain[key] = _first(chain[key])
     (kept / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     chains = sum(len(result.get("chains", [])) for result in results)
     (folder / "public-programs.md").write_text(PAGE.format(chains=chains) + "\n".join(table(results)) + "\n")

@@ -26,7 +26,7 @@ _TIMM_OURS = (
 for _name, _wiring, _argv, _more in (
     ("timm", "as the README, scheduler and EMA in state", "--workers 1 --warmup-epochs 0", ()),
     ("timm, 2 workers", "as the README, scheduler and EMA in state", "--workers 2 --warmup-epochs 0", ()),
-    ("timm, rate by updates", "as the README, scheduler and EMA in state",
+    ("timm, rate by updates", "as above; num_updates begins with the epoch, as timm has it",
      "--workers 1 --warmup-epochs 1 --sched-on-updates",
      ()),
     ("timm, rate by updates, counted from start", "as above, num_updates from loader.start",

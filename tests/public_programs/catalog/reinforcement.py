@@ -81,7 +81,7 @@ for _name, _wiring, _before, _states in (
     )  # fmt: skip
 
 program(
-    "cleanrl ppo", "session.step", "vwxyzjn/cleanrl", "cleanrl/ppo.py",
+    "cleanrl ppo", "session.step; the environment not in state", "vwxyzjn/cleanrl", "cleanrl/ppo.py",
     "--env-id CartPole-v1 --total-timesteps 128 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 "
     "--no-cuda", take=("cleanrl/ppo.py", "cleanrl_utils"), paths=(".",),
     common=(*_RUNS, before(r"^    envs\.close\(\)", "finished(agent, [optimizer])")),
