@@ -40,8 +40,9 @@ class ModuleHook(OwnHook):
         self._with_inputs = with_inputs
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        if self._method is not None and not torch.compiler.is_compiling():
-            self._method(module, *(args if self._with_inputs else ()))
+        if self._method is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return  # a compiled or traced call is no step of the loop
+        self._method(module, *(args if self._with_inputs else ()))
 
     def __deepcopy__(self, memo: Any) -> ModuleHook:
         return ModuleHook()

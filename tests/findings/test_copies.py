@@ -151,3 +151,19 @@ def test_scripting_says_what_to_do(pool):
         hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
         assert [getattr(hook, "__name__", None) for hook in hooks] == [None] * len(hooks)
     torch.jit.script(model)
+
+
+def test_a_model_is_traced_as_if_nothing_were_attached(pool: Any) -> None:
+    """In training mode, between an update and the next forward: a trace is no step of the loop, and torch's own check
+    of it, which runs the model again, sees the same graph."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for _ in range(2):
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+            traced = torch.jit.trace(model, torch.randn(3, 4))
+            assert session.iteration == session.step - 1, "no boundary"
+        x = torch.randn(3, 4)
+        assert torch.equal(traced(x), model(x))
