@@ -237,6 +237,7 @@ class PoolWriter:
         A slot header that names a newer generation is what makes the bytes of a slot nobody's: the same as before a
         slot is written anew (docs/format.md, "Slot").
         """
+        self._refuse_lost_lock()
         written = [slot for slot in self.slots.slots if slot.generation is not None]
         struck = [slot for slot in written if after < (slot.made_at or slot.generation or 0) < before]
         for slot in struck:
@@ -361,11 +362,13 @@ class PoolWriter:
 
     def store_next(self, slot: Slot, generation: int, entries: Sequence[NextBatch]) -> bool:
         """Record what followed a version that was begun, committed or not. False where its slot holds it no more.
+        Raises ``BackgroundError`` where another training may have the pool.
 
         Nothing waits for it, and it becomes durable with the next sync: a version without it is whole.
         """
         if slot.generation != generation or slot.is_bad or not self.superblock.has_next:
             return False
+        self._refuse_lost_lock()
         self.medium.store(slot.offset + NEXT_OFFSET, pack_next(generation, entries, self.superblock.uuid))
         return True
 

@@ -25,8 +25,8 @@ def differs(server: ForkServer, folder: Path, scenario: str, sabotage: str) -> s
     [
         ("dropout", "rng_is_not_restored", "the loss of update"),
         ("batches-by-hand-without-end-step", "rng_is_not_restored", "the loss of update"),
-        ("scheduler", "scheduler_is_not_restored", "the loss of update"),
-        ("sgd-with-momentum", "momentum_is_not_restored", "the loss of update"),
+        ("scheduler", "scheduler_is_not_restored", "took nothing of its saved state"),
+        ("sgd-with-momentum", "momentum_is_not_restored", "keeps nothing of the state"),
         ("plain-loop", "every_third_version_only", "update 12 was reported"),
     ],
 )
