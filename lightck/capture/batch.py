@@ -40,7 +40,7 @@ def checksum_of(batch: object) -> int | None:
             break
         item = todo.pop()
         kind = type(item)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if (kind is torch.Tensor or kind is torch.nn.Parameter) and not item.is_nested:  # type: ignore[attr-defined]
             tensors, is_comparable = tensors + 1, True
             found.append(_head(item.dtype, item.shape))  # type: ignore[attr-defined]
             raw = _tensor_bytes(item, _CHECKED_BYTES // _WORD if tensors <= _CHECKED_TENSORS else _FEW)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def _leaf_bytes(item: object) -> bytes | None:
         return item.dtype.str.encode() + item.tobytes()
     if isinstance(item, torch.Tensor):  # a subclass: nothing of its own code is run
         with torch._C.DisableTorchFunctionSubclass():
-            return None if item.layout is not torch.strided else _head(item.dtype, item.shape)
+            return None if item.layout is not torch.strided or item.is_nested else _head(item.dtype, item.shape)
     return None
 
 

@@ -40,8 +40,8 @@ class ModuleHook(OwnHook):
         self._with_inputs = with_inputs
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        if self._method is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            return  # a compiled or traced call is no step of the loop
+        if self._method is None or torch.compiler.is_compiling() or _is_transformed():
+            return  # such a call is no step of the loop, and its tensors may have no memory
         self._method(module, *(args if self._with_inputs else ()))
 
     def __deepcopy__(self, memo: Any) -> ModuleHook:
@@ -49,6 +49,11 @@ class ModuleHook(OwnHook):
 
     def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
         return ModuleHook, ()
+
+
+def _is_transformed() -> bool:
+    """Whether the call is traced, or inside a transform of torch.func (grad, vmap, jvp)."""
+    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def closure_of(args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:

@@ -99,7 +99,7 @@ class SavedWatch:
     def step_elsewhere(self, optimizer: Any) -> None:
         """An optimizer steps that has no parameter of this model, and belongs to no open session."""
         self._elsewhere += 1
-        if not self._is_alive and not self._is_told and _TWIN_STEPS <= self._elsewhere < 2 * _TWIN_STEPS:
+        if not (self._is_alive or self._ended or self._is_told) and _TWIN_STEPS <= self._elsewhere < 2 * _TWIN_STEPS:
             self._twin = self._is_twin(optimizer)
             if self._twin:
                 self._tell(
@@ -111,7 +111,7 @@ class SavedWatch:
 
     def problem(self) -> str | None:
         """What ``close()`` raises: training went on, and nothing of it is saved."""
-        if self._twin and not self._is_alive:
+        if self._twin and not self._is_alive and not self._ended:
             return (
                 "Nothing was saved: the model of this session was neither called nor updated since attach, while "
                 "another one with parameters of the same shapes was trained. Attach to the model that is trained."

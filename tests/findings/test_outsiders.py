@@ -1,0 +1,67 @@
+"""What outsiders broke in an hour: trainings that were never killed, and that attaching to them ended."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from toys import same, weights
+
+import lightck
+from lightck.capture.batch import checksum_of
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 48), nn.Tanh(), nn.Linear(48, 1))
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_per_sample_gradients_by_torch_func(pool: Path, is_wrapped: bool) -> None:
+    """Its tensors are wrappers without memory of their own, and the model's forward runs inside the transform."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [torch.randn(6, 4) for _ in range(5)]
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, params, (x[None],)).square().sum()
+
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for x in session.loader(data) if is_wrapped else data:
+            params = {name: p.detach() for name, p in model.named_parameters()}
+            grads = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+            for name, p in model.named_parameters():
+                p.grad = grads[name].mean(0)
+            optimizer.step()
+    assert session.step == 5
+    assert same(dict(lightck.recover(pool).model), weights(model))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_in_a_batch_are_not_looked_into(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+    assert checksum_of(nested) is None
+    assert checksum_of((nested, torch.ones(3))) is not None
+
+
+def test_a_server_model_that_is_loaded_from_its_clients(pool: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The clients have optimizers of their own; the server's model is never called, and end_step() is its update."""
+    caplog.set_level(logging.WARNING, "lightck")
+    model = net()
+    with lightck.attach(model, pool) as session:
+        for number in range(4):
+            client = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(client.parameters(), lr=0.1)
+            for _ in range(8):
+                client(torch.full((2, 4), float(number))).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.load_state_dict(client.state_dict())
+            session.end_step()
+    assert lightck.recover(pool).step == 4
+    assert same(dict(lightck.recover(pool).model), weights(model))
+    assert not [r for r in caplog.records if "nothing is saved" in r.getMessage()]
