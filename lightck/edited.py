@@ -18,10 +18,9 @@ from lightck.capture import values
 from lightck.capture.built import frozen_names
 from lightck.capture.inventory import ModelView, OptimizerView
 from lightck.contents import Contents, OptimizerContents
-from lightck.errors import StateValueError
+from lightck.errors import StateValueError, listed
 
 log = logging.getLogger("lightck")
-_NAMED = 3
 
 
 def options(contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]],
@@ -81,7 +80,7 @@ def _text(value: Any) -> str:
 def tell_options(found: Sequence[str]) -> None:
     if found:
         log.warning("lightck: the script builds other options than the one that this training began with: %s. Those of "
-                    "the checkpoint are used: to change them, set them after attach", _listed(found))  # fmt: skip
+                    "the checkpoint are used: to change them, set them after attach", listed(found))  # fmt: skip
 
 
 def set_flags(contents: Contents, model: ModelView) -> None:
@@ -102,11 +101,8 @@ def set_flags(contents: Contents, model: ModelView) -> None:
     against = [f"{name} ({'False' if name in was else 'True'})" for name in changed if name in edited]
     if against:
         log.warning("lightck: requires_grad is set as in the checkpoint, and not as this script built it, of %s. To "
-                    "change it, set it after attach", _listed(against))  # fmt: skip
+                    "change it, set it after attach", listed(against))  # fmt: skip
     elif changed:
-        log.info("lightck: requires_grad is set as in the checkpoint, of %s", _listed(changed))
+        log.info("lightck: requires_grad is set as in the checkpoint, of %s", listed(changed))
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -44,6 +44,13 @@ message gives the fact, the reason and the cure, in that order.
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first ``most`` of some names, and how many more there are: for errors and warnings."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class LightckError(Exception):

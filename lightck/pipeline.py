@@ -19,7 +19,7 @@ from lightck.capture.inventory import entry_of
 from lightck.capture.snapshot import Closing
 from lightck.capture.watch import Resting, Watched, changed_error
 from lightck.early import Early
-from lightck.errors import LightckError, SessionError
+from lightck.errors import LightckError, SessionError, listed
 from lightck.finite import Finite
 from lightck.flight import Flight, left, room_for_parts
 from lightck.interrupts import Interrupted, leave_if_noted
@@ -141,7 +141,8 @@ class Pipeline:
             log.warning("lightck: %s was written in a way that moves no version counter (.data, numpy, a fused kernel "
                         "or another thread), and was taken for unchanged. The next checkpoint is written whole, and "
                         "the tensor is copied at every boundary from there on. Older checkpoints that hold its old "
-                        "bytes are struck when that one is committed.", _listed(sorted(names)))  # fmt: skip
+                        "bytes are struck when that one is committed.",
+                        listed([repr(name) for name in sorted(names)]))  # fmt: skip
             self._found(names, self.resting.right_until)
 
     def _budget(self, spent: int = 0) -> int | None:
@@ -460,8 +461,3 @@ class Pipeline:
             if self.writer is not None:
                 self.writer.close()
                 self.writer = None
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more

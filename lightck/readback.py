@@ -22,7 +22,7 @@ from lightck.capture import rng, values
 from lightck.capture.inventory import OptimizerView
 from lightck.capture.lanes import bytes_in_order
 from lightck.capture.snapshot import is_loader
-from lightck.errors import DriftError, StateValueError
+from lightck.errors import DriftError, StateValueError, listed
 
 log = logging.getLogger("lightck")
 _SEQUENCES = (list, tuple, deque)
@@ -56,7 +56,7 @@ class ObjectCheck:
         if not differ:
             return
         name, kind = self._name, type(self._obj).__name__
-        where = _listed(differ)
+        where = listed([path or "all of it" for path in differ])
         if self._before is not None and self._before == _sketch(now):
             raise DriftError(
                 f"state[{name!r}] took nothing of its saved state: after load_state_dict() the {kind} is as it was "
@@ -84,7 +84,7 @@ def check_optimizer(live: OptimizerView, state: Mapping[str, Any], rest: Mapping
     differ = [what for what, (key, wanted) in put.items() if not _holds(held, key, wanted)]
     if differ and {what for what, (_, wanted) in put.items() if not _is_empty(wanted)} <= set(differ):
         raise DriftError(
-            f"{live.class_name} keeps nothing of the state that is put into it: {_listed(differ)} is not what was "
+            f"{live.class_name} keeps nothing of the state that is put into it: {listed(differ)} is not what was "
             "saved. Its state may be a property that makes a new dict at each look. Keep state in one dict, as "
             "torch.optim.Optimizer does."
         )
@@ -93,7 +93,7 @@ def check_optimizer(live: OptimizerView, state: Mapping[str, Any], rest: Mapping
         differ += [f"{key} of group {g}" for key in not_set]
     if differ:
         log.warning("lightck: %s does not hold what was restored into it: %s. The training does not go on "
-                    "bit-identically", live.class_name, _listed(differ))  # fmt: skip
+                    "bit-identically", live.class_name, listed(differ))  # fmt: skip
 
 
 def _is_empty(wanted: Any) -> bool:
@@ -126,11 +126,6 @@ def _sketch(state: Any) -> _Sketch | None:
         return values.pack(state, path="", large=large), tuple(samples)
     except (StateValueError, RuntimeError):
         return None
-
-
-def _listed(paths: list[str]) -> str:
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(path or "all of it" for path in paths[:3]) + more
 
 
 def _differences(saved: Any, now: Any, path: str, *, exactly: bool = False) -> Iterator[str]:

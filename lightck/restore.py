@@ -22,7 +22,7 @@ from lightck.capture.inventory import Live, ModelView, OptimizerView, optimizer_
 from lightck.capture.snapshot import class_name_of
 from lightck.capture.storable import refuse_unstorable
 from lightck.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
-from lightck.errors import DriftError, LightckError
+from lightck.errors import DriftError, LightckError, listed
 from lightck.fill import Fills
 from lightck.pool.layout import Entry
 from lightck.readback import ObjectCheck, check_optimizer, fits
@@ -230,9 +230,8 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
     if n_saved < n_live:
         return fact
     names = [name for group in saved.names[n_live:] for name in group]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
-        f"{fact}: those from group {n_live} on hold {', '.join(names[:3])}{more}. Groups that a training adds on its "
+        f"{fact}: those from group {n_live} on hold {listed(names)}. Groups that a training adds on its "
         "way (add_param_group) have to be there before attach: lightck.recover(path).step says how far it came"
     )
 
