@@ -23,7 +23,6 @@ from .harness import Bench
     ["accelerate", "accelerate-workers", "accelerate-seedable", "accelerate-dispatcher", "accelerate-generator"],
 )
 def test_loaders_of_accelerate(name: str, bench: Bench) -> None:
-    pytest.importorskip("accelerate")
     bench.exact(name)
 
 
@@ -31,7 +30,6 @@ def test_loaders_of_accelerate(name: str, bench: Bench) -> None:
     "name", ["accelerate-stateful", "accelerate-stateful-dispatcher", "accelerate-stateful-workers"]
 )
 def test_stateful_loaders_of_accelerate(name: str, bench: Bench) -> None:
-    pytest.importorskip("accelerate")
     bench.exact(name)
 
 
