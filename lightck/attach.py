@@ -99,7 +99,7 @@ def attach(
         keep: export a version every so often: ``lightck.Keep(every=1000, last=3, to=folder)``. It takes one more slot.
         pause_on_nonfinite: commit no state whose loss scale or sampled values are not finite.
         staging: the way out of a device: ``lightck.Host()``, ``Direct()`` or ``Device()``; by default the best of them.
-        strict_data: refuse the first update of a resume on other data than followed; else that is a warning.
+        strict_data: refuse the first update of a resume that is not made of what followed; else that is a warning.
 
     Raises:
         CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` was said.

@@ -9,26 +9,34 @@ that is whole, and of which nothing can be compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lightck.capture.batch import differ, is_in_part
+from lightck.capture.batch import Read, differ, is_in_part
 from lightck.capture.boundary import Event
-from lightck.capture.following import FORWARD, FORWARD_OF_BATCH, LATER_BATCH, RANDOM_STATES, First, Following
+from lightck.capture.following import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, First, Following
 from lightck.capture.passes import Pass
-from lightck.errors import DataMismatchError
+from lightck.capture.update import GRADIENT, KINDS, OPTIMIZER_STATE, OPTIONS, UpdateParts
+from lightck.errors import DataMismatchError, listed
 from lightck.pool.format import NextBatch, next_key
 
 log = logging.getLogger("lightck")
 _PAGE = "docs/loops.md"
+_PART = {
+    GRADIENT: "the gradient of {}",
+    OPTIONS: "an option of {} (as its lr)",
+    OPTIMIZER_STATE: "the optimizer's state of {}",
+}
 
 
 class Recorder:
     """Of one session: what follows the version that was closed last."""
 
-    def __init__(self, store: Callable[[Sequence[NextBatch]], None]) -> None:
-        """``store``: puts the record beside that version, where the version still lies in its slot."""
+    def __init__(self, store: Callable[[Sequence[NextBatch]], None], parts: UpdateParts | None = None) -> None:
+        """``store``: puts the record beside that version, where the version still lies in its slot. ``parts``: of the
+        updates of the optimizers that are followed."""
         self._store = store
+        self._parts = parts or UpdateParts(())
         self._after: Following | None = None
         self._held: Following | None = None
         """Since the last update, where its version is due and this forward, or the pre-step hook, will close it."""
@@ -49,9 +57,9 @@ class Recorder:
         """A version is about to be closed. If that fails, nothing is recorded any more for the one before it."""
         self._after = None
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None) -> None:
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
         if self._after is not None:
-            self._after.gave(name, of, batch, checksum)
+            self._after.gave(name, of, batch, checksum, read)
 
     def forward(self, inputs: object, is_due: bool) -> None:
         """Before this forward closes a version. ``is_due``: one is to be closed, here or by the pre-step hook."""
@@ -61,8 +69,9 @@ class Recorder:
         if self._after is not None and self._after.forward(inputs):
             self._record(self._after)
 
-    def before_update(self) -> None:
-        if self._after is not None and self._after.update():
+    def before_update(self, index: int | None = None) -> None:
+        """``index``: of the optimizer that makes it; None where none is followed, or its gradients come later."""
+        if self._after is not None and self._after.update(index, self._parts.some):
             self._record(self._after)
 
     def _record(self, after: Following) -> None:
@@ -74,54 +83,71 @@ class Recorder:
 class _Verdict:
     differing: list[First] = field(default_factory=list)
     equal: list[First] = field(default_factory=list)
+    parts: dict[int, list[str]] = field(default_factory=dict)
+    """Kind -> names of what the update is made of that differ."""
 
 
 class Comparison:
-    """Of one resume: whether its first batches are those that followed the version that it goes on from.
+    """Of one resume: whether its first batches, and what its first update is made of, are those that followed the
+    version that it goes on from.
 
     It falls at the first update, so that whoever only looks at a batch before the loop has compared nothing.
     """
 
-    def __init__(self, step: int, recorded: Sequence[NextBatch] | None, *, is_strict: bool) -> None:
-        """``recorded``: None where nothing is."""
+    def __init__(self, step: int, recorded: Sequence[NextBatch] | None, *, is_strict: bool,
+                 same_bits: bool = True, parts: UpdateParts | None = None) -> None:  # fmt: skip
+        """``recorded``: None where nothing is. ``same_bits``: the same operations give the same bits as then."""
         self._step = step
+        self._same_bits = same_bits
+        self._parts = parts or UpdateParts(())
         self._recorded = {(each.key, each.kind): each.checksum for each in recorded or ()}
         self._is_strict = is_strict
         self._seen = Following(both_forwards=True)
         self._error: DataMismatchError | None = None
         self._is_judged = False
+        self._has_other_data = False
+        self._updated: set[int] = set()
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to compare."""
         return self._is_judged and self._error is None and not self._recorded
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None) -> None:
-        self._seen.gave(name, of, batch, checksum)
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
+        self._seen.gave(name, of, batch, checksum, read)
 
     def forward(self, inputs: object) -> None:
         self._seen.forward(inputs)
 
-    def before_update(self) -> None:
+    def before_update(self, index: int | None = None) -> None:
         """Raises ``DataMismatchError`` where a difference was to be an error, at this update and at every other one."""
-        self._seen.update()
+        self._seen.update(index, lambda _: ())
         verdict = self._compare()
+        if index is not None and index not in self._updated:
+            self._updated.add(index)
+            self._compare_parts(self._parts.all(index), verdict)
         if verdict.differing:
+            self._has_other_data = True
             self._tell_differing(verdict)
-        elif not self._is_judged:
+        if verdict.parts:
+            self._tell_fact(self._other_update(verdict))
+        if not (verdict.differing or verdict.parts or self._is_judged):
             self._tell(verdict)
         if not self._is_judged:  # what did not come by the first update will not come first any more
             self._is_judged = True
             came = {next_key(name) for name in self._seen.loaders}
-            later = {k: v for k, v in self._recorded.items() if k[1] == LATER_BATCH and k[0] not in came}
-            self._recorded = later
+            self._recorded = {
+                k: v for k, v in self._recorded.items() if k[1] in KINDS or (k[1] == LATER_BATCH and k[0] not in came)
+            }
         if self._error is not None:
             raise self._error
 
     def closed(self) -> None:
         """The session is closed. Where it made no update, though one was about to be made after the version that it
-        went on from, it took itself for finished: its last batches were in the memory of the killed process."""
-        if self._is_judged or not any(kind in (FORWARD, FORWARD_OF_BATCH) for _, kind in self._recorded):
+        went on from, and on no batch that its loaders gave after that, it took itself for finished: its last batches
+        were in the memory of the killed process."""
+        kinds = {kind for _, kind in self._recorded}
+        if self._is_judged or FORWARD not in kinds or BATCH in kinds:
             return
         log.warning("lightck: The first batch after the resume is not the one that followed step %d: none came, and "
                     "the session is closed without an update. Where nobody ended it early, the loop took itself for "
@@ -140,8 +166,20 @@ class Comparison:
                 verdict.equal.append(first)
         return verdict
 
+    def _compare_parts(self, parts: Iterable[tuple[str, First]], verdict: _Verdict) -> None:
+        """What the update is made of. Other data make other gradients, and so do other kernels."""
+        has_cause = self._has_other_data or bool(verdict.differing) or not self._same_bits
+        for name, part in parts:
+            was = self._recorded.pop((next_key(part.name), part.kind), None)
+            if was is None or (part.kind == GRADIENT and has_cause):
+                continue
+            if was != part.checksum:
+                verdict.parts.setdefault(part.kind, []).append(name)
+            elif part.kind == GRADIENT:
+                verdict.equal.append(part)
+
     def _tell_differing(self, verdict: _Verdict) -> None:
-        data = [first for first in verdict.differing if first.kind not in RANDOM_STATES]
+        data = _data(verdict.differing)
         self._tell_fact(self._other_data(data, verdict) if data else self._other_random_numbers())
 
     def _tell_fact(self, fact: str) -> None:
@@ -185,13 +223,44 @@ class Comparison:
             f"killed. {why}. {_PAGE} has these loops, and how each is exact"
         )
 
+    def _other_update(self, verdict: _Verdict) -> str:
+        what = [
+            _PART[kind].format(listed([repr(name) for name in dict.fromkeys(names)]))
+            for kind, names in verdict.parts.items()
+        ]
+        why = []
+        if GRADIENT in verdict.parts:
+            why.append(
+                f"{'Its batch is the same, so s' if _data(verdict.equal) else 'S'}omething else that the loss depends "
+                "on is in no checkpoint, or the loop changed it between the restore and this update. Likely causes: a "
+                "second model (a target network, a teacher); a number or a tensor that a module keeps as a plain "
+                "attribute; a generator of the loss's own; weights that an epoch's top changes, where the run was "
+                "killed in mid-epoch. Pass a second model or a generator in state=, make an attribute a buffer"
+            )
+        if verdict.parts.keys() - {GRADIENT}:
+            why.append(
+                "The loop has changed options or state of the optimizer once more, as an epoch's top does after a kill "
+                "in mid-epoch. Change them at the epoch's end, or only where a pass begins (if loader.start == 0)"
+            )
+        return (
+            f"The first update after the resume is not the one that followed step {self._step}. Not as then: "
+            f"{', '.join(what)}. {'. '.join(why)}. {_PAGE} has these loops, and how each is exact"
+        )
+
     def _tell(self, verdict: _Verdict) -> None:
-        data = [first for first in verdict.equal if first.kind not in RANDOM_STATES]
-        if not data:
+        data = _data(verdict.equal)
+        gradients = [part for part in verdict.equal if part.kind == GRADIENT]
+        if not data and not gradients:
             log.info("lightck: the first batch after the resume was compared with nothing: what followed step %d is "
                      "not recorded (the process ended before it came), lies on a device, or did not come by now",
                      self._step)  # fmt: skip
             return
-        what = " and ".join(f"loader {f.name!r}" if f.name else "the model's forward" for f in data)
+        what = [f"loader {first.name!r}" if first.name else "the model's forward" for first in data]
+        if gradients:
+            what.append("the gradients of the first update")
         log.info("lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
-                 "dtypes and some of its bytes shows (%s)", self._step, what)  # fmt: skip
+                 "dtypes and some of its bytes shows (%s)", self._step, " and ".join(what))  # fmt: skip
+
+
+def _data(firsts: Iterable[First]) -> list[First]:
+    return [first for first in firsts if first.kind not in RANDOM_STATES and first.kind not in KINDS]

@@ -39,6 +39,8 @@ class Resumed:
     done: bool
     recorded: Sequence[NextBatch] | None
     """What is known of the batch that followed this version."""
+    same_conditions: bool
+    """Whether machine, threads and torch are those that saved: then the same operations give the same bits."""
     _rng: RngState
     _rng_once: RestoredRng
     _rng_forward: RngState | None
@@ -51,8 +53,8 @@ class Resumed:
         once = RestoredRng(None if closed_by_forward else contents.rng)
         closed_by_next = contents.event == Event.NEXT.value
         return cls(contents.step, contents.iteration, contents.explicit, contents.loaders, closed_by_next,
-                   contents.persistent_started, contents.done, recorded, contents.rng, once,
-                   contents.rng_forward, contents.event)  # fmt: skip
+                   contents.persistent_started, contents.done, recorded, not _other_conditions(contents), contents.rng,
+                   once, contents.rng_forward, contents.event)  # fmt: skip
 
     def set_rng(self) -> None:
         """At attach: the loop's own draws come next."""
@@ -110,11 +112,15 @@ def is_poisoned(model: nn.Module) -> bool:
 
 def tell_differences(contents: Contents) -> None:
     """One line where the machine or torch is not the one that saved: continuation may differ in bits."""
-    now = fingerprint()
-    differ = [f"{k} {contents.fingerprint.get(k)} -> {now[k]}" for k in now if contents.fingerprint.get(k) != now[k]]
+    differ = _other_conditions(contents)
     if differ:
         log.warning("lightck: going on under other conditions than were saved (%s): results may differ in their last "
                     "bits", ", ".join(differ))  # fmt: skip
     if contents.event == Event.FORWARD.value:
         log.info("lightck: the version was closed by the model's forward. Whether the loop goes on with its batches is "
                  "seen at the first update; a DataLoader outside session.loader() does not resume in mid-epoch")
+
+
+def _other_conditions(contents: Contents) -> list[str]:
+    was, now = contents.fingerprint, fingerprint()
+    return [f"{name} {was.get(name)} -> {now[name]}" for name in now if was.get(name) != now[name]]

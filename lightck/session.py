@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from lightck.capture.batch import Read
 from lightck.capture.boundary import BY_HAND, Boundary, Event
 from lightck.capture.discover import Found, drives, late, live_optimizers
 from lightck.capture.forward import ForwardSeen
@@ -35,6 +36,7 @@ from lightck.capture.scaler import ScalerWatch
 from lightck.capture.skip import wants_skip
 from lightck.capture.snapshot import Capture
 from lightck.capture.top import LoopTop
+from lightck.capture.update import UpdateParts
 from lightck.capture.wrapped import name_of
 from lightck.ending import end
 from lightck.errors import BackgroundError, FlushTimeoutError, NothingSavedError, SessionError
@@ -73,12 +75,13 @@ class Session:
         if resumed is not None:
             capture.positions = Positions(capture.loaders, resumed.loaders)
             capture.persistent.had_started = resumed.persistent_started
-        self._is_done_saved = False  # in the version that was closed last
+        self._is_done_saved = False  # in the last version
         self._done_at = resumed.step if resumed is not None and resumed.done else None
-        self._recorder = Recorder(pipeline.store_next)
-        self._comparison: Comparison | None = None
-        if resumed is not None:
-            self._comparison = Comparison(resumed.step, resumed.recorded, is_strict=strict_data)
+        parts = UpdateParts(capture.optimizers)
+        self._recorder = Recorder(pipeline.store_next, parts)
+        self._comparison = None if resumed is None else Comparison(
+            resumed.step, resumed.recorded, is_strict=strict_data, same_bits=resumed.same_conditions,
+            parts=parts)  # fmt: skip
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
         self._boundary = Boundary(found.updating, *start)
         self._saved_step = self._boundary.step
@@ -284,8 +287,9 @@ class Session:
 
     # -- events (from the hooks and loaders) -------------------------------------------------------------
 
-    def before_step(self, index: int, by_hand: bool, in_backward: bool = False) -> None:
-        """Before the gate. ``by_hand``: outside the ``step`` of a wrapper; ``in_backward``: before a first layer."""
+    def before_step(self, index: int, by_hand: bool, in_backward: bool = False, has_gradients: bool = True) -> None:
+        """Before the gate. ``by_hand``: outside the ``step`` of a wrapper; ``in_backward``: before a first layer;
+        ``has_gradients``: no closure makes them inside the step."""
         self._capture.devices.refuse_capture("An optimizer's step")
         with self._meter.stall("before the update"):
             self._raise_failure()
@@ -302,7 +306,7 @@ class Session:
                 self._forward.tell_missing(self._boundary.explicit)
             if not self._paused:
                 self._watch.before_step(index)
-                self._compare_data()
+                self._compare_data(index if has_gradients and not in_backward else None)
             self._capture.before_update(index)
 
     def gate(self) -> None:
@@ -422,17 +426,19 @@ class Session:
             return  # an evaluation: the version stays open until the training goes on
         with self._meter.stall("next"):
             self._raise_failure()
+            if self._top is not None:
+                self._top.fetches(loader)
             self._event(Event.NEXT)
             self._guard(self._pipeline.poll)
 
-    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None) -> None:
+    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
         """A session loader gave a batch."""
         if self._paused or (loader.in_eval and not loader.is_training):
             return
         with self._meter.stall("next"):
-            self._recorder.gave(loader.name, of, batch, checksum)
+            self._recorder.gave(loader.name, of, batch, checksum, read)
             if self._comparison is not None:
-                self._comparison.gave(loader.name, of, batch, checksum)
+                self._comparison.gave(loader.name, of, batch, checksum, read)
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """A pass ended: an evaluation with swapped weights may follow, so the copies end first."""
@@ -488,7 +494,7 @@ class Session:
         here."""
         self._steps_on = threading.get_ident()
         self._check_first_step()
-        self._compare_data()
+        self._compare_data(None)
         self._boundary.updated(BY_HAND)
         self._capture.positions.updated()
         self._capture.devices.note_updates()
@@ -508,11 +514,10 @@ class Session:
         self._guard(lambda: self._pipeline.close_version(closing))
         self._recorder.closed(event)
 
-    def _compare_data(self) -> None:
-        """Before an update: what follows the last version is known by now, and so is where a resume went on."""
-        self._recorder.before_update()
+    def _compare_data(self, index: int | None) -> None:
+        self._recorder.before_update(index)  # what follows the last version is known by now
         if self._comparison is not None:
-            self._comparison.before_update()
+            self._comparison.before_update(index)
             if self._comparison.is_over:
                 self._comparison = None
 

@@ -25,13 +25,18 @@ _CHECKED_TENSORS = 16  # of each batch; of others a few words
 _CHECKED_PARTS = 256  # of each batch, containers included: a checksum may cost microseconds, not more
 _CHECKED_ITEMS = 64  # of each list
 _WORD = 8  # a large tensor is read in single words, spread over it
-_FEW = 32
+_MANY, _FEW = _CHECKED_BYTES // _WORD, 32
 _IN_PART = 1
 """The lowest bit of a checksum: some of the batch was not looked at (a tensor on a device, an object)."""
 
 
-def checksum_of(batch: object) -> int | None:
-    """A checksum of 32 bits; None where nothing in the batch can be compared. Compare two by `differ`."""
+Read = dict[int, tuple[torch.Tensor, int, bytes | None]]
+"""Tensors that were read, by their ids: the tensor, its version counter then, and what was read."""
+
+
+def checksum_of(batch: object, read: Read | None = None) -> int | None:
+    """A checksum of 32 bits; None where nothing in the batch can be compared. Compare two by `differ`. ``read``: what
+    is in it is not read again, and what is read is put into it."""
     found: list[bytes] = []
     in_part, is_comparable, tensors = 0, False, 0
     todo = [batch]
@@ -42,8 +47,8 @@ def checksum_of(batch: object) -> int | None:
         kind = type(item)
         if (kind is torch.Tensor or kind is torch.nn.Parameter) and not item.is_nested:  # type: ignore[attr-defined]
             tensors, is_comparable = tensors + 1, True
+            raw = _read(item, tensors <= _CHECKED_TENSORS, read)  # type: ignore[arg-type]
             found.append(_head(item.dtype, item.shape))  # type: ignore[attr-defined]
-            raw = _tensor_bytes(item, _CHECKED_BYTES // _WORD if tensors <= _CHECKED_TENSORS else _FEW)  # type: ignore[arg-type]
         elif (parts := _parts(item)) is not None:
             todo.extend(parts)
             continue
@@ -95,7 +100,7 @@ def _leaf_bytes(item: object) -> bytes | None:
     if isinstance(item, bytes) and kind is bytes:
         return b"%d" % len(item) + _spread_crc(item, len(item))
     if isinstance(item, str) and kind is str and len(item) > _CHECKED_BYTES:
-        item = f"{len(item)}" + "".join(item[at] for at in places(len(item), _CHECKED_BYTES // _WORD).tolist())
+        item = f"{len(item)}" + "".join(item[at] for at in places(len(item), _MANY).tolist())
     if kind in (int, float, str, bool, type(None)):
         return repr(item).encode("utf-8", "surrogatepass")
     if isinstance(item, np.ndarray) and kind is np.ndarray and not item.dtype.hasobject:
@@ -103,13 +108,24 @@ def _leaf_bytes(item: object) -> bytes | None:
         if item.nbytes > _CHECKED_BYTES and not item.flags.c_contiguous:
             return head + bytes(item[_coordinates(item.shape, _CHECKED_BYTES // item.itemsize)].tobytes())
         flat = np.ascontiguousarray(item).reshape(-1).view(np.uint8)
-        return head + _spread_crc(flat, item.nbytes, flat.ctypes.data)
+        return head + _spread_crc(flat, item.nbytes)
     if isinstance(item, np.generic) and not item.dtype.hasobject:
         return item.dtype.str.encode() + item.tobytes()
     if isinstance(item, torch.Tensor):  # a subclass: nothing of its own code is run
         with torch._C.DisableTorchFunctionSubclass():
             return None if item.layout is not torch.strided or item.is_nested else _head(item.dtype, item.shape)
     return None
+
+
+def _read(item: torch.Tensor, is_early: bool, read: Read | None) -> bytes | None:
+    """Of the first tensors many words, and of those after them a few."""
+    if read is None or not is_early:
+        return _tensor_bytes(item, _MANY if is_early else _FEW)
+    known = read.get(id(item))
+    version = -1 if item.is_inference() else item._version
+    if known is None or known[1] != version or version < 0:
+        known = read[id(item)] = item, version, _tensor_bytes(item, _MANY)
+    return known[2]
 
 
 def _tensor_bytes(item: torch.Tensor, words: int) -> bytes | None:
@@ -139,20 +155,27 @@ def _memory_bytes(item: torch.Tensor, words: int) -> bytes | None:
         return b""
     if item.untyped_storage().nbytes() < nbytes:
         return None  # its memory was given back
-    address = item.data_ptr()
-    return _spread_crc(ffi.buffer(ffi.cast("char *", address), nbytes), nbytes, address, words)
-
-
-def _spread_crc(data: Any, nbytes: int, address: int = 1, words: int = _CHECKED_BYTES // _WORD) -> bytes:
-    """Of single words and of the last bytes; of few bytes all of them."""
+    data = ffi.cast("char *", item.data_ptr())
     if nbytes <= _CHECKED_BYTES:
-        return _crc(data, nbytes)
-    at = places(nbytes // _WORD, words)
-    if address % _WORD == 0:
-        found: np.ndarray[Any, Any] = np.frombuffer(data, np.uint64, nbytes // _WORD).take(at)
-    else:  # numpy would copy all of it in order to align it
-        found = np.frombuffer(data, np.uint8).take((at[:, None] * _WORD + np.arange(_WORD)).reshape(-1))
-    return _crc(found, words * _WORD) + bytes(data[nbytes - _WORD : nbytes])
+        return int(lib.lck_crc32c(data, nbytes)).to_bytes(4, "little")
+    return _words_crc(data, nbytes, words)
+
+
+def _spread_crc(data: Any, nbytes: int) -> bytes:
+    """Of single words and of the last bytes; of few bytes all of them."""
+    return _crc(data, nbytes) if nbytes <= _CHECKED_BYTES else _words_crc(ffi.from_buffer(data), nbytes, _MANY)
+
+
+def _words_crc(data: Any, nbytes: int, words: int) -> bytes:
+    """``data``: a pointer."""
+    crc = lib.lck_crc32c_words(data, _numbers(nbytes // _WORD, words), words)
+    return int(crc).to_bytes(4, "little") + bytes(ffi.buffer(data + (nbytes - _WORD), _WORD))
+
+
+@lru_cache(maxsize=256)
+def _numbers(total: int, count: int) -> Any:
+    """`places` as C reads them."""
+    return ffi.new("int64_t[]", places(total, count).tolist())
 
 
 @lru_cache(maxsize=256)

@@ -7,12 +7,13 @@ batch of a later pass takes the place of an earlier one until a training forward
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
 from lightck._native import ffi, lib
-from lightck.capture.batch import checksum_of
+from lightck.capture.batch import Read, checksum_of
 from lightck.capture.passes import Pass
 
 BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE = 1, 2, 3, 4, 5, 6, 7
@@ -23,7 +24,8 @@ RANDOM_STATES = (RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE)
 
 
 class First(NamedTuple):
-    """One thing that came first. ``name``: the loader's; empty for the forward's arguments and the random state."""
+    """One thing that came first. ``name``: the loader's; empty for the forward's arguments and the random state; of an
+    update's parts see ``update.py``."""
 
     name: str
     kind: int
@@ -33,8 +35,8 @@ class First(NamedTuple):
 class Following:
     """What came since a point. `firsts` grows, and nothing in it changes. This runs at each step: it is kept short."""
 
-    __slots__ = ("_batches", "_both_forwards", "_is_unsettled", "_saw_forward", "_saw_forward_of_batch", "firsts",
-                 "is_updated")  # fmt: skip
+    __slots__ = ("_batches", "_both_forwards", "_is_unsettled", "_read", "_saw_forward", "_saw_forward_of_batch",
+                 "_updates", "firsts", "is_updated")  # fmt: skip
 
     def __init__(self, *, both_forwards: bool = False) -> None:
         """``both_forwards``: the first one and the first of a batch, where these are two. Else only the first."""
@@ -45,19 +47,24 @@ class Following:
         self._batches: dict[str, tuple[Pass | None, int, int | None]] = {}
         """Pass (None: settled), kind and checksum of the first batch of each loader."""
         self._is_unsettled = False
+        self._read: Read = {}
+        """Tensors of the batches, which the forward is often called with."""
+        self._updates: set[int | None] = set()
 
     @property
     def loaders(self) -> list[str]:
         """Names of those that gave a batch."""
         return list(self._batches)
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None) -> None:
-        """A loader gave a batch in a pass of the training. ``checksum``: None where nobody made one yet."""
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
+        """A loader gave a batch in a pass of the training. ``checksum``: None where nobody made one yet. ``read``:
+        tensors of the batch that were read for it."""
         known = self._batches.get(name)
         if known is not None and (known[0] is of or known[0] is None):
             return
+        self._read = {} if read is None else read
         if checksum is None:
-            checksum = checksum_of(batch)
+            checksum = checksum_of(batch, self._read)
         self._batches[name] = of, LATER_BATCH if self.is_updated else BATCH, checksum
         self._is_unsettled = True
 
@@ -72,7 +79,8 @@ class Following:
             return grew
         self._saw_forward = True
         self._saw_forward_of_batch |= has_batch
-        checksum, state = checksum_of(inputs), random_checksum()
+        checksum, state = checksum_of(inputs, self._read), random_checksum()
+        self._read = {}
         if is_of_batch:
             self._note(FORWARD_OF_BATCH, checksum, RANDOM_OF_BATCH, state)
         if is_first and (self._both_forwards or not has_batch):
@@ -84,13 +92,22 @@ class Following:
             self.firsts.append(First("", kind, checksum))
         self.firsts.append(First("", random_kind, state))
 
-    def update(self) -> bool:
-        """An update is about to be made. Whether `firsts` grew."""
+    def update(self, index: int | None, parts: Callable[[int], Iterable[First]]) -> bool:
+        """An update is about to be made: by the optimizer of this number, None where none is followed. ``parts``: what
+        it is made of. Whether `firsts` grew."""
+        if index in self._updates:
+            return self._is_unsettled and self._settle()
+        self._updates.add(index)
         is_unseen, self.is_updated = not (self.is_updated or self._saw_forward), True
-        grew = self._is_unsettled and self._settle()
+        before = len(self.firsts)
+        if self._is_unsettled:
+            self._settle()
         if is_unseen:
             self.firsts.append(First("", RANDOM_AT_UPDATE, random_checksum()))
-        return grew or is_unseen
+        if index is not None:
+            self.firsts.extend(parts(index))
+        self._read = {}
+        return len(self.firsts) > before
 
     def _settle(self) -> bool:
         before = len(self.firsts)

@@ -33,7 +33,7 @@ _DUMMY_STEP = "_init_optim_state"
 class Listener(Protocol):
     """What the hooks report to."""
 
-    def before_step(self, index: int, by_hand: bool) -> None: ...
+    def before_step(self, index: int, by_hand: bool, *, has_gradients: bool) -> None: ...
 
     def gate(self) -> None: ...
 
@@ -154,8 +154,8 @@ class Hooks:
         if self._is_inside(index, wrapper):
             return None
         self._stepping[index] = wrapper
-        self._listener.before_step(index, by_hand=self._optimizers[index] is not optimizer)
         closure, put_back = closure_of(args, kwargs)
+        self._listener.before_step(index, self._optimizers[index] is not optimizer, has_gradients=closure is None)
         if closure is None:
             self._listener.gate()
             return None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lightck.capture import accelerated, rng
-from lightck.capture.batch import checksum_of, differ
+from lightck.capture.batch import Read, checksum_of, differ
 from lightck.capture.owned import Owned
 from lightck.capture.passes import Batches, LoaderHost, Pass, moment
 from lightck.capture.position import Mark, Position, corrupt, same
@@ -32,6 +32,7 @@ from lightck.capture.sampler import Watch, watch
 from lightck.capture.skip import FACT, iterate_behind
 from lightck.capture.under import core_of, fetches_here, is_loader_of_torch, may_run_ahead
 from lightck.capture.wrapped import (
+    DRAWS_IN_ITEMS,
     TAKEN_BEFORE,
     changed,
     drifted,
@@ -105,6 +106,7 @@ class SessionLoader:
         self._runs_ahead = False  # it may, as far as can be told from outside
         self._persistent = workers > 0 and self._core is not None and self._core.persistent_workers
         self._checks = not self._stateful
+        self._read: Read = {}
         self._doubt = replay_doubt(dl)
         self._epoch = 0
         self._pass: Pass | None = None
@@ -128,7 +130,7 @@ class SessionLoader:
         self.is_anew = is_anew
         self._watch: Watch | None = None
         if self._doubt is not None:
-            self._tell_doubt(self._doubt)
+            self._tell_doubt(self._doubt, logging.INFO if self._doubt is DRAWS_IN_ITEMS else logging.WARNING)
 
     @property
     def loader(self) -> Any:
@@ -257,9 +259,9 @@ class SessionLoader:
                         "whole batches: a training that is resumed at such a step goes on with the next batch",
                         self._name, step)  # fmt: skip
 
-    def _tell_doubt(self, doubt: str) -> None:
+    def _tell_doubt(self, doubt: str, level: int = logging.WARNING) -> None:
         self._doubt = doubt
-        log.warning("loader %r: a resume in mid-pass may not be exact; %s", self._name, doubt)
+        log.log(level, "loader %r: a resume in mid-pass may not be exact; %s", self._name, doubt)
 
     # -- restoring
 
@@ -560,7 +562,7 @@ class SessionLoader:
             self._watch = None
             self._tell_doubt(doubt)
         self._count(pass_, batch, before)
-        self._host.loader_gave(self, pass_, batch, pass_.checksum if self._checks else None)
+        self._host.loader_gave(self, pass_, batch, pass_.checksum if self._checks else None, self._read)
         return batch
 
     def _settle(self, pass_: Pass) -> None:
@@ -578,7 +580,8 @@ class SessionLoader:
         pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
         pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, moment(), self.in_eval
         if self._checks:
-            pass_.checksum = checksum_of(batch)
+            self._read.clear()
+            pass_.checksum = checksum_of(batch, self._read)
             self._checks = pass_.checksum is not None  # else there is nothing to compare in the next ones either
         pass_.before_last = pass_.last if self._runs_ahead else None
         pass_.last = before if self._in_process and (self._checks or self._runs_ahead) else None

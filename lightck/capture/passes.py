@@ -12,6 +12,7 @@ from lightck.capture.position import Mark
 from lightck.capture.rng import RngState
 
 if TYPE_CHECKING:
+    from lightck.capture.batch import Read
     from lightck.capture.loader import SessionLoader
 
 _moments = itertools.count(1)
@@ -132,8 +133,9 @@ class LoaderHost(Protocol):
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """Called when the inner iterator is exhausted, after `loader_next` and before the pass is counted."""
 
-    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None) -> None:
-        """Called when a batch was fetched and counted; ``checksum``: the batch's, where one was made."""
+    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
+        """Called when a batch was fetched and counted; ``checksum``: the batch's, where one was made, of tensors that
+        were ``read`` for it."""
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         """The restored version's random state, for the first pass that is no preview; None afterwards, once updates

@@ -7,18 +7,26 @@ loop does it again. At a boundary alone this cannot be told from what belongs to
 ``scheduler.step()``. So it is looked for at two occasions only, and nothing is read after them:
 
 *After a restore* of a checkpoint that closed there: what changes until the loop comes to that point again was changed
-twice. Behind ``next()``, ``end_step()`` and ``flush()`` a loop rightly does again what comes after them.
+twice. Behind ``end_step()`` and ``flush()`` a loop rightly does again what comes after them.
 
 *In a fresh run*: what changes both before the first such point and between the first update and the next such point.
+
+*In a resume in the middle of a pass over a session loader*: what changes until the loop takes that pass up again. An
+epoch's top comes before it, and was done before the kill too.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from lightck.capture.boundary import Boundary, Event
 from lightck.capture.held import Marks, by_object, by_options, by_tensors, moved, options_name
 from lightck.capture.snapshot import Capture, is_loader
+
+if TYPE_CHECKING:
+    from lightck.capture.loader import SessionLoader
+    from lightck.capture.passes import Pass
 
 log = logging.getLogger("lightck")
 _POINTS = (Event.FORWARD, Event.PRE_STEP)
@@ -37,6 +45,8 @@ class LoopTop:
         self._point: Event | None = None
         self._suspects: set[str] = set()
         self._updated: Marks | None = None
+        self._restored = restored is not None
+        self._fetched_in: Pass | None = None
 
     def reaches(self, event: Event, boundary: Boundary) -> bool:
         """A training forward or a step begins, which may close a checkpoint."""
@@ -57,8 +67,26 @@ class LoopTop:
             self._tell_fresh(self._moved(self._updated, event))
         return False
 
+    def fetches(self, loader: SessionLoader) -> None:
+        """``next()`` on a session loader. The first one of each pass counts: one before the loop may be a look. Options
+        of optimizers are not compared here, since a loop may set them once more behind it."""
+        pass_ = loader.held_pass
+        if not self._restored or pass_ is None or not (pass_.restored and pass_.trained) or pass_ is self._fetched_in:
+            return
+        self._fetched_in = pass_
+        options = {options_name(view) for view in self._capture.optimizers}
+        names = self._steady([name for name in self._moved(self._before, Event.FORWARD) if name not in options])
+        if names:
+            self._restored = False
+            log.warning("lightck: %s changed between the restore and the first next() of loader %r, which goes on in "
+                        "the middle of a pass. An epoch's top comes before it, and was passed in the interrupted run "
+                        "too: its changes are made twice, and the training does not go on as the interrupted one would "
+                        "have. Make them at the epoch's end, or only where a pass begins (if loader.start == 0)",
+                        ", ".join(names), loader.name)  # fmt: skip
+
     def updated(self, boundary: Boundary) -> None:
         """An update was made: the last one before a checkpoint closes, as far as one can know."""
+        self._restored = False
         if self._point is not None and boundary.is_due(Event.PRE_STEP):
             self._updated = self._held(self._suspects)
 

@@ -170,6 +170,14 @@ def is_stateful(loader: object) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+DRAWS_IN_ITEMS = (
+    "an iterable dataset without workers that draws from the global random generators at each item, or goes on in a "
+    "pass where the one before it ended, cannot be replayed exactly: use num_workers >= 1, a generator of its own, "
+    "or torchdata's StatefulDataLoader"
+)
+"""Whether it does cannot be known before: a resume compares the batches."""
+
+
 def replay_doubt(loader: object) -> str | None:
     """Why a replay of this loader may not be exact; None where it is."""
     core = core_of(loader)
@@ -180,9 +188,5 @@ def replay_doubt(loader: object) -> str | None:
     if not isinstance(loader, DataLoader):
         return None
     if loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
-        return (
-            "an iterable dataset without workers that draws from the global random generators at each item, or goes on "
-            "in a pass where the one before it ended, cannot be replayed exactly: use num_workers >= 1, a generator of "
-            "its own, or torchdata's StatefulDataLoader"
-        )
+        return DRAWS_IN_ITEMS
     return None

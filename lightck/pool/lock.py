@@ -21,6 +21,7 @@ import errno
 import fcntl
 import gc
 import logging
+import math
 import os
 import stat
 import struct
@@ -163,6 +164,7 @@ class PoolLock:
         self._pool_path = pool_path
         self._pid = os.getpid()
         self._fd = -1
+        self._asked_at = -math.inf
         wait = dying.Wait(pool_path)
         while not self._taken(wait):
             pass
@@ -301,9 +303,12 @@ class PoolLock:
             return False
         return True
 
-    def refuse_lost(self) -> None:
+    def refuse_lost(self, within: float = 0.0) -> None:
         """Before a slot is written. Where the lock file was removed a new one is made; where another process may have
-        the pool since, raises ``BackgroundError``."""
+        the pool since, raises ``BackgroundError``. ``within``: seconds for which an earlier answer is good enough."""
+        now = time.monotonic()
+        if now - self._asked_at < within:
+            return
         try:
             st = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -317,6 +322,7 @@ class PoolLock:
             return
         if not is_ours:
             raise self._lost()
+        self._asked_at = now
 
     def _take_again(self) -> None:
         with _guard:

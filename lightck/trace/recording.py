@@ -263,11 +263,11 @@ class _Relay:
         self._forward_begins, self._forward_ended = tell(recording.forward_begins), tell(recording.forward_ended)
         self._steps: int | None = None
 
-    def before_step(self, index: int, by_hand: bool) -> None:
+    def before_step(self, index: int, by_hand: bool, *, has_gradients: bool) -> None:
         self._backward_over()
         if self._steps is None:
             self._steps = self._updates()
-        self._inner.before_step(index, by_hand)
+        self._inner.before_step(index, by_hand, has_gradients=has_gradients)
 
     def gate(self) -> None:
         self._inner.gate()

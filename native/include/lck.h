@@ -39,7 +39,7 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 14 };
+enum { LCK_ABI_VERSION = 15 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -72,6 +72,12 @@ uint64_t lck_crc64(uint64_t crc, const void *data, uint64_t nbytes);
 int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uint32_t *out);
 /* lck_crc32c of `count` blocks, each by its own address and length, into out[count]. */
 int32_t lck_crc32c_each(const uint64_t *addresses, const uint64_t *nbytes, uint64_t count, uint32_t *out);
+/* lck_crc32c of the words of 8 bytes with these numbers, one behind the other. `data` may lie at any address. */
+uint32_t lck_crc32c_words(const void *data, const int64_t *numbers, uint64_t count);
+/* lck_crc32c of `words` words of 8 bytes, spread over these bytes, and of the bytes behind the last whole word; of fewer
+ * words all. `size`: bytes of an element (2, 4, 8) where it is a floating-point number, whose negative zero is read as
+ * zero; else 0. */
+uint32_t lck_crc32c_spread(const void *data, uint64_t nbytes, uint64_t size, uint64_t words);
 /* What is xored onto the CRC-32C of block `index` before it is stored: bound to pool, tensor, block and the
  * generation in which the bytes were written (docs/format.md, "Block checksums"). */
 uint32_t lck_block_seed(uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t index);

@@ -107,12 +107,57 @@ int32_t lck_crc32c_each(const uint64_t *addresses, const uint64_t *nbytes, uint6
     return LCK_OK;
 }
 
+uint32_t lck_crc32c_words(const void *data, const int64_t *numbers, uint64_t count)
+{
+    const struct kernel *kernel = kernel_current();
+    uint32_t state = UINT32_MAX;
+    uint64_t words[64]; /* whole lines at a time, which kernels are fast at */
+    for (uint64_t done = 0, n; done < count; done += n) {
+        n = count - done < 64 ? count - done : 64;
+        for (uint64_t i = 0; i < n; i++)
+            memcpy(&words[i], (const unsigned char *)data + 8 * numbers[done + i], 8);
+        state = n == 64 ? kernel->crc(state, words, sizeof words) : crc32c_update(state, words, 8 * n);
+    }
+    return ~state;
+}
+
 static uint64_t splitmix64(uint64_t x)
 {
     x += 0x9E3779B97F4A7C15u;
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
     return x ^ x >> 31;
+}
+
+/* The word with each number in it that is a negative zero made zero; `size`: of a number, 0 for none. */
+static uint64_t without_negative_zeros(uint64_t word, uint64_t size)
+{
+    if (size != 2 && size != 4 && size != 8)
+        return word;
+    uint64_t bits = 8 * size, all = size == 8 ? UINT64_MAX : (1ull << bits) - 1, sign = 1ull << (bits - 1);
+    for (uint64_t shift = 0; shift < 64; shift += bits)
+        if ((word >> shift & all) == sign)
+            word &= ~(all << shift);
+    return word;
+}
+
+uint32_t lck_crc32c_spread(const void *data, uint64_t nbytes, uint64_t size, uint64_t words)
+{
+    uint64_t whole = nbytes / 8, chosen = whole < words ? whole : words, word, last = 0;
+    uint32_t state = UINT32_MAX;
+    for (uint64_t k = 0; k < chosen; k++) {
+        uint64_t begin = whole * k / chosen, gap = whole * (k + 1) / chosen - begin;
+        uint64_t number = begin + splitmix64(k) % gap; /* not the first of each gap: that may keep step with rows */
+        memcpy(&word, (const unsigned char *)data + 8 * number, 8);
+        word = without_negative_zeros(word, size);
+        state = crc32c_update(state, &word, 8);
+    }
+    if (nbytes % 8 > 0) {
+        memcpy(&last, (const unsigned char *)data + 8 * whole, nbytes % 8);
+        last = without_negative_zeros(last, size);
+        state = crc32c_update(state, &last, 8);
+    }
+    return ~state;
 }
 
 uint32_t lck_block_seed(uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t index)

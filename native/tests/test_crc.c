@@ -75,6 +75,49 @@ static void check_each(void)
     CHECK_EQ(lck_crc32c_each(NULL, nbytes, 1, crcs), LCK_EINVAL);
 }
 
+static void check_words(void)
+{
+    static unsigned char data[1000], chosen[8 * 131];
+    int64_t numbers[131];
+    fill_random(data, sizeof data, 4);
+    for (size_t i = 0; i < 131; i++) {
+        numbers[i] = (int64_t)(i * 37 % 124);
+        memcpy(chosen + 8 * i, data + 1 + 8 * numbers[i], 8);
+    }
+    for (size_t n = 0; n <= 131; n++)
+        CHECK(lck_crc32c_words(data + 1, numbers, n) == slow_crc32c(chosen, 8 * n));
+}
+
+static uint32_t spread(const void *data, uint64_t nbytes, uint64_t size)
+{
+    return lck_crc32c_spread(data, nbytes, size, 32);
+}
+
+static void check_spread(void)
+{
+    static unsigned char data[4096];
+    float some[3] = {1.0f, 0.0f, -0.0f}, same[3] = {1.0f, -0.0f, 0.0f}, other[3] = {1.0f, 0.0f, 2.0f};
+    uint16_t half[2] = {0x3C00, 0x8000}, halves[2] = {0x3C00, 0};
+    double zero = 0.0, minus = -0.0;
+    uint32_t before;
+    size_t seen = 0;
+    CHECK(spread(some, sizeof some, 4) == spread(same, sizeof same, 4));
+    CHECK(spread(some, sizeof some, 0) != spread(same, sizeof same, 0));
+    CHECK(spread(some, sizeof some, 4) != spread(other, sizeof other, 4));
+    CHECK(spread(&zero, 8, 8) == spread(&minus, 8, 8));
+    CHECK(spread(&zero, 8, 8) != spread(&minus, 8, 0));
+    CHECK(spread(half, sizeof half, 2) == spread(halves, sizeof halves, 2));
+    CHECK(spread(half, sizeof half, 4) != spread(halves, sizeof halves, 4));
+    CHECK(spread(data, 0, 4) == 0);
+    before = spread(data, sizeof data, 4);
+    for (size_t i = 0; i < sizeof data; i++) {
+        data[i] = 1;
+        seen += spread(data, sizeof data, 4) != before;
+        data[i] = 0;
+    }
+    CHECK_EQ(seen, 32 * 8); /* as many words, each in a gap of its own */
+}
+
 int main(void)
 {
     static const char *const names[] = {"portable", "sse2-table", "sse2", "avx2-narrow", "avx2", "avx512", "auto"};
@@ -87,6 +130,8 @@ int main(void)
         if (lck_isa_set(names[i]) != LCK_OK)
             continue;
         CHECK(strcmp(names[i], "auto") == 0 || strncmp(names[i], lck_isa_name(), strlen(lck_isa_name())) == 0);
+        check_words();
+        check_spread();
         check_values();
         check_references();
         check_blocks();

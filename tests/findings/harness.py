@@ -25,8 +25,8 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
     difference: str | None = None
     """What is not as in the reference; None where the resumed run is exact."""
-    was_compared: bool = True
-    """False where the process was killed before it was known what followed its checkpoint, and a resume said that."""
+    compared: list[str] = field(default_factory=list)
+    """What a resume said about what it compared with what followed the checkpoint."""
 
 
 class Bench:
@@ -44,14 +44,15 @@ class Bench:
         return outcomes
 
     def exact_or_told(self, name: str, warning: str, *, kills: Sequence[Kill] | None = None,
-                      quiet: bool = False) -> list[Outcome]:  # fmt: skip
+                      quiet: bool = False, shown_by: str = "the one that followed") -> list[Outcome]:  # fmt: skip
         """A resumed run that differs said so: a warning matches the pattern ``warning``. At least one run was told so.
         ``quiet``: a run that is not killed is not warned. A kill within a commit, or at a moment of the clock, may come
-        before the next batch: then nothing can be compared, which docs/guarantees.md says."""
+        before what shows the difference: then that cannot be compared, which docs/guarantees.md says, and the resume
+        does not say that it compared it (``shown_by``)."""
         outcomes = self.outcomes(name, kills, quiet=quiet)
         told = [any(re.search(warning, said) for said in outcome.warnings) for outcome in outcomes]
         for outcome, is_told in zip(outcomes, told, strict=True):
-            came_early = outcome.kill.kind != "place" and not outcome.was_compared
+            came_early = outcome.kill.kind != "place" and not any(shown_by in line for line in outcome.compared)
             assert outcome.difference is None or is_told or came_early, (
                 f"after {outcome.kill}, silently: {outcome.difference}; said: {outcome.warnings}"
             )
@@ -90,7 +91,7 @@ class Bench:
         except Mismatch as mismatch:
             outcome.difference = str(mismatch)
         outcome.warnings = chain.warnings
-        outcome.was_compared = not any("compared with nothing" in line for line in survival.logs)
+        outcome.compared = [line for line in survival.logs if "the first batch after the resume is the one" in line]
         return outcome
 
 
