@@ -20,7 +20,7 @@ import lightck
 from lightck.errors import UnsupportedError
 
 fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-ROOT = Path(lightck.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
