@@ -123,6 +123,11 @@ class Proxy:
         updates: int = self._session.updates
         return updates
 
+    def loader_gave(self, *args: Any) -> None:
+        """At each batch, and nothing in it minds another thread: so it takes no turn."""
+        if self._live() is not None:
+            self._session.loader_gave(*args)
+
 
 def _in_its_turn(session: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with session.turn:  # another thread may be closing it

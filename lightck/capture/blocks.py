@@ -21,6 +21,7 @@ WHOLE_CHECKPOINTS = 3
 
 _AT_ONCE = 4096  # blocks that are looked at for one budget: of very many tiny ones
 
+ALL = slice(None)
 Positions = npt.NDArray[np.int64]
 Checksums = npt.NDArray[np.uint32]
 
@@ -34,6 +35,8 @@ class Blocks:
     nbytes: npt.NDArray[np.uint64]
     owners: Positions
     places: Positions
+    total: int
+    """Bytes of all of them."""
 
     @classmethod
     def of(cls, addresses: Sequence[int] | npt.NDArray[np.uint64], nbytes: Sequence[int] | npt.NDArray[np.uint64],
@@ -49,6 +52,7 @@ class Blocks:
             np.minimum(size[owners] - at, np.uint64(block)),
             owners,
             np.asarray(starts, np.int64)[owners] + index,
+            int(size.sum()),
         )
 
     def __len__(self) -> int:
@@ -64,15 +68,15 @@ class Blocks:
             np.concatenate((self.nbytes, other.nbytes)),
             np.concatenate((self.owners, other.owners + first)),
             np.concatenate((self.places, other.places)),
+            self.total + other.total,
         )
 
-    def checksums(self, chosen: Positions) -> Checksums:
+    def checksums(self, chosen: Positions | slice = ALL) -> Checksums:
         """Unseeded CRC-32C of these blocks, read now, without the GIL."""
         addresses, nbytes = self.addresses[chosen], self.nbytes[chosen]
-        out = np.zeros(len(chosen), np.uint32)
-        status = lib.lck_crc32c_each(ffi.cast("uint64_t *", addresses.ctypes.data),
-                                     ffi.cast("uint64_t *", nbytes.ctypes.data), len(chosen),
-                                     ffi.cast("uint32_t *", out.ctypes.data))  # fmt: skip
+        out = np.zeros(len(addresses), np.uint32)
+        status = lib.lck_crc32c_each(ffi.from_buffer("uint64_t[]", addresses), ffi.from_buffer("uint64_t[]", nbytes),
+                                     len(addresses), ffi.from_buffer("uint32_t[]", out))  # fmt: skip
         check(status, "reading tensors")
         return out
 
@@ -83,15 +87,17 @@ class Turn:
     def __init__(self) -> None:
         self._next = 0
 
-    def take(self, blocks: Blocks, budget: int | None) -> tuple[Positions, bool]:
+    def take(self, blocks: Blocks, budget: int | None) -> tuple[Positions | slice, bool]:
         """The next blocks, ``budget`` bytes of them and at least one (None: all), and whether this came round to the
-        first one again."""
+        first one again. `ALL` where that is all."""
+        if budget is None or blocks.total <= budget:
+            self._next = 0
+            return ALL, True
         n = len(blocks)
         start = self._next if self._next < n else 0
-        order = np.arange(start, start + (n if budget is None else min(n, _AT_ONCE))) % max(n, 1)
-        if budget is not None:
-            ends = np.cumsum(blocks.nbytes[order])
-            order = order[: max(int(np.searchsorted(ends, budget, side="right")), 1)]
+        order = np.arange(start, start + min(n, _AT_ONCE)) % max(n, 1)
+        ends = np.cumsum(blocks.nbytes[order])
+        order = order[: max(int(np.searchsorted(ends, budget, side="right")), 1)]
         stop = start + len(order)
         self._next = stop % max(n, 1)
         return order, stop >= n

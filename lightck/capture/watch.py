@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from lightck._native import ffi, lib
-from lightck.capture.blocks import NO_BLOCKS, Blocks, Turn
+from lightck.capture.blocks import ALL, NO_BLOCKS, Blocks, Positions, Turn
 from lightck.capture.inventory import Live, is_plain, memory_of, staged
 from lightck.capture.lanes import lane_of, on_host
 from lightck.capture.looks import Looks, Places, Reading, Versions, reading_of, version_of
@@ -71,7 +71,7 @@ class Watched:
         """Read sources now, at the boundary, before their copies begin: ``audit`` then knows what the checkpoint has to
         hold. ``blocks``: of all sources in host memory; ``budget``: how many bytes of them (None: all)."""
         chosen, _ = turn.take(blocks, budget)
-        self.is_proved_whole = len(chosen) == len(blocks)
+        self.is_proved_whole = chosen is ALL
         self._blocks = blocks
         self._proof = blocks.places[chosen], blocks.checksums(chosen), blocks.owners[chosen]
 
@@ -86,7 +86,7 @@ class Watched:
         places, proof, owners = self._proof
         wrong = set(owners[raw[places] != proof].tolist())
         if whole and len(self._blocks):
-            again = self._blocks.checksums(np.arange(len(self._blocks)))
+            again = self._blocks.checksums()
             wrong |= set(self._blocks.owners[raw[self._blocks.places] != again].tolist())
         if self._on_devices:
             i = self._on_devices[turn % len(self._on_devices)]
@@ -189,10 +189,10 @@ class Resting:
         chosen, is_round = self._turn.take(audited.blocks, budget)
         wrong = self._differing(audited, chosen) | self._other_differing(audited.others, block)
         if wrong:
-            wrong |= self._differing(audited, np.arange(len(audited.blocks)))
+            wrong |= self._differing(audited, ALL)
             self.never |= wrong
             return wrong, 0
-        if len(chosen) == len(audited.blocks) and not audited.others:
+        if chosen is ALL and not audited.others:
             self.right_until = generation
         elif is_round:
             self.right_until = self._round_began if self._round_began is not None else self.right_until
@@ -208,7 +208,7 @@ class Resting:
         held = np.concatenate([rest.crcs for rest in here.values()] or [np.zeros(0, np.uint32)])
         return _Audited(list(here), blocks, held, [name for name in proved if name not in here])
 
-    def _differing(self, audited: _Audited, chosen: npt.NDArray[np.int64]) -> set[str]:
+    def _differing(self, audited: _Audited, chosen: Positions | slice) -> set[str]:
         """Of these blocks the tensors that hold other bytes and look as they did. A visible change is no unannounced
         one: its tensor is written whole for it."""
         blocks = audited.blocks
