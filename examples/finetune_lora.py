@@ -74,7 +74,7 @@ def main(argv=None):
                 now = session.stats().bytes_written
                 each, written = (now - written) / args.print_every, now
                 print(f"step {session.step:4d}  loss {loss:.4f}  {each / 1e6:.3f} MB per checkpoint", flush=True)
-    session.close()
+    session.close(done=True)
     print(f"{args.pool} holds all {len(lightck.recover(args.pool).model)} tensors of step {session.step}")
 
 

@@ -97,7 +97,7 @@ def main(argv=None):
         print(f"epoch {epoch + 1:3d}  {last}  held out {accuracy(model, held_out):.1%}", flush=True)
 
     if session:
-        session.close()
+        session.close(done=True)
     print("weights", digest(model))
 
 

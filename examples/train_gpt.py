@@ -210,7 +210,7 @@ def main(argv=None, watch=None):
 
     watch.ended(model, optimizer, scheduler)
     if session:
-        session.close()
+        session.close(done=True)
 
 
 def parse_args(argv=None):

@@ -129,7 +129,7 @@ def attach(
             first = _first_step(found, state)
             resumed = attachment.open(pipeline, slots)
             if resumed is not None:
-                first.restored_now()
+                first.restored_now(resumed.knows_options)
             session = Session(model, found, capture, pipeline, lock, meter, cadence=pace, resumed=resumed,
                               first_step=first, strict_data=strict_data)  # fmt: skip
     _begin(model, session, path, resumed)

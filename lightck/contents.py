@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Protocol
 
@@ -101,6 +101,8 @@ class Contents:
     """A DataLoader outside the session had started its persistent workers."""
     done: bool = False
     """The training had come to its end: ``session.close(done=True)``."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Those that modules keep as plain attributes and had changed."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
@@ -130,6 +132,7 @@ class Contents:
                 stale_after=None if raw.get("stale_after") is None else _typed(raw["stale_after"], int),
                 persistent_started=_typed(raw.get("persistent_started", False), bool),
                 done=_typed(raw.get("done", False), bool),
+                numbers={_typed(k, str): _typed(v, int) for k, v in _typed(raw.get("numbers", {}), dict).items()},
             )
         except (KeyError, TypeError, IndexError, AttributeError) as err:
             raise CorruptPoolError(f"its small state is malformed ({type(err).__name__}: {err})") from err

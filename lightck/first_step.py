@@ -33,11 +33,14 @@ class FirstStep:
     """Whether the process was one of several ranks at attach already."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
     _ticks: list[Any] = field(default_factory=list)
+    _options_follow: bool = False
     _early: list[weakref.ref[LRScheduler]] = field(default_factory=list)
     """Schedulers that were there at attach, saved or not."""
 
-    def restored_now(self) -> None:
-        """Note the learning rates as they were restored."""
+    def restored_now(self, options_follow: bool) -> None:
+        """Note the learning rates as they were restored. ``options_follow``: those of the update that followed are
+        recorded, and compared with what is there when it is made again."""
+        self._options_follow = options_follow
         self._lrs = [(g, float(g["lr"])) for o in self.optimizers for g in o.param_groups if "initial_lr" in g]
         self._ticks = self._scheduler_ticks()
         if self._lrs:
@@ -57,7 +60,8 @@ class FirstStep:
     def _scheduler_ticks(self) -> list[Any]:
         schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
         parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]  # a chain counts in these only
-        return [(getattr(s, "last_epoch", None), getattr(s, "_step_count", None)) for s in [*schedulers, *parts]]
+        counts = ("last_epoch", "_step_count", "T_cur")  # the last one: of warm restarts, at parts of an epoch
+        return [[getattr(s, name, None) for name in counts] for s in [*schedulers, *parts]]
 
     def _check_lr(self) -> None:
         if not self._lrs or self._scheduler_ticks() != self._ticks:
@@ -73,6 +77,8 @@ class FirstStep:
                 f"{fact}: an LR scheduler was built after attach and reset it. Build the scheduler before attach, or "
                 'pass it: attach(..., state={"scheduler": scheduler}).'
             )
+        if self._options_follow:
+            return
         log.warning("lightck: %s. Where the loop sets it, or an object that is no torch LRScheduler, all is well; a "
                     "scheduler that was built after attach has started over: build it before", fact)  # fmt: skip
 

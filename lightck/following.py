@@ -17,6 +17,7 @@ from lightck.capture.boundary import Event
 from lightck.capture.following import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, First, Following
 from lightck.capture.passes import Pass
 from lightck.capture.update import GRADIENT, KINDS, OPTIMIZER_STATE, OPTIONS, UpdateParts
+from lightck.counted import Counted
 from lightck.errors import DataMismatchError, listed
 from lightck.pool.format import NextBatch, next_key
 
@@ -58,8 +59,9 @@ class Recorder:
         self._after = None
 
     def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
-        if self._after is not None:
-            self._after.gave(name, of, batch, checksum, read)
+        after = self._after  # another thread may be closing the session
+        if after is not None:
+            after.gave(name, of, batch, checksum, read)
 
     def forward(self, inputs: object, is_due: bool) -> None:
         """Before this forward closes a version. ``is_due``: one is to be closed, here or by the pre-step hook."""
@@ -77,6 +79,45 @@ class Recorder:
     def _record(self, after: Following) -> None:
         if after.firsts:
             self._store([NextBatch(next_key(name), kind, checksum) for name, kind, checksum in after.firsts])
+
+
+class Follows:
+    """Of one session: what follows its versions, recorded and, in a resume, compared."""
+
+    def __init__(self, recorder: Recorder, comparison: Comparison | None, counted: Counted) -> None:
+        self.recorder, self.counted = recorder, counted
+        self._comparison = comparison
+
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
+        """A session loader gave a batch."""
+        comparison = self._comparison
+        self.recorder.gave(name, of, batch, checksum, read)
+        if comparison is not None:
+            comparison.gave(name, of, batch, checksum, read)
+
+    def forward(self, inputs: object) -> None:
+        """A training forward begins, behind the boundary that it may be."""
+        if self._comparison is not None:
+            self._comparison.forward(inputs)
+
+    def before_update(self, index: int | None) -> None:
+        """Behind the boundary that this may be. ``index``: see ``Recorder``. Raises ``DataMismatchError``."""
+        self.recorder.before_update(index)
+        self.counted.before_update()
+        if self._comparison is not None:
+            self._comparison.before_update(index)
+            if self._comparison.is_over:
+                self._comparison = None
+
+    def forget(self) -> None:
+        """Let go of what was read: a closed session keeps nothing alive."""
+        self.recorder.closes()
+        self._comparison = None
+
+    def ended(self) -> None:
+        """The session is about to be closed."""
+        if self._comparison is not None:
+            self._comparison.closed()
 
 
 @dataclass(slots=True)
@@ -147,12 +188,14 @@ class Comparison:
         went on from, and on no batch that its loaders gave after that, it took itself for finished: its last batches
         were in the memory of the killed process."""
         kinds = {kind for _, kind in self._recorded}
-        if self._is_judged or FORWARD not in kinds or BATCH in kinds:
+        is_asked = bool(self._seen.loaders) and not kinds.isdisjoint(KINDS)
+        is_missed = is_asked if BATCH in kinds else FORWARD in kinds  # a loader gives its batch, where the loop asks
+        if self._is_judged or not is_missed:
             return
-        log.warning("lightck: The first batch after the resume is not the one that followed step %d: none came, and "
-                    "the session is closed without an update. Where nobody ended it early, the loop took itself for "
-                    "finished: batches that were fetched ahead (list(loader)) are in no version. %s has these loops, "
-                    "and how each is exact", self._step, _PAGE)  # fmt: skip
+        log.warning("lightck: The first batch after the resume is not the one that followed step %d: no update came "
+                    "before the session was closed. If you did not end this run early, the loop took itself for "
+                    "finished, as with batches that it fetched ahead (list(loader)), or counted from nothing. %s has "
+                    "these loops, and how each is exact", self._step, _PAGE)  # fmt: skip
 
     def _compare(self) -> _Verdict:
         verdict = _Verdict()
@@ -252,8 +295,8 @@ class Comparison:
         gradients = [part for part in verdict.equal if part.kind == GRADIENT]
         if not data and not gradients:
             log.info("lightck: the first batch after the resume was compared with nothing: what followed step %d is "
-                     "not recorded (the process ended before it came), lies on a device, or did not come by now",
-                     self._step)  # fmt: skip
+                     "not recorded, as after a kill at an epoch's end or in an evaluation, or it lies on a device. "
+                     "That is no fault, and no proof either", self._step)  # fmt: skip
             return
         what = [f"loader {first.name!r}" if first.name else "the model's forward" for first in data]
         if gradients:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch import nn
 
 from lightck.capture.boundary import Event
 from lightck.capture.loader import SessionLoader
+from lightck.capture.numbers import Numbers
 from lightck.capture.passes import Pass
 from lightck.capture.preview import RestoredRng
 from lightck.capture.rng import RngState
 from lightck.capture.snapshot import fingerprint
+from lightck.capture.update import OPTIONS
 from lightck.contents import Contents
 from lightck.pool.format import CommitLine, NextBatch
 
@@ -46,6 +48,8 @@ class Resumed:
     _rng_forward: RngState | None
     event: str = ""
     """What closed the version."""
+    numbers: Mapping[str, int] | None = None
+    """Of modules, where they are to be compared before the first forward."""
 
     @classmethod
     def from_contents(cls, contents: Contents, recorded: Sequence[NextBatch] | None) -> Resumed:
@@ -54,7 +58,13 @@ class Resumed:
         closed_by_next = contents.event == Event.NEXT.value
         return cls(contents.step, contents.iteration, contents.explicit, contents.loaders, closed_by_next,
                    contents.persistent_started, contents.done, recorded, not _other_conditions(contents), contents.rng,
-                   once, contents.rng_forward, contents.event)  # fmt: skip
+                   once, contents.rng_forward, contents.event,
+                   None if contents.event == Event.PRE_STEP.value else contents.numbers)  # fmt: skip
+
+    @property
+    def knows_options(self) -> bool:
+        """Whether the optimizer's options of the update that followed are recorded."""
+        return any(each.kind == OPTIONS for each in self.recorded or ())
 
     def set_rng(self) -> None:
         """At attach: the loop's own draws come next."""
@@ -64,11 +74,15 @@ class Resumed:
         """At the first ``next()`` of a loader that is no preview: what was drawn since attach does not count."""
         return self._rng_once.take(loader, pass_)
 
-    def set_forward_rng(self) -> None:
-        """Once, before the first training forward, where a forward closed the version."""
+    def forward_begins(self, numbers: Numbers) -> None:
+        """Before the first training forward: its random state, where a forward closed the version, and what the model's
+        modules keep as numbers."""
         if self._rng_forward is not None:
             self._rng_forward.restore()
             self._rng_forward = None
+        if self.numbers is not None:
+            numbers.compare(self.numbers, self.step)
+            self.numbers = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +131,9 @@ def tell_differences(contents: Contents) -> None:
         log.warning("lightck: going on under other conditions than were saved (%s): results may differ in their last "
                     "bits", ", ".join(differ))  # fmt: skip
     if contents.event == Event.FORWARD.value:
-        log.info("lightck: the version was closed by the model's forward. Whether the loop goes on with its batches is "
-                 "seen at the first update; a DataLoader outside session.loader() does not resume in mid-epoch")
+        log.info("lightck: this checkpoint was closed when the model's next forward began, so no session loader says "
+                 "where the data stood. Whether the loop goes on with the right batch is compared at the first update; "
+                 "a DataLoader outside session.loader() does not resume in mid-epoch")
 
 
 def _other_conditions(contents: Contents) -> list[str]:

@@ -38,10 +38,11 @@ from lightck.capture.snapshot import Capture
 from lightck.capture.top import LoopTop
 from lightck.capture.update import UpdateParts
 from lightck.capture.wrapped import name_of
+from lightck.counted import Counted
 from lightck.ending import end
 from lightck.errors import BackgroundError, FlushTimeoutError, NothingSavedError, SessionError
 from lightck.first_step import FirstStep
-from lightck.following import Comparison, Recorder
+from lightck.following import Comparison, Follows, Recorder
 from lightck.interrupts import resumed
 from lightck.interval import Cadence
 from lightck.patience import deadline_in
@@ -78,10 +79,12 @@ class Session:
         self._is_done_saved = False  # in the last version
         self._done_at = resumed.step if resumed is not None and resumed.done else None
         parts = UpdateParts(capture.optimizers)
-        self._recorder = Recorder(pipeline.store_next, parts)
-        self._comparison = None if resumed is None else Comparison(
+        comparison = None if resumed is None else Comparison(
             resumed.step, resumed.recorded, is_strict=strict_data, same_bits=resumed.same_conditions,
             parts=parts)  # fmt: skip
+        counted = Counted(0 if resumed is None else resumed.step, capture.loaders,
+                          by_itself=bool(found.state.keys() - found.found.keys()))  # fmt: skip
+        self._follows = Follows(Recorder(pipeline.store_next, parts), comparison, counted)
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
         self._boundary = Boundary(found.updating, *start)
         self._saved_step = self._boundary.step
@@ -108,11 +111,13 @@ class Session:
     @property
     def step(self) -> int:
         """Updates made, skipped ones not counted. With several optimizers: rounds in which each stepped."""
+        self._follows.counted.is_asked = True
         return self._boundary.step
 
     @property
     def iteration(self) -> int:
         """Boundaries passed: iterations of the loop, skipped updates included."""
+        self._follows.counted.is_asked = True
         return self._boundary.iteration
 
     @property
@@ -238,8 +243,7 @@ class Session:
             if self._half_updated:
                 log.warning("lightck: closed between backward() and step(): what was not committed before is not saved")
             elif not self.is_forked and self._failure is None:
-                if self._comparison is not None:
-                    self._comparison.closed()
+                self._follows.ended()
                 with self._meter.stall("close"):
                     self._capture.is_done = done or self.done
                     self._commit_current(None, also_step_0=False)
@@ -306,7 +310,7 @@ class Session:
                 self._forward.tell_missing(self._boundary.explicit)
             if not self._paused:
                 self._watch.before_step(index)
-                self._compare_data(index if has_gradients and not in_backward else None)
+                self._follows.before_update(index if has_gradients and not in_backward else None)
             self._capture.before_update(index)
 
     def gate(self) -> None:
@@ -366,13 +370,12 @@ class Session:
             self._watch.training_forward()
             self._reaches(Event.FORWARD)
             if self._failure is None:
-                self._recorder.forward(inputs, self._boundary.is_due(Event.PRE_STEP))  # what was closed may commit now
+                self._follows.recorder.forward(inputs, self._boundary.is_due(Event.PRE_STEP))
                 self._guard(self._pipeline.forward_begins)
                 self._event(Event.FORWARD)
             if self._resumed is not None:
-                self._resumed.set_forward_rng()
-            if self._comparison is not None:
-                self._comparison.forward(inputs)
+                self._resumed.forward_begins(self._capture.numbers)
+            self._follows.forward(inputs)
 
     def forward_ended(self) -> None:
         """End of a training forward: copies that are done need not wait for the gate."""
@@ -390,9 +393,6 @@ class Session:
                 self._watch.step_elsewhere(optimizer)
             return
         new = late(optimizer, {id(p) for view in self._capture.optimizers for _, p in view.params})
-        log.warning("lightck: %s was made after attach, or had no parameter of this model then. It is followed from "
-                    "here on, but a restart restores its state at attach and fails where it is not there yet. Build it "
-                    "before attach, over this model's parameters", type(optimizer).__name__)  # fmt: skip
         self._capture.add_optimizers(new)
         self._boundary.optimizers += sum(place.steps for place in places(new))
         self._hooks.add(new)
@@ -435,10 +435,7 @@ class Session:
         """A session loader gave a batch."""
         if self._paused or (loader.in_eval and not loader.is_training):
             return
-        with self._meter.stall("next"):
-            self._recorder.gave(loader.name, of, batch, checksum, read)
-            if self._comparison is not None:
-                self._comparison.gave(loader.name, of, batch, checksum, read)
+        self._follows.gave(loader.name, of, batch, checksum, read)
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """A pass ended: an evaluation with swapped weights may follow, so the copies end first."""
@@ -478,6 +475,8 @@ class Session:
             is_skip = event is not Event.FLUSH and self._scalers.skipped()
             self._boundary.passed_without_update(event, is_skip)
             return
+        if event is Event.FORWARD and self._capture.within.holds_batch(self._boundary.step):
+            return  # it may only be looked at
         self._half_updated.refuse_boundary()
         step = self._boundary.close(event)
         self._scalers.skipped()
@@ -487,14 +486,14 @@ class Session:
         if is_saved:
             self._close_version(event, step)
         else:
-            self._recorder.closed_unsaved()
+            self._follows.recorder.closed_unsaved()
 
     def _updated_by_hand(self) -> None:
         """An update of a loop in which no optimizer is followed. No hook comes before the next one, so the gate is
         here."""
         self._steps_on = threading.get_ident()
         self._check_first_step()
-        self._compare_data(None)
+        self._follows.before_update(None)
         self._boundary.updated(BY_HAND)
         self._capture.positions.updated()
         self._capture.devices.note_updates()
@@ -510,16 +509,9 @@ class Session:
                                       never_rest=never, stale_after=stale_after)  # fmt: skip
         if self._meter.observer is not None:
             self._meter.observer.stalled(f"state of step {step}", began, time.perf_counter(), is_state=True)
-        self._recorder.closes()
+        self._follows.recorder.closes()
         self._guard(lambda: self._pipeline.close_version(closing))
-        self._recorder.closed(event)
-
-    def _compare_data(self, index: int | None) -> None:
-        self._recorder.before_update(index)  # what follows the last version is known by now
-        if self._comparison is not None:
-            self._comparison.before_update(index)
-            if self._comparison.is_over:
-                self._comparison = None
+        self._follows.recorder.closed(event)
 
     def _is_idle(self) -> bool:
         """No version is due or under way."""
@@ -593,6 +585,7 @@ class Session:
         self._finalizer()
         self._capture.forget()
         self._hooks.forget()
+        self._follows.forget()
         self._first_step = self._top = None
 
     @property

@@ -52,8 +52,14 @@ class ModuleHook(OwnHook):
 
 
 def _is_transformed() -> bool:
-    """Whether the call is traced, or inside a transform of torch.func (grad, vmap, jvp)."""
-    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether the call is traced, inside a transform of torch.func (grad, vmap, jvp), or on fake tensors, where even
+    the random state that one reads has no memory."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    )
 
 
 def closure_of(args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:

@@ -117,14 +117,17 @@ def live_optimizers(params: Mapping[int, int]) -> tuple[Optimizer, ...]:
 
 
 def late(optimizer: Any, known: Collection[int]) -> tuple[Optimizer, ...]:
-    """What to follow of one that was made after attach. Raises ``LateError`` where it steps parameters that an earlier
-    one has: ``known`` are the ids of those."""
+    """What to follow of one that was made after attach, which is told. Raises ``LateError`` where it steps parameters
+    that an earlier one has: ``known`` are the ids of those."""
     new = followed([optimizer])
     if any(id(p) in known for one in new for g in one.param_groups for p in g["params"]):
         raise LateError(
             f"An optimizer ({type(optimizer).__name__}) steps parameters that another one had at attach. lightck saves "
             "the state of that other one. Build the optimizer before attach, or close the session and attach again."
         )
+    log.warning("lightck: %s was made after attach, or had no parameter of this model then. It is followed from here "
+                "on, but a restart restores its state at attach and fails where it is not there yet. Build it before "
+                "attach, over this model's parameters", type(optimizer).__name__)  # fmt: skip
     return new
 
 

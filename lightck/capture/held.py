@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightck.capture import rng, values
 from lightck.capture.inventory import Live, OptimizerView, address_of, has_memory, staged
@@ -36,10 +37,21 @@ def by_object(name: str, obj: Any) -> Marks:
     large: list[torch.Tensor] = []
     try:
         with rng.shielded():
-            packed = values.pack(obj.state_dict(), path=name, large=lambda _, tensor: large.append(tensor))
+            state = obj.state_dict()
+            if isinstance(obj, LRScheduler):
+                state = _epoch_of(state)
+            packed = values.pack(state, path=name, large=lambda _, tensor: large.append(tensor))
         return {f"state[{name!r}]": (_digest(packed), *map(_mark, large))}
     except Exception:  # it is the user's code, which may refuse to answer now: the boundary asks again, and raises
         return {}
+
+
+def _epoch_of(state: Any) -> Any:
+    """Of a scheduler and those in it, where they stand. ``step(epoch)`` sets the rest anew at each iteration, and
+    counts that it was called."""
+    if not isinstance(state, dict) or "last_epoch" not in state:
+        return state
+    return state["last_epoch"], [_epoch_of(each) for each in state.get("_schedulers") or ()]
 
 
 def by_options(view: OptimizerView) -> Marks:
@@ -48,6 +60,12 @@ def by_options(view: OptimizerView) -> Marks:
         return {options_name(view): (_digest(values.pack(view.groups(), path="options")),)}
     except Exception:
         return {}
+
+
+def by_state(view: OptimizerView) -> tuple[Any, ...]:
+    """Of the tensors of an optimizer's state, by their names."""
+    marks = {live.name: _mark(live.tensor) for live in view.state_tensors() if live.alias is None}
+    return "state", *sorted(marks.items(), key=lambda item: item[0])
 
 
 def options_name(view: OptimizerView) -> str:
@@ -69,4 +87,6 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...] | None:
         return version_of(tensor), address_of(tensor)
     if not has_memory(tensor):
         return None
+    if not tensor.is_contiguous():  # in the order of its elements: channels_last changes no value
+        tensor = tensor.detach().contiguous()
     return checksums(staged(tensor), _BLOCK).tobytes(), str(tensor.dtype), tuple(tensor.shape)

@@ -108,11 +108,10 @@ class SessionLoader:
         self._checks = not self._stateful
         self._read: Read = {}
         self._doubt = replay_doubt(dl)
-        self._epoch = 0
+        self._epoch = self.restored_epoch = 0
         self._pass: Pass | None = None
-        self._told_within = False
-        self._is_begun = False  # in this process
-        self._has_trained = False  # in an earlier pass
+        self.told_within = self.was_asked = False
+        self._is_begun = self._has_trained = False  # in this process; in an earlier pass
         self._has_one_pass = has_one_pass(dl)
         self._taken = 0  # batches, in earlier passes
         self._ended = 0  # the moment at which the last pass was over
@@ -182,12 +181,14 @@ class SessionLoader:
     @property
     def epoch(self) -> int:
         """Passes finished. One left by ``break`` after an update counts when the next one begins."""
+        self.was_asked = True
         self._use_up()
         return self._epoch
 
     @property
     def start(self) -> int:
         """Batches that the next ``iter()`` skips: 0 unless a version was restored in mid-pass."""
+        self.was_asked = True
         self._use_up()
         return self._pending.given if self._pending is not None else 0
 
@@ -252,12 +253,12 @@ class SessionLoader:
 
     def tell_within_batch(self, step: int) -> None:
         """Once: this version's position counts a batch that the step after it is made on."""
-        if not self._told_within:
-            self._told_within = True
-            log.warning("loader %r: step %d ended within a batch: several updates are made on one batch (as by a loop "
-                        "over another session loader inside), or in a pass that began in eval mode. A position counts "
-                        "whole batches: a training that is resumed at such a step goes on with the next batch",
-                        self._name, step)  # fmt: skip
+        if not self.told_within:
+            self.told_within = True
+            log.warning("loader %r: step %d ended within a batch: the loop makes several updates on one batch, or goes "
+                        "over another session loader inside it, or began this pass in eval mode. A saved position "
+                        "counts whole batches, so a resume from such a step leaves out the rest of that batch. Call "
+                        "session.end_step() behind the last update on a batch", self._name, step)  # fmt: skip
 
     def _tell_doubt(self, doubt: str, level: int = logging.WARNING) -> None:
         self._doubt = doubt
@@ -267,7 +268,7 @@ class SessionLoader:
 
     def _adopt(self, value: dict[str, Any]) -> Position:
         position = Position.from_value(value)
-        self._epoch = position.epoch
+        self._epoch = self.restored_epoch = position.epoch
         self._previews.restored(position)
         if position.used_again:
             self.used.tell_restored()
@@ -295,7 +296,7 @@ class SessionLoader:
         self._identity = identity_of(self._dl, self._stateful)
         was, now = position.identity.get("length"), self._identity.get("length")
         if was != now:
-            raise drifted(self._name, {"length": (was, now)})
+            raise drifted(self._name, {"length": (was, now)}, position)
 
     def _try_generators(self, states: tuple[torch.Tensor, ...]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
@@ -588,6 +589,7 @@ class SessionLoader:
 
     def _finish(self, batches: Batches) -> None:
         batches.inner = None
+        self._read.clear()
         self._host.loader_pass_ended(self)
         self._has_trained |= self._is_of_training(batches.of)
         self._taken += batches.of.given

@@ -124,6 +124,7 @@ class UsedAgain:
         self._fetched = 0
         self.is_told = False
         """For the last pass."""
+        self._was_told = False
 
     def begins(self) -> None:
         """A pass, in this process."""
@@ -144,9 +145,10 @@ class UsedAgain:
         return self._first() is not None and not (certain and self._fetched == 1)
 
     def tell(self) -> None:
-        """Once for each pass: an update was made after it ended, and none began."""
-        if not self.is_told:
-            self.is_told = True
+        """An update was made after a pass ended, and none began. Said once."""
+        self.is_told = True
+        if not self._was_told:
+            self._was_told = True
             log.warning("loader %r: an update was made after the pass over it ended and before another began, so "
                         "batches are used again that the loop holds (itertools.cycle, a list), or others. %s",
                         self._name, _HAS_OTHERS)  # fmt: skip

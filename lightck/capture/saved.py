@@ -9,6 +9,7 @@ proof (gradients may be accumulated, a GradScaler may skip), it compares what th
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -49,10 +50,13 @@ class SavedWatch:
         self._idle_ended = 0  # the same since the last update
         self._is_alive = False  # a training forward or an update was seen
         self._elsewhere = 0  # steps of optimizers that have no parameter of this model
+        self._last_one: weakref.ref[Any] | None = None  # of them
+        self._by_one = 0  # its steps in a row
         self._twin = False
         self._before: Marks = {}
         self._at_end: Marks = {}
         self._is_told = self._is_looked_for = False
+        self._of_others = -1  # updates by optimizers that have no parameter of this model; -1: they have
 
     # -- what the session reports ------------------------------------------------------------------------
 
@@ -67,8 +71,12 @@ class SavedWatch:
 
     def updated(self) -> None:
         """A followed optimizer made an update."""
+        if not self._is_alive and self._drives_nothing():
+            self._of_others = 0
         self._is_alive = True
         self._idle = self._idle_ended = 0
+        if 0 <= self._of_others <= _FIRST:
+            self._compare_updates()
 
     def end_step(self) -> bool:
         """Whether this call counts as an update: no optimizer is followed."""
@@ -99,11 +107,15 @@ class SavedWatch:
     def step_elsewhere(self, optimizer: Any) -> None:
         """An optimizer steps that has no parameter of this model, and belongs to no open session."""
         self._elsewhere += 1
-        if not (self._is_alive or self._ended or self._is_told) and _TWIN_STEPS <= self._elsewhere < 2 * _TWIN_STEPS:
+        if self._last_one is None or self._last_one() is not optimizer:
+            self._last_one, self._by_one = weakref.ref(optimizer), 0
+        self._by_one += 1
+        steps = self._by_one  # copies of the model with optimizers of their own, as clients have, make few each
+        if not (self._is_alive or self._ended or self._is_told) and _TWIN_STEPS <= steps < 2 * _TWIN_STEPS:
             self._twin = self._is_twin(optimizer)
             if self._twin:
                 self._tell(
-                    f"{type(optimizer).__name__} made {self._elsewhere} updates of a model with parameters of the same "
+                    f"{type(optimizer).__name__} made {steps} updates of a model with parameters of the same "
                     "shapes, and the model of this session was neither called nor updated since attach. A model that "
                     "is built again (a notebook cell that was run again) is not the one that is saved: close this "
                     "session and attach to the new one"
@@ -202,6 +214,24 @@ class SavedWatch:
         views = [view for view in self._capture.optimizers if view.root == root and not view.wraps]
         names = [name for view in views for name, _ in view.params]
         return f"{views[0].class_name if views else 'an optimizer'} of {_some(names)}"
+
+    def _drives_nothing(self) -> bool:
+        """The optimizers that were passed have no parameter of this model. They may have masters of its parameters,
+        which the loop copies into it."""
+        params = [name for view in self._capture.optimizers for name, _ in view.params]
+        return bool(params) and all(name.startswith("outside/") for name in params)
+
+    def _compare_updates(self) -> None:
+        self._of_others += 1
+        if self._of_others == 1:
+            self._before = self._params()
+        elif self._of_others == _FIRST // 2 and not self._is_told and not moved(self._before, self._params()):
+            classes = ", ".join(view.class_name for view in self._capture.optimizers)
+            self._tell(
+                f"{classes} made {_FIRST // 2} updates, has no parameter of this model, and no parameter of this model "
+                "changed meanwhile. It was built over another model, or over parameters that were replaced since, so "
+                "the training of that is not saved. Build it over model.parameters() of the model that is attached"
+            )
 
     # -- inside ------------------------------------------------------------------------------------------
 

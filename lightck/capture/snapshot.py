@@ -25,6 +25,7 @@ from lightck.capture.built import BuiltNow
 from lightck.capture.devices import Devices
 from lightck.capture.forked import ForkWatch
 from lightck.capture.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
+from lightck.capture.numbers import Numbers
 from lightck.capture.persistent import PersistentLoaders
 from lightck.capture.positions import Positions
 from lightck.capture.roster import Roster, roster_of
@@ -92,6 +93,7 @@ class Capture:
         names = self.model.names_by_id()
         self.optimizers = optimizer_views(optimizers, names)
         self.built = BuiltNow(self.model, self.optimizers, self.objects)
+        self.numbers = Numbers(model)
         self._n_followed = len(optimizers)
         self._told_shared = False
         self._forked = ForkWatch()
@@ -120,7 +122,7 @@ class Capture:
 
     def forget(self) -> None:
         """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
-        self.model = ModelView(nn.Module())
+        self.model, self.numbers = ModelView(nn.Module()), Numbers(nn.Module())
         self.provisional = self._roster = self._noted = None
         self._buffer_copies = BufferCopies()
         for held in (self.objects, self.loaders, self.optimizers, self._without_grad):
@@ -286,6 +288,7 @@ class Capture:
             "elastic": sorted(self.elastic),
             "stale_after": stale_after,
             "built": self.built.packed,
+            "numbers": self.numbers.now(),
             "frozen": self.built.frozen_since(self._roster, self.model),
             "fingerprint": fingerprint(),
         }

@@ -21,7 +21,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from lightck.capture.boundary import Boundary, Event
-from lightck.capture.held import Marks, by_object, by_options, by_tensors, moved, options_name
+from lightck.capture.held import Marks, by_object, by_options, by_state, by_tensors, moved, options_name
 from lightck.capture.snapshot import Capture, is_loader
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class LoopTop:
         self._suspects: set[str] = set()
         self._updated: Marks | None = None
         self._restored = restored is not None
+        self._states = self._optimizer_states() if self._restored and capture.positions.any_live else {}
         self._fetched_in: Pass | None = None
 
     def reaches(self, event: Event, boundary: Boundary) -> bool:
@@ -76,6 +77,7 @@ class LoopTop:
         self._fetched_in = pass_
         options = {options_name(view) for view in self._capture.optimizers}
         names = self._steady([name for name in self._moved(self._before, Event.FORWARD) if name not in options])
+        names += moved(self._states, self._optimizer_states())
         if names:
             self._restored = False
             log.warning("lightck: %s changed between the restore and the first next() of loader %r, which goes on in "
@@ -121,6 +123,9 @@ class LoopTop:
         """Without objects that answer otherwise each time that they are asked, as with the time of day."""
         changes = moved(self._held(set(names)), self._held(set(names)))
         return _some([name for name in names if name not in changes])
+
+    def _optimizer_states(self) -> Marks:
+        return {f"the state of {view.class_name}": by_state(view) for view in self._capture.optimizers}
 
     def _buffers(self) -> set[str]:
         return {live.name.removeprefix("model/") for live in self._capture.model.buffers()}

@@ -2,13 +2,13 @@
 
 The same batch on the same weights gives the same gradients, to the bit. Where a resumed training gets others, something
 that the loss depends on is in no checkpoint: a second model, a number that a module keeps as an attribute, a generator
-of the loss's own. Nothing but this shows it. A few words of two gradients cost microseconds; no device is waited for.
+of the loss's own. Nothing but this shows it. A few words of one gradient cost microseconds; no device is waited for.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import is_
 from typing import Any
@@ -36,6 +36,8 @@ class UpdateParts:
         """``views``: the session's own list, which may grow."""
         self._views = views
         self._options: dict[int, _Options] = {}
+        self._chosen: dict[int, tuple[int, ...] | None] = {}
+        """For each view the positions of the parameters that are looked at; None: they lie on a device."""
 
     def some(self, index: int) -> list[First]:
         """A few parts of this update: what is recorded. This runs at each step."""
@@ -43,13 +45,17 @@ class UpdateParts:
         for view in self._views:
             if view.root != index:
                 continue
-            found.append(First(_name(view, ""), OPTIONS, self._options_of(view).checksum()))
-            last = _first_with_gradient(reversed(view.params))
-            first = _first_with_gradient(view.params)
-            if last is not None:
-                _add(found, view, *last, with_state=True)
-            if first is not None and last is not None and first[1] is not last[1]:
-                _add(found, view, *first, with_state=False)
+            found.append(self._options_of(view))
+            chosen = self._chosen.get(view.index, ())
+            if chosen is not None and not (chosen and _have_gradients(view, chosen)):
+                chosen = self._chosen[view.index] = _choose(view)
+            for at in chosen or ():
+                name, p = view.params[at]
+                gradient = _gradient(p)
+                if gradient is not None:
+                    found.append(First(_name(view, name), GRADIENT, gradient))
+            if chosen:  # of the last one of these: an update makes all of it, or none
+                found.append(First(_name(view, name), OPTIMIZER_STATE, _state(view, p)))
         return found
 
     def all(self, index: int) -> Iterator[tuple[str, First]]:
@@ -57,30 +63,27 @@ class UpdateParts:
         for view in self._views:
             if view.root != index:
                 continue
-            yield view.class_name, First(_name(view, ""), OPTIONS, self._options_of(view).checksum())
+            yield view.class_name, self._options_of(view)
             for name, p in view.params:
-                gradient = 0 if p.grad is None else _gradient(p)
+                gradient = _no_gradient(view, p) if p.grad is None else _gradient(p)
                 if gradient is not None:
                     yield name, First(_name(view, name), GRADIENT, gradient)
                 yield name, First(_name(view, name), OPTIMIZER_STATE, _state(view, p))
 
-    def _options_of(self, view: OptimizerView) -> _Options:
-        known = self._options.get(view.index)
-        if known is None or known.view is not view:
-            known = self._options[view.index] = _Options(view)
-        return known
+    def _options_of(self, view: OptimizerView) -> First:
+        known = self._options.setdefault(view.index, _Options())
+        return First(_name(view, ""), OPTIONS, known.checksum(view.optimizer.param_groups))
 
 
 class _Options:
     """Options of an optimizer, and their checksum, which is made anew where one is another object than before."""
 
-    def __init__(self, view: OptimizerView) -> None:
-        self.view = view
+    def __init__(self) -> None:
         self._values: list[Any] = []
         self._checksum: int | None = None
 
-    def checksum(self) -> int:
-        values = [v for group in self.view.optimizer.param_groups for k, v in group.items() if k != "params"]
+    def checksum(self, groups: list[dict[str, Any]]) -> int:
+        values = [v for group in groups for k, v in group.items() if k != "params"]
         known = self._checksum
         if known is not None and len(values) == len(self._values) and all(map(is_, values, self._values)):
             return known
@@ -109,16 +112,37 @@ def _plain(value: Any) -> Any:
     return None
 
 
-def _first_with_gradient(params: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
-    return next((each for each in params if each[1].grad is not None), None)
+def _have_gradients(view: OptimizerView, chosen: tuple[int, ...]) -> bool:
+    params = view.params
+    return all(at < len(params) and params[at][1].grad is not None for at in chosen)
 
 
-def _add(found: list[First], view: OptimizerView, name: str, p: torch.Tensor, *, with_state: bool) -> None:
-    full, checksum = _name(view, name), _gradient(p)
-    if checksum is not None:
-        found.append(First(full, GRADIENT, checksum))
-    if with_state:
-        found.append(First(full, OPTIMIZER_STATE, _state(view, p)))
+def _choose(view: OptimizerView) -> tuple[int, ...] | None:
+    """The first and the last parameter of at most one dimension whose gradients can be read: biases and scales, whose
+    gradients have no rows that are zero, as an embedding's have. What comes behind the first, and before the last, is
+    in theirs. Else of any kind. Empty: none has a gradient now; None: they lie on a device."""
+    flat: list[int] = []
+    others: list[int] = []
+    for at, (_, p) in enumerate(view.params):
+        if p.grad is None:
+            continue
+        if not p.grad.is_cpu:
+            return None
+        (flat if p.dim() <= 1 else others).append(at)
+    for kind in (flat, others):
+        found = next((at for at in kind if _gradient(view.params[at][1]) is not None), None)
+        if found is not None:
+            last = next(at for at in reversed(kind) if _gradient(view.params[at][1]) is not None)
+            return (found, last) if found != last else (found,)
+    return ()
+
+
+def _no_gradient(view: OptimizerView, p: torch.Tensor) -> int:
+    """Where a parameter has no gradient now: that of zeros, for an optimizer to which these are the same."""
+    groups = view.optimizer.param_groups
+    if type(view.optimizer) is torch.optim.SGD and not any(g["momentum"] or g["weight_decay"] for g in groups):
+        return _checksum(torch.zeros_like(p.detach(), memory_format=torch.contiguous_format)) or 0
+    return 0
 
 
 def _name(view: OptimizerView, name: str) -> str:

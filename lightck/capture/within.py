@@ -38,14 +38,20 @@ class WithinBatch:
         for each in self._loaders if not in_eval else ():
             each.fetched_to_train = now
 
+    def holds_batch(self, step: int) -> bool:
+        """Whether the loop has a batch in hand on which the last update was made. A forward that comes then may only be
+        looked at (logged), and the next ``next()`` is the boundary; where another update comes instead, that is told at
+        its own boundary, and from then on forwards close versions again."""
+        return any(_is_within(loader.held_pass, step) and not loader.told_within for loader in self._loaders)
+
     def boundary(self, event: Event, step: int, is_saved: bool) -> None:
         """Before the version of ``step`` is captured, where it is."""
         if not self._loaders:
             return
         stands = [_stand(loader.held_pass) for loader in self._loaders]
         if is_saved and event in (Event.FORWARD, Event.PRE_STEP):
-            for loader, (pass_, given) in zip(self._loaders, stands, strict=True):
-                if pass_ is not None and given and (pass_.has_trained(step) or pass_.fetched_at == step):
+            for loader, (pass_, _) in zip(self._loaders, stands, strict=True):
+                if _is_within(pass_, step):
                     loader.tell_within_batch(step)
         if self._saved is not None:
             self._compare(stands, *self._saved)
@@ -69,6 +75,10 @@ class WithinBatch:
 
 def _stand(pass_: Pass | None) -> _Stand:
     return pass_, 0 if pass_ is None else pass_.given
+
+
+def _is_within(pass_: Pass | None, step: int) -> bool:
+    return pass_ is not None and pass_.given > 0 and (pass_.has_trained(step) or pass_.fetched_at == step)
 
 
 def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:

@@ -21,8 +21,10 @@ Drift = dict[str, tuple[object, object]]
 
 
 def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) -> str:
-    """The name of its position: as the user says, else its number. Raises ``SessionError``: it would not be the same
-    one after a resume, as where a loop calls ``session.loader`` anew for each epoch."""
+    """The name of its position: as the user says, else its number. Raises ``TypeError``, and ``SessionError`` where it
+    would not be the same one after a resume, as where a loop calls ``session.loader`` anew for each epoch."""
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise TypeError(f"session.loader() was given {loader!r}, which cannot be iterated. Pass the DataLoader.")
     if any(other is loader for other in known):
         raise SessionError("This is a session loader already. Wrap each loader once.")
     if name is None:
@@ -100,12 +102,20 @@ def has_one_pass(loader: object) -> bool:
     return isinstance(loader, Iterator) and made_by in ("builtins", "itertools", "torch.utils.data.dataloader")
 
 
-def drifted(name: str, drift: Drift) -> DriftError:
+def drifted(name: str, drift: Drift, position: Position) -> DriftError:
     text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
+    fact = f"loader {name!r} differs from the one that was saved: {text}."
+    if position.given == position.identity.get("length"):
+        return DriftError(
+            f"{fact} All {position.given} batches of its pass were given when the checkpoint of it was closed, and the "
+            "loop goes on behind them, at the epoch's end. If that was the end of the training, close it with "
+            "session.close(done=True), and do not enter the loop where session.done. Else build the loader as it was; "
+            "session.loader(..., anew=True) would train this pass once more.",
+            drift,
+        )
     return DriftError(
-        f"loader {name!r} differs from the one that was saved: {text}. The version lies in the middle of a pass, and "
-        "another loader would give other batches. Build the loader as it was, or begin its pass anew: "
-        "session.loader(..., anew=True).",
+        f"{fact} The version lies in the middle of a pass, and another loader would give other batches. Build the "
+        "loader as it was, or begin its pass anew: session.loader(..., anew=True).",
         drift,
     )
 
@@ -119,7 +129,7 @@ def refuse_drift(name: str, position: Position, kind: str, generators: int, iden
     drift |= {"kind": (position.kind, kind), "generators": (len(position.generators), generators)}
     drift = {key: (before, after) for key, (before, after) in drift.items() if before != after}
     if drift:
-        raise drifted(name, drift)
+        raise drifted(name, drift, position)
 
 
 def changed(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
@@ -129,10 +139,12 @@ def changed(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
         "persistent_workers=True lies hidden, whose workers go on from pass to pass: wrap the DataLoader itself."
     )
     return DriftError(
-        f"loader {name!r} cannot go on in mid-pass: {fact}. The dataset changed, or it draws from a random generator "
-        "of its own, which no version holds. Bring the old data back and draw from python's, numpy's or torch's global "
-        "generators, or begin its pass anew: session.loader(..., anew=True). Or its sampler draws from a global one "
-        "at each next(), between the loop's draws: give it a generator of its own, as its attribute generator."
+        f"loader {name!r} cannot go on in mid-pass: {fact}. The dataset changed (one that is built after attach from "
+        "random numbers, as by random_split, is another one in each run: build it before), or it draws from a "
+        "generator of its own, which no version holds. Bring the old data back and draw from python's, numpy's or "
+        "torch's global generators, or begin its pass anew: session.loader(..., anew=True). Or its sampler draws from "
+        "a global one at each next(), between the loop's draws: give it a generator of its own, as its attribute "
+        "generator."
         + (wrapper if is_wrapper else "")
     )
 

@@ -52,5 +52,5 @@ def command(
         say(f"passed over: {each}")
     if done.tied:
         say("tied, stored once: " + listed(f"{name} = {stored}" for name, stored in done.tied.items()))
-    say(f"step {checkpoint.step}: {count(done.tensors, 'tensor')}, {size(done.nbytes)} in {done.path}")
+    say(f"step {checkpoint.step}: {count(done.tensors, 'tensor')}, {size(done.nbytes)} in {done.path} ({kind})")
     return OK

@@ -70,9 +70,14 @@ def readable_path(path: str | os.PathLike[str]) -> str:
 
 def pool_path(path: str | os.PathLike[str]) -> str:
     """The path as one absolute string. The last component is not resolved: a link there is refused on open."""
-    text = os.fspath(path)
-    if isinstance(text, bytes):
-        raise TypeError("pool_path is a str or a path object, not bytes.")
+    if not isinstance(path, (str, os.PathLike)) or isinstance(text := os.fspath(path), bytes):
+        kind = "None" if path is None else f"of type {type(path).__name__}"
+        raise TypeError(f"The pool's path is {kind}. Pass a str or a path object that names a file, as 'run.pool'.")
+    if not text:
+        raise PoolPathError("The pool's path is empty. Name a file, as 'run.pool'.")
+    if text.startswith("~") and not os.path.lexists(text.split(os.sep)[0]):
+        raise PoolPathError(f"The path {text!r} begins with ~, which the shell expands and Python does not. Use "
+                            "os.path.expanduser(path).")  # fmt: skip
     if "\0" in text:
         raise PoolPathError(f"The path {text!r} has a NUL in it. No name of a file can have one. Choose another path.")
     absolute = Path(os.path.abspath(text))

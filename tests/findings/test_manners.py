@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +67,62 @@ def test_the_suite_meets_the_signal_of_a_closed_terminal_under_nohup():
         "assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "said"),
+    [
+        (None, TypeError, "The pool's path is None"),
+        (5, TypeError, "of type int"),
+        (b"run.pool", TypeError, "of type bytes"),
+        ("", errors.PoolPathError, "is empty"),
+        ("~/run.pool", errors.PoolPathError, "os.path.expanduser"),
+    ],
+)
+def test_a_path_that_names_no_file(path: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=re.escape(said)):
+        lightck.attach(torch.nn.Linear(2, 2), path)
+
+
+@pytest.mark.parametrize("thing", [5, None])
+def test_what_cannot_be_iterated_is_no_loader(thing: Any, pool: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with lightck.attach(model, pool) as session, pytest.raises(TypeError, match="cannot be iterated"):
+        session.loader(thing)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_an_optimizer_of_another_model_is_named(copies: bool, pool: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """But not one of masters, which the loop copies into the model."""
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, "lightck"), lightck.attach(model, pool, optimizer=optimizer):
+        for _ in range(10):
+            other(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            if copies:
+                model.load_state_dict(other.state_dict())
+    said = [r.getMessage() for r in caplog.records]
+    assert [s for s in said if "no parameter of this model changed" in s] == ([] if copies else said)
+
+
+def test_a_finished_training_with_another_loader_says_that_its_pass_is_at_its_end(pool: Path) -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+
+    def attached(batch_size: int, **said: Any) -> Any:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = lightck.attach(model, pool, optimizer=optimizer, resume=True)
+        loader = session.loader(torch.utils.data.DataLoader(data, batch_size))
+        for _ in range(loader.epoch, 1):
+            for (x,) in loader:
+                model(x).sum().backward()
+                optimizer.step()
+        session.close(**said)
+        return session
+
+    attached(2)
+    with pytest.raises(errors.DriftError, match=r"All 4 batches of its pass were given.*close\(done=True\)"):
+        attached(4)
+    assert attached(2, done=True).step == 4
+    assert attached(4).done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from pathlib import Path
 
@@ -65,3 +66,54 @@ def test_a_server_model_that_is_loaded_from_its_clients(pool: Path, caplog: pyte
     assert lightck.recover(pool).step == 4
     assert same(dict(lightck.recover(pool).model), weights(model))
     assert not [r for r in caplog.records if "nothing is saved" in r.getMessage()]
+
+
+def test_clients_that_make_a_few_updates_each_are_no_model_that_was_built_again(
+    pool: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "lightck")
+    model = net()
+    with lightck.attach(model, pool) as session:
+        for number in range(5):
+            client = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(client.parameters(), lr=0.1)
+            for _ in range(4):
+                client(torch.full((2, 4), float(number))).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        model.load_state_dict(client.state_dict())
+        session.end_step()
+    assert not caplog.records
+
+
+def test_batches_that_are_used_again_are_named_once(pool: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lightck")
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        loader = session.loader([torch.randn(6, 4) for _ in range(2)])
+        for _ in range(3):
+            for x in itertools.islice(itertools.cycle(loader), 5):
+                model(x).square().sum().backward()
+                optimizer.step()
+    assert len([r for r in caplog.records if "batches are used again" in r.getMessage()]) == 1
+
+
+def test_a_finished_cell_that_is_run_again_says_nothing(pool: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The loader would have given the batch that followed: the loop did not ask for it."""
+    caplog.set_level(logging.WARNING, "lightck")
+    for until in (3, 5, 3):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+            loader = session.loader([torch.full((6, 4), float(i)) for i in range(8)])
+            for x in loader if session.step < until else ():
+                model(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if session.step >= until and until == 3:
+                    break
+                if session.step > until:  # as of a process that is killed: nothing closes this step's version
+                    session.abandon()
+                    break
+    assert not caplog.records

@@ -25,8 +25,8 @@ def evaluation_that_draws_at_the_top(run: Run) -> None:
     data = torch.utils.data.TensorDataset(torch.stack([fixed(n)[0] for n in range(4 * UPDATES)]))
     session = run.attach(model)
     batches = iter(session.loader(torch.utils.data.DataLoader(data, 4)))
-    while run.updates < UPDATES:
-        if run.updates % 3 == 0:
+    while session.step < UPDATES:
+        if session.step % 3 == 0:
             torch.rand(3)  # an evaluation that samples
         (x,) = next(batches)
         loss = model(x).pow(2).mean()
@@ -45,8 +45,8 @@ def drawn_between_attach_and_the_loop(run: Run) -> None:
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = run.attach(model)
     torch.randperm(100)  # a validation split
-    while run.updates < UPDATES:
-        loss = model(fixed(run.updates)).pow(2).mean()
+    while session.step < UPDATES:
+        loss = model(fixed(session.step)).pow(2).mean()
         loss.backward()
         opt.step()
         opt.zero_grad()
@@ -63,8 +63,8 @@ def drawn_before_attach(run: Run) -> None:
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.randperm(100)
     session = run.attach(model)
-    while run.updates < UPDATES:
-        loss = model(fixed(run.updates)).pow(2).mean()
+    while session.step < UPDATES:
+        loss = model(fixed(session.step)).pow(2).mean()
         loss.backward()
         opt.step()
         opt.zero_grad()

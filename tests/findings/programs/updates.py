@@ -215,6 +215,33 @@ def number_of_a_module(run: Run) -> None:
     run.finished(model, [opt])
 
 
+class Tokens(torch.nn.Module):
+    """Most rows of its first gradient are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(3000, 16)
+        self.scale = torch.nn.LayerNorm(16)
+        self.head = torch.nn.Linear(16, 4)
+        self.temperature = [1.0]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.scale(self.table(tokens))) / self.temperature[0]
+        return found
+
+
+@program()
+def number_behind_an_embedding(run: Run) -> None:
+    run.seed()
+    model = Tokens()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    for x, y in batches(run, session):
+        update(run, opt, F.mse_loss(model((x[:, 0] * 1000).long().abs() % 3000), y))
+        model.temperature[0] *= 1.1
+    run.finished(model, [opt])
+
+
 @program()
 def generator_of_the_loss(run: Run) -> None:
     run.seed()
@@ -311,4 +338,202 @@ def clipped_and_accumulated(run: Run) -> None:
             opt.zero_grad()
             scheduler.step()
             run.updated(loss)
+    run.finished(model, [opt])
+
+
+# -- numbers that modules keep, loops that count from nothing, forwards that are only looked at
+
+
+class Queue(torch.nn.Module):
+    """Its pointer matters where it wraps round, long after the first update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("keys", torch.zeros(5, 4))
+        self.pointer = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) + 0.1 * self.keys.mean(0)
+        return found
+
+    @torch.no_grad()
+    def push(self, key: torch.Tensor) -> None:
+        self.keys[self.pointer] = key
+        self.pointer = (self.pointer + 1) % len(self.keys)
+
+
+@program()
+def pointer_of_a_queue(run: Run) -> None:
+    run.seed()
+    model = Queue()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    for x, y in batches(run, session):
+        out = model(x)
+        update(run, opt, F.mse_loss(out, y))
+        model.push(out[0])
+    run.finished(model, [opt])
+
+
+@program()
+def pointer_that_the_loop_sets(run: Run) -> None:
+    """Right."""
+    run.seed()
+    model = Queue()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    model.pointer = session.step % len(model.keys)
+    for x, y in batches(run, session):
+        out = model(x)
+        opt.zero_grad()
+        loss = F.mse_loss(out, y)
+        loss.backward()
+        opt.step()
+        model.push(out[0])
+        run.updated(loss)
+    run.finished(model, [opt])
+
+
+@program()
+def epochs_from_nothing(run: Run) -> None:
+    run.seed()
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    loader = session.loader(torch.utils.data.DataLoader(data(), 6, shuffle=True))
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            update(run, opt, F.mse_loss(model(x), y))
+    run.finished(model, [opt])
+
+
+@program()
+def steps_from_nothing(run: Run) -> None:
+    run.seed()
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    for _ in range(14):
+        update(run, opt, model(torch.randn(6, 8)).pow(2).mean())
+        session.end_step()
+    run.finished(model, [opt])
+
+
+@program()
+def logged_forward(run: Run) -> None:
+    """Right: a forward in training mode, with gradients, behind the update, that is only looked at."""
+    run.seed()
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    for i, (x, y) in enumerate(batches(run, session)):
+        loss = F.mse_loss(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        if i % 3 == 1:
+            model(x).mean().item()
+        run.updated(loss)
+    run.finished(model, [opt])
+
+
+@program()
+def evaluated_on_fake_tensors(run: Run) -> None:
+    """Right: counting what a forward costs touches no checkpoint."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    run.seed()
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    while session.step < 14:
+        loss = model(torch.randn(6, 8)).pow(2).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model(mode.from_tensor(torch.ones(2, 8)))
+        run.updated(loss)
+    run.finished(model, [opt])
+
+
+# -- what fresh eyes found: two sides of a model, and more right loops
+
+
+class TwoSides(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = mlp(), mlp()
+
+
+@program()
+def target_of_one_side(run: Run) -> None:
+    """The teacher is in the gradients of the critic only, and the actor comes first."""
+    run.seed()
+    model = TwoSides()
+    target = Average(model.critic)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    for x, y in batches(run, session):
+        with torch.no_grad():
+            aim = target.model(x)
+        update(run, opt, F.mse_loss(model.actor(x), y) + F.mse_loss(model.critic(x), 1 - aim))
+        target.follow(model.critic, 0.5)
+    run.finished(model, [opt])
+
+
+@program()
+def channels_last_behind_attach(run: Run) -> None:
+    run.seed()
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 1, 2))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    model.to(memory_format=torch.channels_last)
+    for x, _ in batches(run, session):
+        images = torch.cat([x, x, x, x], 1).view(-1, 2, 4, 4).to(memory_format=torch.channels_last)
+        update(run, opt, model(images).pow(2).mean())
+    run.finished(model, [opt])
+
+
+@program()
+def scheduler_set_to_the_epoch_at_top(run: Run) -> None:
+    run.seed()
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 2)
+    session = run.attach(model)
+    for i, (x, y) in enumerate(batches(run, session, lambda epoch, _: scheduler.step(epoch)), session.step):
+        scheduler.step(i / 5)
+        update(run, opt, F.mse_loss(model(x), y))
+    run.finished(model, [opt])
+
+
+class Longest(torch.nn.Module):
+    """Keeps the longest input so far, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.longest = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.longest = max(self.longest, 2 + len(x) // 2)
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+@program()
+def experts_and_zeroed_gradients(run: Run) -> None:
+    """Plain SGD leaves a parameter alone whose gradient is zero, as one that has none."""
+    run.seed()
+    model = torch.nn.ModuleList([mlp(), mlp()])
+    opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    for i, (x, y) in enumerate(batches(run, session), session.step):
+        opt.zero_grad(set_to_none=False)
+        loss = F.mse_loss(model[i % 2](x), y)
+        loss.backward()
+        opt.step()
+        run.updated(loss)
     run.finished(model, [opt])
