@@ -140,7 +140,7 @@ def changed(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
     )
     return DriftError(
         f"loader {name!r} cannot go on in mid-pass: {fact}. The dataset changed (one that is built after attach from "
-        "random numbers, as by random_split, is another one in each run: build it before), or it draws from a "
+        "random numbers, as by random_split, is another one in each run: build it before), or it draws from a random "
         "generator of its own, which no version holds. Bring the old data back and draw from python's, numpy's or "
         "torch's global generators, or begin its pass anew: session.loader(..., anew=True). Or its sampler draws from "
         "a global one at each next(), between the loop's draws: give it a generator of its own, as its attribute "
