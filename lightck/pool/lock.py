@@ -21,7 +21,6 @@ import errno
 import fcntl
 import gc
 import logging
-import math
 import os
 import stat
 import struct
@@ -164,7 +163,6 @@ class PoolLock:
         self._pool_path = pool_path
         self._pid = os.getpid()
         self._fd = -1
-        self._asked_at = -math.inf
         wait = dying.Wait(pool_path)
         while not self._taken(wait):
             pass
@@ -303,12 +301,10 @@ class PoolLock:
             return False
         return True
 
-    def refuse_lost(self, within: float = 0.0) -> None:
+    def refuse_lost(self, *, by_file: bool = False) -> None:
         """Before a slot is written. Where the lock file was removed a new one is made; where another process may have
-        the pool since, raises ``BackgroundError``. ``within``: seconds for which an earlier answer is good enough."""
-        now = time.monotonic()
-        if now - self._asked_at < within:
-            return
+        the pool since, raises ``BackgroundError``. ``by_file``: whether the lock file is ours is all that is asked, as
+        right behind a whole answer."""
         try:
             st = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -317,12 +313,12 @@ class PoolLock:
         except OSError:
             return  # not known to be lost, and asked again at the next version
         try:
-            is_ours = (st.st_dev, st.st_ino) == self._key and self._try_lock()  # again: the record lock may have gone
+            is_ours = (st.st_dev, st.st_ino) == self._key
+            is_ours = is_ours and (by_file or self._try_lock())  # again: the record lock may have gone
         except PoolIOError:
             return
         if not is_ours:
             raise self._lost()
-        self._asked_at = now
 
     def _take_again(self) -> None:
         with _guard:

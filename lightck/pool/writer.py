@@ -46,11 +46,6 @@ log = logging.getLogger("lightck")
 COPY_DTYPE = np.dtype(
     [("src", "u8"), ("dst", "u8"), ("nbytes", "u8"), ("tensor", "u8"), ("crc_index", "u4"), ("flags", "u4")]
 )
-_RECORD_AFTER_LOCK = 0.1
-"""Seconds for which a record of what followed is written under a lock that was asked for before. (In that time another
-training can at most lose its own such record.)"""
-
-
 class FullError(Exception):
     """What has to be stored does not fit this pool's layout: a new pool file is needed. Internal."""
 
@@ -373,7 +368,7 @@ class PoolWriter:
         """
         if slot.generation != generation or slot.is_bad or not self.superblock.has_next:
             return False
-        self._refuse_lost_lock(_RECORD_AFTER_LOCK)
+        self._refuse_lost_lock(by_file=True)
         self.medium.store(slot.offset + NEXT_OFFSET, pack_next(generation, entries, self.superblock.uuid))
         return True
 
@@ -411,9 +406,9 @@ class PoolWriter:
         error.errno = errno.ENOENT
         raise error
 
-    def _refuse_lost_lock(self, within: float = 0.0) -> None:
+    def _refuse_lost_lock(self, *, by_file: bool = False) -> None:
         if self._lock is not None:
-            self._lock.refuse_lost(within)
+            self._lock.refuse_lost(by_file=by_file)
 
     def close(self) -> None:
         """Unmap. No job may be running; the engine may be closed already."""
