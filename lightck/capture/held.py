@@ -69,7 +69,12 @@ def by_state(view: OptimizerView) -> tuple[Any, ...]:
 
 
 def options_name(view: OptimizerView) -> str:
-    return f"the options of {view.class_name}" + (f" {view.index}" if view.index else "")
+    return f"the options of {named(view)}"
+
+
+def named(view: OptimizerView) -> str:
+    """Its class, and its number where it is not the first: two may be of one class."""
+    return view.class_name + (f" {view.index}" if view.index else "")
 
 
 def moved(before: Mapping[str, tuple[Any, ...]], now: Mapping[str, tuple[Any, ...]]) -> list[str]:

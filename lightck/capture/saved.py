@@ -28,6 +28,8 @@ MANY_EXPLICIT = 1000
 _FIRST = 8
 """Forwards and calls of ``end_step()`` whose parameters are compared."""
 _TWIN_STEPS = 10
+_FOREIGN = 4
+"""Updates by optimizers that have no parameter of this model, until which its parameters have to change."""
 _NO_OPTIMIZER = (
     "no optimizer is followed: none was found or passed that has a parameter of this model. So nothing says when an "
     "update is made"
@@ -75,7 +77,7 @@ class SavedWatch:
             self._of_others = 0
         self._is_alive = True
         self._idle = self._idle_ended = 0
-        if 0 <= self._of_others <= _FIRST:
+        if 0 <= self._of_others < _FOREIGN:
             self._compare_updates()
 
     def end_step(self) -> bool:
@@ -225,10 +227,10 @@ class SavedWatch:
         self._of_others += 1
         if self._of_others == 1:
             self._before = self._params()
-        elif self._of_others == _FIRST // 2 and not self._is_told and not moved(self._before, self._params()):
+        elif self._of_others == _FOREIGN and not self._is_told and not moved(self._before, self._params()):
             classes = ", ".join(view.class_name for view in self._capture.optimizers)
             self._tell(
-                f"{classes} made {_FIRST // 2} updates, has no parameter of this model, and no parameter of this model "
+                f"{classes} made {_FOREIGN} updates, has no parameter of this model, and no parameter of this model "
                 "changed meanwhile. It was built over another model, or over parameters that were replaced since, so "
                 "the training of that is not saved. Build it over model.parameters() of the model that is attached"
             )

@@ -4,7 +4,7 @@ Where neither a session loader nor ``end_step()`` says where a step ends, a chec
 forward (or, where that never fires, at the next step of the optimizer). What the loop does between its top and that
 point, as advancing an object in ``state=`` or shrinking the weights by hand, is in the checkpoint then, and the resumed
 loop does it again. At a boundary alone this cannot be told from what belongs to the end of an iteration, as
-``scheduler.step()``. So it is looked for at two occasions only, and nothing is read after them:
+``scheduler.step()``. So it is looked for at three occasions only, and nothing is read after them:
 
 *After a restore* of a checkpoint that closed there: what changes until the loop comes to that point again was changed
 twice. Behind ``end_step()`` and ``flush()`` a loop rightly does again what comes after them.
@@ -21,8 +21,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from lightck.capture.boundary import Boundary, Event
-from lightck.capture.held import Marks, by_object, by_options, by_state, by_tensors, moved, options_name
+from lightck.capture.held import Marks, by_object, by_options, by_state, by_tensors, moved, named, options_name
 from lightck.capture.snapshot import Capture, is_loader
+from lightck.errors import listed
 
 if TYPE_CHECKING:
     from lightck.capture.loader import SessionLoader
@@ -84,7 +85,7 @@ class LoopTop:
                         "the middle of a pass. An epoch's top comes before it, and was passed in the interrupted run "
                         "too: its changes are made twice, and the training does not go on as the interrupted one would "
                         "have. Make them at the epoch's end, or only where a pass begins (if loader.start == 0)",
-                        ", ".join(names), loader.name)  # fmt: skip
+                        listed(names), loader.name)  # fmt: skip
 
     def updated(self, boundary: Boundary) -> None:
         """An update was made: the last one before a checkpoint closes, as far as one can know."""
@@ -99,7 +100,7 @@ class LoopTop:
         if names:
             log.warning("lightck: %s changed between the restore and %s. The checkpoint of step %d closed there, so it "
                         "holds what the loop changes before that point, and this loop has changed it once more: it "
-                        "does not go on as the interrupted one would have. %s", ", ".join(names), _WHERE[event],
+                        "does not go on as the interrupted one would have. %s", listed(names), _WHERE[event],
                         self._step, _cure())  # fmt: skip
         return False
 
@@ -111,7 +112,7 @@ class LoopTop:
                         "next such point, where a checkpoint closes. If the loop changes it at its top, the "
                         "checkpoint holds that already, and a resumed loop changes it once more (which does no harm "
                         "where it is set to what depends on the step alone). %s",
-                        ", ".join(steady), _WHERE[self._point], _cure())  # fmt: skip
+                        listed(steady), _WHERE[self._point], _cure())  # fmt: skip
 
     def _moved(self, before: Marks, event: Event) -> list[str]:
         """What is not as it was. A forward moves buffers: before a step those are saved as they were after the update
@@ -122,10 +123,10 @@ class LoopTop:
     def _steady(self, names: list[str]) -> list[str]:
         """Without objects that answer otherwise each time that they are asked, as with the time of day."""
         changes = moved(self._held(set(names)), self._held(set(names)))
-        return _some([name for name in names if name not in changes])
+        return [name for name in names if name not in changes]
 
     def _optimizer_states(self) -> Marks:
-        return {f"the state of {view.class_name}": by_state(view) for view in self._capture.optimizers}
+        return {f"the state of {named(view)}": by_state(view) for view in self._capture.optimizers}
 
     def _buffers(self) -> set[str]:
         return {live.name.removeprefix("model/") for live in self._capture.model.buffers()}
@@ -145,10 +146,6 @@ class LoopTop:
             for live in self._capture.model.tensors(None)
             if names is None or live.name.removeprefix("model/") in names
         )
-
-
-def _some(names: list[str]) -> list[str]:
-    return [*names[:3], f"{len(names) - 3} more"] if len(names) > 3 else names
 
 
 def _cure() -> str:

@@ -537,3 +537,21 @@ def experts_and_zeroed_gradients(run: Run) -> None:
         opt.step()
         run.updated(loss)
     run.finished(model, [opt])
+
+
+@program()
+def top_clears_the_state_of_one_of_two(run: Run) -> None:
+    """Two optimizers of one class: the first one's state is looked at too."""
+    run.seed()
+    model = mlp()
+    opts = [torch.optim.SGD(part.parameters(), lr=1e-2, momentum=0.9) for part in (model[:2], model[2:])]
+    session = run.attach(model, optimizer=opts)
+    for x, y in batches(run, session, lambda epoch, _: opts[0].state.clear() if epoch else None):
+        for opt in opts:
+            opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        for opt in opts:
+            opt.step()
+        run.updated(loss)
+    run.finished(model, opts)
