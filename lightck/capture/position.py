@@ -27,18 +27,18 @@ class Mark:
     def __init__(self, state: RngState, generators: tuple[torch.Tensor, ...]) -> None:
         self.rng = state
         self.generators = generators
-        self._value: dict[str, Any] | None = None
+        self._value: values.Constant | None = None
 
     def to_value(self) -> dict[str, Any]:
         if self._value is None:
-            self._value = {"rng": self.rng.to_value(), "generators": _to_bytes(self.generators)}
+            self._value = values.Constant(rng=self.rng.to_value(), generators=_to_bytes(self.generators))
         return self._value
 
     @classmethod
     def from_value(cls, value: object) -> Mark | None:
         if value is None:
             return None
-        if type(value) is not dict or set(value) != {"rng", "generators"}:
+        if not isinstance(value, dict) or set(value) != {"rng", "generators"}:
             raise corrupt("a random state of it has the wrong parts")
         return cls(RngState.from_value(value["rng"]), _from_bytes(value["generators"]))
 

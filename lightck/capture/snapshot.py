@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import platform
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,6 +96,7 @@ class Capture:
         self.optimizers = optimizer_views(optimizers, names)
         self.built = BuiltNow(self.model, self.optimizers, self.objects)
         self.numbers = Numbers(model)
+        self._groups: defaultdict[int, values.Repeated] = defaultdict(values.Repeated)
         self._n_followed = len(optimizers)
         self._told_shared = False
         self._forked = ForkWatch()
@@ -303,7 +306,7 @@ class Capture:
             "class": view.class_name,
             "wraps": view.wraps,
             "names": view.names,
-            "groups": values.pack(view.groups(), path=f"{path}/param_groups"),
+            "groups": self._groups[view.index].pack(view.groups(), path=f"{path}/param_groups"),
             "values": values.pack(state, path=f"in {path}", large=_collector(lives, "optimizer")),
             "rest": values.pack(view.rest(), path=f"in {path}/rest", large=_collector(lives, "optimizer")),
         }
@@ -389,16 +392,21 @@ def check_objects(objects: Mapping[str, Any]) -> None:
 
 
 def fingerprint() -> dict[str, Any]:
-    """What a bit-identical continuation depends on besides the state itself."""
-    return {
-        "torch": str(torch.__version__),
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "machine": platform.machine(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "cuda": _cuda(),
-    }
+    """What a bit-identical continuation depends on besides the state itself. Nobody changes the dict."""
+    return _fingerprint(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), _cuda())
+
+
+@lru_cache(maxsize=1)
+def _fingerprint(threads: int, is_deterministic: bool, cuda: str | None) -> dict[str, Any]:
+    return values.Constant(
+        torch=str(torch.__version__),
+        python=".".join(map(str, sys.version_info[:3])),
+        machine=platform.machine(),
+        cpu=torch.backends.cpu.get_cpu_capability(),
+        threads=threads,
+        deterministic=is_deterministic,
+        cuda=cuda,
+    )
 
 
 def _cuda() -> str | None:

@@ -63,6 +63,39 @@ def pack(
     return _Packer(path, large, large_nbytes).encode(value)
 
 
+class Constant(dict[str, Any]):
+    """A dict that nobody changes, nor what lies in it: it is packed once. On disk, and when read back, it is a dict."""
+
+    __slots__ = ("packed",)
+    packed: bytes | None
+
+
+class Repeated:
+    """Packs one value at many checkpoints, anew only where it is another one than at the checkpoint before."""
+
+    def __init__(self) -> None:
+        self._writer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_tuple_only)
+        self._last: bytes | None = None
+        self._packed = b""
+
+    def pack(self, value: object, *, path: str) -> bytes:
+        """As `pack`. Raises ``StateValueError``."""
+        try:
+            now = self._writer.pack(value)  # exact in types, order and bits, but without our own types
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            return pack(value, path=path)
+        if now != self._last:
+            self._packed = pack(value, path=path)
+            self._last = now
+        return self._packed
+
+
+def _tuple_only(value: object) -> msgpack.ExtType:
+    if type(value) is not tuple:
+        raise TypeError(type(value).__name__)
+    return msgpack.ExtType(TUPLE, msgpack.packb(list(value), strict_types=True, use_bin_type=True, default=_tuple_only))
+
+
 class _Packer:
     """Encodes values, innermost first. ``_path`` says where we are, and costs nothing until an error asks for it."""
 
@@ -156,6 +189,12 @@ class _Packer:
             path.pop()
         return b"".join(out)
 
+    def constant(self, value: Constant) -> bytes:
+        packed = getattr(value, "packed", None)
+        if packed is None:
+            packed = value.packed = self.ext(DICT, self.pairs(value))
+        return packed
+
     def members(self, value: Collection[object]) -> bytes:
         for item in value:
             if not is_key(item):
@@ -235,6 +274,7 @@ _ENCODE: dict[type, Callable[[_Packer, Any], bytes]] = {
     list: _Packer.sequence,
     tuple: lambda packer, value: packer.ext(TUPLE, packer.sequence(value)),
     dict: lambda packer, value: packer.ext(DICT, packer.pairs(value)),
+    Constant: _Packer.constant,
     OrderedDict: lambda packer, value: packer.ext(ORDERED_DICT, packer.pairs(value)),
     Counter: lambda packer, value: packer.ext(COUNTER, packer.pairs(value)),
     defaultdict: _encode_default_dict,
