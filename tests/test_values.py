@@ -8,6 +8,7 @@ import math
 import struct
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 
 import msgpack
 import numpy as np
@@ -331,3 +332,40 @@ def test_sets_are_packed_in_one_order():
     items = [str(number) for number in range(50)]
     assert values.pack(set(items), path="x") == values.pack({*items[25:], *items[:25]}, path="x")
     assert math.isnan(next(iter(there_and_back({math.nan}))))
+
+
+near = st.sampled_from([
+    0, 0.0, -0.0, False, None, "", b"", (), [], {}, 1, 1.0, True, math.nan, {1: 0}, {True: 0}, {1.0: 0}, (1, 2), [1, 2],
+    [(1,)], [[1]], {"a": 1, "b": 2}, {"b": 2, "a": 1}, OrderedDict(a=1), np.float64(1), torch.ones(()), {1, 2},
+    {"lr": 0.1, "betas": (0.9, 0.999)}, {"lr": 0.1, "betas": [0.9, 0.999]},
+])  # fmt: skip
+
+
+def packed_or_refused(pack: Callable[..., bytes], value: object) -> bytes | str:
+    try:
+        return pack(value, path="x")
+    except StateValueError as error:
+        return str(error)
+
+
+@settings(max_examples=300)
+@given(st.lists(near | storable, max_size=8))
+def test_what_is_packed_again_is_what_is_packed_anew(seen):
+    """Values that are equal in Python and differ in type, order or bits follow each other."""
+    again = values.Repeated()
+    for value in [item for item in seen for _ in range(2)]:
+        assert packed_or_refused(again.pack, value) == packed_or_refused(values.pack, value)
+
+
+def test_a_changed_tensor_among_the_options_is_packed_anew():
+    again, lr = values.Repeated(), torch.tensor(0.1)
+    first = again.pack({"lr": lr}, path="x")
+    lr.mul_(2)
+    assert again.pack({"lr": lr}, path="x") == values.pack({"lr": lr}, path="x") != first
+
+
+def test_a_constant_is_a_dict_that_is_packed_once():
+    constant = values.Constant(a=1, b=[torch.ones(2)])
+    assert values.pack(constant, path="x") == values.pack(dict(constant), path="x")
+    assert values.pack([constant, constant], path="x") == values.pack([dict(constant)] * 2, path="x")
+    assert type(there_and_back(constant)) is dict

@@ -63,7 +63,7 @@ def pack(
     return _Packer(path, large, large_nbytes).encode(value)
 
 
-class Constant(dict[str, Any]):
+class Constant(dict[Any, Any]):
     """A dict that nobody changes, nor what lies in it: it is packed once. On disk, and when read back, it is a dict."""
 
     __slots__ = ("packed",)
@@ -79,9 +79,9 @@ class Repeated:
         self._packed = b""
 
     def pack(self, value: object, *, path: str) -> bytes:
-        """As `pack`. Raises ``StateValueError``."""
+        """As `pack`. Raises ``StateValueError``; not where bytes became an equal ``bytearray``."""
         try:
-            now = self._writer.pack(value)  # exact in types, order and bits, but without our own types
+            now = self._writer.pack(value)  # exact in types, order and bits; our own types are errors here
         except (TypeError, ValueError, OverflowError, RecursionError):
             return pack(value, path=path)
         if now != self._last:
