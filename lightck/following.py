@@ -95,6 +95,11 @@ class Follows:
         if comparison is not None:
             comparison.gave(name, of, batch, checksum, read)
 
+    def pass_ended(self) -> None:
+        """A session loader, in a pass of the training, had no batch left."""
+        if self._comparison is not None:
+            self._comparison.pass_ended()
+
     def forward(self, inputs: object) -> None:
         """A training forward begins, behind the boundary that it may be."""
         if self._comparison is not None:
@@ -145,7 +150,7 @@ class Comparison:
         self._is_strict = is_strict
         self._seen = Following(both_forwards=True)
         self._error: DataMismatchError | None = None
-        self._is_judged = False
+        self._is_judged = self._is_batch_asked_for = False
         self._has_other_data = False
         self._updated: set[int] = set()
 
@@ -156,6 +161,9 @@ class Comparison:
 
     def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
         self._seen.gave(name, of, batch, checksum, read)
+
+    def pass_ended(self) -> None:
+        self._is_batch_asked_for = True
 
     def forward(self, inputs: object) -> None:
         self._seen.forward(inputs)
@@ -185,16 +193,17 @@ class Comparison:
 
     def closed(self) -> None:
         """The session is closed. Where it made no update, though one was about to be made after the version that it
-        went on from, and on no batch that its loaders gave after that, it took itself for finished: its last batches
-        were in the memory of the killed process."""
+        went on from, and a batch was asked for or no loader gives any, it took itself for finished: its last batches were
+        in the memory of the killed process, or what was left of a pass was none."""
         kinds = {kind for _, kind in self._recorded}
-        is_asked = bool(self._seen.loaders) and not kinds.isdisjoint(KINDS)
+        is_asked = (bool(self._seen.loaders) or self._is_batch_asked_for) and not kinds.isdisjoint(KINDS)
         is_missed = is_asked if BATCH in kinds else FORWARD in kinds  # a loader gives its batch, where the loop asks
         if self._is_judged or not is_missed:
             return
         log.warning("lightck: The first batch after the resume is not the one that followed step %d: no update came "
                     "before the session was closed. If you did not end this run early, the loop took itself for "
-                    "finished, as with batches that it fetched ahead (list(loader)), or counted from nothing. %s has "
+                    "finished: its batches were fetched ahead (list(loader)), it counted from nothing, or it ends where a "
+                    "pass that goes on has no batch left. %s has "
                     "these loops, and how each is exact", self._step, _PAGE)  # fmt: skip
 
     def _compare(self) -> _Verdict:

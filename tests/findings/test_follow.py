@@ -167,6 +167,36 @@ def test_a_resume_that_ends_without_an_update(pool: Path, told: Told) -> None:
     assert "no update came" in told()["WARNING"][0]
 
 
+@pytest.mark.parametrize("ends_where_empty", [True, False])
+def test_a_loop_that_ends_where_a_pass_has_no_batch_left(ends_where_empty: bool, pool: Path, told: Told) -> None:
+    """The checkpoint closed at the end of a pass, and the run was killed in the first update of the next one."""
+
+    def run(path: Path, until: int) -> lightck.Session:
+        model = net()
+        optimizer = adam(model)
+        session = lightck.attach(model, path, optimizer=optimizer, resume=True)
+        loader = session.loader(DataLoader(list(torch.arange(12.0).reshape(3, 4)), 1))
+        for _ in range(loader.epoch, 2):
+            before = session.updates
+            for x in loader:
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+                if session.updates == until:
+                    return session
+            if session.updates == before and ends_where_empty:
+                break
+        return session
+
+    run(pool, 4).abandon()
+    image = crashed(pool)
+    assert lightck.recover(image).step == 3
+    told()
+    run(image, 6).close()
+    assert [("no update came" in line) for line in told().get("WARNING", [])] == [True] * ends_where_empty
+    assert lightck.recover(image).step == (3 if ends_where_empty else 6)
+
+
 def test_going_on_from_a_recovered_step(pool: Path, told: Told) -> None:
     trained(pool, range(4))
     for numbers, level in ((range(3, 5), "INFO"), (range(2), "WARNING")):
