@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any
 from lightck import errors as errors
 
 if TYPE_CHECKING:
-    from lightck.attach import attach
-    from lightck.checkpoint import Checkpoint
     from lightck.errors import LightckError
     from lightck.export import Exported, export_checkpoint
-    from lightck.interval import Auto
-    from lightck.keep import Keep
-    from lightck.layerwise import layerwise
-    from lightck.pin import Pin
-    from lightck.pool.durability import Durability
-    from lightck.recover import recover
-    from lightck.restore import Drift
-    from lightck.session import Session
-    from lightck.staging.kinds import Device, Direct, Host
+    from lightck.pipeline.staging.kinds import Device, Direct, Host
+    from lightck.pool.storage.durability import Durability
+    from lightck.restore.checkpoint import Checkpoint
+    from lightck.restore.recover import recover
+    from lightck.restore.restore import Drift
+    from lightck.session.attach import attach
+    from lightck.session.interval import Auto
+    from lightck.session.layerwise import layerwise
+    from lightck.session.session import Session
     from lightck.stats import Stats
-    from lightck.strategy import FullState
+    from lightck.strategy.full import FullState
+    from lightck.tiers.keep import Keep
+    from lightck.tiers.pin import Pin
 
 __version__ = "0.1.0"
 __all__ = [
@@ -57,24 +57,24 @@ __all__ = [
     "recover",
 ]
 _HOMES = {
-    "Auto": "interval",
-    "Checkpoint": "checkpoint",
-    "Device": "staging.kinds",
-    "Direct": "staging.kinds",
-    "Drift": "restore",
-    "Durability": "pool.durability",
+    "Auto": "session.interval",
+    "Checkpoint": "restore.checkpoint",
+    "Device": "pipeline.staging.kinds",
+    "Direct": "pipeline.staging.kinds",
+    "Drift": "restore.restore",
+    "Durability": "pool.storage.durability",
     "Exported": "export",
-    "FullState": "strategy",
-    "Host": "staging.kinds",
-    "Keep": "keep",
+    "FullState": "strategy.full",
+    "Host": "pipeline.staging.kinds",
+    "Keep": "tiers.keep",
     "LightckError": "errors",
-    "Pin": "pin",
-    "Session": "session",
+    "Pin": "tiers.pin",
+    "Session": "session.session",
     "Stats": "stats",
-    "attach": "attach",
+    "attach": "session.attach",
     "export_checkpoint": "export",
-    "layerwise": "layerwise",
-    "recover": "recover",
+    "layerwise": "session.layerwise",
+    "recover": "restore.recover",
 }
 
 

@@ -20,10 +20,10 @@ import slow_lanes
 import torch
 from hypothesis import settings
 
-from lightck.pool import backends, emulation, pmemobj
-from lightck.pool.emulation import Profile
-from lightck.pool.format import MIB
-from lightck.pool.pmdk import PmdkBackend
+from lightck.pool.format.structures import MIB
+from lightck.pool.storage import backends, emulation, pmemobj
+from lightck.pool.storage.emulation import Profile
+from lightck.pool.storage.pmdk import PmdkBackend
 
 torch.set_num_threads(1)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lightck.pool.devdax import DevdaxBackend
-from lightck.pool.format import MIB
-from lightck.pool.system import System
+from lightck.pool.format.structures import MIB
+from lightck.pool.storage.devdax import DevdaxBackend
+from lightck.pool.storage.system import System
 
 NUMBER = (252, 0)
 ALIGN = 2 * MIB

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 
-from lightck import pipeline, session
 from lightck.errors import BackgroundError, PoolTruncatedError
-from lightck.pool import engine, extents, file, reader
-from lightck.pool.lock import PoolLock
+from lightck.pipeline import pipeline
+from lightck.pool import engine, reader
+from lightck.pool.storage import extents, file
+from lightck.pool.storage.lock import PoolLock
+from lightck.session import session
 
 
 def short_reads_are_believed() -> None:

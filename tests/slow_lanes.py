@@ -18,9 +18,9 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from lightck import split
-from lightck.capture import buffers, devices, lanes, watch
-from lightck.capture.lanes import Arrival, Lane, Pair, raw
+from lightck.pipeline import split, watch
+from lightck.state import buffers, devices, lanes
+from lightck.state.lanes import Arrival, Lane, Pair, raw
 
 Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 

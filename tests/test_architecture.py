@@ -1,6 +1,6 @@
 """The shape of the code: imports go one way, the core knows bytes only, one place writes to the mapping, sizes stay.
 
-``LAYERS`` is the picture of DESIGN, section 1, as a table: what each part may import of lightck, and nothing else.
+``ROOMS`` is the picture of ARCHITECTURE.md as a table: what each room may import of lightck, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,68 +18,38 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightck"
 NATIVE = ROOT / "native"
 
-BASE = {"errors"}
-DATA = BASE | {"capture", "pool"}
-LAYERS = {
-    # part: the parts of lightck that it may import, beside itself
+BASE = {"errors", "events", "interrupts", "stats", "sessions", "_native"}
+LOW = BASE | {"pool", "state"}
+ROOMS = {
+    # room, or file beside the rooms: what of lightck it may import, beside itself
     "errors": set(),
+    "events": set(),
     "interrupts": set(),
+    "sessions": {"errors"},
     "stats": {"interrupts"},
-    "strategy": set(),
-    "interval": set(),
-    "patience": set(),
-    "noting": set(),
-    "sessions": BASE,
-    "collector": set(),
     "_lck_ffi": set(),
     "_native": {"_lck_ffi"},
-    "pool": BASE | {"_native"},
-    "capture": BASE | {"_native", "pool.layout"},
-    "split": DATA,
-    "pin": DATA | {"contents"},
-    "keep": DATA | {"contents", "export", "pin", "recover", "stats"},
-    "finite": DATA | {"stats"},
-    "table": DATA,
-    "early": DATA | {"split"},
-    "staging": DATA | {"interrupts", "split", "stats"},
-    "flight": DATA | {"interrupts"},
-    "layerwise": DATA | {"sessions"},
-    "wait_policy": {"pool", "stats"},
-    "strike": DATA | {"pin"},
-    "moving": DATA | {"pin", "table"},
-    "pipeline": DATA | {"early", "flight", "split", "staging", "stats", "interrupts", "moving", "pin", "keep",
-                        "finite", "strike", "wait_policy"},
-    "contents": DATA,
-    "memory": DATA,
-    "fill": DATA | {"contents", "memory"},
-    "restore_optimizer": DATA | {"contents", "fill", "memory"},
-    "readback": DATA | {"memory"},
-    "edited": DATA | {"contents"},
-    "restore": DATA | {"contents", "edited", "fill", "memory", "readback", "restore_optimizer"},
-    "resume": DATA | {"contents"},
-    "first_step": DATA,
-    "counted": {"capture"},
-    "following": DATA | {"counted"},
-    "checkpoint": DATA | {"contents", "memory", "restore", "restore_optimizer", "resume", "sessions"},
-    "recover": DATA | {"collector", "contents", "memory", "restore", "resume", "checkpoint"},
-    "export": DATA | {"contents", "checkpoint", "noting"},
-    "trace": DATA | {"_native", "export", "stats"},
-    "ending": DATA | {"interrupts", "pipeline"},
-    "session": DATA | {"ending", "interval", "patience", "pipeline", "pin", "resume", "first_step", "sessions", "stats",
-                        "trace", "interrupts", "following", "counted"},
-    "attach": DATA | {"checkpoint", "edited", "finite", "first_step", "interval", "keep", "memory", "pipeline",
-                      "recover", "resume", "session", "sessions", "staging.kinds", "stats", "strategy", "table"},
-    "": {"attach", "checkpoint", "errors", "export", "interval", "keep", "layerwise", "pin", "pool.durability",
-         "recover", "restore", "session", "staging.kinds", "stats", "strategy"},
+    "strategy": set(),
+    "pool": BASE,
+    "state": BASE | {"pool.format"},
+    "dataloader": BASE | {"state"},
+    "hooks": BASE | {"state"},
+    "following": LOW | {"dataloader"},
+    "restore": LOW | {"dataloader", "following"},
+    "export": LOW | {"restore"},
+    "tiers": LOW | {"export", "restore"},
+    "profiler": LOW | {"export", "hooks"},
+    "pipeline": LOW | {"tiers"},
+    "session": LOW | {"dataloader", "following", "hooks", "pipeline", "profiler", "restore", "strategy", "tiers"},
+    "": BASE | {"export", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
     "demo": BASE | {""},
-    "testing": DATA | {"", "_native", "cli", "contents", "early"},
-    "bench": BASE | {"", "_native", "pool", "wait_policy"},
-    "cli": DATA | {"", "_native", "contents", "restore_optimizer", "recover", "export", "demo", "trace", "bench",
-                   "noting"},
+    "testing": LOW | {"", "cli", "pipeline", "restore"},
+    "bench": LOW | {"", "pipeline"},
+    "cli": LOW | {"", "bench", "demo", "export", "profiler", "restore"},
     "__main__": {"cli"},
-}  # fmt: skip
+}
 
-WITHOUT_TORCH = ("pool", "errors", "interval", "stats", "strategy", "_native")
+WITHOUT_TORCH = ("pool", "errors", "events", "stats", "strategy", "_native")
 """Byte-level and plain parts: they never import torch."""
 
 LINES_MAX, FUNCTION_LINES_MAX = 600, 70
@@ -122,7 +92,7 @@ def part_of(module: str) -> str:
 
 
 def is_allowed(module: str, imported: str) -> bool:
-    allowed = LAYERS[part_of(module)] | {part_of(module)}
+    allowed = ROOMS[part_of(module)] | {part_of(module)}
     return any(imported == name or (name and imported.startswith(name + ".")) for name in allowed)
 
 
@@ -133,14 +103,14 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 
 @pytest.mark.parametrize(("module", "tree"), list(modules()), ids=[name or "lightck" for name, _ in modules()])
 def test_imports_go_one_way(module, tree):
-    assert part_of(module) in LAYERS, "a new part: say in LAYERS what it may import"
+    assert part_of(module) in ROOMS, "a new room: say in ROOMS what it may import"
     wrong = [name for name in own(tree) if not is_allowed(module, name)]
     assert not wrong, f"lightck.{module} must not import {wrong}"
 
 
 def test_layers_have_no_cycle():
     done: set[str] = set()
-    left = dict(LAYERS)
+    left = dict(ROOMS)
     while left:
         free = [part for part, needs in left.items() if {part_of(n) for n in needs} - {part} <= done]
         assert free, f"these need each other: {sorted(left)}"
@@ -167,7 +137,7 @@ def test_byte_level_knows_nothing_of_torch():
         if part_of(name) in WITHOUT_TORCH:
             foreign = {found.split(".")[0] for found in imports(tree)}
             assert "torch" not in foreign, name
-            assert not own(tree) & {"capture", "session", "pipeline"}, name
+            assert not own(tree) & {"state", "session", "pipeline"}, name
 
 
 def test_public_surface_is_sealed():
@@ -271,7 +241,7 @@ def test_one_place_writes_to_the_mapping():
 def test_python_writes_into_a_pool_only_through_the_core():
     forbidden = {"os.write", "os.pwrite", "os.pwritev", "os.writev", "os.truncate", "os.ftruncate", "mmap.mmap"}
     for name, tree in modules():
-        if part_of(name) in ("pool", "capture", "pipeline", "session", "attach", "recover", "restore"):
+        if part_of(name) in ("pool", "state", "dataloader", "hooks", "pipeline", "session", "restore"):
             assert "mmap" not in set(imports(tree)), name
             for node in ast.walk(tree):
                 if isinstance(node, ast.Attribute):

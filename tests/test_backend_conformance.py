@@ -1,4 +1,4 @@
-"""What every backend must do. A new backend gets a subclass of ``BackendContract``; see lightck/pool/backend.py."""
+"""What every backend must do. A new one gets a subclass of ``BackendContract`` (see ``pool/storage/backend.py``)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from lightck.errors import (
     PoolPathError,
     PoolPermissionError,
 )
-from lightck.pool import backends, extents, temporary
-from lightck.pool.backend import Backend, Container
-from lightck.pool.durability import TIER_CACHE, TIER_DISK
 from lightck.pool.engine import Medium
-from lightck.pool.file import FileBackend
-from lightck.pool.format import MAGIC, MIB, POOL_NBYTES_MIN
-from lightck.pool.pmdk import PmdkBackend
+from lightck.pool.format.structures import MAGIC, MIB, POOL_NBYTES_MIN
+from lightck.pool.storage import backends, extents, temporary
+from lightck.pool.storage.backend import Backend, Container
+from lightck.pool.storage.durability import TIER_CACHE, TIER_DISK
+from lightck.pool.storage.file import FileBackend
+from lightck.pool.storage.pmdk import PmdkBackend
 from lightck.testing.memory import MemoryBackend
 
 NBYTES = 2 * MIB + 4096

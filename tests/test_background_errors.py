@@ -14,9 +14,10 @@ from torch import nn
 from toys import BIG, adam, crashed, everything, forward, is_step, net, same, train
 
 import lightck
-from lightck import _native, pipeline
+from lightck import _native
 from lightck._native import lib
 from lightck.errors import BackgroundError
+from lightck.pipeline import pipeline
 
 OPERATIONS = [(_native.OP_COPY, errno.EIO), (_native.OP_SYNC, errno.EIO), (_native.OP_COPY, errno.ENOSPC)]
 IDS = ["copy", "sync", "copy, no space"]

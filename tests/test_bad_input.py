@@ -46,12 +46,12 @@ from toys import (
 
 import lightck
 from lightck import errors
-from lightck.pool import temporary
-from lightck.pool.checksum import crc64
-from lightck.pool.file import FileBackend
-from lightck.pool.format import SUPERBLOCK_NBYTES
-from lightck.pool.lock import PoolLock
-from lightck.pool.pmdk import PmdkBackend
+from lightck.pool.format.checksum import crc64
+from lightck.pool.format.structures import SUPERBLOCK_NBYTES
+from lightck.pool.storage import temporary
+from lightck.pool.storage.file import FileBackend
+from lightck.pool.storage.lock import PoolLock
+from lightck.pool.storage.pmdk import PmdkBackend
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

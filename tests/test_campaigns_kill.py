@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from lightck.contents import MemorySource
-from lightck.pipeline import Pipeline
-from lightck.pool.file import FileBackend, FileContainer
-from lightck.pool.lock import PoolLock
+from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.reader import Version
 from lightck.pool.slots import Slot, Slots
+from lightck.pool.storage.file import FileBackend, FileContainer
+from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import PoolWriter
-from lightck.resume import Resumed
-from lightck.session import Session
+from lightck.restore.contents import MemorySource
+from lightck.restore.resume import Resumed
+from lightck.session.session import Session
 from lightck.testing import campaigns
 from lightck.testing.campaign import Order, Tally
 

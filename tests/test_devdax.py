@@ -25,12 +25,12 @@ from lightck.errors import (
     PoolPermissionError,
     PoolTruncatedError,
 )
-from lightck.pool import backends, devdax_head, temporary
-from lightck.pool.backend import Backend
-from lightck.pool.devdax import DevdaxBackend
-from lightck.pool.durability import TIER_CACHE, TIER_PM, TIER_PM_EADR, probe_device
-from lightck.pool.format import MAGIC, MIB
+from lightck.pool.format.structures import MAGIC, MIB
 from lightck.pool.reader import Version, open_pool
+from lightck.pool.storage import backends, devdax_head, temporary
+from lightck.pool.storage.backend import Backend
+from lightck.pool.storage.devdax import DevdaxBackend
+from lightck.pool.storage.durability import TIER_CACHE, TIER_PM, TIER_PM_EADR, probe_device
 
 SMALL = 24 * MIB
 """Room for the head and two small pools."""

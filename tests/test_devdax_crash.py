@@ -16,11 +16,12 @@ from devices import device
 import lightck
 from lightck._native import lib
 from lightck.errors import LightckError, NoCheckpointError, PoolNotFoundError
-from lightck.pool import backends, create, devdax
+from lightck.pool import create
 from lightck.pool.engine import Medium
-from lightck.pool.extents import Extents
-from lightck.pool.format import MIB, PAGE
-from lightck.pool.layout import Entry
+from lightck.pool.format.layout import Entry
+from lightck.pool.format.structures import MIB, PAGE
+from lightck.pool.storage import backends, devdax
+from lightck.pool.storage.extents import Extents
 from lightck.testing import cuts, trace
 from lightck.testing.cuts import PAYLOAD, VITAL
 from lightck.testing.fates import Content, Fate

@@ -17,10 +17,10 @@ from torch import nn
 from toys import BIG, adam, batch, everything, is_step, net, train
 
 import lightck
-from lightck.contents import Contents, OptimizerContents
 from lightck.errors import BackgroundError, SessionError
-from lightck.pool.layout import Entry
-from lightck.restore_optimizer import counted_on_device, device_of
+from lightck.pool.format.layout import Entry
+from lightck.restore.contents import Contents, OptimizerContents
+from lightck.restore.optimizer import counted_on_device, device_of
 
 SEED = 20261122
 

@@ -13,9 +13,9 @@ import pytest
 
 import lightck
 from lightck.errors import MediumError
-from lightck.pool import durability
-from lightck.pool.durability import TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR, Durability, probe, require
-from lightck.pool.system import Dax, System
+from lightck.pool.storage import durability
+from lightck.pool.storage.durability import TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR, Durability, probe, require
+from lightck.pool.storage.system import Dax, System
 
 EXT4, XFS, BTRFS, ZFS, OVERLAY, TMPFS = 0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0x794C7630, 0x01021994
 GRANTED = Dax(True, True)

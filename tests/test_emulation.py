@@ -14,9 +14,9 @@ import torch
 from toys import BIG, adam, everything, is_step, net, pool_with, train
 
 import lightck
-from lightck.pool import emulation
-from lightck.pool.emulation import PROFILES, Profile
-from lightck.trace.events import read
+from lightck.pool.storage import emulation
+from lightck.pool.storage.emulation import PROFILES, Profile
+from lightck.profiler.events import read
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck.pool import extents
-from lightck.pool.durability import TIER_CACHE
 from lightck.pool.engine import Medium
-from lightck.pool.extents import Extents
+from lightck.pool.storage import extents
+from lightck.pool.storage.durability import TIER_CACHE
+from lightck.pool.storage.extents import Extents
 
 PAGE = 4096
 WHOLE: Extents = ((0, 5 * PAGE + 100),)

@@ -13,10 +13,10 @@ import pytest
 from toys import adam, alive, everything, is_step, left_since, net, places, pool_with, train, versions
 
 import lightck
-from lightck import pipeline
 from lightck._native import lib
 from lightck.errors import ExportError, FormatError, KeepError, NoSpaceError, PoolIOError
-from lightck.pool import extents, pmdk, pmemobj
+from lightck.pipeline import pipeline
+from lightck.pool.storage import extents, pmdk, pmemobj
 from lightck.testing.campaigns.truncations import Damage, inflict
 
 

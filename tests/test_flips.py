@@ -22,10 +22,10 @@ import toys
 from torch import nn
 
 import lightck
-from lightck.pool import extents
-from lightck.pool.extents import Extents
-from lightck.pool.format import LINE_NBYTES, MANIFEST_HEADER_NBYTES, SUPERBLOCK_NBYTES, pack_slot_header
+from lightck.pool.format.structures import LINE_NBYTES, MANIFEST_HEADER_NBYTES, SUPERBLOCK_NBYTES, pack_slot_header
 from lightck.pool.reader import PoolReader, Version, open_pool
+from lightck.pool.storage import extents
+from lightck.pool.storage.extents import Extents
 from lightck.testing.oracle import Outcome, Recovered, Refused, recovery, truth
 from lightck.testing.reads import Memory, watched
 

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lightck
-from lightck.capture import values
 from lightck.errors import FormatError, NotAPoolError
-from lightck.pool import layout, layout_decode, layout_native
-from lightck.pool.checksum import block_seed, crc64
-from lightck.pool.format import (
+from lightck.pool.format import layout, layout_decode, layout_native
+from lightck.pool.format.checksum import block_seed, crc64
+from lightck.pool.format.layout import ITEM_NBYTES, Entry
+from lightck.pool.format.structures import (
     KIB,
     KIND_ADOPTION,
     KIND_VERSION,
@@ -46,10 +46,10 @@ from lightck.pool.format import (
     unpack_next,
     unpack_slot_header,
 )
-from lightck.pool.layout import ITEM_NBYTES, Entry
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.ring import Ring, candidates, is_dead, next_position, read_ring
 from lightck.pool.slots import Slot, Slots
+from lightck.state import values
 
 # -- a pool with everything in it ------------------------------------------------------------------------------------
 

@@ -29,12 +29,11 @@ from hypothesis import strategies as st
 from toys import pool_with
 
 import lightck
-from lightck import contents
-from lightck.capture import values
 from lightck.cli import verify
 from lightck.errors import CorruptPoolError, LightckError, NoCheckpointError
-from lightck.pool import layout, layout_decode, reader
-from lightck.pool.format import (
+from lightck.pool import reader
+from lightck.pool.format import layout, layout_decode
+from lightck.pool.format.structures import (
     MIB,
     PAGE,
     SLOT_ALIGN,
@@ -48,6 +47,8 @@ from lightck.pool.format import (
     pack_slot_header,
 )
 from lightck.pool.reader import PoolReader, Version, open_pool
+from lightck.restore import contents
+from lightck.state import values
 from lightck.testing import confined, messages
 from lightck.testing.campaign import Order, Tally
 from lightck.testing.campaigns import flips, fuzz

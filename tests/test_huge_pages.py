@@ -17,8 +17,8 @@ from toys import BIG, adam, everything, is_step, net, train
 import lightck
 from lightck._native import lib
 from lightck.errors import NoSpaceError
-from lightck.pool import file
-from lightck.pool.system import System
+from lightck.pool.storage import file
+from lightck.pool.storage.system import System
 
 HUGE, COLLAPSE, FIXED, TMPFS = 2 << 20, 25, 0x10, 0x01021994
 

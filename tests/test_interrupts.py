@@ -17,12 +17,12 @@ import pytest
 from toys import BIG, adam, everything, in_child, is_step, net, train
 
 import lightck
-from lightck import pipeline
 from lightck.errors import SessionError
-from lightck.pipeline import Pipeline
-from lightck.pool.durability import TIER_CACHE
+from lightck.pipeline import pipeline
+from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.engine import Engine, Medium
 from lightck.pool.reader import open_pool
+from lightck.pool.storage.durability import TIER_CACHE
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD])
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from toys import adam, crashed, everything, is_step, net, train
 
 import lightck
-from lightck.interval import Adaptive, cadence
+from lightck.session.interval import Adaptive, cadence
 
 
 @dataclass

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from toys import BIG, batch, crashed, everything, is_step, kill_at, killed_child, same
 
 import lightck
-from lightck import _native, early
+from lightck import _native
 from lightck._native import lib
 from lightck.errors import BackgroundError, LightckError, SessionError, StateChangedError, UnsupportedError
+from lightck.pipeline import early
 from lightck.pool.writer import PoolWriter
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -21,11 +21,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
-from lightck.capture import rng, values
-from lightck.capture.loader import SessionLoader
-from lightck.capture.passes import Pass
-from lightck.capture.preview import RestoredRng
+from lightck.dataloader.loader import SessionLoader
+from lightck.dataloader.passes import Pass
+from lightck.dataloader.preview import RestoredRng
 from lightck.errors import CorruptPoolError, DriftError, SessionError
+from lightck.state import rng, values
 
 EPOCHS, ITEMS, BATCH = 3, 11, 2
 PASS = 6  # batches in a pass

@@ -18,7 +18,7 @@ from toys import adam, everything, in_child, is_pmdk, is_step, net, pool_with, t
 
 import lightck
 from lightck.errors import BackgroundError, PoolLockedError
-from lightck.pool.lock import PoolLock, holder_of
+from lightck.pool.storage.lock import PoolLock, holder_of
 
 
 @pytest.fixture(params=["of the open file", "of the process"])

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from lightck import _native
 from lightck._native import check, ffi, lib
-from lightck.pool import layout_native
+from lightck.pool.format import layout_native
 from lightck.pool.reader import READ_DTYPE
 from lightck.pool.writer import COPY_DTYPE
-from lightck.trace.spans import SPAN_DTYPE
+from lightck.profiler.spans import SPAN_DTYPE
 
 MASK = 2**64 - 1
 U64 = st.integers(0, MASK)

@@ -16,7 +16,7 @@ import lightck
 from lightck import _native
 from lightck._native import lib
 from lightck.errors import BackgroundError
-from lightck.pool import temporary
+from lightck.pool.storage import temporary
 
 
 def names(folder: Path) -> set[str]:

@@ -10,7 +10,7 @@ import torch
 from toys import BIG, adam, everything, is_step, net, train
 
 import lightck
-from lightck.finite import BLOCK
+from lightck.pipeline.finite import BLOCK
 
 
 def started(pool: Any, width: int = 8, model: Any = None, **options: Any) -> tuple[Any, Any, Any]:

@@ -26,8 +26,8 @@ from toys import (
 )
 
 import lightck
-from lightck import pipeline
 from lightck.errors import CorruptPoolError, NoSpaceError, SessionError
+from lightck.pipeline import pipeline
 
 
 def started(pool: Any, width: int = 8, **options: Any) -> tuple[Any, Any, Any]:

@@ -12,9 +12,9 @@ import pytest
 from toys import adam, everything, is_step, net, train
 
 import lightck
-from lightck.pool import durability, placement
 from lightck.pool.engine import Engine
-from lightck.pool.system import System
+from lightck.pool.storage import durability, placement
+from lightck.pool.storage.system import System
 
 AFFINITY = os.sched_getaffinity
 MINE = sorted(AFFINITY(0))

@@ -26,13 +26,13 @@ from torch import nn
 
 import lightck
 from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolError, PoolLockedError, PoolTruncatedError
-from lightck.pool import backends, pmdk, pmdk_file, pmemobj, temporary
-from lightck.pool.backends import backend_for
-from lightck.pool.durability import TIER_CACHE, TIER_PM, Durability
-from lightck.pool.file import FileBackend, FileContainer
-from lightck.pool.format import MIB
-from lightck.pool.pmdk import PmdkBackend
+from lightck.pool.format.structures import MIB
 from lightck.pool.reader import Version, open_pool
+from lightck.pool.storage import backends, pmdk, pmdk_file, pmemobj, temporary
+from lightck.pool.storage.backends import backend_for
+from lightck.pool.storage.durability import TIER_CACHE, TIER_PM, Durability
+from lightck.pool.storage.file import FileBackend, FileContainer
+from lightck.pool.storage.pmdk import PmdkBackend
 from lightck.testing.oracle import Recovered, Refused, recovery
 
 Change = Callable[[list[pmdk_file.Arena]], list[pmdk_file.Arena]]

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 POOL = """
 import logging, sys
 logging.basicConfig(stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
-from lightck.pool.pmdk import PmdkBackend
+from lightck.pool.storage.pmdk import PmdkBackend
 backend = PmdkBackend()
 path = sys.argv[1]
 def make():

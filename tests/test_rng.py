@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightck.capture import rng, values
 from lightck.errors import CorruptPoolError
+from lightck.state import rng, values
 
 
 def draws() -> tuple:

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from toys import BIG, adam, content, crashed, everything, forward, is_step, net, pool_with, same, settled, train
 
 import lightck
-from lightck import restore
 from lightck.errors import CheckpointExistsError, LateError, NoCheckpointError, PoolNotFoundError, SessionError
-from lightck.pool.durability import probe
+from lightck.pool.storage.durability import probe
+from lightck.restore import restore
 
 
 class Box:

@@ -28,14 +28,14 @@ from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 
 import lightck
 from lightck.errors import BackgroundError
-from lightck.pool import emulation
-from lightck.pool.emulation import Profile
+from lightck.pipeline.split import Split
+from lightck.pipeline.staging import groups
+from lightck.pipeline.staging.choice import Choice
+from lightck.pipeline.staging.pump import Pump
 from lightck.pool.engine import COPIED
-from lightck.pool.lock import holder_of
-from lightck.split import Split
-from lightck.staging import groups
-from lightck.staging.choice import Choice
-from lightck.staging.pump import Pump
+from lightck.pool.storage import emulation
+from lightck.pool.storage.emulation import Profile
+from lightck.pool.storage.lock import holder_of
 
 SEED = 20261121
 

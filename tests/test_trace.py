@@ -19,8 +19,8 @@ from toys import BIG, adam, everything, forward, net, pool_with, same, train
 
 import lightck
 from lightck.errors import ExportExistsError, SessionError, TraceError
-from lightck.trace import events, layers, spans
-from lightck.trace.events import (  # fmt: skip
+from lightck.profiler import events, layers, spans
+from lightck.profiler.events import (
     BACKWARD,
     COMMIT,
     COMMUNICATION,
@@ -34,7 +34,7 @@ from lightck.trace.events import (  # fmt: skip
     Trace,
     read,
 )
-from lightck.trace.summary import facts, is_part
+from lightck.profiler.summary import facts, is_part
 
 
 @pytest.fixture

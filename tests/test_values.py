@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightck.capture import dtypes, values
 from lightck.errors import CorruptPoolError, StateValueError
+from lightck.state import dtypes, values
 
 
 def same(left: object, right: object) -> bool:

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from toys import BIG, adam, alive, everything, forward, is_step, left_since, net, train
 
 import lightck
-from lightck import wait_policy
+from lightck.pipeline import wait_policy
+from lightck.pipeline.wait_policy import PASSIVE, TRIAL, Trial, WaitPolicy
 from lightck.pool.engine import Engine
 from lightck.stats import Meter
-from lightck.wait_policy import PASSIVE, TRIAL, Trial, WaitPolicy
 
 ROOT = Path(__file__).resolve().parents[1]
 ACTIVE, PASSIVELY = False, True
@@ -227,7 +227,7 @@ def test_what_the_user_chose_stays(monkeypatch, name):
 
 
 OTHER_OPENMP = """
-from lightck import wait_policy
+from lightck.pipeline import wait_policy
 from lightck.pool.engine import find_openmp
 assert not find_openmp("libc.so.6") and not find_openmp("no-such-library.so")
 assert not engine.wait_passively(True)
@@ -306,8 +306,8 @@ import os, resource, sys, time
 from pathlib import Path
 import torch
 import lightck
-from lightck.pool import emulation
-from lightck.pool.emulation import Profile
+from lightck.pool.storage import emulation
+from lightck.pool.storage.emulation import Profile
 from test_wait_policy import reaches, team
 from toys import adam, forward, net, train
 

@@ -23,10 +23,10 @@ from torch import nn
 
 import lightck
 from lightck._native import lib
-from lightck.pool import extents
-from lightck.pool.backends import backend_for
-from lightck.pool.extents import Extents
 from lightck.pool.reader import Version, open_pool
+from lightck.pool.storage import extents
+from lightck.pool.storage.backends import backend_for
+from lightck.pool.storage.extents import Extents
 
 BIG = 3000
 """Rows that make a tensor too large to be copied at the boundary itself."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightck._native import ffi, lib
-from lightck.pool import durability
+from lightck.pool.storage import durability
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 

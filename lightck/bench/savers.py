@@ -23,7 +23,7 @@ import lightck
 from lightck.bench.machine import cpu_seconds
 from lightck.bench.training import Training
 from lightck.errors import BenchError
-from lightck.wait_policy import TRIAL
+from lightck.pipeline.wait_policy import TRIAL
 
 NOTHING, LIGHTCK, TORCH_SAVE = "nothing", "lightck", "torch.save"
 STAGING: dict[str, Any] = {"direct": lightck.Direct, "host": lightck.Host, "device": lightck.Device}

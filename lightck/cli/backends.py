@@ -21,7 +21,7 @@ _ABOUT = {
 
 
 def check(machine: Machine) -> Iterator[Line]:
-    from lightck.pool.backends import BACKEND_VARIABLE, BACKENDS
+    from lightck.pool.storage.backends import BACKEND_VARIABLE, BACKENDS
 
     wanted = machine.env.get(BACKEND_VARIABLE) or "auto"
     if wanted not in ("auto", *BACKENDS):
@@ -33,13 +33,13 @@ def check(machine: Machine) -> Iterator[Line]:
     for name in BACKENDS:
         if name != "pmdk":
             yield Line(f"backend {name}", OK, _ABOUT.get(name, "built in"))
-    if find_spec("lightck.pool.pmemobj") is not None:
+    if find_spec("lightck.pool.storage.pmemobj") is not None:
         yield _pmdk(is_wanted=wanted == "pmdk")
 
 
 def _pmdk(is_wanted: bool) -> Line:
     """``is_wanted``: for every new pool, none of which can be made without it."""
-    module = importlib.import_module("lightck.pool.pmemobj")
+    module = importlib.import_module("lightck.pool.storage.pmemobj")
     try:
         module.load()
     except module.MissingError as error:

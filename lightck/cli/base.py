@@ -201,7 +201,7 @@ class PoolPath(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
 
 def _pools(paths: list[str]) -> list[str]:
-    from lightck.pool.backends import is_pool
+    from lightck.pool.storage.backends import is_pool
 
     found = []
     for path in paths:

@@ -79,7 +79,7 @@ def _torch(version: str | None) -> Line:
 def native(_: Machine) -> Iterator[Line]:
     try:
         from lightck._native import ffi, lib
-        from lightck.pool import emulation
+        from lightck.pool.storage import emulation
 
         emulation.used()  # attach asks as well, and is refused where LIGHTCK_EMULATE names nothing
     except ImportError as error:

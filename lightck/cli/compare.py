@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightck.capture import values
-from lightck.capture.lanes import bytes_in_order
-from lightck.contents import Contents, Source, load_tensor
-from lightck.pool.layout import Entry
+from lightck.pool.format.layout import Entry
+from lightck.restore.contents import Contents, Source, load_tensor
+from lightck.state import values
+from lightck.state.lanes import bytes_in_order
 
 _CHUNK = 1 << 20
 """Elements that are compared at a time."""

@@ -13,12 +13,12 @@ from lightck.cli.base import BAD, OK, POOL, ComparingCommand, json_option, troub
 from lightck.cli.progress import bar
 from lightck.cli.text import columns, count, say, say_json, verdict
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
-from lightck.pool.format import DamagedError
-from lightck.pool.lock import holder_of
+from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader
+from lightck.pool.storage.lock import holder_of
 
 if TYPE_CHECKING:
-    from lightck.contents import Source
+    from lightck.restore.contents import Source
 
 ROWS_MAX = 20
 """Differing tensors, and differing values, that the text names."""
@@ -116,7 +116,7 @@ def _compared(sides: list[survey.Held]) -> dict[str, Any]:
 
 def _source(side: survey.Held) -> Source:
     """Where the tensors are read from: memory, where the slot may soon be written anew."""
-    from lightck.contents import in_memory
+    from lightck.restore.contents import in_memory
 
     assert side.version is not None
     if (side.nbytes or 0) > HELD_NBYTES_MAX or holder_of(side.version.reader.path) is None:

@@ -20,12 +20,12 @@ import click
 from lightck.cli.base import OK, POOL, Command, json_option, trouble
 from lightck.cli.text import listed, say, say_json, size
 from lightck.errors import ExportError, ExportExistsError, LightckError, PoolTruncatedError
-from lightck.pool import anatomy
-from lightck.pool.anatomy import Part
-from lightck.pool.backends import pool_path, readable_path
-from lightck.pool.extents import runs, total
-from lightck.pool.format import PAGE
+from lightck.pool.format import anatomy
+from lightck.pool.format.anatomy import Part
+from lightck.pool.format.structures import PAGE
 from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.storage.backends import pool_path, readable_path
+from lightck.pool.storage.extents import runs, total
 
 ANYWHERE = "anywhere"
 TORN_NBYTES_MAX = 64 << 20

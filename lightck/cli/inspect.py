@@ -19,10 +19,10 @@ from lightck.cli import survey
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
 from lightck.cli.text import columns, count, listed, say, say_json, size, survives, verdict
 from lightck.errors import FormatError, NotAPoolError
-from lightck.pool.backends import backend_for
-from lightck.pool.format import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError, Superblock
-from lightck.pool.lock import Holder, holder_of
+from lightck.pool.format.structures import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError, Superblock
 from lightck.pool.reader import PoolReader
+from lightck.pool.storage.backends import backend_for
+from lightck.pool.storage.lock import Holder, holder_of
 
 ROWS_MAX = 40
 """Lines of modules before they are folded."""
@@ -142,7 +142,7 @@ def _tensor(entry: Any) -> dict[str, Any]:
 
 def _layers(each: survey.Held) -> list[dict[str, Any]]:
     """One map per module, in the model's order: its own tensors, and the optimizer's state for them."""
-    from lightck.restore_optimizer import keys_by_param
+    from lightck.restore.optimizer import keys_by_param
 
     assert each.contents is not None
     found: dict[str, dict[str, Any]] = {}
@@ -161,7 +161,7 @@ def _layers(each: survey.Held) -> list[dict[str, Any]]:
 
 
 def _optimizers(each: survey.Held) -> list[dict[str, Any]]:
-    from lightck.restore_optimizer import keys_by_param
+    from lightck.restore.optimizer import keys_by_param
 
     assert each.contents is not None
     rows = []

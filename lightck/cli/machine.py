@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightck.errors import PoolError
-from lightck.pool.folder import checked_folder
+from lightck.pool.storage.folder import checked_folder
 
 if TYPE_CHECKING:
-    from lightck.pool.durability import Durability
+    from lightck.pool.storage.durability import Durability
 
 UNLIMITED = 1 << 60
 """No machine has as much memory: version 1 of cgroups writes "no limit" as a number beyond it."""
@@ -42,7 +42,7 @@ def space_of(folder: str) -> Space | None:
 
 def medium_of(folder: str) -> Durability:
     """What a pool in this folder survives."""
-    from lightck.pool import durability
+    from lightck.pool.storage import durability
 
     return durability.probe(folder)
 
@@ -59,8 +59,8 @@ def refusal_of(folder: str) -> str | None:
 def obstacle_at(path: str) -> str | None:
     """Why ``attach`` takes what lies there for no pool that it could go on with; None where it does, or nothing lies
     there."""
-    from lightck.pool.backends import pool_path
     from lightck.pool.reader import open_pool
+    from lightck.pool.storage.backends import pool_path
 
     if not os.path.lexists(path):
         return None
@@ -73,7 +73,7 @@ def obstacle_at(path: str) -> str | None:
 
 def device_at(path: str) -> tuple[int, Durability] | None:
     """Bytes of a device-dax device, and what a pool there survives; None where the path is none."""
-    from lightck.pool.backends import DEVDAX
+    from lightck.pool.storage.backends import DEVDAX
 
     return DEVDAX.look(path) if DEVDAX.claims(path) else None
 

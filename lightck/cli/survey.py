@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightck.errors import NoCheckpointError, PoolLockedError
-from lightck.pool.backends import readable_path
-from lightck.pool.format import CommitLine, DamagedError
+from lightck.pool.format.structures import CommitLine, DamagedError
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.ring import Ring, candidates
+from lightck.pool.storage.backends import readable_path
 
 if TYPE_CHECKING:
-    from lightck.contents import Contents
+    from lightck.restore.contents import Contents
 
 COMMITTED, REJECTED, DEAD = "committed", "rejected", "dead"
 ATTEMPTS = 20
@@ -111,7 +111,7 @@ def _look(reader: PoolReader, ring: Ring) -> Iterator[Held]:
 
 def _examined(reader: PoolReader, line: CommitLine, state: str) -> Held | None:
     """The version of a line; None where its slot belongs to another version, now or by the end of the look."""
-    from lightck.recover import parse  # torch
+    from lightck.restore.recover import parse  # torch
 
     if not still_there(reader, line):
         return None

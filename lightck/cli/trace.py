@@ -10,8 +10,8 @@ import click
 
 from lightck.cli.base import OK, Command, json_option, refuse_existing, trouble
 from lightck.cli.text import columns, count, say, say_json, size
-from lightck.trace.events import EVENTS_MAX, Trace, read
-from lightck.trace.summary import StepFacts, facts, median_step
+from lightck.profiler.events import EVENTS_MAX, Trace, read
+from lightck.profiler.summary import StepFacts, facts, median_step
 
 
 @click.command("trace", cls=Command, short_help="Sum up and draw what session.trace() recorded.")
@@ -92,7 +92,7 @@ def _row(name: str, each: StepFacts) -> list[str]:
 def _draw(trace: Trace, steps: list[StepFacts], svg: Path, step: int | None, begin: float | None, end: float | None,
           overwrite: bool) -> dict[str, Any]:  # fmt: skip
     from lightck.export.atomic import written
-    from lightck.trace.svg import draw
+    from lightck.profiler.svg import draw
 
     left, right, what = _range(trace, steps, step, begin, end)
     about = _about(trace)

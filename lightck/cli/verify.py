@@ -20,7 +20,7 @@ from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
 from lightck.cli.progress import bar
 from lightck.cli.text import columns, count, say, say_json, size, verdict
 from lightck.errors import FormatError, NotAPoolError, PoolLockedError
-from lightck.pool.format import (
+from lightck.pool.format.structures import (
     LINE_NBYTES,
     SLOTS_MAX,
     SUPERBLOCK_NBYTES,

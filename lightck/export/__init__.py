@@ -1,6 +1,6 @@
 """Checkpoints as files that other programs read: safetensors and torch.
 
-``export_checkpoint`` writes a recovered checkpoint; ``lightck/keep.py`` writes versions of a running session with the
+``export_checkpoint`` writes a recovered checkpoint; ``tiers/keep.py`` writes versions of a running session with the
 same parts. Names are those of the model's ``state_dict()``; a file appears under its name complete or not at all, and
 none is replaced unasked. It is no way back into a pool: going on with a training is what pools are for.
 """
@@ -14,11 +14,11 @@ from types import MappingProxyType
 
 import torch
 
-from lightck.checkpoint import Checkpoint
 from lightck.export.atomic import file_path, written
 from lightck.export.choice import Chosen, check_what, choose
 from lightck.export.plain import count_tensors, everything, for_torch
 from lightck.export.tensors import write_tensors
+from lightck.restore.checkpoint import Checkpoint
 
 FORMATS = ("safetensors", "torch")
 

@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import torch
 
-from lightck.capture import values
-from lightck.contents import Contents, OptimizerContents, unpack_dict
 from lightck.errors import StateValueError
 from lightck.export.plain import Large, Readable
 from lightck.export.tensors import Planned, check_dtype
+from lightck.restore.contents import Contents, OptimizerContents, unpack_dict
+from lightck.state import values
 
 WHATS = ("model", "all")
 AS_TORCH = 'Export with format="torch", which has every dtype and every name.'

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lightck.capture.dtypes import dtype_name
-from lightck.checkpoint import Checkpoint
-from lightck.contents import Contents, named
 from lightck.errors import StateValueError
 from lightck.export.tensors import Planned
+from lightck.restore.checkpoint import Checkpoint
+from lightck.restore.contents import Contents, named
+from lightck.state.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from lightck.export.choice import Chosen

@@ -15,9 +15,9 @@ from typing import IO
 
 import torch
 
-from lightck.capture.lanes import bytes_in_order
 from lightck.errors import StateValueError
-from lightck.pool.layout import ITEM_NBYTES
+from lightck.pool.format.layout import ITEM_NBYTES
+from lightck.state.lanes import bytes_in_order
 
 DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",

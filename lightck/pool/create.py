@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 
 from lightck.errors import NoSpaceError, NotAPoolError
-from lightck.pool import layout
-from lightck.pool.backend import Backend, Container
 from lightck.pool.engine import Medium
-from lightck.pool.format import (
+from lightck.pool.format import layout
+from lightck.pool.format.layout import Entry, blocks_of
+from lightck.pool.format.structures import (
     BLOCK_MAX,
     COMPAT_NEXT,
     KIB,
@@ -23,7 +23,7 @@ from lightck.pool.format import (
     align_up,
     layout_hash,
 )
-from lightck.pool.layout import Entry, blocks_of
+from lightck.pool.storage.backend import Backend, Container
 
 RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
 STATE_MIN, STATE_FACTOR = 256 * KIB, 4

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from lightck._native import NativeError, errno_of, ffi, lib, reason
 from lightck._native import check as _check
 from lightck.errors import BackgroundError
-from lightck.pool import emulation
-from lightck.pool.extents import Extents, native
-from lightck.pool.failures import io_error
+from lightck.pool.storage import emulation
+from lightck.pool.storage.extents import Extents, native
+from lightck.pool.storage.failures import io_error
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")

@@ -20,12 +20,10 @@ import numpy as np
 from lightck import _native
 from lightck._native import ffi, lib
 from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolTruncatedError
-from lightck.pool import emulation, layout_decode
-from lightck.pool.backend import Container
-from lightck.pool.checksum import uuid_words
-from lightck.pool.extents import native
-from lightck.pool.failures import io_error, is_of_medium, told
-from lightck.pool.format import (
+from lightck.pool.format import layout_decode
+from lightck.pool.format.checksum import uuid_words
+from lightck.pool.format.layout import Entry, blocks_of
+from lightck.pool.format.structures import (
     LINE_NBYTES,
     MANIFEST_HEADER_NBYTES,
     NEXT_NBYTES,
@@ -44,8 +42,11 @@ from lightck.pool.format import (
     unpack_next,
     unpack_slot_header,
 )
-from lightck.pool.layout import Entry, blocks_of
 from lightck.pool.ring import Ring, candidates, read_ring
+from lightck.pool.storage import emulation
+from lightck.pool.storage.backend import Container
+from lightck.pool.storage.extents import native
+from lightck.pool.storage.failures import io_error, is_of_medium, told
 from lightck.pool.writable import refuse_unwritable
 
 log = logging.getLogger("lightck")
@@ -395,7 +396,7 @@ def processors() -> int:
 
 def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolReader:
     """Open an existing pool for reading (``write``: its container may be written afterwards)."""
-    from lightck.pool.backends import backend_for
+    from lightck.pool.storage.backends import backend_for
 
     emulation.used()  # verified reads follow it
     kind = backend_for(path, backend)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lightck.pool.format import KIND_ADOPTION, LINE_NBYTES, CommitLine, DamagedError, Superblock
+from lightck.pool.format.structures import KIND_ADOPTION, LINE_NBYTES, CommitLine, DamagedError, Superblock
 
 
 @dataclass(frozen=True, slots=True)

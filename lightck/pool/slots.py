@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightck.pool.format import MANIFEST_HEADER_NBYTES, RECORD_NBYTES
+from lightck.pool.format.structures import MANIFEST_HEADER_NBYTES, RECORD_NBYTES
 from lightck.pool.reader import RECORD_DTYPE
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightck.errors import CorruptPoolError, FormatError
-from lightck.pool.format import NUMBER_MAX
+from lightck.pool.format.structures import NUMBER_MAX
 
 if TYPE_CHECKING:
     from lightck.pool.reader import PoolReader

@@ -18,13 +18,12 @@ import numpy.typing as npt
 
 from lightck._native import errno_of, ffi, lib, reason
 from lightck.errors import BackgroundError
-from lightck.pool import layout, placement
-from lightck.pool.checksum import uuid_words
 from lightck.pool.draft import Draft
-from lightck.pool.durability import TIER_DISK, Durability
 from lightck.pool.engine import Engine, Job, Medium
-from lightck.pool.failures import io_error
-from lightck.pool.format import (
+from lightck.pool.format import layout
+from lightck.pool.format.checksum import uuid_words
+from lightck.pool.format.layout import Entry, blocks_of
+from lightck.pool.format.structures import (
     KIND_ADOPTION,
     KIND_VERSION,
     NEXT_OFFSET,
@@ -35,12 +34,14 @@ from lightck.pool.format import (
     pack_next,
     pack_slot_header,
 )
-from lightck.pool.layout import Entry, blocks_of
-from lightck.pool.lock import PoolLock
 from lightck.pool.plan import VersionPlan
 from lightck.pool.reader import PoolReader
 from lightck.pool.ring import Ring, next_position
 from lightck.pool.slots import Slot, SlotImage, Slots, crc_starts
+from lightck.pool.storage import placement
+from lightck.pool.storage.durability import TIER_DISK, Durability
+from lightck.pool.storage.failures import io_error
+from lightck.pool.storage.lock import PoolLock
 
 log = logging.getLogger("lightck")
 COPY_DTYPE = np.dtype(

@@ -9,7 +9,7 @@ import random
 import struct
 from dataclasses import dataclass
 
-from lightck.pool.checksum import crc64
+from lightck.pool.format.checksum import crc64
 from lightck.testing import mutations
 
 Patch = tuple[int, bytes]

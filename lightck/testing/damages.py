@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from lightck.pool import anatomy
-from lightck.pool.anatomy import Part
-from lightck.pool.extents import Extents, runs
-from lightck.pool.format import LINE_NBYTES, PAGE, Superblock
+from lightck.pool.format import anatomy
+from lightck.pool.format.anatomy import Part
+from lightck.pool.format.structures import LINE_NBYTES, PAGE, Superblock
+from lightck.pool.storage.extents import Extents, runs
 
 Write = tuple[int, bytes]
 """Offset in the file, and what is put there."""

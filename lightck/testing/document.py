@@ -10,9 +10,10 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
-from lightck.pool import layout_decode
-from lightck.pool.checksum import block_seed, crc64
-from lightck.pool.format import (
+from lightck.pool.format import layout_decode
+from lightck.pool.format.checksum import block_seed, crc64
+from lightck.pool.format.layout import Entry
+from lightck.pool.format.structures import (
     LINE_NBYTES,
     MANIFEST_HEADER_NBYTES,
     RECORD_NBYTES,
@@ -23,7 +24,6 @@ from lightck.pool.format import (
     layout_hash,
     manifest_hash,
 )
-from lightck.pool.layout import Entry
 from lightck.pool.reader import PoolReader, Version
 from lightck.testing.messages import Node, parse
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from itertools import accumulate
 
-from lightck.pool.extents import Extents, runs
+from lightck.pool.storage.extents import Extents, runs
 
 PAGE = 4096
 

@@ -12,9 +12,9 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 
 from lightck.errors import LightckError
-from lightck.pool import extents, temporary
-from lightck.pool.format import DamagedError
+from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import Version, open_pool
+from lightck.pool.storage import extents, temporary
 from lightck.testing import known
 from lightck.testing.known import Plan
 from lightck.testing.ledger import BrokenError, Ledger

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 
 from lightck.errors import NoSpaceError, NotAPoolError, PoolNotFoundError, PoolPathError
-from lightck.pool import extents
-from lightck.pool.durability import TIER_CACHE, Durability
-from lightck.pool.extents import Extents
-from lightck.pool.format import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
+from lightck.pool.format.structures import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
+from lightck.pool.storage import extents
+from lightck.pool.storage.durability import TIER_CACHE, Durability
+from lightck.pool.storage.extents import Extents
 
 
 class MemoryContainer:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 
-from lightck.pool.format import LINE_NBYTES, MANIFEST_HEADER_NBYTES, RECORD_NBYTES, SUPERBLOCK_OFFSETS
+from lightck.pool.format.structures import LINE_NBYTES, MANIFEST_HEADER_NBYTES, RECORD_NBYTES, SUPERBLOCK_OFFSETS
 from lightck.testing import messages
 from lightck.testing.document import Document, Manifest, Patch
 from lightck.testing.messages import BIN, EXT, LIST, MAP, STR, Node

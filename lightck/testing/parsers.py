@@ -10,13 +10,10 @@ import random
 import struct
 from collections.abc import Callable
 
-from lightck.capture import values
-from lightck.capture.rng import RngState
-from lightck.contents import Contents
 from lightck.errors import LightckError
-from lightck.pool import layout_decode, layout_native, pmdk_file
-from lightck.pool.checksum import crc64
-from lightck.pool.format import (
+from lightck.pool.format import layout_decode, layout_native
+from lightck.pool.format.checksum import crc64
+from lightck.pool.format.structures import (
     NEXT_ENTRIES_MAX,
     NEXT_NBYTES,
     SUPERBLOCK_NBYTES,
@@ -29,6 +26,10 @@ from lightck.pool.format import (
     unpack_next,
     unpack_slot_header,
 )
+from lightck.pool.storage import pmdk_file
+from lightck.restore.contents import Contents
+from lightck.state import values
+from lightck.state.rng import RngState
 from lightck.testing import container, mutations
 from lightck.testing.document import Base
 from lightck.testing.messages import Node, parse

@@ -21,11 +21,12 @@ from torch import nn
 
 import lightck
 from lightck import _native
-from lightck.pool import create, extents, writer
+from lightck.pool import create, writer
 from lightck.pool.engine import Medium
-from lightck.pool.extents import Extents
-from lightck.pool.file import FileContainer
-from lightck.pool.format import MANIFEST_MAGIC, SUPERBLOCK_NBYTES, ManifestHeader, Superblock
+from lightck.pool.format.structures import MANIFEST_MAGIC, SUPERBLOCK_NBYTES, ManifestHeader, Superblock
+from lightck.pool.storage import extents
+from lightck.pool.storage.extents import Extents
+from lightck.pool.storage.file import FileContainer
 from lightck.testing import trace
 from lightck.testing.images import pages_of
 from lightck.testing.oracle import truth

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightck
-from lightck import early
+from lightck.pipeline import early
 from lightck.testing.oracle import digest, truth
 from lightck.testing.victims import Tell
 

@@ -13,8 +13,8 @@ import lightck
 from lightck.cli import backends, checks, doctor
 from lightck.cli.machine import Machine, Space
 from lightck.errors import PoolPermissionError
-from lightck.pool import pmemobj
-from lightck.pool.durability import Durability
+from lightck.pool.storage import pmemobj
+from lightck.pool.storage.durability import Durability
 
 GB = 10**9
 TMPFS = Durability(True, False, False, False, "tmpfs", ("made up",), 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightck.capture.batch import checksum_of, differ, is_in_part
+from lightck.dataloader.batch import checksum_of, differ, is_in_part
 
 
 def seen(batch: Any) -> int:

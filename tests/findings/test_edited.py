@@ -11,10 +11,10 @@ from torch import nn
 from toys import net, train
 
 import lightck
-from lightck.capture import values
-from lightck.contents import Contents
 from lightck.errors import CorruptPoolError, DriftError
 from lightck.pool.reader import open_pool
+from lightck.restore.contents import Contents
+from lightck.state import values
 
 
 class Script:

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 from toys import adam, content, crashed, everything, kill_at, killed_child, net, poke, same, train, versions
 
 import lightck
-from lightck.capture.batch import checksum_of
-from lightck.capture.boundary import Event
-from lightck.capture.following import RANDOM_STATES
-from lightck.capture.passes import Pass
+from lightck.dataloader.batch import checksum_of
+from lightck.dataloader.passes import Pass
 from lightck.errors import DataMismatchError
-from lightck.following import Comparison, Recorder
-from lightck.pool.format import NEXT_NBYTES, NEXT_OFFSET, NextBatch, next_key
+from lightck.events import Event
+from lightck.following.first import RANDOM_STATES
+from lightck.following.following import Comparison, Recorder
+from lightck.pool.format.structures import NEXT_NBYTES, NEXT_OFFSET, NextBatch, next_key
 from lightck.pool.reader import open_pool
 
 from .harness import Bench

@@ -18,7 +18,7 @@ import torch
 
 import lightck
 from lightck.errors import PoolLockedError
-from lightck.pool import dying
+from lightck.pool.storage import dying
 
 
 def _model() -> torch.nn.Module:

@@ -13,7 +13,7 @@ from torch import nn
 from toys import same, weights
 
 import lightck
-from lightck.capture.batch import checksum_of
+from lightck.dataloader.batch import checksum_of
 
 
 def net() -> nn.Sequential:

@@ -10,10 +10,10 @@ from resume.harness import Kill
 from test_loader import Host
 from torch.utils.data import DataLoader
 
-from lightck.capture import values
-from lightck.capture.rng import shielded
-from lightck.capture.skip import wants_skip
+from lightck.dataloader.skip import wants_skip
 from lightck.errors import SessionError
+from lightck.state import values
+from lightck.state.rng import shielded
 
 from .harness import Bench
 

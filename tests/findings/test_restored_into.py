@@ -9,8 +9,8 @@ from torch import nn
 from toys import everything, net, same, train
 
 import lightck
-from lightck.capture import values
 from lightck.errors import CorruptPoolError, StateValueError
+from lightck.state import values
 
 # -- B11: inference mode ---------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightck.capture.numbers import Numbers
+from lightck.state.numbers import Numbers
 
 from .harness import Bench
 from .programs.updates import Longest, Queue

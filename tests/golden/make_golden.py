@@ -30,9 +30,9 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.pool import backends
-from lightck.pool.pmdk import PmdkBackend
 from lightck.pool.reader import Version, open_pool
+from lightck.pool.storage import backends
+from lightck.pool.storage.pmdk import PmdkBackend
 
 HERE = Path(__file__).parent
 POOL, PMDK_POOL, EXPECTED = HERE / "v1-next.pool.xz", HERE / "v1-next-pmdk.pool.xz", HERE / "v1.json"

@@ -16,7 +16,7 @@ import torch
 from toys import BIG, adam, batch, everything, is_step, net, same
 
 import lightck
-from lightck.capture.lanes import lane_of
+from lightck.state.lanes import lane_of
 
 SCRIPT = """
 import os, signal, sys

@@ -18,11 +18,11 @@ import pytest
 from toys import adam, net, train
 
 import lightck
-from lightck.pool import durability, pmemobj
-from lightck.pool.durability import TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR, probe
 from lightck.pool.engine import Engine, Medium
-from lightck.pool.file import FileBackend
-from lightck.pool.pmdk import PmdkBackend
+from lightck.pool.storage import durability, pmemobj
+from lightck.pool.storage.durability import TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR, probe
+from lightck.pool.storage.file import FileBackend
+from lightck.pool.storage.pmdk import PmdkBackend
 
 MEMMAP = os.environ.get("LIGHTCK_GUEST_MEMMAP", "")
 VIRTIO = os.environ.get("LIGHTCK_GUEST_VIRTIO", "")

@@ -26,13 +26,13 @@ from toys import adam, everything, is_step, net, pool_with, running_child, train
 
 import lightck
 from lightck.errors import NotAPoolError, PoolLockedError, PoolPathError
-from lightck.pool import durability, extents
-from lightck.pool.backend import Backend, Container
-from lightck.pool.backends import BACKENDS, DEVDAX, backend_for
-from lightck.pool.devdax_head import HEAD_NBYTES
-from lightck.pool.durability import TIER_PM
 from lightck.pool.engine import Medium
-from lightck.pool.lock import PoolLock, holder_of
+from lightck.pool.storage import durability, extents
+from lightck.pool.storage.backend import Backend, Container
+from lightck.pool.storage.backends import BACKENDS, DEVDAX, backend_for
+from lightck.pool.storage.devdax_head import HEAD_NBYTES
+from lightck.pool.storage.durability import TIER_PM
+from lightck.pool.storage.lock import PoolLock, holder_of
 
 DEVICE = os.environ["LIGHTCK_GUEST_DEVICE"]
 HUGE = 2 << 20

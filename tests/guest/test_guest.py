@@ -153,7 +153,7 @@ def test_a_device_without_a_file_system_holds_a_pool_and_survives_a_power_cut(tm
     paths = f"export LIGHTCK_GUEST_DEVICE={device} PYTHONPATH=$PYTHONPATH:{ROOT / 'tests' / 'cli'}"
     suite = f"{pytest_command} tests/guest/on_devdax.py >/out/pytest 2>&1"
     train = f"{script} train {device} /out/committed >/out/train 2>&1"
-    wipe = f"$PYTHON -c 'from lightck.pool.backends import DEVDAX; DEVDAX.discard(\"{device}\")'"
+    wipe = f"$PYTHON -c 'from lightck.pool.storage.backends import DEVDAX; DEVDAX.discard(\"{device}\")'"
     booted = machine.boot(job("memory_controller", "make_devdax", paths, suite, wipe, train), out, nvdimm)
     try:
         committed = _wait_for(booted, out / "committed", 6, SUITE_S)

@@ -19,7 +19,7 @@ from toys import BIG, adam, alive, everything, forward, in_child, is_step, left_
 
 import lightck
 from lightck.errors import SessionError
-from lightck.pool import emulation
+from lightck.pool.storage import emulation
 
 
 def test_leaving_by_an_exception_drops_the_open_version_and_finishes_closed_ones(pool):

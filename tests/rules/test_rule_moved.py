@@ -12,13 +12,13 @@ from torch import nn
 from toys import BIG, adam, crashed, damage, everything, forward, is_step, net, same, train, weights
 
 import lightck
-from lightck import pipeline
-from lightck.capture.watch import Resting
 from lightck.errors import CorruptPoolError, NoCheckpointError, StateChangedError
+from lightck.pipeline import pipeline
+from lightck.pipeline.strike import Stale
+from lightck.pipeline.watch import Resting
 from lightck.pool.engine import COPIED
 from lightck.pool.reader import Version, open_pool
 from lightck.pool.writer import PoolWriter
-from lightck.strike import Stale
 
 ROWS = 4096  # rows of 4 floats: 64 kB, copied in the background
 

@@ -15,8 +15,8 @@ from toys import adam, crashed, in_child, kill_at, killed_child, net, same, sett
 
 import lightck
 from lightck.errors import StateValueError
-from lightck.pool import temporary
 from lightck.pool.reader import open_pool
+from lightck.pool.storage import temporary
 
 
 class Box:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightck import _native
-from lightck.pool.format import (
+from lightck.pool.format.structures import (
     LINE_NBYTES,
     MANIFEST_MAGIC,
     RING_LINES,

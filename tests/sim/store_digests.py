@@ -34,10 +34,10 @@ import workloads
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightck.capture import snapshot
-from lightck.pool import backends
-from lightck.pool.format import MIB, NEXT_NBYTES, NEXT_OFFSET, RING_OFFSET, RING_STRIDE, TABLE_OFFSET
-from lightck.pool.pmdk import PmdkBackend
+from lightck.pool.format.structures import MIB, NEXT_NBYTES, NEXT_OFFSET, RING_OFFSET, RING_STRIDE, TABLE_OFFSET
+from lightck.pool.storage import backends
+from lightck.pool.storage.pmdk import PmdkBackend
+from lightck.session import snapshot
 from lightck.testing import recorded
 from lightck.testing.recorded import record, small_heap
 from lightck.testing.recording import Recorder, Tape

@@ -13,10 +13,10 @@ from workloads import media_error, plain
 
 from lightck import _native
 from lightck.pool import writer
-from lightck.pool.file import FileBackend
-from lightck.pool.format import CommitLine
+from lightck.pool.format.structures import CommitLine
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot, Slots
+from lightck.pool.storage.file import FileBackend
 from lightck.pool.writer import PoolWriter
 from lightck.testing.cuts import Look
 from lightck.testing.oracle import Outcome, Recovered, Refused

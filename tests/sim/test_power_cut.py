@@ -11,11 +11,11 @@ import pytest
 from workloads import WORKLOADS, pinned
 
 from lightck._native import check, lib
-from lightck.pool import backends
-from lightck.pool.format import MIB
-from lightck.pool.pmdk import PmdkBackend
+from lightck.pool.format.structures import MIB
 from lightck.pool.reader import open_pool
 from lightck.pool.slots import Slot, Slots
+from lightck.pool.storage import backends
+from lightck.pool.storage.pmdk import PmdkBackend
 from lightck.testing.cuts import Look
 from lightck.testing.oracle import Outcome, Recovered, Refused, recovery
 from lightck.testing.persistence import MODELS, BlockDevice, PersistentMemory

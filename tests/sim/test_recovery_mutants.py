@@ -14,10 +14,9 @@ from unittest.mock import patch
 import pytest
 import toys
 
-from lightck.contents import MemorySource
 from lightck.errors import CorruptPoolError
-from lightck.pool import extents, reader, ring
-from lightck.pool.format import (
+from lightck.pool import reader, ring
+from lightck.pool.format.structures import (
     KIND_VERSION,
     LINE_NBYTES,
     SUPERBLOCK_NBYTES,
@@ -28,6 +27,8 @@ from lightck.pool.format import (
     manifest_hash,
 )
 from lightck.pool.reader import PoolReader, Version, open_pool
+from lightck.pool.storage import extents
+from lightck.restore.contents import MemorySource
 from lightck.testing.cuts import Look
 from lightck.testing.oracle import Outcome, Recovered, recovery
 from lightck.testing.persistence import Adversary, BlockDevice, PersistentMemory

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import lightck
-from lightck import early
-from lightck.capture.watch import Resting
+from lightck.pipeline import early
+from lightck.pipeline.staging import ways
+from lightck.pipeline.watch import Resting
 from lightck.pool.reader import Version, open_pool
 from lightck.pool.writer import PoolWriter
-from lightck.staging import ways
 from lightck.testing.recorded import Average, Workload, build, one_step, train
 from lightck.testing.recording import Recorder
 

@@ -10,7 +10,7 @@ from table import ALL, PLACES, REFUSED, ROLES, STORED, Holder, bits, layouts_for
 
 import lightck
 from lightck.errors import StateValueError
-from lightck.pool.layout import is_dense
+from lightck.pool.format.layout import is_dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:torch.quantize_per_tensor")
 

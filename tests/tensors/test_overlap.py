@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck import memory
+from lightck.restore import memory
 
 BASE_NUMEL = 40
 

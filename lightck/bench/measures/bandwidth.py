@@ -24,10 +24,10 @@ from lightck.bench.figures import spread
 from lightck.bench.measures.copies import mapped
 from lightck.bench.workloads import checkpoint_shapes, workload
 from lightck.errors import BenchError
-from lightck.pool.backends import BACKENDS
 from lightck.pool.engine import Medium
-from lightck.pool.extents import native
-from lightck.pool.format import BLOCK_MAX, align_up
+from lightck.pool.format.structures import BLOCK_MAX, align_up
+from lightck.pool.storage.backends import BACKENDS
+from lightck.pool.storage.extents import native
 
 ALIGN = 4096
 PMEM_NODRAIN, PMEM_NONTEMPORAL, PMEM_TEMPORAL = 1, 2, 4

@@ -20,15 +20,16 @@ from torch import nn
 
 import lightck
 from lightck.cli import inspect, verify
-from lightck.contents import Contents
 from lightck.errors import LightckError
-from lightck.pool import anatomy, backends, pmdk
-from lightck.pool.anatomy import Part
-from lightck.pool.extents import runs
-from lightck.pool.format import MIB, CommitLine, DamagedError, unpack_slot_header
-from lightck.pool.layout import Entry
-from lightck.pool.pmdk_file import SIGNATURE
+from lightck.pool.format import anatomy
+from lightck.pool.format.anatomy import Part
+from lightck.pool.format.layout import Entry
+from lightck.pool.format.structures import MIB, CommitLine, DamagedError, unpack_slot_header
 from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.storage import backends, pmdk
+from lightck.pool.storage.extents import runs
+from lightck.pool.storage.pmdk_file import SIGNATURE
+from lightck.restore.contents import Contents
 from lightck.testing import container
 from lightck.testing.campaign import Campaign, Order, Tally
 from lightck.testing.damages import CONTAINER, Damage, Damages, Image

@@ -23,10 +23,10 @@ from torch import nn
 import lightck
 from lightck.cli import main, verify
 from lightck.errors import LightckError
-from lightck.pool import backends, pmdk
-from lightck.pool.extents import runs
-from lightck.pool.format import MIB
+from lightck.pool.format.structures import MIB
 from lightck.pool.reader import open_pool
+from lightck.pool.storage import backends, pmdk
+from lightck.pool.storage.extents import runs
 from lightck.testing import confined, container, mutations, parsers
 from lightck.testing.campaign import Campaign, Order, Tally
 from lightck.testing.document import Base, Document

@@ -14,7 +14,7 @@ from functools import partial
 
 import lightck
 from lightck.errors import NoCheckpointError, PoolNotFoundError
-from lightck.pool import temporary
+from lightck.pool.storage import temporary
 from lightck.testing import victims
 from lightck.testing.campaign import Campaign, Order, Tally
 from lightck.testing.ledger import BrokenError

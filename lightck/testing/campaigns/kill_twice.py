@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import lightck
 from lightck.errors import CorruptPoolError, NoSpaceError
-from lightck.pool import temporary
+from lightck.pool.storage import temporary
 from lightck.testing import known, lives, victims
 from lightck.testing.campaign import Campaign, Order, Tally
 from lightck.testing.ledger import BrokenError

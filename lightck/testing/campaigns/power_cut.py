@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 import torch
 
-from lightck.pool import backends
-from lightck.pool.format import MIB
-from lightck.pool.pmdk import PmdkBackend
+from lightck.pool.format.structures import MIB
+from lightck.pool.storage import backends
+from lightck.pool.storage.pmdk import PmdkBackend
 from lightck.testing.campaign import Campaign, Order, Tally
 from lightck.testing.cuts import Look
 from lightck.testing.persistence import MODELS

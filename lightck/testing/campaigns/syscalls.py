@@ -178,7 +178,7 @@ def survived(folder: str, backend: str) -> dict[str, Any]:
 
 
 def _take_for(medium: str) -> None:
-    from lightck.pool import durability
+    from lightck.pool.storage import durability
 
     if medium == "disk":
         durability._MEMORY.clear()  # tmpfs is then a file system of which nothing is known

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from lightck.errors import FormatError, LightckError, NotAPoolError, PoolTruncatedError
-from lightck.pool import extents
-from lightck.pool.checksum import crc64
-from lightck.pool.format import LINE_NBYTES, MAGIC, PAGE, SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, layout_hash
-from lightck.pool.layout import blocks_of
+from lightck.pool.format.checksum import crc64
+from lightck.pool.format.layout import blocks_of
+from lightck.pool.format.structures import LINE_NBYTES, MAGIC, PAGE, SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, layout_hash
 from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.storage import extents
 from lightck.testing.campaign import Campaign, Order, Tally
 from lightck.testing.stage import Stage, staged
 

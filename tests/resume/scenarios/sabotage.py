@@ -7,11 +7,11 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 import lightck
-from lightck import restore
-from lightck.capture.loader import SessionLoader
-from lightck.capture.rng import RngState
-from lightck.pipeline import Pipeline
-from lightck.session import Session
+from lightck.dataloader.loader import SessionLoader
+from lightck.pipeline.pipeline import Pipeline
+from lightck.restore import restore
+from lightck.session.session import Session
+from lightck.state.rng import RngState
 
 
 def rng_is_not_restored() -> None:

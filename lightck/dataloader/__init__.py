@@ -1,0 +1,1 @@
+"""Where a pass over a loader stands, exactly."""

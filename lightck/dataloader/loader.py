@@ -1,0 +1,600 @@
+"""``session.loader(dl)``: an iterable over a training loader whose position is part of every version.
+
+Invariant: after a restore the wrapped loader gives the batches that the killed run would have given, and the global
+generators give what they would have given. A plain loader is replayed: its iterator is made anew from the random state
+that the pass began with, and the batches given before are fetched and dropped; nothing private of torch is needed. A
+loader with ``state_dict`` is restored by its own state. This module decides no boundary and writes no version: it tells
+its host when a ``next()`` begins.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightck.dataloader import accelerated
+from lightck.dataloader.batch import Read, checksum_of, differ
+from lightck.dataloader.owned import Owned
+from lightck.dataloader.passes import Batches, LoaderHost, Pass, moment
+from lightck.dataloader.position import Mark, Position, corrupt, same
+from lightck.dataloader.positions import UsedAgain
+from lightck.dataloader.preview import Previews, is_only_asked, tell_lightning_counts
+from lightck.dataloader.replay import EndedEarly, Progress, replay
+from lightck.dataloader.sampler import Watch, watch
+from lightck.dataloader.skip import FACT, iterate_behind
+from lightck.dataloader.under import core_of, fetches_here, is_loader_of_torch, may_run_ahead
+from lightck.dataloader.wrapped import (
+    DRAWS_IN_ITEMS,
+    TAKEN_BEFORE,
+    changed,
+    drifted,
+    has_one_pass,
+    identity_of,
+    is_stateful,
+    own_generators,
+    refuse_drift,
+    refuse_own,
+    replay_doubt,
+)
+from lightck.errors import DriftError, SessionError
+from lightck.state import rng
+
+log = logging.getLogger("lightck")
+
+
+class SessionLoader:
+    """An iterable over ``dl`` that marks the boundary at each ``next()`` and goes on where a version stood.
+
+    ::
+
+        for epoch in range(loader.epoch, epochs):
+            for i, batch in enumerate(loader, loader.start):
+                ...
+
+    One pass at a time: a new ``iter()`` ends the pass before it. A restored pass is gone on with once an update is made
+    in it, or its end is reached: a batch that is taken before the loop, as in the run before, does not use it up.
+    """
+
+    def __init__(
+        self,
+        dl: Iterable[Any],
+        host: LoaderHost,
+        name: str,
+        restored: Mapping[str, Any] | None = None,
+        rng_at_iter: bool = False,
+        is_anew: bool = False,
+        objects: Mapping[str, Any] | None = None,
+        skips: bool = False,
+    ) -> None:
+        """Wrap ``dl``.
+
+        Args:
+            dl: a DataLoader, a loader with ``state_dict`` and ``load_state_dict``, or any other iterable.
+            host: the session.
+            name: for messages.
+            restored: what `position` gave in the version that was restored. Untrusted.
+            rng_at_iter: apply the restored random state at the first ``iter()``. For versions in which no loader of
+                the session was in a pass; otherwise it is applied at the first ``next()`` of one that was.
+            is_anew: the user wants its pass to begin anew, whatever was saved.
+            objects: what is saved by name through ``state=``. Those that lie in ``dl`` move with its passes.
+            skips: a resume in mid-pass fetches nothing but the last batch that was given.
+
+        Raises:
+            CorruptPoolError: ``restored`` is damaged.
+            DriftError: the position lies in mid-pass of a loader that was built otherwise. (Its length is compared at
+                the first ``iter()``: a sampler's ``set_epoch`` comes before that.)
+        """
+        self._dl = dl
+        self._host = host
+        self._name = name
+        self._stateful = is_stateful(dl)
+        self._keeps_state = accelerated.keeps_state(dl)
+        self._skips = skips
+        self._owned = Owned(dl, name, {} if self._stateful else objects or {}, restored is not None)
+        self._generators = own_generators(dl)
+        self._identity = identity_of(dl, self._stateful)
+        self._core = core_of(dl)
+        workers = self._core.num_workers if self._core is not None else 0
+        self._in_process = workers == 0
+        self._runs_ahead = False  # it may, as far as can be told from outside
+        self._persistent = workers > 0 and self._core is not None and self._core.persistent_workers
+        self._checks = not self._stateful
+        self._read: Read = {}
+        self._doubt = replay_doubt(dl)
+        self._epoch = self.restored_epoch = 0
+        self._pass: Pass | None = None
+        self.told_within = self.was_asked = False
+        self._is_begun = self._has_trained = False  # in this process; in an earlier pass
+        self._has_one_pass = has_one_pass(dl)
+        self._taken = 0  # batches, in earlier passes
+        self._ended = 0  # the moment at which the last pass was over
+        self.in_eval = False  # the model, as the host says at each next()
+        self.fetched_to_train = 0  # the moment of the last next() in training mode, of any loader
+        self._at_base: Mark | None = None
+        self._rng_at_iter = rng_at_iter
+        self._rng_at_next: tuple[torch.Tensor, ...] | None = None  # our own generators, until they are set
+        self._updates_before = host.updates
+        self._previews = Previews(host.updates)
+        self.used = UsedAgain(name)
+        self._pending = None if restored is None else self._adopt(dict(restored))
+        """The restored position, until it is used up."""
+        self._adopted = self._pending
+        self.is_anew = is_anew
+        self._watch: Watch | None = None
+        if self._doubt is not None:
+            self._tell_doubt(self._doubt, logging.INFO if self._doubt is DRAWS_IN_ITEMS else logging.WARNING)
+
+    @property
+    def loader(self) -> Any:
+        """The wrapped object."""
+        return self._dl
+
+    @property
+    def name(self) -> str:
+        """The name under which the position is saved."""
+        return self._name
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether updates were made in a pass of it, in this process."""
+        pass_ = self._pass
+        return self._has_trained or (pass_ is not None and pass_.has_updated(self._host.updates))
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it was iterated in this process."""
+        return self._is_begun
+
+    @property
+    def is_training(self) -> bool:
+        """Whether updates were made in a pass of this loader: then its ``next()`` belongs to the training's loop, also
+        the first one of a pass, where an evaluation before it may have left the model in eval mode."""
+        return self._has_trained or (self._pass is not None and self._is_of_training(self._pass))
+
+    def _is_of_training(self, pass_: Pass) -> bool:
+        return pass_.is_of_training(self._host.updates, self.fetched_to_train)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it goes on in the middle of a pass of the run before, in which updates were made."""
+        position = self._adopted
+        return self._is_begun and position is not None and position.live and position.trained
+
+    @property
+    def trains_from_the_beginning(self) -> bool:
+        """Whether batches of a pass that began in this process are trained on."""
+        pass_ = self._pass
+        return pass_ is not None and not pass_.restored and pass_.given > 0 and not pass_.evaluates
+
+    @property
+    def held_pass(self) -> Pass | None:
+        """The pass whose iterator the loop holds."""
+        return self._pass if self._pass is not None and self._pass.left_at is None else None
+
+    @property
+    def epoch(self) -> int:
+        """Passes finished. One left by ``break`` after an update counts when the next one begins."""
+        self.was_asked = True
+        self._use_up()
+        return self._epoch
+
+    @property
+    def start(self) -> int:
+        """Batches that the next ``iter()`` skips: 0 unless a version was restored in mid-pass."""
+        self.was_asked = True
+        self._use_up()
+        return self._pending.given if self._pending is not None else 0
+
+    def __len__(self) -> int:
+        return len(self._dl)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        """What it has not got itself: the wrapped loader's ``dataset``, ``sampler``, ``batch_size``, ``set_epoch``."""
+        refuse_own(self, name)
+        return getattr(self._dl, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if is_only_asked(sys._getframe(1)):
+            tell_lightning_counts(self._name, self._pending)
+            return iter(())
+        self._leave()
+        position = self._pending
+        if position is not None and position.live:
+            return self._resume(position)
+        return self._begin(position)
+
+    def position(self) -> dict[str, Any]:
+        """Everything that a version saves about this loader: plain data for ``values.pack``.
+
+        Pack it before the loader moves: a stateful loader may hand out parts that it changes later.
+        """
+        self._use_up()
+        if self._pending is not None:
+            return self._pending.to_value()
+        generators = tuple(generator.get_state() for generator in self._generators)
+        pass_, updates = self._pass, self._host.updates
+        epoch, (previews, in_loop) = self._epoch, self._previews.with_pass(pass_)
+        if pass_ is not None and pass_.is_over(updates):
+            epoch += int(pass_.restored or pass_.has_trained(updates))
+            pass_ = None
+        return Position(
+            kind="stateful" if self._stateful else "plain",
+            epoch=epoch,
+            given=pass_.given if pass_ else 0,
+            live=pass_ is not None,
+            trained=pass_ is not None and pass_.has_trained(updates),
+            identity=self._identity,
+            generators=generators,
+            at_iter=pass_.at_iter if pass_ else None,
+            at_first=pass_.at_first if pass_ else None,
+            at_base=self._at_base,
+            last=pass_.last if pass_ else None,
+            checksum=pass_.checksum if pass_ else None,
+            inner=pass_.inner if pass_ and self._keeps_state else self._own_state(),
+            before_last=pass_.before_last if pass_ else None,
+            objects=pass_.objects if pass_ else {},
+            raised=pass_.raised if pass_ else {},
+            passes=pass_.passes if pass_ else accelerated.passes_of(self._dl),
+            previews=previews,
+            previews_in_loop=in_loop,
+            used_again=self.used.is_told,
+        ).to_value()
+
+    def _own_state(self) -> Any:
+        has_one = (self._stateful or self._keeps_state) and self._is_begun
+        return self._dl.state_dict() if has_one else None  # type: ignore[attr-defined]
+
+    def tell_within_batch(self, step: int) -> None:
+        """Once: this version's position counts a batch that the step after it is made on."""
+        if not self.told_within:
+            self.told_within = True
+            log.warning("loader %r: step %d ended within a batch: the loop makes several updates on one batch, or goes "
+                        "over another session loader inside it, or began this pass in eval mode. A saved position "
+                        "counts whole batches, so a resume from such a step leaves out the rest of that batch. Call "
+                        "session.end_step() behind the last update on a batch", self._name, step)  # fmt: skip
+
+    def _tell_doubt(self, doubt: str, level: int = logging.WARNING) -> None:
+        self._doubt = doubt
+        log.log(level, "loader %r: a resume in mid-pass may not be exact; %s", self._name, doubt)
+
+    # -- restoring
+
+    def _adopt(self, value: dict[str, Any]) -> Position:
+        position = Position.from_value(value)
+        self._epoch = self.restored_epoch = position.epoch
+        self._previews.restored(position)
+        if position.used_again:
+            self.used.tell_restored()
+        self._at_base = position.at_base if self._persistent else None
+        kind = "stateful" if self._stateful else "plain"
+        if position.live:
+            refuse_drift(self._name, position, kind, len(self._generators), self._identity)
+        elif position.kind != kind or len(position.generators) != len(self._generators):
+            log.warning("loader %r was built otherwise when it was saved: its next pass begins afresh", self._name)
+            position = replace(position, kind=kind, generators=self._now().generators, at_base=None, inner=None)
+            self._at_base = None
+        try:
+            for states in (position.generators, *(mark.generators for mark in position.marks())):
+                self._try_generators(states)
+        except (RuntimeError, TypeError) as error:
+            raise corrupt(f"a generator refuses its state ({error})") from error
+        self._set_generators(position.generators)
+        if position.live:
+            self._rng_at_next = position.generators
+        accelerated.set_passes(self._dl, position.passes)
+        return position
+
+    def _compare_length(self, position: Position) -> None:
+        """Where the pass goes on, and not before: it may depend on the epoch, which the loop sets until then."""
+        self._identity = identity_of(self._dl, self._stateful)
+        was, now = position.identity.get("length"), self._identity.get("length")
+        if was != now:
+            raise drifted(self._name, {"length": (was, now)}, position)
+
+    def _try_generators(self, states: tuple[torch.Tensor, ...]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            torch.Generator(generator.device).set_state(state)
+
+    def _set_generators(self, states: tuple[torch.Tensor, ...]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def _now(self) -> Mark:
+        return Mark(rng.capture(), tuple(generator.get_state() for generator in self._generators))
+
+    def _set(self, mark: Mark) -> None:
+        mark.rng.restore()
+        self._set_generators(mark.generators)
+
+    @contextmanager
+    def _held(self) -> Generator[None, None, None]:
+        """Global generators and our own are afterwards as they were before."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _use_up(self) -> None:
+        """Forget the restored position where the training went on from it: an update was made in its pass, or it was
+        left and was no preview. Where nothing was trained in that pass before, it is over with any update; a restored
+        evaluation that the resumed run did not enter first will not be gone on with."""
+        position, pass_ = self._pending, self._pass
+        if position is None:
+            return
+        is_later = self._host.updates > self._updates_before
+        if pass_ is not None:
+            is_of_training = position.live and position.trained
+            is_used = pass_.has_updated(self._host.updates) if is_of_training else is_later or pass_.evaluates
+            if is_used or (pass_.left_at is not None and not self.is_preview(pass_)):
+                self._pending = None
+        elif is_later and position.live and not position.trained:
+            self._pending = position.at_rest()
+            self._epoch += 1
+            self._rng_at_next = None
+
+    def is_preview(self, pass_: Pass) -> bool:
+        """Whether this pass, begun from the restored position, was none that the loop made."""
+        is_last = pass_ is self._pass and self._pending is not None
+        return pass_.was_preview or (is_last and self._previews.is_one(pass_, self._pending))  # type: ignore[arg-type]
+
+    def _leave(self) -> None:
+        """Before a new pass: one that was a preview leaves the restored position for it."""
+        if self._pass is not None:
+            self._pass.leave(self._host.updates)
+        self._use_up()
+        if self._pending is not None and self._pass is not None:
+            self._pass.was_preview = True
+            self._taken += self._pass.fetched_here
+            self._previews.left(self._pass)
+            self._put_back(self._pending)
+
+    def _put_back(self, position: Position) -> None:
+        self._pass, self._pending, self._epoch = None, position, position.epoch
+        self._at_base = position.at_base if self._persistent else None
+        self._set_generators(position.generators)
+        accelerated.set_passes(self._dl, position.passes)
+        self._owned.put_back()
+        if self._persistent and self._core is not None:
+            self._core._iterator = None  # its workers' random streams have moved
+
+    def put_back(self) -> None:
+        """Another loader's pass goes on, in which the version was closed: what was taken from this one since the
+        restore had been taken before that."""
+        position, pass_ = self._adopted, self._pass
+        if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_before:
+            return
+        self._taken += pass_.fetched_here
+        self._previews.left(pass_)
+        self._put_back(position)
+
+    def _apply_restored_rng(self, pass_: Pass, generators: tuple[torch.Tensor, ...] | None) -> None:
+        state = self._host.take_restored_rng(self, pass_)
+        if state is not None:
+            state.restore()
+            if generators is not None:
+                self._set_generators(generators)
+
+    # -- beginning a pass
+
+    def _begin(self, position: Position | None) -> Batches:
+        self._count_left()
+        pass_ = self._new_pass()
+        if self._rng_at_iter:
+            self._apply_restored_rng(pass_, None if position is None else position.generators)
+        if position is not None:
+            self._prepare(position)
+        self._identity = identity_of(self._dl, self._stateful)
+        if self._has_one_pass and self._taken:
+            self._identity[TAKEN_BEFORE] = self._taken
+        pass_.at_iter, pass_.passes = self._now(), accelerated.passes_of(self._dl)
+        if self._keeps_state:
+            pass_.inner = copy.deepcopy(self._own_state()) if position is None or self._is_begun else position.inner
+        pass_.objects = self._owned.now()
+        inner = iter(self._dl)
+        if self._persistent and self._at_base is None and not same(pass_.at_iter, self._now()):
+            self._at_base = pass_.at_iter  # else a wrapper starts its workers at the first next()
+        return self._enter(inner, pass_)
+
+    def _count_left(self) -> None:
+        pass_, self._pass = self._pass, None
+        if pass_ is not None:
+            pass_.leave(self._host.updates)
+            self._previews.left(pass_)
+            self._has_trained |= self._is_of_training(pass_)
+            self._taken += pass_.given
+            self._ended = pass_.left
+            self._epoch += int(pass_.restored or pass_.has_trained(self._host.updates))
+
+    def _prepare(self, position: Position) -> None:
+        """What a loader at rest carries from pass to pass: persistent workers, and a stateful loader's own state."""
+        if (self._stateful or self._keeps_state) and position.inner is not None:
+            with self._held():
+                self._load(position.inner)
+                if self._core is not None:
+                    iter(self._core)  # torchdata makes the finished pass once more, with draws that the old run lacked
+        elif self._persistent and self._at_base is not None and self._core is not None:
+            with self._held():
+                self._set(self._at_base)
+                iter(self._core)
+
+    def _load(self, inner: Any) -> None:
+        try:
+            self._dl.load_state_dict(copy.deepcopy(inner))  # type: ignore[attr-defined]
+        except (KeyError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
+            raise DriftError(
+                f"loader {self._name!r} refuses its saved state ({type(error).__name__}: {error}). It was saved by a "
+                "loader of another kind or version. Build the loader as it was, or begin its pass anew: anew=True."
+            ) from error
+
+    def _new_pass(self) -> Pass:
+        return Pass(self._now(), self._host.updates, begun=moment(), after=self._ended)
+
+    def _enter(self, inner: Iterator[Any], pass_: Pass) -> Batches:
+        self._is_begun = True
+        self._pass = pass_
+        self.used.begins()
+        self._in_process = fetches_here(self._dl, self._core, inner)
+        self._runs_ahead = self._in_process and not self._stateful and may_run_ahead(inner)
+        self._watch = watch(inner, self._in_process) if self._doubt is None and not self._stateful else None
+        return Batches(self._next, lambda: self._host.updates, self._pass, inner)
+
+    def _resume(self, position: Position) -> Batches:
+        assert position.at_iter is not None  # checked when it was read
+        self._compare_length(position)
+        pass_ = self._new_pass()
+        pass_.at_iter = position.at_iter
+        with self._held():
+            self._owned.load(position.objects)
+            reused = self._start_workers(position)
+            if self._keeps_state:
+                accelerated.renew(self._core) if position.inner is None else self._prepare(position)
+            self._set(position.at_iter)
+            if self._stateful:
+                self._load(position.inner)
+            skips = self._skips and position.given > 1
+            inner = self._iterate_behind(position) if skips else iter(self._dl)
+            if not self._stateful and (position.given or position.raised) and not self._stands_there():
+                self._replay(inner, position, not reused and self._doubt is None, skips)
+            self._owned.put_back()
+        self._set_generators(position.generators)
+        self._rng_at_next = position.generators
+        pass_.at_first, pass_.last, pass_.checksum = position.at_first, position.last, position.checksum
+        pass_.before_last, pass_.passes = position.before_last, position.passes
+        pass_.inner, pass_.objects, pass_.raised = position.inner, position.objects, dict(position.raised)
+        pass_.given, pass_.trained, pass_.restored = position.given, position.trained, True
+        pass_.skipped = position.given
+        return self._enter(inner, pass_)
+
+    def _iterate_behind(self, position: Position) -> Iterator[Any]:
+        count = position.given - 1 + sum(n for place, n in position.raised.items() if place < position.given)
+        last = position.last
+        return iterate_behind(self._dl, count, (lambda: None) if last is None else partial(self._set, last))  # type: ignore[arg-type]
+
+    def _stands_there(self) -> bool:
+        """Whether a preview has brought an iterator that has one pass to the position already."""
+        if self._has_one_pass and self._taken:
+            raise DriftError(
+                f"loader {self._name!r} cannot go on in mid-pass: it is an iterator, which has one pass, and batches "
+                "were taken from it since it was made. Pass what makes the iterator."
+            )
+        return self._has_one_pass and self._is_begun
+
+    def _start_workers(self, position: Position) -> bool:
+        """Start persistent workers with the seed of their first pass. True where the restored pass is a later one."""
+        if self._stateful or not self._persistent or position.at_base is None:
+            return False
+        if same(position.at_base, position.at_iter) or same(position.at_base, position.at_first):
+            return False
+        if not self._is_begun:
+            log.warning(
+                "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, random "
+                "augmentation inside the workers is not, nor what else they keep; persistent_workers=False makes it so",
+                self._name,
+            )
+        self._set(position.at_base)
+        iter(self._core)  # type: ignore[arg-type]
+        return True
+
+    def _replay(self, inner: Iterator[Any], position: Position, certain: bool, skips: bool) -> None:
+        """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
+        is_wrapper, given = not is_loader_of_torch(self._dl), position.given
+        try:
+            if skips:
+                self._set(position.at_first)  # type: ignore[arg-type]
+                position = position.with_last_only()
+            batch = replay(inner, position, self._set, Progress(self._name, position.given), self._tell_healed)
+        except EndedEarly as ended:
+            fact = f"it ended after {ended} of the {position.given} batches given before"
+            raise changed(self._name, fact, is_wrapper) from None
+        if position.checksum is not None and position.given:
+            checksum = checksum_of(batch)
+            if checksum is not None and differ(position.checksum, checksum):
+                fact = f"batch {given - 1} of the pass is not the one that was given before{FACT if skips else ''}"
+                if certain:
+                    raise changed(self._name, fact, is_wrapper)
+                log.warning("loader %r: %s, so the training goes on with other data than the run before. %s",
+                            self._name, fact, self._doubt or "Random augmentation in persistent workers is one reason, "
+                            "a dataset that keeps a state from pass to pass another")  # fmt: skip
+
+    def _tell_healed(self, place: int) -> None:
+        log.warning("loader %r: behind batch %d of the pass it raised an error, which the loop passed over, and now it "
+                    "gives a batch there. It is dropped. Where the fetch that failed had drawn random numbers in a "
+                    "worker, that worker's next ones differ", self._name, place)  # fmt: skip
+
+    # -- one batch
+
+    def _next(self, batches: Batches) -> Any:
+        if batches.inner is None:
+            raise StopIteration
+        pass_ = self._pass
+        if pass_ is None or pass_ is not batches.of:
+            raise SessionError(
+                f"loader {self._name!r} was iterated again, which ended this pass: a session loader has one position. "
+                "Wrap a second DataLoader, or take batches for other purposes from .loader."
+            )
+        self._host.loader_next(self)
+        self._settle(pass_)
+        first = pass_.at_first is None and not self._stateful
+        is_marked = self._in_process and (self._checks or self._runs_ahead)
+        before = self._now() if first or is_marked else None
+        if first:
+            pass_.at_first = before
+            if self._persistent and self._at_base is None:
+                self._at_base = before
+        if self._watch is not None:
+            self._watch.before()
+        try:
+            batch = next(batches.inner)
+        except StopIteration:
+            self._finish(batches)
+            raise
+        except Exception:
+            pass_.raised[pass_.given] = pass_.raised.get(pass_.given, 0) + 1  # the loop may pass it over and go on
+            raise
+        if self._watch is not None and (doubt := self._watch.doubt()) is not None:
+            self._watch = None
+            self._tell_doubt(doubt)
+        self._count(pass_, batch, before)
+        self._host.loader_gave(self, pass_, batch, pass_.checksum if self._checks else None, self._read)
+        return batch
+
+    def _settle(self, pass_: Pass) -> None:
+        """The version's random state, once, after the replays and before the first fetch."""
+        generators, self._rng_at_next = self._rng_at_next, None
+        if generators is not None:
+            self._apply_restored_rng(pass_, generators)
+
+    def _count(self, pass_: Pass, batch: object, before: Mark | None) -> None:
+        if TAKEN_BEFORE in self._identity and self._doubt is None:
+            self._tell_doubt("an iterator has one pass, and this one was left and begun again. A new process begins at "
+                             "its first batch, and refuses to go on. Pass what makes the iterator")  # fmt: skip
+        pass_.given += 1
+        self.used.fetched(batch)
+        pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
+        pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, moment(), self.in_eval
+        if self._checks:
+            self._read.clear()
+            pass_.checksum = checksum_of(batch, self._read)
+            self._checks = pass_.checksum is not None  # else there is nothing to compare in the next ones either
+        pass_.before_last = pass_.last if self._runs_ahead else None
+        pass_.last = before if self._in_process and (self._checks or self._runs_ahead) else None
+
+    def _finish(self, batches: Batches) -> None:
+        batches.inner = None
+        self._read.clear()
+        self._host.loader_pass_ended(self)
+        self._has_trained |= self._is_of_training(batches.of)
+        self._taken += batches.of.given
+        self._ended = moment()
+        self._epoch += 1
+        batches.of.has_ended = True
+        self._pass = self._pending = None

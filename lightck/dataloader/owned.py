@@ -1,0 +1,93 @@
+"""Objects of ``state=`` that lie in a session loader: a dataset or a sampler with a state of its own.
+
+Fetching moves them, and a replay fetches again. So their state before the pass is saved with the pass: a resume loads
+it, replays, and sees to it that each has the checkpoint's own state again. Where workers fetch they have copies, which
+are made when the pass begins: from the same state as then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from lightck.dataloader.under import chain
+from lightck.errors import DriftError
+from lightck.state import rng, values
+
+log = logging.getLogger("lightck")
+_PARTS = (
+    "dataset", "datasets", "sampler", "samplers", "batch_sampler", "collate_fn", "transform", "transforms",
+    "target_transform",
+)  # fmt: skip
+_PARTS_MAX = 256
+_NBYTES_MAX = 1 << 20
+"""Of one object's state before the pass, which lies in the small state of each checkpoint."""
+
+States = dict[str, "bytes | None"]
+
+
+class Owned:
+    """Of one loader."""
+
+    def __init__(self, loader: object, name: str, objects: Mapping[str, Any], is_restored: bool) -> None:
+        """``objects``: those in ``state=``. ``is_restored``: they hold the state of the checkpoint now."""
+        parts = _parts(loader)
+        self._name = name
+        self._objects = {key: obj for key, obj in objects.items() if any(obj is part for part in parts)}
+        self._at_checkpoint = {key: self._packed(key) for key in self._objects} if is_restored else {}
+        self._told = False
+
+    def now(self) -> States:
+        """Their states, before a pass begins; None for one that is too large to be kept."""
+        states: States = {key: self._packed(key) for key in self._objects}
+        for key, state in states.items():
+            if state is not None and len(state) > _NBYTES_MAX:
+                states[key] = None
+                self._tell_large(key, len(state))
+        return states
+
+    def load(self, states: States) -> None:
+        """Before a replay: as it was when the pass began."""
+        for key, state in states.items():
+            if state is not None and key in self._objects and state != self._packed(key):
+                self._load(key, state)
+
+    def put_back(self) -> None:
+        """As the checkpoint has it. One that stands there is left alone: to load a state may begin something anew."""
+        for key, state in self._at_checkpoint.items():
+            if state != self._packed(key):
+                self._load(key, state)
+
+    def _packed(self, key: str) -> bytes:
+        with rng.shielded():
+            return values.pack(self._objects[key].state_dict(), path=f"state/{key}")
+
+    def _load(self, key: str, state: bytes) -> None:
+        value = values.unpack(state)
+        try:
+            self._objects[key].load_state_dict(value)
+        except Exception as error:
+            raise DriftError(
+                f"state[{key!r}], which loader {self._name!r} iterates, did not take the state that it had when the "
+                f"pass began: {type(error).__name__}: {error}. Build it as it was, or begin the pass anew: anew=True."
+            ) from error
+
+    def _tell_large(self, key: str, nbytes: int) -> None:
+        if not self._told:
+            self._told = True
+            log.warning("loader %r: the state of state[%r] before a pass has %d bytes, and up to %d are kept with each "
+                        "checkpoint: a resume in mid-pass may not be exact. Let its state_dict() give what its order "
+                        "follows from, such as a seed and the epoch", self._name, key, nbytes, _NBYTES_MAX)  # fmt: skip
+
+
+def _parts(loader: object) -> list[object]:
+    """What a loader fetches by: itself, dataset, samplers, and those that they wrap. No code of theirs is run."""
+    found = chain(loader)
+    for owner in found:
+        attributes = getattr(owner, "__dict__", None)
+        for part in map((attributes if type(attributes) is dict else {}).get, _PARTS):
+            for one in part if type(part) in (list, tuple) else (part,):  # type: ignore[union-attr]
+                if one is not None and len(found) < _PARTS_MAX and not any(one is known for known in found):
+                    found.append(one)
+    return found

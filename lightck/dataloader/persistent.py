@@ -1,0 +1,67 @@
+"""DataLoaders with persistent workers that no session loader wraps.
+
+Such a loader draws from torch's global generator when its workers start, in its first pass of each process, and not in
+its later ones. The run that was killed had drawn at another time than the resumed one does, and all that is drawn after
+it differs. A session loader has the state from which its workers started in its position.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from lightck.dataloader.under import chain
+
+if TYPE_CHECKING:
+    from lightck.dataloader.loader import SessionLoader
+
+log = logging.getLogger("lightck")
+
+
+def draws_once(loader: Any) -> bool:
+    """Whether its first pass draws from the global generator, and its later ones do not."""
+    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "generator", None) is None
+
+
+class PersistentLoaders:
+    """Of one session: those that lived at attach."""
+
+    def __init__(self, loaders: Sequence[SessionLoader], objects: Mapping[str, Any]) -> None:
+        self._loaders, self._objects = loaders, objects
+        self._found: list[weakref.ref[DataLoader[Any]]] = []
+        self.had_started = False
+        """In the run before, when the restored version was closed."""
+
+    def follow(self, found: Iterable[DataLoader[Any]]) -> None:
+        self._found = [weakref.ref(loader) for loader in found]
+
+    def have_started(self) -> bool:
+        """Whether one has its workers now that no session loader wraps."""
+        if not self._found:
+            return False
+        return any(getattr(loader, "_iterator", None) is not None for loader in self._outside())
+
+    def before_first_update(self) -> None:
+        """After a resume: name one that had drawn before and will draw again."""
+        if not self.had_started:
+            return
+        for loader in self._outside():
+            log.warning(
+                "lightck: a DataLoader with persistent workers (over a %s, batch size %s) is used outside "
+                "session.loader(). It draws from torch's global random generator in its first pass of each process, so "
+                "the random numbers after that pass are not those of the run before. Wrap it, session.loader(loader, "
+                "name=...), or build it with persistent_workers=False or a generator= of its own",
+                type(loader.dataset).__name__, loader.batch_size,
+            )  # fmt: skip
+
+    def _outside(self) -> Iterator[DataLoader[Any]]:
+        followed = [*(loader.loader for loader in self._loaders), *self._objects.values()]
+        known = {id(one) for loader in followed for one in chain(loader)}
+        for ref in self._found:
+            loader = ref()
+            if loader is not None and id(loader) not in known:
+                yield loader

@@ -1,0 +1,260 @@
+"""Where a loader stands: what a version says of it, read back from untrusted values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightck.errors import CorruptPoolError
+from lightck.state import values
+from lightck.state.rng import RngState
+
+_GENERATORS_MAX = 16
+VERSION = 2
+"""Of a position. Since 2 its identity and its generators are also those of a DataLoader inside a wrapper."""
+
+Identity = dict[str, "str | int | None"]
+
+
+class Mark:
+    """The global generators and the loader's own at one moment. The storable form is made once, when asked for."""
+
+    __slots__ = ("_value", "generators", "rng")
+
+    def __init__(self, state: RngState, generators: tuple[torch.Tensor, ...]) -> None:
+        self.rng = state
+        self.generators = generators
+        self._value: values.Constant | None = None
+
+    def to_value(self) -> dict[str, Any]:
+        if self._value is None:
+            self._value = values.Constant(rng=self.rng.to_value(), generators=_to_bytes(self.generators))
+        return self._value
+
+    @classmethod
+    def from_value(cls, value: object) -> Mark | None:
+        if value is None:
+            return None
+        if not isinstance(value, dict) or set(value) != {"rng", "generators"}:
+            raise corrupt("a random state of it has the wrong parts")
+        return cls(RngState.from_value(value["rng"]), _from_bytes(value["generators"]))
+
+
+def _to_bytes(states: Iterable[torch.Tensor]) -> list[bytes]:
+    return [state.numpy().tobytes() for state in states]
+
+
+def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
+    if type(value) is not list or len(value) > _GENERATORS_MAX:
+        raise corrupt("its generators are no list of states")
+    if not all(type(item) is bytes and item for item in value):
+        raise corrupt("the state of a generator is no bytes")
+    return tuple(torch.frombuffer(bytearray(item), dtype=torch.uint8).clone() for item in value)
+
+
+def corrupt(reason: str) -> CorruptPoolError:
+    return CorruptPoolError(f"the saved position of a loader is damaged: {reason}; recover an older version")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What a version says about one loader.
+
+    A replay needs random states: ``at_iter``, from which the pass's ``iter()`` drew its order and the workers' seeds;
+    ``at_first``, from which the first batch was fetched, since a loop may draw in between; ``at_base``, the ``at_iter``
+    of the pass that started persistent workers. ``trained``: updates were made in this pass. ``checksum`` is of the
+    last batch given (saved as "content"; what older versions saved as "checksum" was computed otherwise and is not
+    compared), and ``last`` the random state before the ``next()`` that gave it (None where a worker fetched it);
+    ``before_last`` is the one before that, for a loader that fetches a batch ahead of those that it gives.
+    ``inner`` is a stateful loader's own state; for one of Accelerate's that before the pass, and ``passes`` is the
+    number by which it tells samplers the epoch. ``objects``: packed states of objects in ``state=`` that lie in the
+    loader, before the pass; ``raised``: batches given before a ``next()`` that raised -> how often it did.
+    ``version`` is 1 where the pool is older than `VERSION`.
+    ``previews``: passes without an update that the process had begun and left before its first update;
+    ``previews_in_loop``: later ones came too. ``used_again``: updates were made on batches of the last pass after it
+    ended.
+    """
+
+    kind: str
+    epoch: int
+    given: int
+    live: bool
+    trained: bool
+    identity: Identity
+    generators: tuple[torch.Tensor, ...]
+    at_iter: Mark | None
+    at_first: Mark | None
+    at_base: Mark | None
+    last: Mark | None
+    checksum: int | None
+    inner: Any
+    before_last: Mark | None = None
+    objects: dict[str, bytes | None] = field(default_factory=dict)
+    raised: dict[int, int] = field(default_factory=dict)
+    passes: int | None = None
+    version: int = VERSION
+    previews: int = 0
+    previews_in_loop: bool = False
+    used_again: bool = False
+
+    def to_value(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "epoch": self.epoch,
+            "given": self.given,
+            "live": self.live,
+            "trained": self.trained,
+            "identity": self.identity,
+            "generators": _to_bytes(self.generators),
+            "r_iter": self.at_iter and self.at_iter.to_value(),
+            "r_first": self.at_first and self.at_first.to_value(),
+            "r_base": self.at_base and self.at_base.to_value(),
+            "r_last": self.last and self.last.to_value(),
+            "checksum": None,
+            "content": self.checksum,
+            "inner": self.inner,
+            "version": self.version,
+            "objects": self.objects,
+            "raised": [[place, count] for place, count in self.raised.items()],
+            "r_before_last": self.before_last and self.before_last.to_value(),
+            "passes": self.passes,
+            "previews": self.previews,
+            "previews_in_loop": self.previews_in_loop,
+            "used_again": self.used_again,
+        }
+
+    @classmethod
+    def from_value(cls, value: object) -> Position:
+        if type(value) is not dict or not _KEYS <= set(value) <= _KEYS | set(_LATER):
+            raise corrupt("it has the wrong parts")
+        value = {**_LATER, **value}
+        for key, (kinds, why) in _TYPES.items():
+            if type(value[key]) not in kinds or (type(value[key]) is int and not 0 <= value[key] < 1 << 63):
+                raise corrupt(f"{key} is no {why}")
+        position = cls(
+            kind=value["kind"],
+            epoch=value["epoch"],
+            given=value["given"],
+            live=value["live"],
+            trained=value["trained"],
+            identity=_read_identity(value["identity"]),
+            generators=_from_bytes(value["generators"]),
+            at_iter=Mark.from_value(value["r_iter"]),
+            at_first=Mark.from_value(value["r_first"]),
+            at_base=Mark.from_value(value["r_base"]),
+            last=Mark.from_value(value["r_last"]),
+            checksum=value["content"],
+            inner=value["inner"],
+            before_last=Mark.from_value(value["r_before_last"]),
+            objects=_read_objects(value["objects"]),
+            raised=_read_raised(value["raised"], value["given"]),
+            passes=value["passes"],
+            version=value["version"],
+            previews=value["previews"],
+            previews_in_loop=value["previews_in_loop"],
+            used_again=value["used_again"],
+        )
+        position._check()
+        return position
+
+    def _check(self) -> None:
+        if self.kind not in ("plain", "stateful"):
+            raise corrupt(f"{self.kind!r} is no kind of loader")
+        if self.live and self.at_iter is None:
+            raise corrupt("its pass has begun and a random state is missing")
+        if self.live and self.kind == "stateful" and self.inner is None:
+            raise corrupt("its pass has begun and its own state is missing")
+        if self.kind == "plain" and self.given and self.at_first is None:
+            raise corrupt("batches were given and a random state is missing")
+        if self.given and not self.live:
+            raise corrupt("batches were given and no pass has begun")
+        if any(len(mark.generators) != len(self.generators) for mark in self.marks()):
+            raise corrupt("the number of generators changes")
+
+    def marks(self) -> list[Mark]:
+        marks = (self.at_iter, self.at_first, self.at_base, self.before_last, self.last)
+        return [mark for mark in marks if mark is not None]
+
+    def before(self, index: int) -> Mark | None:
+        """The random state before the ``next()`` that gave batch ``index`` of the pass, where it is known."""
+        if index == self.given - 1 and self.last is not None:
+            return self.last
+        if index == self.given - 2 and self.before_last is not None:
+            return self.before_last
+        return self.at_first if index == 0 else None
+
+    def before_its_pass(self) -> Position:
+        """The same loader at the beginning of this pass, which is not counted."""
+        if not self.live:
+            return self
+        inner = None if self.kind == "stateful" else self.inner
+        return replace(self.at_rest(), epoch=self.epoch, inner=inner)
+
+    def with_last_only(self) -> Position:
+        """For a replay in which all batches but the last one were passed over already."""
+        raised = {1: self.raised[self.given]} if self.given in self.raised else {}
+        return replace(self, given=1, at_first=None, last=None, before_last=None, raised=raised)
+
+    def at_rest(self) -> Position:
+        """The same loader with its pass put down, and counted."""
+        return replace(
+            self, epoch=self.epoch + 1, given=0, live=False, trained=False, at_iter=None, at_first=None, last=None,
+            before_last=None, objects={}, raised={},
+        )  # fmt: skip
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "kind": ((str,), "str"),
+    "epoch": ((int,), "count"),
+    "given": ((int,), "count"),
+    "live": ((bool,), "bool"),
+    "trained": ((bool,), "bool"),
+    "checksum": ((int, type(None)), "checksum"),
+    "content": ((int, type(None)), "checksum"),
+    "passes": ((int, type(None)), "count"),
+    "version": ((int,), "number"),
+    "previews": ((int,), "count"),
+    "previews_in_loop": ((bool,), "bool"),
+    "used_again": ((bool,), "bool"),
+}
+_LATER: dict[str, Any] = {
+    "objects": {},
+    "raised": [],
+    "content": None, "version": 1, "r_before_last": None, "passes": None, "previews": 0, "previews_in_loop": False,
+    "used_again": False,
+}  # fmt: skip
+"""What older pools do not have, and what it is for them."""
+_KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)
+
+
+def _read_identity(value: object) -> Identity:
+    if type(value) is not dict or not all(
+        type(key) is str and type(item) in (str, int, type(None)) for key, item in value.items()
+    ):
+        raise corrupt("its identity is no dict of names and numbers")
+    return value
+
+
+def _read_objects(value: object) -> dict[str, bytes | None]:
+    if type(value) is not dict or not all(
+        type(key) is str and type(item) in (bytes, type(None)) for key, item in value.items()
+    ):
+        raise corrupt("the states of its objects are no bytes")
+    return value
+
+
+def _read_raised(value: object, given: int) -> dict[int, int]:
+    if type(value) is not list or not all(type(pair) is list and len(pair) == 2 for pair in value):
+        raise corrupt("its errors are no list of places")
+    if not all(type(number) is int for pair in value for number in pair):
+        raise corrupt("the place of an error is no number")
+    if not all(0 <= place <= given and 0 < count < 1 << 31 for place, count in value):
+        raise corrupt("an error has an impossible place")
+    return dict(value)
+
+
+def same(left: Mark | None, right: Mark | None) -> bool:
+    return values.pack(left and left.to_value(), path="r") == values.pack(right and right.to_value(), path="r")

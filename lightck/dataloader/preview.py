@@ -1,0 +1,100 @@
+"""Passes that a script begins before its loop goes on, in order to see a batch, and what they mean after a restore.
+
+A script takes a batch before the loop (``next(iter(loader))``), or a framework begins a pass to see whether it can. The
+run that was killed did so at its start, and the resumed run does it again: its loop has to find the restored position
+and the restored random states as if it had not. But a pass that was left without an update may also be one that the
+loop left by ``break``, or by the end of another loader in ``zip``. Two facts tell them apart: one that is begun and
+dropped at once is none of a loop's, and the run that was killed took its previews before its first update too, which
+its positions count.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from lightck.dataloader.passes import Pass
+from lightck.dataloader.position import Position
+from lightck.state.rng import RngState
+
+if TYPE_CHECKING:
+    from lightck.dataloader.loader import SessionLoader
+
+
+log = logging.getLogger("lightck")
+
+
+def is_only_asked(caller: FrameType) -> bool:
+    """Whether ``iter()`` is called to see whether it can be: Lightning does so with what is no DataLoader, and drops
+    what it gets. A DataLoader would not have been asked, so nothing may be drawn for the answer."""
+    name = caller.f_code.co_name == "_check_dataloader_iterable" and caller.f_globals.get("__name__")
+    return isinstance(name, str) and name.partition(".")[0] in ("lightning", "pytorch_lightning")
+
+
+def tell_lightning_counts(name: str, position: Position | None) -> None:
+    """Its Trainer counts the batches of each pass from 0 and compares with ``len(loader)``, so in a pass that is gone
+    on with in its middle it never comes to the last batch."""
+    if position is not None and position.live and position.given:
+        log.warning("loader %r goes on behind batch %d of its pass, and Lightning's Trainer counts the batches from 0: "
+                    "it does not see the last batch of this pass, so it skips the validation and the scheduler steps "
+                    "that belong to the pass's end. What they would have drawn or changed is missing, and the training "
+                    "does not go on bit-identically where there are any. A loop of your own does",
+                    name, position.given - 1)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Previews:
+    """Of one loader in this process: passes that were left before their end, with nothing trained in them."""
+
+    start: int
+    """The updates that were finished when the loader was wrapped."""
+    taken: int = 0
+    """Before the first update."""
+    in_loop: bool = False
+    """Whether there was one after an update: then the loop takes it, in each epoch."""
+    expected: int = 0
+    """How many the run that was killed had taken."""
+
+    def restored(self, position: Position) -> None:
+        self.expected, self.in_loop = position.previews, position.previews_in_loop
+
+    def with_pass(self, pass_: Pass | None) -> tuple[int, bool]:
+        """``taken`` and ``in_loop`` where this pass is over."""
+        if pass_ is None or not pass_.is_fruitless or pass_.evaluates:
+            return self.taken, self.in_loop
+        is_before = pass_.left_at == self.start
+        return self.taken + is_before, self.in_loop or not is_before
+
+    def left(self, pass_: Pass) -> None:
+        """This pass is over."""
+        self.taken, self.in_loop = self.with_pass(pass_)
+
+    def is_one(self, pass_: Pass, position: Position) -> bool:
+        """Whether this pass, the last one begun from the restored position and not counted yet, was a preview."""
+        if not pass_.is_fruitless:
+            return False
+        if pass_.was_dropped:
+            return True
+        if self.taken >= self.expected:
+            return False
+        return (position.live and position.trained) or not (pass_.evaluates or self.in_loop)
+
+
+class RestoredRng:
+    """The random state of a checkpoint: for the pass with which its training goes on."""
+
+    def __init__(self, state: RngState | None) -> None:
+        self.state = state
+        self._taken: tuple[weakref.ref[SessionLoader], Pass] | None = None
+
+    def take(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
+        """For the first pass that asks, and for another one where those that asked before were previews."""
+        if self._taken is not None:
+            before = self._taken[0]()
+            if before is None or not before.is_preview(self._taken[1]):
+                return None
+        self._taken = (weakref.ref(loader), pass_)
+        return self.state

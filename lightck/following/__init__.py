@@ -1,0 +1,1 @@
+"""What follows a checkpoint: recorded beside it, and compared after a resume."""

@@ -1,0 +1,133 @@
+"""What comes first after a point of a training: the first batch of each session loader, the arguments of the model's
+forward, and torch's random state there (or at the first update, where the model's forward is never seen).
+
+A batch, or a pass that is left again, may be a look: somebody prints a sample before the loop begins. So the first
+batch of a later pass takes the place of an earlier one until a training forward or an update shows which is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from lightck._native import ffi, lib
+from lightck.dataloader.batch import Read, checksum_of
+from lightck.dataloader.passes import Pass
+
+BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE = 1, 2, 3, 4, 5, 6, 7
+"""Kinds of what comes first: a session loader's first batch before the first update after the point, or behind it; the
+arguments of the first training forward, and of the first one after a session loader gave a batch; torch's random state
+when these begin, or, where none came, when the first update is about to be made. The numbers are in the format."""
+RANDOM_STATES = (RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE)
+
+
+class First(NamedTuple):
+    """One thing that came first. ``name``: the loader's; empty for the forward's arguments and the random state; of an
+    update's parts see ``update.py``."""
+
+    name: str
+    kind: int
+    checksum: int
+
+
+class Following:
+    """What came since a point. `firsts` grows, and nothing in it changes. This runs at each step: it is kept short."""
+
+    __slots__ = ("_batches", "_both_forwards", "_is_unsettled", "_read", "_saw_forward", "_saw_forward_of_batch",
+                 "_updates", "firsts", "is_updated")  # fmt: skip
+
+    def __init__(self, *, both_forwards: bool = False) -> None:
+        """``both_forwards``: the first one and the first of a batch, where these are two. Else only the first."""
+        self.firsts: list[First] = []
+        self.is_updated = False
+        self._both_forwards = both_forwards
+        self._saw_forward = self._saw_forward_of_batch = False
+        self._batches: dict[str, tuple[Pass | None, int, int | None]] = {}
+        """Pass (None: settled), kind and checksum of the first batch of each loader."""
+        self._is_unsettled = False
+        self._read: Read = {}
+        """Tensors of the batches, which the forward is often called with."""
+        self._updates: set[int | None] = set()
+
+    @property
+    def loaders(self) -> list[str]:
+        """Names of those that gave a batch."""
+        return list(self._batches)
+
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
+        """A loader gave a batch in a pass of the training. ``checksum``: None where nobody made one yet. ``read``:
+        tensors of the batch that were read for it."""
+        known = self._batches.get(name)
+        if known is not None and (known[0] is of or known[0] is None):
+            return
+        self._read = {} if read is None else read
+        if checksum is None:
+            checksum = checksum_of(batch, self._read)
+        self._batches[name] = of, LATER_BATCH if self.is_updated else BATCH, checksum
+        self._is_unsettled = True
+
+    def forward(self, inputs: object) -> bool:
+        """A training forward begins with these arguments. Whether `firsts` grew."""
+        grew = self._is_unsettled and self._settle()
+        if self.is_updated:
+            return grew
+        is_first, has_batch = not self._saw_forward, bool(self._batches)
+        is_of_batch = has_batch and not self._saw_forward_of_batch and (is_first or self._both_forwards)
+        if not (is_first or is_of_batch):
+            return grew
+        self._saw_forward = True
+        self._saw_forward_of_batch |= has_batch
+        checksum, state = checksum_of(inputs, self._read), random_checksum()
+        self._read = {}
+        if is_of_batch:
+            self._note(FORWARD_OF_BATCH, checksum, RANDOM_OF_BATCH, state)
+        if is_first and (self._both_forwards or not has_batch):
+            self._note(FORWARD, checksum, RANDOM, state)
+        return True
+
+    def _note(self, kind: int, checksum: int | None, random_kind: int, state: int) -> None:
+        if checksum is not None:
+            self.firsts.append(First("", kind, checksum))
+        self.firsts.append(First("", random_kind, state))
+
+    def update(self, index: int | None, parts: Callable[[int], Iterable[First]]) -> bool:
+        """An update is about to be made: by the optimizer of this number, None where none is followed. ``parts``: what
+        it is made of. Whether `firsts` grew."""
+        if index in self._updates:
+            return self._is_unsettled and self._settle()
+        self._updates.add(index)
+        is_unseen, self.is_updated = not (self.is_updated or self._saw_forward), True
+        before = len(self.firsts)
+        if self._is_unsettled:
+            self._settle()
+        if is_unseen:
+            self.firsts.append(First("", RANDOM_AT_UPDATE, random_checksum()))
+        if index is not None:
+            self.firsts.extend(parts(index))
+        self._read = {}
+        return len(self.firsts) > before
+
+    def _settle(self) -> bool:
+        before = len(self.firsts)
+        for name, (of, kind, checksum) in self._batches.items():
+            if of is not None:
+                self._batches[name] = None, kind, None
+                if checksum is not None:
+                    self.firsts.append(First(name, kind, checksum))
+        self._is_unsettled = False
+        return len(self.firsts) > before
+
+
+def random_checksum() -> int:
+    """Of the states of torch's global generators: on the CPU, and on CUDA devices where they are used. Dropout and most
+    augmentation draw from them. (Those of Python and numpy would take ten times as long to read.) The lowest bit is 0:
+    all of it was looked at."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += [generator.get_state() for generator in torch.cuda.default_generators]
+    checksum = 0
+    for state in states:
+        checksum = checksum * 31 + lib.lck_crc32c(ffi.cast("void *", state.data_ptr()), state.numel())
+    return checksum & 0xFFFFFFFE

@@ -1,0 +1,318 @@
+"""The batch that follows a version: recorded in its slot when it is known, and compared where a training goes on.
+
+A resume is exact only if the loop goes on with the data that followed. What a loop keeps to itself (a batch fetched
+ahead, a list of batches, a hidden state, a counter that indexes the data) is in no version, so this is looked at and
+not guessed. Checksums are of a few kilobytes, and nothing waits for them: a kill before they are known leaves a version
+that is whole, and of which nothing can be compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lightck.dataloader.batch import Read, differ, is_in_part
+from lightck.dataloader.passes import Pass
+from lightck.errors import DataMismatchError, listed
+from lightck.events import Event
+from lightck.following.counted import Counted
+from lightck.following.first import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, First, Following
+from lightck.following.update import GRADIENT, KINDS, OPTIMIZER_STATE, OPTIONS, UpdateParts
+from lightck.pool.format.structures import NextBatch, next_key
+
+log = logging.getLogger("lightck")
+_PAGE = "docs/loops.md"
+_PART = {
+    GRADIENT: "the gradient of {}",
+    OPTIONS: "an option of {} (as its lr)",
+    OPTIMIZER_STATE: "the optimizer's state of {}",
+}
+
+
+class Recorder:
+    """Of one session: what follows the version that was closed last."""
+
+    def __init__(self, store: Callable[[Sequence[NextBatch]], None], parts: UpdateParts | None = None) -> None:
+        """``store``: puts the record beside that version, where the version still lies in its slot. ``parts``: of the
+        updates of the optimizers that are followed."""
+        self._store = store
+        self._parts = parts or UpdateParts(())
+        self._after: Following | None = None
+        self._held: Following | None = None
+        """Since the last update, where its version is due and this forward, or the pre-step hook, will close it."""
+
+    def closed(self, event: Event) -> None:
+        """A version was closed and is on its way."""
+        is_held = event in (Event.FORWARD, Event.PRE_STEP) and self._held is not None
+        self._after = self._held if is_held else Following()
+        self._held = None
+        if is_held and self._after is not None:
+            self._record(self._after)
+
+    def closed_unsaved(self) -> None:
+        """A version was closed that is none of those that are saved."""
+        self._held = None
+
+    def closes(self) -> None:
+        """A version is about to be closed. If that fails, nothing is recorded any more for the one before it."""
+        self._after = None
+
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
+        after = self._after  # another thread may be closing the session
+        if after is not None:
+            after.gave(name, of, batch, checksum, read)
+
+    def forward(self, inputs: object, is_due: bool) -> None:
+        """Before this forward closes a version. ``is_due``: one is to be closed, here or by the pre-step hook."""
+        if is_due:
+            self._held = self._held or Following()
+            self._held.forward(inputs)
+        if self._after is not None and self._after.forward(inputs):
+            self._record(self._after)
+
+    def before_update(self, index: int | None = None) -> None:
+        """``index``: of the optimizer that makes it; None where none is followed, or its gradients come later."""
+        if self._after is not None and self._after.update(index, self._parts.some):
+            self._record(self._after)
+
+    def _record(self, after: Following) -> None:
+        if after.firsts:
+            self._store([NextBatch(next_key(name), kind, checksum) for name, kind, checksum in after.firsts])
+
+
+class Follows:
+    """Of one session: what follows its versions, recorded and, in a resume, compared."""
+
+    def __init__(self, recorder: Recorder, comparison: Comparison | None, counted: Counted) -> None:
+        self.recorder, self.counted = recorder, counted
+        self._comparison = comparison
+
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
+        """A session loader gave a batch."""
+        comparison = self._comparison
+        self.recorder.gave(name, of, batch, checksum, read)
+        if comparison is not None:
+            comparison.gave(name, of, batch, checksum, read)
+
+    def pass_ended(self) -> None:
+        """A session loader, in a pass of the training, had no batch left."""
+        if self._comparison is not None:
+            self._comparison.pass_ended()
+
+    def forward(self, inputs: object) -> None:
+        """A training forward begins, behind the boundary that it may be."""
+        if self._comparison is not None:
+            self._comparison.forward(inputs)
+
+    def before_update(self, index: int | None) -> None:
+        """Behind the boundary that this may be. ``index``: see ``Recorder``. Raises ``DataMismatchError``."""
+        self.recorder.before_update(index)
+        self.counted.before_update()
+        if self._comparison is not None:
+            self._comparison.before_update(index)
+            if self._comparison.is_over:
+                self._comparison = None
+
+    def forget(self) -> None:
+        """Let go of what was read: a closed session keeps nothing alive."""
+        self.recorder.closes()
+        self._comparison = None
+
+    def ended(self) -> None:
+        """The session is about to be closed."""
+        if self._comparison is not None:
+            self._comparison.closed()
+
+
+@dataclass(slots=True)
+class _Verdict:
+    differing: list[First] = field(default_factory=list)
+    equal: list[First] = field(default_factory=list)
+    parts: dict[int, list[str]] = field(default_factory=dict)
+    """Kind -> names of what the update is made of that differ."""
+
+
+class Comparison:
+    """Of one resume: whether its first batches, and what its first update is made of, are those that followed the
+    version that it goes on from.
+
+    It falls at the first update, so that whoever only looks at a batch before the loop has compared nothing.
+    """
+
+    def __init__(self, step: int, recorded: Sequence[NextBatch] | None, *, is_strict: bool,
+                 same_bits: bool = True, parts: UpdateParts | None = None) -> None:  # fmt: skip
+        """``recorded``: None where nothing is. ``same_bits``: the same operations give the same bits as then."""
+        self._step = step
+        self._same_bits = same_bits
+        self._parts = parts or UpdateParts(())
+        self._recorded = {(each.key, each.kind): each.checksum for each in recorded or ()}
+        self._is_strict = is_strict
+        self._seen = Following(both_forwards=True)
+        self._error: DataMismatchError | None = None
+        self._is_judged = self._is_batch_asked_for = False
+        self._has_other_data = False
+        self._updated: set[int] = set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to compare."""
+        return self._is_judged and self._error is None and not self._recorded
+
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
+        self._seen.gave(name, of, batch, checksum, read)
+
+    def pass_ended(self) -> None:
+        self._is_batch_asked_for = True
+
+    def forward(self, inputs: object) -> None:
+        self._seen.forward(inputs)
+
+    def before_update(self, index: int | None = None) -> None:
+        """Raises ``DataMismatchError`` where a difference was to be an error, at this update and at every other one."""
+        self._seen.update(index, lambda _: ())
+        verdict = self._compare()
+        if index is not None and index not in self._updated:
+            self._updated.add(index)
+            self._compare_parts(self._parts.all(index), verdict)
+        if verdict.differing:
+            self._has_other_data = True
+            self._tell_differing(verdict)
+        if verdict.parts:
+            self._tell_fact(self._other_update(verdict))
+        if not (verdict.differing or verdict.parts or self._is_judged):
+            self._tell(verdict)
+        if not self._is_judged:  # what did not come by the first update will not come first any more
+            self._is_judged = True
+            came = {next_key(name) for name in self._seen.loaders}
+            self._recorded = {
+                k: v for k, v in self._recorded.items() if k[1] in KINDS or (k[1] == LATER_BATCH and k[0] not in came)
+            }
+        if self._error is not None:
+            raise self._error
+
+    def closed(self) -> None:
+        """The session is closed. Where it made no update, though one was about to be made after the version that it
+        went on from, and a batch was asked for or no loader gives any, it took itself for finished: its last batches
+        were in the memory of the killed process, or what was left of a pass was none."""
+        kinds = {kind for _, kind in self._recorded}
+        is_asked = (bool(self._seen.loaders) or self._is_batch_asked_for) and not kinds.isdisjoint(KINDS)
+        is_missed = is_asked if BATCH in kinds else FORWARD in kinds  # a loader gives its batch, where the loop asks
+        if self._is_judged or not is_missed:
+            return
+        log.warning("lightck: The first batch after the resume is not the one that followed step %d: no update came "
+                    "before the session was closed. If you did not end this run early, the loop took itself for "
+                    "finished: its batches were fetched ahead (list(loader)), it counted from nothing, or it ends "
+                    "where a pass that goes on has no batch left. %s has these loops, and how each is exact", self._step,
+                    _PAGE)  # fmt: skip
+
+    def _compare(self) -> _Verdict:
+        verdict = _Verdict()
+        for first in self._seen.firsts:
+            was = self._recorded.pop((next_key(first.name), first.kind), None)
+            if was is None:
+                continue
+            if differ(was, first.checksum):
+                verdict.differing.append(first)
+            elif not is_in_part(was) and not is_in_part(first.checksum):
+                verdict.equal.append(first)
+        return verdict
+
+    def _compare_parts(self, parts: Iterable[tuple[str, First]], verdict: _Verdict) -> None:
+        """What the update is made of. Other data make other gradients, and so do other kernels."""
+        has_cause = self._has_other_data or bool(verdict.differing) or not self._same_bits
+        for name, part in parts:
+            was = self._recorded.pop((next_key(part.name), part.kind), None)
+            if was is None or (part.kind == GRADIENT and has_cause):
+                continue
+            if was != part.checksum:
+                verdict.parts.setdefault(part.kind, []).append(name)
+            elif part.kind == GRADIENT:
+                verdict.equal.append(part)
+
+    def _tell_differing(self, verdict: _Verdict) -> None:
+        data = _data(verdict.differing)
+        self._tell_fact(self._other_data(data, verdict) if data else self._other_random_numbers())
+
+    def _tell_fact(self, fact: str) -> None:
+        if self._is_strict:
+            self._error = DataMismatchError(f"{fact}. strict_data=False makes this a warning.")
+        else:
+            log.warning("lightck: %s. strict_data=True makes this an error.", fact)
+
+    def _other_random_numbers(self) -> str:
+        return (
+            "Torch's random state at the first training forward after the resume is not the one that followed step "
+            f"{self._step}: dropout and whatever else draws go on with other numbers than in a run that was never "
+            "killed. Likely causes: numbers are drawn between attach and the loop, or at the loop's top before the "
+            "first next() of a session loader (an evaluation); a DataLoader outside session.loader() begins a pass; an "
+            "evaluation loader has persistent workers. Draw before attach, and pass such loaders to session.loader(). "
+            f"{_PAGE} has these loops, and how each is exact"
+        )
+
+    def _other_data(self, differing: list[First], verdict: _Verdict) -> str:
+        loaders = [first.name for first in differing if first.name]
+        what = [f"the first batch of loader {name!r}" for name in loaders]
+        if len(what) < len(differing):
+            what.append("what the model's forward is called with")
+        if not loaders and any(first.name for first in verdict.equal):
+            why = (
+                "The batches of its loaders are the same. Likely causes: a hidden state, or other data that one "
+                "iteration leaves to the next, is not saved; values between loader and model come from a generator of "
+                "their own, or from a counter that started over. Put what is carried along into state=, and count by "
+                "session.step"
+            )
+        else:
+            why = (
+                "Likely causes: a batch that is fetched ahead by hand, one iteration before it is used; data that are "
+                "drawn between attach and the loop; another data set, order or transform; a loop that starts at "
+                "another place. Iterate over session.loader(loader) from loader.start, or end the iteration with "
+                "session.end_step() and fetch its batch behind that"
+            )
+        return (
+            f"The first batch after the resume is not the one that followed step {self._step}: {' and '.join(what)} "
+            f"differ{'' if len(what) > 1 else 's'}, so the training goes on with other data than a run that was never "
+            f"killed. {why}. {_PAGE} has these loops, and how each is exact"
+        )
+
+    def _other_update(self, verdict: _Verdict) -> str:
+        what = [
+            _PART[kind].format(listed([repr(name) for name in dict.fromkeys(names)]))
+            for kind, names in verdict.parts.items()
+        ]
+        why = []
+        if GRADIENT in verdict.parts:
+            why.append(
+                f"{'Its batch is the same, so s' if _data(verdict.equal) else 'S'}omething else that the loss depends "
+                "on is in no checkpoint, or the loop changed it between the restore and this update. Likely causes: a "
+                "second model (a target network, a teacher); a number or a tensor that a module keeps as a plain "
+                "attribute; a generator of the loss's own; weights that an epoch's top changes, where the run was "
+                "killed in mid-epoch. Pass a second model or a generator in state=, make an attribute a buffer"
+            )
+        if verdict.parts.keys() - {GRADIENT}:
+            why.append(
+                "The loop has changed options or state of the optimizer once more, as an epoch's top does after a kill "
+                "in mid-epoch. Change them at the epoch's end, or only where a pass begins (if loader.start == 0)"
+            )
+        return (
+            f"The first update after the resume is not the one that followed step {self._step}. Not as then: "
+            f"{', '.join(what)}. {'. '.join(why)}. {_PAGE} has these loops, and how each is exact"
+        )
+
+    def _tell(self, verdict: _Verdict) -> None:
+        data = _data(verdict.equal)
+        gradients = [part for part in verdict.equal if part.kind == GRADIENT]
+        if not data and not gradients:
+            log.info("lightck: the first batch after the resume was compared with nothing: what followed step %d is "
+                     "not recorded, as after a kill at an epoch's end or in an evaluation, or it lies on a device. "
+                     "That is no fault, and no proof either", self._step)  # fmt: skip
+            return
+        what = [f"loader {first.name!r}" if first.name else "the model's forward" for first in data]
+        if gradients:
+            what.append("the gradients of the first update")
+        log.info("lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
+                 "dtypes and some of its bytes shows (%s)", self._step, " and ".join(what))  # fmt: skip
+
+
+def _data(firsts: Iterable[First]) -> list[First]:
+    return [first for first in firsts if first.kind not in RANDOM_STATES and first.kind not in KINDS]

@@ -1,0 +1,182 @@
+"""What an update is made of, read right before it: gradients, the optimizer's options, the optimizer's state.
+
+The same batch on the same weights gives the same gradients, to the bit. Where a resumed training gets others, something
+that the loss depends on is in no checkpoint: a second model, a number that a module keeps as an attribute, a generator
+of the loss's own. Nothing but this shows it. A few words of one gradient cost microseconds; no device is waited for.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from operator import is_
+from typing import Any
+
+import torch
+
+from lightck._native import ffi, lib
+from lightck.following.first import First
+from lightck.state.inventory import OptimizerView
+
+GRADIENT, OPTIONS, OPTIMIZER_STATE = 8, 9, 10
+"""Kinds, beside those of ``following.py``. The numbers are in the format."""
+KINDS = (GRADIENT, OPTIONS, OPTIMIZER_STATE)
+_WORDS = 32  # of each tensor
+_TENSORS_MAX = 6  # of the state of one parameter
+_FLOATS = {torch.float32: 4, torch.float64: 8, torch.float16: 2, torch.bfloat16: 2, torch.complex64: 4,
+           torch.complex128: 8}  # fmt: skip
+_UNCHANGING = frozenset((int, float, bool, str, type(None)))
+
+
+class UpdateParts:
+    """Of one session's optimizers. An update is known by the number of the optimizer whose ``step`` it is."""
+
+    def __init__(self, views: Sequence[OptimizerView]) -> None:
+        """``views``: the session's own list, which may grow."""
+        self._views = views
+        self._options: dict[int, _Options] = {}
+        self._chosen: dict[int, tuple[int, ...] | None] = {}
+        """For each view the positions of the parameters that are looked at; None: they lie on a device."""
+
+    def some(self, index: int) -> list[First]:
+        """A few parts of this update: what is recorded. This runs at each step."""
+        found: list[First] = []
+        for view in self._views:
+            if view.root != index:
+                continue
+            found.append(self._options_of(view))
+            chosen = self._chosen.get(view.index, ())
+            if chosen is not None and not (chosen and _have_gradients(view, chosen)):
+                chosen = self._chosen[view.index] = _choose(view)
+            for at in chosen or ():
+                name, p = view.params[at]
+                gradient = _gradient(p)
+                if gradient is not None:
+                    found.append(First(_name(view, name), GRADIENT, gradient))
+            if chosen:  # of the last one of these: an update makes all of it, or none
+                found.append(First(_name(view, name), OPTIMIZER_STATE, _state(view, p)))
+        return found
+
+    def all(self, index: int) -> Iterator[tuple[str, First]]:
+        """Every part with what it is called in a message: whatever was recorded is among them. Once in a resume."""
+        for view in self._views:
+            if view.root != index:
+                continue
+            yield view.class_name, self._options_of(view)
+            for name, p in view.params:
+                gradient = _no_gradient(view, p) if p.grad is None else _gradient(p)
+                if gradient is not None:
+                    yield name, First(_name(view, name), GRADIENT, gradient)
+                yield name, First(_name(view, name), OPTIMIZER_STATE, _state(view, p))
+
+    def _options_of(self, view: OptimizerView) -> First:
+        known = self._options.setdefault(view.index, _Options())
+        return First(_name(view, ""), OPTIONS, known.checksum(view.optimizer.param_groups))
+
+
+class _Options:
+    """Options of an optimizer, and their checksum, which is made anew where one is another object than before."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._checksum: int | None = None
+
+    def checksum(self, groups: list[dict[str, Any]]) -> int:
+        values = [v for group in groups for k, v in group.items() if k != "params"]
+        known = self._checksum
+        if known is not None and len(values) == len(self._values) and all(map(is_, values, self._values)):
+            return known
+        found = zlib.crc32(repr([_plain(value) for value in values]).encode("utf-8", "surrogatepass")) & ~1
+        self._values = values
+        self._checksum = found if all(map(_is_unchanging, values)) else None
+        return found
+
+
+def _is_unchanging(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(type(each) in _UNCHANGING for each in value)
+    return type(value) in _UNCHANGING
+
+
+def _plain(value: Any) -> Any:
+    """What is compared of an option: its number or text, and nothing of what lies on a device."""
+    if isinstance(value, (bool, str, type(None))):
+        return value
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.is_cpu and value.numel() == 1 and value.layout is torch.strided else None
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return None
+
+
+def _have_gradients(view: OptimizerView, chosen: tuple[int, ...]) -> bool:
+    params = view.params
+    return all(at < len(params) and params[at][1].grad is not None for at in chosen)
+
+
+def _choose(view: OptimizerView) -> tuple[int, ...] | None:
+    """The first and the last parameter of at most one dimension whose gradients can be read: biases and scales, whose
+    gradients have no rows that are zero, as an embedding's have. What comes behind the first, and before the last, is
+    in theirs. Else of any kind. Empty: none has a gradient now; None: they lie on a device."""
+    flat: list[int] = []
+    others: list[int] = []
+    for at, (_, p) in enumerate(view.params):
+        if p.grad is None:
+            continue
+        if not p.grad.is_cpu:
+            return None
+        (flat if p.dim() <= 1 else others).append(at)
+    for kind in (flat, others):
+        found = next((at for at in kind if _gradient(view.params[at][1]) is not None), None)
+        if found is not None:
+            last = next(at for at in reversed(kind) if _gradient(view.params[at][1]) is not None)
+            return (found, last) if found != last else (found,)
+    return ()
+
+
+def _no_gradient(view: OptimizerView, p: torch.Tensor) -> int:
+    """Where a parameter has no gradient now: that of zeros, for an optimizer to which these are the same."""
+    groups = view.optimizer.param_groups
+    if type(view.optimizer) is torch.optim.SGD and not any(g["momentum"] or g["weight_decay"] for g in groups):
+        return _checksum(torch.zeros_like(p.detach(), memory_format=torch.contiguous_format)) or 0
+    return 0
+
+
+def _name(view: OptimizerView, name: str) -> str:
+    return f"{view.index}/{name}"
+
+
+def _gradient(p: torch.Tensor) -> int | None:
+    """None where there is none, or none that can be read."""
+    grad = p.grad
+    return None if grad is None else _checksum(grad)
+
+
+def _state(view: OptimizerView, p: torch.Tensor) -> int:
+    """Of the tensors in ``optimizer.state[p]``, in whatever order they came; 0 for none."""
+    state = None if view.wraps else view.optimizer.state.get(p)
+    if type(state) is not dict:
+        return 0
+    checksum = 0
+    for value in islice(state.values(), _TENSORS_MAX):
+        if isinstance(value, torch.Tensor):
+            checksum += _checksum(value) or 0
+    return checksum & 0xFFFFFFFE
+
+
+def _checksum(tensor: torch.Tensor) -> int | None:
+    """Never 0, and its lowest bit is 0: all was looked at that is ever looked at."""
+    kind = type(tensor)
+    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or not tensor.is_cpu:
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    nbytes = tensor.nbytes
+    if tensor.untyped_storage().nbytes() < nbytes:
+        return None  # its memory was given back
+    data = ffi.cast("char *", tensor.data_ptr())
+    crc: int = lib.lck_crc32c_spread(data, nbytes, _FLOATS.get(tensor.dtype, 0), _WORDS)
+    return crc & 0xFFFFFFFE or 2

@@ -1,0 +1,1 @@
+"""When: torch's calls become events, and which event closes a checkpoint."""

@@ -1,0 +1,336 @@
+"""The layer-wise update: each layer is stepped inside the backward pass, as soon as its gradients are final.
+
+So the copy of a layer into the pool begins while other layers still compute. The flow is LightCheck's ("LightCheck:
+A Cost-Efficient Checkpointing System for Distributed DNN Training with Persistent Memory", ICCD 2023).
+
+Each layer has an instance of the user's own optimizer class over its parameters. It shares ``state`` with the user's
+optimizer and takes its options anew at every update, so schedulers, ``state_dict`` and a resume see one optimizer, and
+every element goes through the same operations as in ``optimizer.step()``. Invariant: each parameter is updated once
+between two calls of ``step()``, with the gradient that ``step()`` would have used, or an error says why it cannot be.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightck.errors import SessionError, UnsupportedError
+from lightck.hooks.calls import ModuleHook, closure_of, is_called_by, is_in_backward, weakly
+from lightck.hooks.copies import CleanCopies
+from lightck.hooks.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
+from lightck.state.blocks import checksums
+from lightck.state.inventory import clean_prefixes
+from lightck.state.ranks import of_several
+
+_PROBATION = 3
+"""Updates of which every gradient is compared by its bytes."""
+_CURE = (
+    "To add gradients up, put all but the last backward() into `with layers.accumulate():`, where layers is what "
+    "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
+)
+
+
+class Listener(Protocol):
+    """Who is told of updates inside the backward pass."""
+
+    def layers_begin(self, optimizer: Optimizer) -> None:
+        """Nothing may be updated before this returns."""
+
+    def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
+        """These are what they will be after the step. ``begin``: nanoseconds of CLOCK_MONOTONIC."""
+
+    def layers_forgotten(self, optimizer: Optimizer) -> None:
+        """No ``step()`` will end this update."""
+
+
+_known: weakref.WeakKeyDictionary[Optimizer, Layerwise] = weakref.WeakKeyDictionary()
+
+
+def layerwise_of(optimizer: Any) -> Layerwise | None:
+    """What updates this optimizer's layers in the backward pass, or None."""
+    return _known.get(optimizer) if isinstance(optimizer, Optimizer) else None
+
+
+class Layerwise:
+    """Made by :func:`lightck.layerwise`."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._listeners: list[weakref.ref[Listener]] = []
+        self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer)
+        self._layers: list[Layer] = []
+        self._layer_of: dict[int, Layer] = {}
+        """By id of the parameter."""
+        self._used: dict[int, Used] = {}
+        """Parameters that were updated since the last ``step()``."""
+        self._is_first = True
+        """Nothing has arrived since the last ``step()``."""
+        self._passes = 0
+        self._accumulating = 0
+        self._shape: list[Any] = []
+        self._param_handles: list[Any] = []
+        self._build(model, optimizer)
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(self._step_pre),
+            optimizer.register_step_post_hook(self._step_post),
+            model.register_forward_pre_hook(ModuleHook(weakly(self._forward_begins))),
+            CleanCopies(model),
+        ]
+        _known[optimizer] = self
+
+    # -- what a user calls -------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the modules that are updated one by one."""
+        return tuple(dict.fromkeys(layer.name for layer in self._layers))
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around every ``backward()`` but the last one before ``step()``: gradients add up, and nothing is updated."""
+        self._accumulating += 1
+        try:
+            yield
+        finally:
+            self._accumulating -= 1
+
+    def forget(self) -> None:
+        """After a ``backward()`` that raised half-way: keep the layers as they are, some updated and some not, and drop
+        the gradients of all. It counts as no step; the pool holds the one before."""
+        optimizer = self._optimizer()
+        for layer in self._layers:
+            for param in layer.params:
+                param.grad = None
+        self._over()
+        if optimizer is not None:
+            for listener in self._told():
+                listener.layers_forgotten(optimizer)
+
+    def remove(self) -> None:
+        """From here on ``optimizer.step()`` updates everything again. Between ``step()`` and ``backward()`` only."""
+        if self._used:
+            raise SessionError(
+                "Layers were updated whose optimizer.step() is still to come. Their gradients would count twice. Call "
+                "step() first (or forget(), after a backward() that failed), then remove()."
+            )
+        for handle in [*self._handles, *self._param_handles]:
+            handle.remove()
+        self._handles.clear()
+        self._param_handles.clear()
+        self._layers.clear()
+        self._layer_of.clear()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            _known.pop(optimizer, None)
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether these are the layers of this model."""
+        return self._model() is model
+
+    def tell(self, listener: Listener) -> _Telling:
+        """Tell this one too, until the handle is removed."""
+        ref = weakref.ref(listener)
+        self._listeners.append(ref)
+        return _Telling(self, ref)
+
+    def hush(self, ref: weakref.ref[Listener]) -> None:
+        self._listeners = [other for other in self._listeners if other is not ref]
+
+    def _told(self) -> list[Listener]:
+        return [listener for listener in (ref() for ref in self._listeners) if listener is not None]
+
+    # -- layers ------------------------------------------------------------------------------------------
+
+    def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """A layer for each module that trains parameters of this optimizer; a tied one belongs to its first module."""
+        for handle in self._param_handles:
+            handle.remove()
+        self._param_handles.clear()
+        self._layers.clear()
+        self._layer_of.clear()
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for prefix, module in clean_prefixes(model):
+            own = {id(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
+            params = [p for key, p in own.items() if key in group_of and key not in self._layer_of]
+            if params:
+                layer = layer_over(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
+                self._layers.append(layer)
+                self._layer_of.update((id(p), layer) for p in params)
+                hook = weakly(self.arrived)
+                handles = [p.register_post_accumulate_grad_hook(hook) for p in params]  # type: ignore[no-untyped-call]
+                self._param_handles.extend(handles)
+        self._shape = shape_of(optimizer)
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Groups and parameters may come and go, be frozen, or be replaced by ``load_state_dict``."""
+        model = self._model()
+        if model is not None and shape_of(optimizer) != self._shape:
+            self._build(model, optimizer)
+
+    # -- in the backward pass ----------------------------------------------------------------------------
+
+    def arrived(self, param: torch.Tensor) -> None:
+        """The gradient of this backward pass is in ``param.grad``."""
+        optimizer = self._optimizer()
+        if self._accumulating or optimizer is None:
+            return
+        if self._is_first:
+            self._is_first = False
+            self._follow(optimizer)
+        layer = self._layer_of.get(id(param))
+        if layer is None:
+            return
+        if id(param) in self._used:
+            raise UnsupportedError(
+                f"A second gradient arrived for a parameter of {layer.name!r}, which was updated with the first one "
+                f"already: layers are updated inside backward(). Call optimizer.step() after each backward(). {_CURE}"
+            )
+        layer.arrived.add(id(param))
+        if layer.is_ready:
+            layer.arrived.clear()
+            self._update(layer, optimizer)
+
+    def _update(self, layer: Layer, optimizer: Optimizer) -> None:
+        listeners = self._told()
+        if not self._used:
+            refuse_many_ranks()
+            _refuse_scaled(optimizer)
+            _around_all(optimizer, *self._handles[:2])
+            self._passes += 1
+            for listener in listeners:
+                listener.layers_begin(optimizer)
+        begin = time.monotonic_ns()
+        params = [p for p in layer.params if p.grad is not None]
+        self._note(layer, params)
+        step_layer(layer, optimizer, params)
+        for p in params:
+            self._used[id(p)].updated(optimizer)
+        for listener in listeners:
+            listener.layer_updated(layer.name, begin, [t for p in params for t in tensors_of(optimizer, p)])
+
+    def _note(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
+        """What the update uses, so that ``step()`` can tell whether it still is that. A write through ``.data`` moves
+        no version counter: bytes are compared too, at first of all gradients, then of some in turn."""
+        layer.used = [options_of(group) for group in layer.groups]
+        turn = self._passes <= _PROBATION or len(self._used) in (0, self._passes % max(len(self._layer_of), 1))
+        for p in params:
+            grad = p.grad
+            assert grad is not None
+            proof = checksums(grad, BLOCK) if turn and grad.is_contiguous() and not grad.is_sparse else None
+            self._used[id(p)] = Used(layer, p, grad, grad._version, proof)
+
+    # -- between backward() and step() -------------------------------------------------------------------
+
+    def _forward_begins(self, model: nn.Module) -> None:
+        """What it computes belongs to this update still, and would be of the next one's parameters."""
+        if self._used and torch.is_grad_enabled() and not is_in_backward():
+            raise UnsupportedError(
+                "A forward of the model began between backward() and step(), and its layers were updated inside "
+                "backward() already: its gradients would be those of the new parameters. Call optimizer.step() before "
+                f"the next forward, or forward it all before backward(); one that only measures goes under "
+                f"torch.no_grad(). {_CURE}"
+            )
+
+    # -- in step() ---------------------------------------------------------------------------------------
+
+    def _step_pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Hide the gradients that were used: ``step()`` passes over parameters without one, and does the others."""
+        if closure_of(args, kwargs)[0] is not None:
+            raise UnsupportedError(
+                "step(closure) was called, and layers are updated inside backward(): the closure's backward would "
+                "update them before step() does. Call backward() yourself, then step()."
+            )
+        if not self._used:
+            return
+        _refuse_scaled(optimizer)
+        self._refuse_changed(optimizer)
+        for used in self._used.values():
+            used.is_hidden = True
+            used.param.grad = None
+
+    def _refuse_changed(self, optimizer: Optimizer) -> None:
+        changes = [(used.layer, used.changed(optimizer)) for used in self._used.values()]
+        changes += [(layer, layer.changed()) for layer in dict.fromkeys(layer for layer, _ in changes)]
+        for layer, what in changes:
+            if what is not None:
+                raise UnsupportedError(
+                    f"The {what} between backward() and step(), and the layer {layer.name!r} was updated inside "
+                    "backward() with what there was before. Clipping, GradScaler, DistributedDataParallel, and all "
+                    "that looks at gradients or changes anything at this place, cannot go with a layer-wise update. "
+                    "Leave out lightck.layerwise() or move it before backward(). The pool holds the step before; "
+                    "layers.forget() goes on from the layers as they are."
+                )
+
+    def _step_post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for used in self._used.values():
+            if used.is_hidden and used.param.grad is None:
+                used.param.grad = used.grad
+        self._over()
+
+    def _over(self) -> None:
+        self._used.clear()
+        self._is_first = True
+        for layer in self._layers:
+            layer.arrived.clear()
+            layer.used.clear()
+
+
+class _Telling:
+    """As torch's handles of hooks."""
+
+    def __init__(self, layers: Layerwise, listener: weakref.ref[Listener]) -> None:
+        self._layers = weakref.ref(layers)
+        self._listener = listener
+
+    def remove(self) -> None:
+        layers = self._layers()
+        if layers is not None:
+            layers.hush(self._listener)
+
+
+def refuse_many_ranks() -> None:
+    if of_several() is not None:
+        raise UnsupportedError(
+            "A process group of several ranks is there. Its gradients are reduced after this process has them, and a "
+            "layer-wise update would use the unreduced ones. Leave out lightck.layerwise()."
+        )
+
+
+def refuse_parallel(model: nn.Module) -> None:
+    """Also with one rank: its gradients are taken into buckets after this process has them."""
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise UnsupportedError(
+            "The model is wrapped in DistributedDataParallel, which puts other gradients in the place of those that a "
+            "layer-wise update would use. Leave out DistributedDataParallel, or lightck.layerwise()."
+        )
+
+
+def _refuse_scaled(optimizer: Any) -> None:
+    fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+    # The stack is asked, too: what ``unscale_`` writes to the gradients moves no version counter (measured).
+    if fused or is_called_by(_is_of_scaler):
+        raise UnsupportedError(
+            "A GradScaler drives this optimizer. Whether a step is skipped is known when all gradients are there, and "
+            "a layer-wise update comes before that. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none)."
+        )
+
+
+def _is_of_scaler(frame: FrameType) -> bool:
+    """A method of a GradScaler that is enabled. One that is not passes ``step`` on and does nothing else."""
+    scaler = frame.f_locals.get("self") if frame.f_globals.get("__name__") == "torch.amp.grad_scaler" else None
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def _around_all(optimizer: Optimizer, pre: Any, post: Any) -> None:
+    """Let this pre-hook run last and this post-hook first: those of others are to see the gradients."""
+    hooks: Any = optimizer
+    hooks._optimizer_step_pre_hooks.move_to_end(pre.id)
+    hooks._optimizer_step_post_hooks.move_to_end(post.id, last=False)

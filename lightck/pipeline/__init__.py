@@ -1,0 +1,1 @@
+"""How: a closed checkpoint on its way from live tensors to the pool."""

@@ -1,0 +1,77 @@
+"""A version between its boundary and its end, with the sources that its background copies read."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from lightck.interrupts import leave_if_noted
+from lightck.pipeline.watch import Watched
+from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_MAX
+from lightck.pool.writer import Pending, PoolWriter
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(slots=True)
+class Flight:
+    """Open to doubt until its job is released."""
+
+    pending: Pending
+    watched: Watched
+    step: int
+    is_apart: bool
+    """It came from devices, and all of it was taken in the order of their work: nothing is left to doubt."""
+
+    @property
+    def jobs(self) -> int:
+        """Entries of the engine that it takes."""
+        return 1 + len(self.pending.job.parts)
+
+    def moved(self) -> tuple[list[str], str]:
+        """Names of the sources that no longer look as they did at the boundary, and who must have written them."""
+        names = [self.watched.lives[i].name for i in self.watched.moved()]
+        seen = self.watched.forward_seen
+        return names, f"{'a forward' if seen else 'something between the boundary and the next forward'} wrote to it"
+
+    def audit(self, writer: PoolWriter, turn: int, whole: bool) -> list[str]:
+        """As ``Watched.audit``, of what was copied. Its copies are done."""
+        of_record = partial(writer.raw_crcs, self.pending.slot)
+        return self.watched.audit(self.pending.slot.image.raw, of_record, writer.superblock.block, turn, whole)
+
+    def drop(self, reason: str, names: Sequence[str]) -> None:
+        """Give it up, and say so."""
+        log.warning("lightck: the version of step %d is given up: %s (%s). It is copied at once at the boundary from "
+                    "here on. Weight swaps belong into `with session.paused():`.",
+                    self.step, reason, ", ".join(names[:3]))  # fmt: skip
+        self.pending.job.drop()
+        self.pending.job.forget()
+
+    def commit(self) -> None:
+        """Now, while its sources cannot change. Where it fails, nothing of it is under way afterwards."""
+        job = self.pending.job
+        try:
+            job.wait(COPIED, pause=leave_if_noted)
+            job.release()
+            job.wait(ENDED)  # once it is released it goes on to its end, whoever waits
+        except BaseException:
+            job.abandon()
+            raise
+
+
+def left(deadline: float | None) -> float | None:
+    """Seconds, none where it has passed. ``deadline``: of ``time.monotonic``."""
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+
+def room_for_parts(flights: Sequence[Flight], behind_max: int) -> int:
+    """How many jobs a version may take beside the one that commits it. Each version that can be under way at once gets
+    its share of the engine's entries, and each copy thread, and the one that waits for devices, may hold one that is
+    free."""
+    entries = JOBS_MAX - THREADS_MAX - 1
+    share = entries // (behind_max + 1) - 1
+    to_come = max(behind_max - len(flights), 0)
+    return min(share, entries - 1 - to_come - sum(flight.jobs for flight in flights))

@@ -1,0 +1,264 @@
+"""How each tensor of a version gets into its slot: at once, in the background, or not at all.
+
+Small tensors, buffers and what moved unannounced before are copied at the boundary itself; a still parameter that rests
+stays as it lies in the slot; all others are left to the copy threads. Reads no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightck.pipeline.watch import Resting
+from lightck.pool.format.layout import Entry
+from lightck.pool.plan import VersionPlan
+from lightck.pool.slots import Slot
+from lightck.pool.writer import PoolWriter
+from lightck.state.blocks import NO_BLOCKS, Blocks
+from lightck.state.closing import Closing
+from lightck.state.inventory import Live, entry_of, is_plain, memory_of, staged
+from lightck.state.lanes import Lane, lane_of
+from lightck.state.looks import Reading, reading_of
+
+NONE = np.array([], np.int64)
+NOW_NBYTES = 4096
+"""Tensors up to this size are copied at the boundary itself: starting a background copy costs more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where a tensor lies in the pool, and what of it need not be asked again while it stays where it is."""
+
+    number: int
+    tensor: torch.Tensor
+    reading: Reading
+    alias: str | None
+    nbytes: int
+    plain: bool
+    """Its own memory can be copied as it is."""
+    at_once: bool
+    lane: Lane | None = None
+    """The way out of its device, where it has one."""
+
+    @property
+    def address(self) -> int:
+        return self.reading[0]
+
+    def describes(self, live: Live) -> bool:
+        """How it is read is asked for too: ``resize_``, ``t_`` and ``.data = ...`` can keep object and address. So is
+        the alias: a tensor stays where it is when the one that it was tied to is replaced."""
+        return self.tensor is live.tensor and self.alias == live.alias and self.reading == reading_of(live.tensor)
+
+
+def records_of(writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], object],
+               present: Sequence[Live]) -> list[Record]:  # fmt: skip
+    """The record of each tensor, with an extent that fits it as it is now. Raises ``FullError``.
+
+    ``present``: all tensors of the version. ``settle`` ends all versions in flight: called before new extents move
+    the manifests in memory.
+    """
+    known = writer.known
+    if len(known) > len(present):  # what is gone is not kept alive
+        for name in known.keys() - {live.name for live in present}:
+            del known[name]
+    records: list[Any] = [known.get(live.name) for live in lives]
+    changed = {
+        i: entry_of(live)
+        for i, (live, record) in enumerate(zip(lives, records, strict=True))
+        if record is None or not record.describes(live)
+    }
+    if not changed:
+        return records
+    new = [entry for entry in changed.values() if not writer.fits(entry)]
+    if new:
+        settle()
+        writer.add(new, {live.name for live in present})
+    for i, entry in changed.items():
+        records[i] = known[entry.name] = _record(writer.numbers[entry.name], lives[i], entry)
+    return records
+
+
+def _record(number: int, live: Live, entry: Entry) -> Record:
+    tensor = live.tensor
+    plain, lane = is_plain(tensor), lane_of(tensor)
+    at_once = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not (plain or lane)
+    return Record(number, tensor, reading_of(tensor), live.alias, entry.nbytes, plain, at_once, lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A tensor on a device. ``in_order``: the next kernels may change it."""
+
+    live: Live
+    record: Record
+    lane: Lane
+    in_order: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How tensors are written whose records are known; worked out once for a roster, and used while that holds."""
+
+    token: object
+    """That of the roster; None where there is none."""
+    never: int
+    """How many tensors had moved unannounced when this was worked out."""
+    numbers: npt.NDArray[np.int64]
+    sources: npt.NDArray[np.uint64]
+    now: npt.NDArray[np.bool_]
+    keep: list[object]
+    """The memory of those that are left to background copies."""
+    background: list[Live]
+    background_numbers: list[int]
+    present: list[int]
+    single: list[tuple[Live, Record]]
+    """Those that are decided anew at each version: they may rest, or are copied by way of a staged copy."""
+    staged: list[Staged]
+    _places: dict[int, tuple[Live, int]] = field(default_factory=dict)
+    _blocks: list[Blocks] = field(default_factory=list)
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[Live, int] | None:
+        """What this tensor is called, and its record, where it is one of ``background``."""
+        if not self._places:
+            pairs = zip(self.background, self.background_numbers, strict=True)
+            self._places.update((id(live.tensor), (live, number)) for live, number in pairs)
+        return self._places.get(id(tensor))  # as long as this is here, so is each of these tensors
+
+    def blocks(self, writer: PoolWriter) -> Blocks:
+        """The blocks of those that are left to background copies."""
+        if not self.background:
+            return NO_BLOCKS
+        if not self._blocks:
+            starts, nbytes = writer.extents(self.background_numbers)
+            self._blocks.append(Blocks.of(self.sources[~self.now], nbytes, starts, writer.superblock.block))
+        return self._blocks[0]
+
+
+def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], token: object = None) -> Columns:
+    """Sort tensors by how they are written. ``never``: names of those that are never left to a background copy."""
+    written: list[tuple[Live, Record, bool]] = []
+    present: list[int] = []
+    single: list[tuple[Live, Record]] = []
+    staged: list[Staged] = []
+    for live, record in zip(lives, records, strict=True):
+        if not record.nbytes:
+            present.append(record.number)
+        elif record.lane is not None and not live.still:
+            staged.append(Staged(live, record, record.lane, record.at_once or live.name in never))
+        elif live.still or not record.plain:
+            single.append((live, record))
+        else:
+            written.append((live, record, record.at_once or live.name in never))
+    later = [(live, record.number) for live, record, now in written if not now]
+    return Columns(
+        token,
+        len(never),
+        np.array([record.number for _, record, _ in written], np.int64),
+        np.array([record.address for _, record, _ in written], np.uint64),
+        np.array([now for _, _, now in written], np.bool_),
+        [memory_of(live.tensor) for live, _ in later],
+        [live for live, _ in later],
+        [number for _, number in later],
+        present,
+        single,
+        staged,
+    )
+
+
+def columns_of(writer: PoolWriter, closing: Closing, never: set[str], settle: Callable[[], object]) -> list[Columns]:
+    """All tensors of a version in columns: those of its roster, and the rest. Raises ``FullError``; ``settle`` as in
+    ``records_of``."""
+    roster, known = closing.roster, writer.columns
+    n = 0 if roster is None else len(roster.lives)
+    if isinstance(known, Columns) and roster is not None and (known.token, known.never) == (roster.token, len(never)):
+        rest = closing.lives[n:]
+        return [known, columns(rest, records_of(writer, rest, settle, closing.lives), never)]
+    records = records_of(writer, closing.lives, settle, closing.lives)
+    first = columns(closing.lives[:n], records[:n], never, None if roster is None else roster.token)
+    writer.columns = first
+    return [first, columns(closing.lives[n:], records[n:], never)]
+
+
+class Split:
+    """The tensors of one version, sorted by how they are written."""
+
+    def __init__(self, resting: Resting, writer: PoolWriter, slot: Slot, parts: Sequence[Columns]) -> None:
+        self._parts = parts
+        self._keep: list[object] = []
+        self.stills: list[tuple[Live, int]] = []
+        self.left_out: list[Live] = []
+        self.background = [live for part in parts for live in part.background]
+        self.background_numbers = [number for part in parts for number in part.background_numbers]
+        self._numbers: list[int] = []
+        self._sources: list[int] = []
+        self._kept: list[int] = []
+        self.staged = [one for part in parts for one in part.staged]
+        self.n_followed = 0
+        """How many of ``background``, the last ones, are on their way from a device."""
+        for part in parts:
+            for live, record in part.single:
+                if live.still and _rests(resting, writer, slot, live, record.number):
+                    self._kept.append(record.number)
+                    self.left_out.append(live)
+                else:
+                    self._copy(live, record)
+
+    def _copy(self, live: Live, record: Record) -> None:
+        """At the boundary."""
+        source, address = live.tensor, record.address
+        if not record.plain:
+            source = staged(live.tensor)
+            address = source.data_ptr()
+        self._numbers.append(record.number)
+        self._sources.append(address)
+        self._keep.append(memory_of(source))
+        if live.still:
+            self.stills.append((live, record.number))
+
+    def copy_at_once(self, tensors: Sequence[Staged]) -> None:
+        """These do not wait for their device: they are read now."""
+        for one in tensors:
+            self._copy(one.live, one.record)
+
+    def follow(self, tensors: Sequence[Staged]) -> None:
+        """These are on their way, and read until the copies are done."""
+        self.n_followed += len(tensors)
+        self.background = [*self.background, *(one.live for one in tensors)]  # new lists: others have the old ones
+        self.background_numbers = [*self.background_numbers, *(one.record.number for one in tensors)]
+
+    def blocks(self, writer: PoolWriter) -> Blocks:
+        """The blocks of ``background``, in its order, without what lies on devices."""
+        found = NO_BLOCKS
+        for part in self._parts:
+            found = found.and_then(part.blocks(writer))
+        return found
+
+    @property
+    def keep(self) -> tuple[list[object], ...]:
+        """The memory that the copies read from."""
+        return (*(part.keep for part in self._parts), self._keep)
+
+    def plan(self, closing: Closing, *early: npt.NDArray[np.int64]) -> VersionPlan:
+        """``early``: records whose copies are under way already, or whose bytes are."""
+        parts, begun = self._parts, np.concatenate([NONE, *early])
+        numbers = np.concatenate([*(part.numbers for part in parts), np.array(self._numbers, np.int64)])
+        sources = np.concatenate([*(part.sources for part in parts), np.array(self._sources, np.uint64)])
+        now = np.concatenate([*(part.now for part in parts), np.ones(len(self._numbers), np.bool_)])
+        present = np.array([number for part in parts for number in part.present], np.int64)
+        if len(begun):
+            left = np.isin(numbers, begun, invert=True)
+            numbers, sources, now = numbers[left], sources[left], now[left]
+        return VersionPlan(closing.step, closing.iteration, numbers, sources, now, np.array(self._kept, np.int64),
+                           np.concatenate([present, begun]), closing.state)  # fmt: skip
+
+
+def _rests(resting: Resting, writer: PoolWriter, slot: Slot, live: Live, number: int) -> bool:
+    """Whether the slot holds this still tensor's bytes already."""
+    crcs = resting.crcs_at_rest(live)
+    in_slot = bool(slot.image.in_slot[number])
+    return crcs is not None and in_slot and np.array_equal(crcs, writer.raw_crcs(slot, number))

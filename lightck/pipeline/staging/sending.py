@@ -1,0 +1,174 @@
+"""What a version has on devices is sent, while it is begun: by the way that the user named, or by the one chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.errors import BackgroundError
+from lightck.interrupts import leave_if_noted
+from lightck.pipeline.split import NONE, Split, Staged
+from lightck.pipeline.staging.choice import Choice
+from lightck.pipeline.staging.groups import GROUPS_MAX, Group, laid_out, parted
+from lightck.pipeline.staging.kinds import Direct, Host, Kind
+from lightck.pipeline.staging.pump import Pump
+from lightck.pipeline.staging.ways import DeviceWay, DirectWay, HostWay, UnavailableError, Way
+from lightck.pool.draft import Draft
+from lightck.pool.slots import Slot
+from lightck.pool.writer import PoolWriter
+from lightck.stats import Meter
+
+log = logging.getLogger("lightck")
+
+_SPARE = 2
+"""The device has to have so many times the memory of a copy before one is made there unasked."""
+
+
+class Staging:
+    """Of one session. ``is_on`` False: tensors on devices are copied at the boundary itself.
+
+    ``runs_behind``: versions may commit after the next update, so that a way need not be as fast as a step.
+    """
+
+    def __init__(self, meter: Meter, kind: Kind | None = None, *, runs_behind: bool = False,
+                 is_on: bool = True) -> None:  # fmt: skip
+        self.is_on = is_on
+        self._meter = meter
+        self._kind, self._runs_behind = kind, runs_behind
+        self._choice: Choice | None = None
+        self._way: Way | None = None
+        """That of the last version."""
+        self._pump: Pump | None = None
+
+    @contextmanager
+    def sending(self, writer: PoolWriter, slot: Slot, split: Split, draft: Draft | None,
+                room: int) -> Iterator[tuple[Draft | None, npt.NDArray[np.int64]]]:  # fmt: skip
+        """Send what a version has on devices, while it is begun: its draft, and the numbers of the records that are
+        under way. What finds no room in the engine (``room`` jobs) is copied at the boundary itself. A draft that was
+        made here is given up where the version cannot be begun."""
+        if self._way is not None and self._way.settles:
+            self._settle(leave_if_noted)
+        if not self.is_on or not split.staged or room < 1:
+            split.copy_at_once(split.staged)
+            yield draft, NONE
+            return
+        own = draft or writer.draft(slot)
+        try:
+            yield own, self._send(writer, own, split, room)
+        except BaseException:
+            if own is not draft:
+                own.drop()
+            raise
+
+    def _send(self, writer: PoolWriter, draft: Draft, split: Split, room: int) -> npt.NDArray[np.int64]:
+        try:
+            way = self._prepared(writer, split.staged)
+            groups, left = _groups(way, draft, split.staged, room)
+            split.copy_at_once(left)
+            self._start(groups)
+        except RuntimeError as err:
+            raise BackgroundError(
+                f"A checkpoint could not be begun: tensors did not leave their device ({err}). The versions committed "
+                "before are intact. Look at the device (its log, its memory), then start again with resume=True."
+            ) from err
+        if way.beside:
+            split.follow([one for group in groups if not group.in_order for one in group.tensors])
+        return np.array([one.record.number for group in groups for one in group.tensors], np.int64)
+
+    # -- by which way
+
+    def _prepared(self, writer: PoolWriter, staged: Sequence[Staged]) -> Way:
+        """A way that is ready for this version."""
+        if self._choice is None:
+            self._choice = Choice(self._ways(), is_made=self._kind is not None)
+        way = self._choice.next(self._meter.stall_seconds)
+        while True:
+            self._forget(self._choice.take_left())  # first: memory is not given back under what this version sends
+            try:
+                way.prepare(writer, staged)
+            except UnavailableError as why:
+                self._forget([way])
+                if self._kind is not None:
+                    log.warning("lightck: staging=%s is not possible here (%s). lightck.Host() is used.", way.kind, why)
+                way = self._choice.unavailable(str(why))
+                continue
+            self._way, self._meter.staging = way, str(way.kind)
+            self._meter.staging_trial = not self._choice.is_made
+            return way
+
+    def _ways(self) -> list[Way]:
+        direct, host = DirectWay(self._settle), HostWay()
+        if self._kind is None:
+            return [direct, host, *([DeviceWay(_SPARE)] if self._runs_behind else [])]
+        if isinstance(self._kind, Host):
+            return [host]
+        return [direct if isinstance(self._kind, Direct) else DeviceWay(), host]
+
+    def _forget(self, ways: Sequence[Way]) -> None:
+        if ways:
+            self._settle()
+        for way in ways:
+            way.forget()
+
+    def _settle(self, pause: Callable[[], None] | None = None) -> None:
+        """Nothing is under way afterwards. ``pause`` may raise."""
+        if self._pump is not None:
+            with self._meter.wait():
+                self._pump.settle(pause)
+
+    # -- the groups of a version
+
+    def _start(self, groups: list[Group]) -> None:
+        """On the training thread: sends what must go in order, marks what the device has to do, and leaves the rest."""
+        if not groups:
+            return
+        try:
+            for group in groups:
+                if group.in_order:
+                    group.send_in_order()
+            if self._pump is None:
+                self._pump = Pump(self._meter)
+            lanes = {one.lane for group in groups for one in group.tensors}
+            self._pump.take(groups, {lane: lane.mark() for lane in lanes})
+        except BaseException:
+            for group in groups:
+                group.drain()
+            raise
+
+    # -- the end
+
+    @property
+    def is_here(self) -> bool:
+        """The caller is on the thread that waits for devices."""
+        return self._pump is not None and self._pump.is_here
+
+    def close(self) -> None:
+        """End the thread. No version may be begun afterwards; those that are under way go on to their end first."""
+        pump, self._pump = self._pump, None
+        if pump is not None:
+            pump.end()
+        choice, self._choice = self._choice, None
+        if choice is not None:
+            choice.forget()
+
+
+def _groups(way: Way, draft: Draft, staged: Sequence[Staged], room: int) -> tuple[list[Group], list[Staged]]:
+    """Groups whose jobs are submitted, held; and what is left."""
+    in_order = [one for one in staged if one.in_order and way.beside]
+    later = [one for one in staged if not (one.in_order and way.beside)]
+    parts = parted(later, min(room - bool(in_order), GROUPS_MAX))
+    plans = ([(in_order, True)] if in_order else []) + [(part, False) for part in parts]
+    if later and not parts:
+        return [], list(staged)
+    nbytes_max = max((laid_out(part)[1] for part in parts), default=0)
+    groups: list[Group] = []
+    for number, (tensors, is_first) in enumerate(plans):
+        group = way.group(draft, tensors, laid_out(tensors)[1] if is_first else nbytes_max, in_order=is_first)
+        if group is None:
+            return groups, [one for rest, _ in plans[number:] for one in rest]
+        groups.append(group)
+    return groups, []

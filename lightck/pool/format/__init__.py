@@ -1,0 +1,1 @@
+"""The structures in a pool, each with its bytes."""

@@ -1,0 +1,358 @@
+"""The bytes of a pool, format version 1: superblock, commit line, slot header, next-batch record, manifest header.
+
+docs/format.md is the picture of this module, and both change in the same commit. Each structure is a frozen
+dataclass with ``pack`` and ``unpack``; ``unpack`` takes untrusted bytes and raises ``DamagedError`` (its check
+fails: a reader tries the next copy) or an error that a user sees. Reads no file, allocates nothing large.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+from lightck.errors import FormatError, NotAPoolError
+from lightck.pool.format.checksum import crc64
+
+MAGIC = b"LIGHTCK\x01"
+ENDIAN_TAG = 0x01020304
+MAJOR, MINOR = 1, 0
+COMPAT_NEXT = 1
+"""Slots may have a record of the batch that follows their version."""
+COMPAT_KNOWN = COMPAT_NEXT
+RO_COMPAT_KNOWN = INCOMPAT_KNOWN = 0
+
+KIB, MIB = 1 << 10, 1 << 20
+SUPERBLOCK_NBYTES = 4 * KIB
+SUPERBLOCK_OFFSETS = (0, SUPERBLOCK_NBYTES)
+RING_OFFSET, RING_LINES, RING_STRIDE = 8 * KIB, 16, 256
+RING_LINES_MAX = 64
+TABLE_OFFSET = 16 * KIB
+SLOT_ALIGN = 2 * MIB
+PAGE = 4 * KIB
+EXTENT_ALIGN, LARGE_EXTENT_ALIGN, LARGE_EXTENT = 256, 4 * KIB, MIB
+BLOCK_MAX = MIB
+SLOTS_MAX = 8
+TABLE_NBYTES_MAX = 256 * MIB
+
+LINE_NBYTES = 64
+KIND_VERSION, KIND_ADOPTION = 1, 2
+SLOT_MAGIC = b"LCKSLOT1"
+SLOT_STRUCK = 1
+MANIFEST_MAGIC = b"LCKMANI1"
+MANIFEST_HEADER_NBYTES = 128
+RECORD_NBYTES = 32
+NEXT_MAGIC = b"LCKNEXT1"
+NEXT_OFFSET, NEXT_NBYTES = 2 * KIB, 2 * KIB
+REGION_SLOT = 1
+U32_MAX = (1 << 32) - 1
+NUMBER_MAX = 1 << 63
+"""Generations, incarnations, steps and iterations are less: a structure with a larger one is damaged."""
+
+POOL_NBYTES_MIN = TABLE_OFFSET + 2 * PAGE
+
+
+class DamagedError(Exception):
+    """A structure fails its own check. Internal: a reader turns it into a fall-back or a ``LightckError``."""
+
+
+def align_up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def layout_hash(table: bytes) -> bytes:
+    """The 16 bytes by which a layout table is found."""
+    return blake2b(table, digest_size=16).digest()
+
+
+_SUPER = struct.Struct("<8sIHHQQQ16sQQIIQQQ16sQQQQQII")
+_REGION = struct.Struct("<IIQQQ")
+_U64 = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """What is fixed when a pool is made: its identity, size and geometry. Offsets in bytes from the file's start."""
+
+    uuid: bytes
+    nbytes: int
+    table_offsets: tuple[int, int]
+    table_nbytes: int
+    table_hash: bytes
+    block: int
+    manifest_offset: int
+    manifest_nbytes: int
+    payload_offset: int
+    reserve_offset: int
+    slots: tuple[tuple[int, int], ...]
+    ring_offset: int = RING_OFFSET
+    ring_lines: int = RING_LINES
+    ring_stride: int = RING_STRIDE
+    compat: int = 0
+    ro_compat: int = 0
+
+    def pack(self) -> bytes:
+        head = _SUPER.pack(
+            MAGIC, ENDIAN_TAG, MAJOR, MINOR, self.compat, self.ro_compat, 0, self.uuid, self.nbytes,
+            self.ring_offset, self.ring_lines, self.ring_stride, *self.table_offsets, self.table_nbytes,
+            self.table_hash, self.block, self.manifest_offset, self.manifest_nbytes, self.payload_offset,
+            self.reserve_offset, len(self.slots), 0,
+        )  # fmt: skip
+        regions = b"".join(_REGION.pack(REGION_SLOT, i, off, n, 0) for i, (off, n) in enumerate(self.slots))
+        body = (head + regions).ljust(SUPERBLOCK_NBYTES - 8, b"\0")
+        return body + _U64.pack(crc64(body))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Superblock:
+        """Parse one copy. Raises ``NotAPoolError`` (magic), ``FormatError`` (newer), ``DamagedError`` (check)."""
+        if len(data) < SUPERBLOCK_NBYTES or data[: len(MAGIC)] != MAGIC:
+            raise NotAPoolError("no lightck signature")
+        body, (check,) = data[:-8], _U64.unpack(data[-8:])
+        if crc64(body) != check:
+            raise DamagedError("superblock checksum")
+        return cls._from_checked(body)
+
+    @classmethod
+    def _from_checked(cls, body: bytes) -> Superblock:
+        (_, endian, major, minor, compat, ro_compat, incompat, uuid, nbytes, ring_offset, ring_lines, ring_stride,
+         table_a, table_b, table_nbytes, table_hash, block, manifest_offset, manifest_nbytes, payload_offset,
+         reserve_offset, n_regions, _zero) = _SUPER.unpack_from(body)  # fmt: skip
+        if endian != ENDIAN_TAG:
+            raise FormatError("the pool was written with another byte order. Read it on such a machine.")
+        if major != MAJOR or incompat & ~INCOMPAT_KNOWN:
+            raise FormatError(
+                f"the pool has format {major}.{minor} (features {incompat:#x}), and this lightck reads format {MAJOR} "
+                f"(features {INCOMPAT_KNOWN:#x}). It was written by a newer lightck. Install that version to read it."
+            )
+        if n_regions > (len(body) - _SUPER.size) // _REGION.size:
+            raise DamagedError("superblock regions")
+        slots: list[tuple[int, int]] = []
+        for i in range(n_regions):
+            kind, index, off, length, _ = _REGION.unpack_from(body, _SUPER.size + i * _REGION.size)
+            if kind == REGION_SLOT and index == len(slots):
+                slots.append((off, length))
+        sb = cls(uuid, nbytes, (table_a, table_b), table_nbytes, table_hash, block, manifest_offset,
+                 manifest_nbytes, payload_offset, reserve_offset, tuple(slots), ring_offset, ring_lines,
+                 ring_stride, compat, ro_compat)  # fmt: skip
+        sb._check_geometry()
+        return sb
+
+    def _check_geometry(self) -> None:
+        """Everything that later code relies on, so that no offset of a hostile file is followed out of it."""
+        slot_nbytes = {n for _, n in self.slots}
+        ok = (
+            self.nbytes < NUMBER_MAX
+            and 2 <= len(self.slots) <= SLOTS_MAX
+            and len(slot_nbytes) == 1
+            and all(off % PAGE == 0 and off + n <= self.nbytes for off, n in self.slots)
+            and all(a + n <= b for (a, n), (b, _) in zip(self.slots, self.slots[1:], strict=False))
+            and self.ring_stride >= LINE_NBYTES
+            and self.ring_stride % 8 == 0
+            and self.ring_offset % 8 == 0
+            and 2 * len(self.slots) <= self.ring_lines <= RING_LINES_MAX
+            and self.ring_offset + self.ring_lines * self.ring_stride <= self.slots[0][0]
+            and self.table_nbytes <= TABLE_NBYTES_MAX
+            and all(off + self.table_nbytes <= self.slots[0][0] for off in self.table_offsets)
+            and 256 <= self.block <= BLOCK_MAX
+            and self.block % 256 == 0
+            and self.manifest_offset >= LINE_NBYTES
+            and self.manifest_offset % 64 == self.manifest_nbytes % 64 == 0
+            and self.manifest_offset + 2 * self.manifest_nbytes <= self.payload_offset
+            and self.payload_offset <= self.reserve_offset <= self.slots[0][1]
+        )
+        if not ok:
+            raise DamagedError("superblock geometry")
+
+    @property
+    def has_next(self) -> bool:
+        """Whether its slots may have a record of the batch that follows, in a place that is nothing else's."""
+        return bool(self.compat & COMPAT_NEXT) and self.manifest_offset >= NEXT_OFFSET + NEXT_NBYTES
+
+    @property
+    def slot_nbytes(self) -> int:
+        return self.slots[0][1]
+
+    @property
+    def manifest_nbytes_max(self) -> int:
+        """What a manifest may have of its place: a commit line counts its bytes in 32 bits."""
+        return min(self.manifest_nbytes, U32_MAX)
+
+    def manifest_at(self, slot: int, index: int) -> int:
+        """Of its two places."""
+        return self.slots[slot][0] + self.manifest_offset + index * self.manifest_nbytes
+
+    def line_offset(self, position: int) -> int:
+        return self.ring_offset + position * self.ring_stride
+
+
+_LINE = struct.Struct("<QQQQQIBBBBQ")
+
+
+@dataclass(frozen=True, slots=True)
+class CommitLine:
+    """One line of the ring: this version is complete. ``payload_generation`` differs in an adoption only."""
+
+    generation: int
+    incarnation: int
+    step: int
+    payload_generation: int
+    manifest_hash: int
+    manifest_nbytes: int
+    kind: int
+    slot: int
+    manifest_index: int
+
+    def pack(self, uuid: bytes) -> bytes:
+        body = _LINE.pack(self.generation, self.incarnation, self.step, self.payload_generation, self.manifest_hash,
+                          self.manifest_nbytes, self.kind, self.slot, self.manifest_index, 0, 0)  # fmt: skip
+        return body + _U64.pack(crc64(uuid + body))
+
+    @classmethod
+    def unpack(cls, data: bytes, uuid: bytes) -> CommitLine | None:
+        """The line, None where none was ever completed; ``DamagedError`` where its check fails."""
+        if len(data) < LINE_NBYTES:
+            raise DamagedError("commit line cut off")
+        body, (check,) = data[:56], _U64.unpack(data[56:64])
+        if body[:8] == bytes(8):
+            # Its last store was cut off, or a bit of it was lost: a version's generation stands in the line twice, and
+            # all that the line names was durable before its first byte was written.
+            body = body[24:32] + body[8:]
+            if body[:8] == bytes(8) or crc64(uuid + body) != check:
+                return None
+        if crc64(uuid + body) != check:
+            raise DamagedError("commit line checksum")
+        generation, incarnation, step, payload, mhash, mlen, kind, slot, index, _, _ = _LINE.unpack(body)
+        if kind not in (KIND_VERSION, KIND_ADOPTION) or index > 1:
+            raise DamagedError("commit line kind")
+        if max(generation, incarnation, step, payload) >= NUMBER_MAX:
+            raise DamagedError("commit line numbers")
+        return cls(generation, incarnation, step, payload, mhash, mlen, kind, slot, index)
+
+
+_HEADER = struct.Struct("<Q8sII32s")
+
+
+def pack_slot_header(generation: int, slot: int, uuid: bytes, *, struck: bool = False) -> bytes:
+    body = _HEADER.pack(generation, SLOT_MAGIC, slot, SLOT_STRUCK if struck else 0, bytes(32))
+    return body + _U64.pack(crc64(uuid + body))
+
+
+def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
+    """The generation that the slot's bytes belong to; None where the header proves nothing (fresh or damaged)."""
+    if len(data) < LINE_NBYTES:
+        return None
+    body, (check,) = data[:56], _U64.unpack(data[56:64])
+    if crc64(uuid + body) != check:
+        return None
+    generation, magic, index, _, _ = _HEADER.unpack(body)
+    return generation if magic == SLOT_MAGIC and index == slot and generation < NUMBER_MAX else None
+
+
+def is_struck_header(data: bytes) -> bool:
+    """Whether a slot header that passed its check says that the checkpoint in the slot was struck."""
+    return bool(_HEADER.unpack_from(data)[3] == SLOT_STRUCK)
+
+
+_NEXT = struct.Struct("<8sQII")
+_NEXT_ENTRY = struct.Struct("<8sII")
+NEXT_ENTRIES_MAX = (NEXT_NBYTES - _NEXT.size - _U64.size) // _NEXT_ENTRY.size
+
+
+class NextBatch(NamedTuple):
+    """What came first after a version was closed: of a loader its first batch, of the model its forward's arguments."""
+
+    key: bytes
+    """The first 8 bytes of a hash of the source's name: `next_key`."""
+    kind: int
+    checksum: int
+
+
+@lru_cache(maxsize=256)
+def next_key(name: str) -> bytes:
+    """Of a loader's name; no name at all is the model's forward."""
+    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, person=b"lck-next").digest()
+
+
+def pack_next(generation: int, entries: Sequence[NextBatch], uuid: bytes) -> bytes:
+    """The record of what followed this generation's version. More entries than it has room for are left out."""
+    entries = entries[:NEXT_ENTRIES_MAX]
+    body = _NEXT.pack(NEXT_MAGIC, generation, len(entries), 0)
+    for entry in entries:
+        body += _NEXT_ENTRY.pack(*entry)
+    return body + _U64.pack(crc64(uuid + body))
+
+
+def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, ...] | None:
+    """None where nothing is recorded of this generation: never written, cut off, damaged, or of another version."""
+    if len(data) < _NEXT.size:
+        return None
+    magic, whose, count, _ = _NEXT.unpack_from(data)
+    end = _NEXT.size + count * _NEXT_ENTRY.size
+    if magic != NEXT_MAGIC or whose != generation or count > NEXT_ENTRIES_MAX or len(data) < end + _U64.size:
+        return None
+    if crc64(uuid + data[:end]) != _U64.unpack_from(data, end)[0]:
+        return None
+    return tuple(NextBatch(*_NEXT_ENTRY.unpack_from(data, at)) for at in range(_NEXT.size, end, _NEXT_ENTRY.size))
+
+
+_MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestHeader:
+    """The first 128 bytes of a manifest: the version's identity and where its parts lie in the manifest."""
+
+    generation: int
+    incarnation: int
+    step: int
+    iteration: int
+    table_hash: bytes
+    origin: bytes
+    n_records: int
+    n_table: int
+    crcs_offset: int
+    crcs_count: int
+    extras_offset: int
+    extras_nbytes: int
+    state_offset: int
+    state_nbytes: int
+    slot: int
+
+    def pack(self) -> bytes:
+        return _MANIFEST.pack(
+            MANIFEST_MAGIC, self.generation, self.incarnation, self.step, self.iteration, self.table_hash, self.origin,
+            self.n_records, self.n_table, MANIFEST_HEADER_NBYTES, RECORD_NBYTES, self.crcs_offset, self.crcs_count,
+            self.extras_offset, self.extras_nbytes, self.state_offset, self.state_nbytes, self.slot, 0,
+        ).ljust(MANIFEST_HEADER_NBYTES, b"\0")  # fmt: skip
+
+    @classmethod
+    def unpack(cls, manifest: bytes, nbytes: int | None = None) -> ManifestHeader:
+        """Parse and bound-check against the manifest's own length; ``nbytes``, where only the header is here. Raises
+        ``DamagedError``."""
+        if len(manifest) < MANIFEST_HEADER_NBYTES or manifest[:8] != MANIFEST_MAGIC:
+            raise DamagedError("manifest signature")
+        (_, generation, incarnation, step, iteration, table_hash, origin, n_records, n_table, records_offset,
+         record_nbytes, crcs_offset, crcs_count, extras_offset, extras_nbytes, state_offset, state_nbytes, slot,
+         _) = _MANIFEST.unpack_from(manifest)  # fmt: skip
+        parts = (
+            (records_offset, n_records * record_nbytes),
+            (crcs_offset, 4 * crcs_count),
+            (extras_offset, extras_nbytes),
+            (state_offset, state_nbytes),
+        )
+        nbytes = len(manifest) if nbytes is None else nbytes
+        if any(off + n > nbytes for off, n in parts) or n_table > n_records:
+            raise DamagedError("manifest bounds")
+        if (records_offset, record_nbytes) != (MANIFEST_HEADER_NBYTES, RECORD_NBYTES) or crcs_offset % 4:
+            raise DamagedError("manifest geometry")
+        if max(generation, incarnation, step, iteration) >= NUMBER_MAX:
+            raise DamagedError("manifest numbers")
+        return cls(generation, incarnation, step, iteration, table_hash, origin, n_records, n_table, crcs_offset,
+                   crcs_count, extras_offset, extras_nbytes, state_offset, state_nbytes, slot)  # fmt: skip
+
+
+def manifest_hash(uuid: bytes, manifest: bytes) -> int:
+    return crc64(uuid + manifest)

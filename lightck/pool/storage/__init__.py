@@ -1,0 +1,1 @@
+"""Where a pool's bytes lie: files, PMDK pools and devices, and what they survive."""

@@ -1,0 +1,103 @@
+"""The head of a device-dax device: a small record, kept twice, that says where on the device the pool lies.
+
+A device has no names and no rename: a pool is made beside the one that is there, and the record, written last, makes it
+the device's pool. Invariant: at any instant the first copy that passes its check and is the newest names a whole pool,
+or none. docs/format.md, "On a device-dax device", is the picture of this module. It moves no bytes itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lightck.pool.format.checksum import crc64
+from lightck.pool.format.structures import MIB, PAGE, align_up
+
+MAGIC = b"LCKDAX\x00\x01"
+RECORD_NBYTES = 64
+RECORD_OFFSETS = (0, PAGE)
+SEQUENCE_MAX = 1 << 63
+HEAD_NBYTES = 2 * MIB
+"""What is looked at before a device without a record is written to, and kept free of pools."""
+
+_RECORD = struct.Struct("<8sQQQQ16s")
+_U64 = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The pool has ``nbytes`` from ``start`` on; 0 bytes: there is none. The newest ``sequence`` counts."""
+
+    sequence: int
+    start: int
+    nbytes: int
+    device_nbytes: int
+
+    def pack(self) -> bytes:
+        body = _RECORD.pack(MAGIC, self.sequence, self.start, self.nbytes, self.device_nbytes, bytes(16))
+        return body + _U64.pack(crc64(body))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Record | None:
+        """The record; None where it does not pass its check."""
+        if len(data) < RECORD_NBYTES or data[:8] != MAGIC or crc64(data[:56]) != _U64.unpack(data[56:64])[0]:
+            return None
+        _, sequence, start, nbytes, device_nbytes, _ = _RECORD.unpack(data[:56])
+        return cls(sequence, start, nbytes, device_nbytes) if sequence < SEQUENCE_MAX else None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the beginning of a device says."""
+
+    copies: tuple[Record | None, ...]
+    is_signed: bool
+    """A copy has our signature, whether it passes its check or not."""
+    is_blank: bool
+    """Nothing is there, or only a record that a crash cut off before its first bytes were stored."""
+
+    @property
+    def record(self) -> Record | None:
+        return newest(self.copies)
+
+    @property
+    def pool(self) -> Record | None:
+        """The record, where it names a pool."""
+        return self.record if self.record is not None and self.record.nbytes else None
+
+    @property
+    def is_foreign(self) -> bool:
+        return not self.is_signed and not self.is_blank
+
+
+def newest(copies: Iterable[Record | None]) -> Record | None:
+    """The one that counts."""
+    return max((copy for copy in copies if copy is not None), key=lambda r: r.sequence, default=None)
+
+
+def examine(read: Callable[[int, int], bytes]) -> Head:
+    """The head, through ``read(offset, nbytes)``."""
+    data = read(0, HEAD_NBYTES)
+    raw = [data[at : at + RECORD_NBYTES] for at in RECORD_OFFSETS]
+    first, second = RECORD_OFFSETS
+    others = (data[first + RECORD_NBYTES : second], data[second + RECORD_NBYTES :])
+    is_blank = all(each[:8] == bytes(8) for each in raw) and not any(part.strip(b"\0") for part in others)
+    return Head(tuple(map(Record.unpack, raw)), any(each[:8] == MAGIC for each in raw), is_blank)
+
+
+def unit(align: int) -> int:
+    """Where pools may begin and how long their places are: multiples of this, so that each can be mapped alone."""
+    return align_up(HEAD_NBYTES, align)
+
+
+def place(nbytes: int, device_nbytes: int, align: int, there: Record | None) -> int | None:
+    """Where a pool of this size goes, beside the one that is there: at one end of the device or at the other, so that
+    all that one leaves is free for the next. None: there is no room."""
+    step = unit(align)
+    room, end = align_up(nbytes, step), device_nbytes // step * step
+    if there is None:
+        return step if step + room <= end else None
+    if step + room <= there.start:
+        return step
+    return end - room if there.start + align_up(there.nbytes, step) + room <= end else None

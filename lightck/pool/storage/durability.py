@@ -1,0 +1,292 @@
+"""What a pool survives, with the evidence for it: never a flag that somebody set.
+
+``probe`` asks the kernel (``system``) about the place of a pool and judges the answers; the result also says which tier
+the choke point has to use. What is not known is not promised: a question without an answer makes a weaker promise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from lightck.errors import MediumError
+from lightck.pool.storage import emulation
+from lightck.pool.storage.system import Dax, DaxDevice, Device, Region, System
+
+_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+_ON_A_DEVICE = {0xEF53: "ext2/3/4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0xF2F52010: "f2fs"}
+_WITH_OWN_DEVICES = {0x2FC12FC1: "zfs", 0xCA451A4E: "bcachefs"}
+_DAX_CAPABLE = ("ext2/3/4", "xfs")
+_OVERLAY = 0x794C7630
+_REMOTE = {
+    0x6969: "nfs", 0xFF534D42: "cifs", 0xFE534D42: "smb", 0x517B: "smb", 0x65735546: "fuse", 0x01021997: "9p",
+    0x00C36400: "ceph", 0x0BD00BD0: "lustre", 0x47504653: "gpfs", 0x19830326: "beegfs", 0x5346414F: "afs",
+}  # fmt: skip
+_REAL, _HOSTED = ("ACPI.NFIT", "CXL"), "virtio-pmem"
+_PRETENDED = ("e820", "nfit_test")
+"""Providers on the NVDIMM bus: the firmware's persistent memory; a file of a virtual machine's host; and those (or how
+their names begin) behind which there is ordinary memory. Nothing is promised of any other."""
+_DOMAINS = {
+    "cpu_cache": "the processor's caches are in the persistence domain (eADR): a store is durable without a write-back",
+    "memory_controller": "the memory controller is in the persistence domain (ADR): a line written back is durable",
+}
+TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
+_FLUSH = "power: as far as the disk honours a flush"
+_LOOPS_MAX = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """What the newest committed version survives, and why we think so."""
+
+    process: bool
+    """A kill of the process, by any signal."""
+    os: bool
+    """A crash or reboot of the operating system."""
+    power: bool
+    """A power cut."""
+    media: bool
+    """Loss of the medium itself."""
+    medium: str
+    """Kind of medium, for example ``tmpfs``, ``disk (ext2/3/4)`` or ``persistent memory (xfs, DAX)``."""
+    evidence: tuple[str, ...]
+    tier: int
+    numa_node: int | None = None
+    """Of persistent memory: the node whose processors reach it fastest."""
+    emulated: str | None = None
+    """The name of the memory whose speed is emulated here (``pool.emulation``): no speed seen here is the medium's."""
+
+    @property
+    def is_persistent_memory(self) -> bool:
+        """Whether stores become durable without a system call."""
+        return self.tier in (TIER_PM, TIER_PM_EADR)
+
+    def __str__(self) -> str:
+        survived = [name for name in ("process", "os", "power", "media") if getattr(self, name)]
+        return f"{self.medium}: survives {', '.join(survived) or 'nothing'}"
+
+
+def probe(folder: str, file: str | None = None, *, system: System | None = None) -> Durability:
+    """Evidence for a pool in this existing folder: for ``file`` where that exists, else for a new file."""
+    return _labelled(_probe(folder, file, system or System(), _LOOPS_MAX))
+
+
+def _labelled(found: Durability) -> Durability:
+    profile = emulation.used()
+    if profile is None:
+        return found
+    told = f"its speed is emulated: that of {profile.name} ({profile.source}). What it survives is not"
+    medium = f"{found.medium}, {emulation.label()}"
+    return replace(found, medium=medium, evidence=(*found.evidence, told), emulated=profile.name)
+
+
+def probe_device(device: DaxDevice, *, system: System | None = None) -> Durability:
+    """Evidence for a pool on a device-dax device. Nobody can be asked to flush there, so a store is durable by the
+    processor alone or not at all."""
+    system, region = system or System(), device.region
+    seen = f"{device.name} is a device-dax device of {device.nbytes} bytes: its mapping is the memory itself"
+    if region is None:
+        volatile = "it is not on the NVDIMM bus (hmem, CXL): it is taken for memory that ends with the system"
+        return _process_only("memory (device-dax)", TIER_CACHE, seen, volatile)
+    if _is_pretended(region):
+        return _process_only("memory (device-dax)", TIER_CACHE, seen, *_pretence([Device(device.name, region)]))
+    if region.provider not in _REAL:
+        unasked = ("its host has to be asked to flush, and a device has no way to ask",)
+        why = unasked if region.provider == _HOSTED else _reports(region)
+        return _process_only("unknown memory (device-dax)", TIER_CACHE, seen, *why)
+    if system.write_back() is None:
+        stuck = "lightck cannot write cache lines back on this processor, and there is no fdatasync on a device"
+        return _process_only("persistent memory (device-dax)", TIER_CACHE, seen, *_reports(region), stuck)
+    return _persistent_memory("device-dax", (seen,), [region], system)
+
+
+def require(durability: Durability, level: str | None) -> None:
+    """Raise ``MediumError`` where the medium falls short of ``require=``."""
+    if level is None:
+        return
+    if level not in ("process", "os", "power"):
+        raise ValueError(f'require={level!r} is not known. It is one of "process", "os", "power".')
+    if not getattr(durability, level):
+        what = {"process": "a kill of the process", "os": "a crash of the operating system", "power": "a power cut"}
+        raise MediumError(
+            f"The pool would not survive {what[level]}, which require={level!r} asks for: its medium is "
+            f"{durability.medium} ({'; '.join(durability.evidence)}). Put the pool on a disk or on persistent "
+            "memory, or ask for less."
+        )
+
+
+# -- judging -----------------------------------------------------------------------------------------------
+
+
+def _probe(folder: str, file: str | None, system: System, loops: int) -> Durability:
+    kind = system.file_system(folder)
+    if kind is None:
+        return _process_only("unknown file system", TIER_DISK, "statfs failed: nothing is known of the file system")
+    seen = f"statfs f_type {kind:#x}"
+    if kind in _MEMORY:
+        name = _MEMORY[kind]
+        return _process_only(name, TIER_CACHE, f"{seen}: {name}, which lives in memory and ends with the system")
+    if kind == _OVERLAY:
+        return _overlay(folder, seen, system, loops)
+    if kind in _ON_A_DEVICE:
+        return _on_a_device(folder, file, f"{seen}: {_ON_A_DEVICE[kind]}", _ON_A_DEVICE[kind], system, loops)
+    if kind in _WITH_OWN_DEVICES:
+        name = _WITH_OWN_DEVICES[kind]
+        own = f"{name} keeps its devices to itself: they are taken to be disks"
+        return _disk(name, f"{seen}: {name}", own, "each commit waits for two fdatasync", _FLUSH)
+    name = _REMOTE.get(kind, "unknown file system")
+    reason = "what is behind it is unknown: only that the page cache outlives the process is relied on"
+    return _process_only(name, TIER_DISK, f"{seen}: {name}", reason)
+
+
+def _process_only(medium: str, tier: int, *evidence: str) -> Durability:
+    return Durability(True, False, False, False, medium, evidence, tier)
+
+
+def _disk(name: str, *evidence: str) -> Durability:
+    return Durability(True, True, True, False, f"disk ({name})", evidence, TIER_DISK)
+
+
+def _weaker(promised: Durability, other: Durability) -> Durability:
+    """``promised``, less what the other does not survive; with the evidence of both."""
+    return replace(
+        promised,
+        os=promised.os and other.os,
+        power=promised.power and other.power,
+        evidence=(*promised.evidence, *other.evidence),
+    )
+
+
+def _overlay(folder: str, seen: str, system: System, loops: int) -> Durability:
+    """An overlay is as durable as its upper folder, if that can be seen from here."""
+    mount = system.mount(folder)
+    if mount is None or "volatile" in mount.options:
+        return _process_only("overlay", TIER_DISK, seen, "the overlay is mounted volatile, or its mount was not found")
+    upper = mount.option("upperdir")
+    if upper is None or not os.path.isdir(upper) or loops == 0:
+        unseen = (
+            f"what the overlay's upper folder ({upper}) lies on cannot be seen from here (a container?): put the pool "
+            "on a volume of its own"
+        )
+        return _process_only("overlay", TIER_DISK, f"{seen}: overlay, which passes fdatasync on", unseen)
+    below = _probe(upper, None, system, loops - 1)
+    first = (f"{seen}: overlay, which passes writes and fdatasync to its upper folder {upper}", *below.evidence)
+    if below.tier == TIER_CACHE:
+        return replace(below, medium=f"overlay on {below.medium}", evidence=first)
+    return replace(below, medium=f"overlay on {below.medium}", evidence=first, tier=TIER_DISK, numa_node=None)
+
+
+def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: System, loops: int) -> Durability:
+    number = system.block_device(folder)
+    devices = system.devices(number) if number is not None else ()
+    if not devices:
+        unknown = "which device is below it was not found in sysfs: it could be memory, so nothing more is promised"
+        return _process_only(f"unknown device ({name})", TIER_DISK, seen, unknown)
+    pretended = [d for d in devices if d.is_memory or (d.region is not None and _is_pretended(d.region))]
+    if pretended:
+        return _process_only(f"memory ({name})", TIER_CACHE, seen, *_pretence(pretended))
+    dax = Dax(False, False)
+    if name in _DAX_CAPABLE and all(d.region is not None for d in devices):
+        dax = system.dax(folder, file)
+    regions = [d.region for d in devices if d.region is not None]
+    if dax.map_sync and system.write_back() is not None and all(region.provider in _REAL for region in regions):
+        granted = "the kernel granted a MAP_SYNC mapping: what a page fault changes in the file system is durable first"
+        return _persistent_memory(f"{name}, DAX", (f"{seen}, mounted with DAX", granted), regions, system)
+    durable = _disk(name, seen, *_why_not_mapped(dax, regions, system), "each commit waits for two fdatasync", _FLUSH)
+    durable = _without_barriers(durable, folder, system)
+    for device in devices:
+        durable = _weaker(durable, _below(device, system, loops))
+    return durable
+
+
+def _pretence(devices: Iterable[Device]) -> tuple[str, ...]:
+    def sentence(device: Device) -> str:
+        if device.region is None:
+            return f"the device {device.name} is a disk in ordinary memory: it ends with the system"
+        region = device.region
+        return (
+            f"{device.name} ({region.name} of {region.bus}, provider {region.provider}) is ordinary memory that "
+            "pretends to be persistent (memmap= or a test): a warm reboot may keep it, a power cut does not"
+        )
+
+    return tuple(sentence(device) for device in devices)
+
+
+def _is_pretended(region: Region) -> bool:
+    return any(region.provider == name or region.provider.startswith(name + ".") for name in _PRETENDED)
+
+
+def _why_not_mapped(dax: Dax, regions: list[Region], system: System) -> tuple[str, ...]:
+    """Why a file system on persistent memory is used like one on a disk; nothing where it is on a disk."""
+    if not regions:
+        return ()
+    if dax.map_sync and system.write_back() is None:
+        return ("MAP_SYNC is granted, but lightck cannot write cache lines back on this processor: used like a disk",)
+    if dax.map_sync:
+        return ("MAP_SYNC is granted, but not by memory that is known to be persistent: used like a disk",)
+    how = "with DAX" if dax.is_dax else "without DAX"
+    return (f"persistent memory, mounted {how} but MAP_SYNC is not granted ({dax.reason}): used like a disk",)
+
+
+def _without_barriers(durable: Durability, folder: str, system: System) -> Durability:
+    mount = system.mount(folder)
+    options = mount.options if mount is not None else ()
+    if "nobarrier" not in options and "barrier=0" not in options:
+        return durable
+    told = "the file system is mounted without barriers: fdatasync does not make the disk flush its cache"
+    return replace(durable, power=False, evidence=(*durable.evidence, told))
+
+
+def _below(device: Device, system: System, loops: int) -> Durability:
+    """What a device takes away from a file system's promise."""
+    if device.backing_file is not None:
+        folder = os.path.dirname(device.backing_file)
+        if loops == 0 or not os.path.isfile(device.backing_file):
+            lost = f"the loop device {device.name} lies in {device.backing_file}, which cannot be seen from here"
+            return _process_only("loop", TIER_DISK, lost)
+        below = _probe(folder, None, system, loops - 1)
+        lies = f"the loop device {device.name} lies in {device.backing_file}"
+        return replace(below, evidence=(lies, *below.evidence))
+    if device.region is None:
+        return _disk(device.name, f"the device is {device.name}")
+    region = device.region
+    survives_crash = region.provider in (*_REAL, _HOSTED)
+    return Durability(True, survives_crash, _is_power_safe(region), False, "", _reports(region), TIER_DISK)
+
+
+# -- persistent memory -------------------------------------------------------------------------------------
+
+
+def _persistent_memory(name: str, seen: tuple[str, ...], regions: list[Region], system: System) -> Durability:
+    """Mapped, on regions that are what they say, so that no store waits for anything but the processor."""
+    evidence = [*seen]
+    for region in regions:
+        evidence += _reports(region)
+    is_eadr = all(region.persistence_domain == "cpu_cache" for region in regions)
+    if not is_eadr:
+        evidence.append(f"each store is written back with {system.write_back()}")
+    if system.is_virtual():
+        evidence.append("this is a virtual machine: its host answers for what its persistent memory is")
+    nodes = {region.numa_node for region in regions}
+    return Durability(
+        True, True, all(map(_is_power_safe, regions)), False, f"persistent memory ({name})", tuple(evidence),
+        TIER_PM_EADR if is_eadr else TIER_PM, nodes.pop() if len(nodes) == 1 else None,
+    )  # fmt: skip
+
+
+def _is_power_safe(region: Region) -> bool:
+    """Whether the platform says who makes this region durable. virtio-pmem is flushed by fdatasync, like a disk."""
+    return region.provider == _HOSTED or (region.provider in _REAL and region.persistence_domain in _DOMAINS)
+
+
+def _reports(region: Region) -> tuple[str, ...]:
+    told = f"{region.name} of {region.bus} (provider {region.provider or 'not known'})"
+    node = "" if region.numa_node is None else f" on NUMA node {region.numa_node}"
+    if region.provider == _HOSTED:
+        return (f"{told}: its host makes it durable when asked to flush",)
+    if region.provider not in _REAL:
+        return (f"{told}{node}: that provider is none that lightck knows, and it could be ordinary memory",)
+    if not region.persistence_domain:
+        return (f"{told}{node} does not say its persistence domain: a power cut is not promised",)
+    return (f"{told}{node} says persistence_domain {region.persistence_domain}: {_DOMAINS[region.persistence_domain]}",)

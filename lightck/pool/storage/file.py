@@ -1,0 +1,340 @@
+"""A pool as a plain file on tmpfs, a disk, or persistent memory with a file system (fsdax).
+
+Opening trusts nothing: no symbolic link is followed, and owner, mode, kind and size are read from the descriptor,
+not from the path. A pool of another user may be read by whom its mode allows, and is never written. A new pool is
+allocated in full under a temporary name beside its path (``temporary``), so a full file system is a clean error here
+and never SIGBUS later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+
+from lightck._native import NativeError, check, lib
+from lightck.errors import (
+    NoSpaceError,
+    NotAPoolError,
+    PoolError,
+    PoolNotFoundError,
+    PoolPathError,
+    PoolPermissionError,
+    PoolTruncatedError,
+)
+from lightck.pool.format.structures import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
+from lightck.pool.storage import durability, extents, lock, temporary
+from lightck.pool.storage.extents import Extents
+from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told, too_long
+from lightck.pool.storage.folder import checked_folder
+from lightck.pool.storage.pmdk_file import is_pmdk
+
+log = logging.getLogger("lightck")
+_HUGE_PAGE, _SLICE, _HUGE_SECONDS = 2 << 20, 256 << 20, 2.0
+_NO_FOLDER = "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool'."
+_NO_FILE = (
+    "{path!r} is a pipe, a socket or another special file. A pool is one regular file. Name one, or a path where "
+    "nothing is yet."
+)
+_NO_DEVICE = (
+    "{path!r} is a device. A pool of this backend is one regular file. Make a file system on the device and name a "
+    'file there; a device-dax device (/dev/dax0.0) takes a pool by itself with backend="auto".'
+)
+
+
+class FileContainer:
+    """An open pool file; see ``Container``."""
+
+    def __init__(self, path: str, fd: int, nbytes: int, lock_fd: int | None = None) -> None:
+        """``lock_fd``: of a new file, which has its temporary name."""
+        self.path = path
+        self.fd = fd
+        self.nbytes = nbytes
+        self.extents: Extents = ((0, nbytes),)
+        self._lock_fd = lock_fd
+        self._pid = os.getpid()
+
+    @property
+    def source(self) -> tuple[int, Extents]:
+        return self.fd, self.extents
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return extents.read(self.fd, self.extents, offset, nbytes)
+
+    def publish(self) -> None:
+        assert self._lock_fd is not None, "published once"
+        with _making(self.path):
+            os.fsync(self.fd)
+            os.rename(temporary.name_of(self.path), self.path)
+            self._let_go()
+            _fsync_folder(os.path.dirname(self.path))
+
+    def is_current(self) -> bool:
+        if self._lock_fd is not None:
+            return True
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+            here = os.fstat(self.fd)
+        except OSError as err:
+            return err.errno in TRANSIENT  # then it is not known to be lost, and asked again at the next version
+        return (there.st_dev, there.st_ino, here.st_size >= self.nbytes) == (here.st_dev, here.st_ino, True)
+
+    def close(self) -> None:
+        if self.fd < 0:
+            return
+        if self._lock_fd is not None and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary.name_of(self.path))
+        self._let_go()
+        os.close(self.fd)
+        self.fd = -1
+
+    def _let_go(self) -> None:
+        if self._lock_fd is not None:
+            lock.let_go(self._lock_fd)
+            self._lock_fd = None
+
+
+class FileBackend:
+    """Plain files; see ``Backend``."""
+
+    name = "file"
+
+    def recognises(self, path: str) -> bool:
+        return peeked(path, _has_magic)
+
+    def probe(self, path: str) -> durability.Durability:
+        folder = checked_folder(path)
+        return durability.probe(folder, path if _is_regular(path) else None)
+
+    def remove_stale(self, path: str) -> None:
+        temporary.remove_stale(path)
+
+    def discard(self, path: str) -> None:
+        if temporary.removed(path):
+            with told(f"The pool {path!r} was removed, but its folder cannot be synced"):
+                _fsync_folder(os.path.dirname(path))
+
+    def create(self, path: str, nbytes: int) -> FileContainer:
+        checked_folder(path)
+        temporary.remove_stale(path)
+        with _making(path):
+            fd, lock_fd = temporary.make(path)
+        container = FileContainer(path, fd, nbytes, lock_fd)
+        try:
+            with _making(path):
+                _allocate(path, fd, nbytes)
+            if durability.probe(os.path.dirname(path), temporary.name_of(path)).is_persistent_memory:
+                _prewrite(path, fd, nbytes)
+        except BaseException:
+            container.close()
+            raise
+        return container
+
+    def open(self, path: str, *, write: bool) -> FileContainer:
+        if peeked(path, is_pmdk):
+            raise NotAPoolError(
+                f"The file {path!r} is a PMDK pool, not a pool in a plain file. Nothing was changed. Use "
+                'backend="auto" or "pmdk", or another path.'
+            )
+        return opened(path, write=write)
+
+
+def opened(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> FileContainer:
+    """An existing file, once its kind, mode, links and size were found safe; to be written, its owner too."""
+    try:
+        fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
+    except OSError as err:
+        raise _cannot_open(path, err, write) from err
+    try:
+        with told(f"The pool {path!r} cannot be opened"):
+            return FileContainer(path, fd, _checked_size(path, fd, nbytes_min, write))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def peeked(path: str, question: Callable[[int], bool]) -> bool:
+    """The answer for the file at this path, by its descriptor; False where there is none that could be read. Raises
+    ``PoolIOError`` where the system cannot answer now: a pool must not be taken for one of another kind."""
+    try:
+        fd = _open(path, os.O_RDONLY)
+    except OSError as err:
+        return _unanswered(path, err)
+    try:
+        return question(fd)
+    except OSError as err:
+        return not is_of_medium(err.errno) and _unanswered(path, err)
+    finally:
+        os.close(fd)
+
+
+def _unanswered(path: str, err: OSError) -> bool:
+    if err.errno in TRANSIENT:
+        raise io_error(f"The file {path!r} cannot be read", err.errno, err.strerror) from err
+    return False
+
+
+def _has_magic(fd: int) -> bool:
+    return any(_has_magic_at(fd, offset) for offset in SUPERBLOCK_OFFSETS)
+
+
+def _has_magic_at(fd: int, offset: int) -> bool:
+    try:
+        return os.pread(fd, len(MAGIC), offset) == MAGIC
+    except OSError as err:
+        if not is_of_medium(err.errno):
+            raise
+        return False  # the other copy may be readable, and is enough
+
+
+def _open(path: str, flags: int) -> int:
+    # O_NONBLOCK: opening a FIFO that somebody put there must not hang.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def _checked_size(path: str, fd: int, nbytes_min: int, write: bool) -> int:
+    st = os.fstat(fd)
+    if stat.S_ISCHR(st.st_mode) or stat.S_ISBLK(st.st_mode):
+        raise PoolPathError(_NO_DEVICE.format(path=path))
+    if not stat.S_ISREG(st.st_mode):
+        raise PoolPathError((_NO_FOLDER if stat.S_ISDIR(st.st_mode) else _NO_FILE).format(path=path))
+    if write and st.st_uid != os.geteuid():
+        raise PoolPermissionError(
+            f"The pool {path!r} belongs to user {st.st_uid}, not to you. What others can write is not trusted. "
+            "It can be read: lightck.recover(). To train on from it copy it to a file of your own."
+        )
+    if st.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PoolPermissionError(
+            f"The pool {path!r} can be written by others (mode {stat.S_IMODE(st.st_mode):o}). What others can write "
+            f"is not trusted. If you trust its content: chmod 600 {path}"
+        )
+    if st.st_nlink > 1:
+        raise PoolPermissionError(
+            f"The pool {path!r} has {st.st_nlink} hard links. Another name could change it. Remove the other links."
+        )
+    if st.st_size < nbytes_min:
+        if os.pread(fd, len(MAGIC), 0) == MAGIC:
+            raise PoolTruncatedError(
+                f"The pool {path!r} has only {st.st_size} bytes left of what it was made with. It was truncated or "
+                "copied in part. Use a complete copy."
+            )
+        what = "empty" if st.st_size == 0 else f"only {st.st_size} bytes long"
+        raise NotAPoolError(
+            f"The file {path!r} is {what}: it is not a lightck pool. Nothing was changed. Choose another path, or "
+            "remove the file if nobody needs it."
+        )
+    return st.st_size
+
+
+def _allocate(path: str, fd: int, nbytes: int) -> None:
+    """All of it, now: what posix_fallocate granted cannot be missing later. On tmpfs in huge pages, if it can be."""
+    log.debug("lightck: %d of %d bytes of %r are in huge pages", _huge(fd, nbytes), nbytes, path)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as err:
+        if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            raise
+        raise NoSpaceError(
+            f"The pool {path!r} needs {nbytes / 1e6:,.1f} MB and {_free(fd)} ({err.strerror}). A pool is allocated in "
+            "full when it is made. Free space, choose another medium, or use fewer slots."
+        ) from err
+
+
+def _huge(fd: int, nbytes: int) -> int:
+    """Bytes of a new file that are in huge pages now. In slices, between which Ctrl-C is served and the time is looked
+    at: in a virtual machine whose host has to find the memory first, it can take seconds for a GB, which small pages
+    spread over the first steps. A file that cannot fit is refused afterwards, and must not take what is left before."""
+    try:
+        space = os.fstatvfs(fd)
+    except OSError:
+        return 0  # small pages will do: no failure here is one of the pool
+    if space.f_blocks and space.f_bavail * space.f_frsize < nbytes:
+        return 0
+    threads, made, deadline = len(os.sched_getaffinity(0)), 0, time.monotonic() + _HUGE_SECONDS
+    for at in range(0, nbytes, _SLICE):
+        slice_nbytes = min(_SLICE, nbytes - at)
+        done = lib.lck_huge(fd, at, slice_nbytes, threads)
+        made += done
+        if done + _HUGE_PAGE <= slice_nbytes or time.monotonic() > deadline:
+            break
+    return made
+
+
+def _free(fd: int) -> str:
+    """What there would be without this file."""
+    try:
+        space, held = os.fstatvfs(fd), os.fstat(fd).st_blocks * 512
+    except OSError:
+        return "cannot have them"
+    return f"its file system has {(space.f_bavail * space.f_frsize + held) / 1e6:,.1f} MB left"
+
+
+def _prewrite(path: str, fd: int, nbytes: int) -> None:
+    """Zeros over allocated space, so that no store through a MAP_SYNC mapping waits for the file system's journal."""
+    try:
+        check(lib.lck_prewrite(fd, nbytes), "writing zeros")
+    except NativeError as err:
+        raise _cannot_write(path, err) from err
+
+
+def _is_regular(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
+    if err.errno == errno.ENOENT or err.errno == errno.ENOTDIR:
+        return PoolNotFoundError(
+            f"There is no pool at {path!r}. Nothing was ever made there, or it was removed. Check the path; "
+            "lightck.attach() makes a pool."
+        )
+    if err.errno == errno.ELOOP:
+        return PoolPathError(
+            f"{path!r} is a symbolic link. Links are not followed, because whoever can change one could send the pool "
+            "elsewhere. Name the file that it points to."
+        )
+    if err.errno in (errno.EISDIR, errno.ENXIO):
+        return PoolPathError((_NO_FOLDER if err.errno == errno.EISDIR else _NO_FILE).format(path=path))
+    if err.errno == errno.ENAMETOOLONG:
+        return too_long(path)
+    what = "written" if write else "read"
+    if err.errno not in OF_PATH:
+        return io_error(f"The pool {path!r} cannot be {what}", err.errno, err.strerror)
+    return PoolPermissionError(
+        f"The pool {path!r} cannot be {what}: {err.strerror}. Check its owner and mode, and that the file system is "
+        "not mounted read-only."
+    )
+
+
+@contextlib.contextmanager
+def _making(path: str) -> Iterator[None]:
+    try:
+        yield
+    except PoolError:
+        raise
+    except OSError as err:
+        raise _cannot_write(path, err) from err
+
+
+def _cannot_write(path: str, err: OSError) -> Exception:
+    if err.errno not in OF_PATH:
+        return io_error(f"The pool {path!r} cannot be made", err.errno, err.strerror)
+    return PoolPermissionError(
+        f"The pool {path!r} cannot be made: {err.strerror or err}. lightck writes a file beside it first and renames "
+        "it. Choose a folder that you can write to."
+    )
+
+
+def _fsync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

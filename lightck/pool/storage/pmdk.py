@@ -1,0 +1,238 @@
+"""A pool as a PMDK pool: libpmemobj is its container, and the bytes in it are those of every other pool.
+
+libpmemobj makes the file a pool of its own kind: a root object, and a few large objects (*arenas*) that are allocated
+once and never freed. It holds the pool while it is open for writing, and is not called until it is closed. lightck
+reads and writes the arenas by itself, through the same mapping, copies and commits as in a plain file; reading needs no
+libpmemobj. The file is made, checked, published and removed as a plain file is.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+
+from lightck.errors import (
+    CorruptPoolError,
+    LibraryMissingError,
+    MediumError,
+    NoSpaceError,
+    PoolError,
+    PoolLockedError,
+    PoolPermissionError,
+)
+from lightck.pool.storage import extents, pmdk_file, pmemobj
+from lightck.pool.storage.durability import Durability
+from lightck.pool.storage.extents import Extents
+from lightck.pool.storage.failures import io_error, told
+from lightck.pool.storage.file import FileBackend, FileContainer, opened, peeked
+from lightck.pool.storage.pmdk_file import Arena
+
+log = logging.getLogger("lightck")
+ARENA_KIND = 1
+_HELD = (errno.EAGAIN, errno.EWOULDBLOCK)
+_DYING_SECONDS = 2.0
+"""We have the pool's lock by then. A process that dies gives that up before libpmemobj's, and on a busy machine takes
+its time between the two."""
+_told = False
+
+
+class PmdkContainer:
+    """An open PMDK pool: its file, and libpmemobj's hold on it (None where it is only read); see ``Container``."""
+
+    def __init__(self, file: FileContainer, places: Extents, pool: pmemobj.Pool | None = None) -> None:
+        self.nbytes = extents.total(places)
+        self.extents = places
+        self._file = file
+        self._pool = pool
+
+    @property
+    def fd(self) -> int:
+        return self._file.fd
+
+    @property
+    def source(self) -> tuple[int, Extents]:
+        return self.fd, self.extents
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return extents.read(self.fd, self.extents, offset, nbytes)
+
+    def publish(self) -> None:
+        self._file.publish()
+
+    def is_current(self) -> bool:
+        return self._file.is_current()
+
+    def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            (pool.abandon if self._has_lost_bytes() else pool.close)()
+        self._file.close()
+
+    def _has_lost_bytes(self) -> bool:
+        """libpmemobj would touch pages that are not there. Where nobody can tell it is asked to close, or the process
+        would hold the pool to its end."""
+        try:
+            return os.fstat(self.fd).st_size < self._file.nbytes
+        except OSError:
+            return False
+
+
+class PmdkBackend:
+    """PMDK pools; see ``Backend``."""
+
+    name = "pmdk"
+
+    def __init__(self, arena_nbytes: int = pmdk_file.ARENA_NBYTES_MAX) -> None:
+        """``arena_nbytes``: how large the objects may be, a multiple of 2 MiB. Tests use small ones."""
+        self._files = FileBackend()
+        self._arena_nbytes = arena_nbytes
+
+    def recognises(self, path: str) -> bool:
+        return peeked(path, pmdk_file.is_ours)
+
+    def probe(self, path: str) -> Durability:
+        return self._files.probe(path)
+
+    def remove_stale(self, path: str) -> None:
+        self._files.remove_stale(path)
+
+    def discard(self, path: str) -> None:
+        self._files.discard(path)
+
+    def create(self, path: str, nbytes: int) -> PmdkContainer:
+        _load(path)
+        durability = self.probe(path)
+        lengths = pmdk_file.split(nbytes, self._arena_nbytes)
+        file = self._files.create(path, pmdk_file.file_nbytes(lengths))
+        try:
+            pool = _opened(path, file, create=True, shutdown_state=durability.is_persistent_memory)
+            container = PmdkContainer(file, (), pool)
+        except BaseException:
+            file.close()
+            raise
+        try:
+            places = _allocate(pool, file, lengths)
+        except pmemobj.PmemobjError as err:
+            container.close()
+            raise _refused(path, err) from err
+        except BaseException:
+            container.close()
+            raise
+        _tell(path, durability)
+        return PmdkContainer(file, places, pool)
+
+    def open(self, path: str, *, write: bool) -> PmdkContainer:
+        file = opened(path, write=write, nbytes_min=0)
+        try:
+            with told(f"The PMDK pool {path!r} cannot be read"):
+                places = pmdk_file.read_extents(file.fd, path, file.nbytes)
+                shutdown_state = pmdk_file.has_shutdown_state(file.fd)
+            if not write:
+                return PmdkContainer(file, places)
+            _load(path)
+            durability = self.probe(path)
+            pool = _opened(path, file, shutdown_state=shutdown_state)
+        except BaseException:
+            file.close()
+            raise
+        _tell(path, durability)
+        return PmdkContainer(file, places, pool)
+
+
+def claims(path: str) -> bool:
+    """Whether an existing file is PMDK's, whoever made it: this backend then says what is wrong with it."""
+    return peeked(path, pmdk_file.is_pmdk)
+
+
+def _opened(path: str, file: FileContainer, *, create: bool = False, shutdown_state: bool) -> pmemobj.Pool:
+    """libpmemobj's hold on the very file that was checked: by its descriptor, not by its path again."""
+    here = f"/proc/self/fd/{file.fd}"
+    with told(f"The PMDK pool {path!r} cannot be looked at"):
+        size = os.fstat(file.fd).st_size
+    end, pause = time.monotonic() + _DYING_SECONDS, 0.005
+    while True:
+        try:
+            return pmemobj.Pool(here, pmdk_file.LAYOUT, size, create=create, shutdown_state=shutdown_state)
+        except pmemobj.PmemobjError as err:
+            if err.errno not in _HELD or time.monotonic() >= end:
+                raise _refused(path, err) from err
+        time.sleep(pause)
+        pause *= 2
+
+
+def _allocate(pool: pmemobj.Pool, file: FileContainer, lengths: list[int]) -> Extents:
+    """The arenas, once and for all, and the root object that names them."""
+    root = pool.root(pmdk_file.root_nbytes(len(lengths)))
+    arenas = []
+    for number, length in enumerate(lengths):
+        place = pmdk_file.arena_place(root, number)
+        pool.alloc(place, pmdk_file.object_nbytes(length), ARENA_KIND)
+        with told(f"The PMDK pool {file.path!r} cannot be read back"):
+            uuid_lo, offset = pmdk_file.read_object(file.fd, place)
+        arenas.append(Arena(uuid_lo, offset, pmdk_file.arena_start(offset), length))
+    pool.store(root, pmdk_file.pack_root(arenas, file.nbytes))
+    return tuple((arena.start, arena.nbytes) for arena in arenas)
+
+
+def _load(path: str) -> None:
+    try:
+        pmemobj.load()
+    except pmemobj.MissingError as err:
+        raise LibraryMissingError(
+            f"The pool {path!r} is (to be) a PMDK pool, and PMDK's library cannot be loaded: {err}. Writing one needs "
+            f"it; reading does not. Install it (Debian and Ubuntu: apt-get install libpmemobj1), or name it in "
+            f'{pmemobj.LIBRARY_VARIABLE}, or use backend="file" for a new pool.'
+        ) from err
+
+
+def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
+    """What libpmemobj said, in lightck's words."""
+    reason = err.strerror
+    if err.errno in _HELD:
+        return PoolLockedError(
+            f"The PMDK pool {path!r} is held open by another program ({reason}). A pool has one writer. Wait for it, "
+            "end it, or use another pool; lightck.recover() can read meanwhile."
+        )
+    if err.errno == errno.EEXIST:
+        return PoolLockedError(
+            f"The PMDK pool {path!r} or a copy of it is open in this process, or in the one that it was forked from "
+            f"({reason}): libpmemobj tells pools apart by an identity that a copy shares. Close the other one first, "
+            "or open this one in a process of its own."
+        )
+    if err.errno in (errno.EIO, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN):
+        return io_error(f"libpmemobj cannot open the PMDK pool {path!r}", err.errno, reason)
+    if err.errno in (errno.ENOSPC, errno.ENOMEM):
+        return NoSpaceError(
+            f"libpmemobj has no room for the pool {path!r} ({reason}). A pool is allocated in full when it is made. "
+            "Free space or memory, choose another medium, or use fewer slots."
+        )
+    if err.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return PoolPermissionError(
+            f"libpmemobj cannot open the pool {path!r} ({reason}). Check its owner and mode, that its file system is "
+            "not mounted read-only, and, on persistent memory, that the kernel lets you read its shutdown count."
+        )
+    if "ADR failure" in (reason or ""):
+        return MediumError(
+            f"libpmemobj refuses the pool {path!r} ({reason}): the machine lost power and the memory could not save "
+            "all that was on its way. lightck.recover() reads the pool without libpmemobj and verifies every byte. Go "
+            "on in a new pool from what it gives, or clear the mark: pmempool feature --disable SHUTDOWN_STATE."
+        )
+    return CorruptPoolError(
+        f"libpmemobj refuses the PMDK pool {path!r} ({reason}). Its own structures are damaged, or of another release. "
+        "See what `pmempool check` says; lightck.recover() can read the pool without libpmemobj."
+    )
+
+
+def _tell(path: str, durability: Durability) -> None:
+    """Once per process: a PMDK pool on a medium that is not what PMDK is for. Whoever set PMDK's own variable knows."""
+    global _told
+    if _told or durability.is_persistent_memory or os.environ.get("PMEM_IS_PMEM_FORCE") == "1":
+        return
+    _told = True
+    log.warning(
+        "lightck: the PMDK pool %s is not on persistent memory: libpmemobj calls msync for each change of its own "
+        "structures, when the pool is made, opened and closed. What lightck writes is as durable as in a file: %s",
+        path, durability,
+    )  # fmt: skip

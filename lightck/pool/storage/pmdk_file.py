@@ -1,0 +1,244 @@
+"""The file of a PMDK pool as bytes: where in it, among PMDK's own structures, the bytes of a lightck pool lie.
+
+This is all that a reader needs: libpmemobj is not asked, so a pool can be read where it is not installed and while
+another process holds it. The bytes are untrusted: every offset is checked against the file before it is followed.
+docs/format.md, "In a PMDK pool", is the picture of this module.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolError, PoolTruncatedError
+from lightck.pool.format.checksum import crc64
+from lightck.pool.format.structures import KIB, MAGIC, MIB, PAGE, SUPERBLOCK_OFFSETS, align_up
+from lightck.pool.storage.extents import Extents
+
+SIGNATURE = b"PMEMOBJ\0"
+SET_SIGNATURE = b"PMEMPOOLSET"
+LAYOUT_PREFIX, LAYOUT = b"lightck", "lightck/1"
+PMDK_MAJOR = 6
+SHUTDOWN_STATE = 0x4
+
+_HEADER = struct.Struct("<8sIIII16s16s16s16s16s16s")
+_LAYOUT_OFFSET, _LAYOUT_NBYTES = 4096, 1024
+_ROOT_OFFSET, _ROOT_NBYTES = 6144, 6160
+_U64 = struct.Struct("<Q")
+
+ROOT_MAGIC = b"LCKPMDK1"
+ROOT_VERSION = 1
+ROOT_NBYTES_MAX = MIB
+_ROOT = struct.Struct("<8sIIQQ")
+_ARENA = struct.Struct("<QQQQ")
+_OBJECT = struct.Struct("<QQ")
+ARENA_ALIGN = 2 * MIB
+ARENA_MARGIN = PAGE
+"""The first bytes of an object are not used: libpmemobj leaves some of its own there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """One object: ``offset`` is PMDK's, the pool has ``nbytes`` from ``start`` on."""
+
+    uuid_lo: int
+    offset: int
+    start: int
+    nbytes: int
+
+
+def arena_start(offset: int) -> int:
+    """Where the pool's bytes begin in an object at this offset."""
+    return align_up(offset + ARENA_MARGIN, ARENA_ALIGN)
+
+
+def root_nbytes(arenas: int) -> int:
+    return align_up(_ROOT.size + arenas * _ARENA.size + _U64.size, PAGE)
+
+
+def arena_place(root: int, number: int) -> int:
+    """Where the root object names the object of an arena."""
+    return root + _ROOT.size + number * _ARENA.size
+
+
+def read_object(fd: int, place: int) -> tuple[int, int]:
+    """What libpmemobj wrote there about an object: the identity of its pool, its offset in the file."""
+    uuid_lo, offset = _OBJECT.unpack(os.pread(fd, _OBJECT.size, place))
+    return uuid_lo, offset
+
+
+def pack_root(arenas: list[Arena], file_nbytes: int) -> bytes:
+    nbytes = sum(a.nbytes for a in arenas)
+    body = _ROOT.pack(ROOT_MAGIC, ROOT_VERSION, len(arenas), nbytes, file_nbytes)
+    body += b"".join(_ARENA.pack(a.uuid_lo, a.offset, a.start, a.nbytes) for a in arenas)
+    return body + _U64.pack(crc64(body))
+
+
+def is_pmdk(fd: int) -> bool:
+    """Whether this is a file of PMDK's: a pool, whoever made it, or a list of the parts of one."""
+    head = os.pread(fd, len(SET_SIGNATURE), 0)
+    return head.startswith(SIGNATURE) or head == SET_SIGNATURE
+
+
+def is_ours(fd: int) -> bool:
+    """Whether it is a PMDK pool with a lightck pool in it."""
+    return (
+        os.pread(fd, len(SIGNATURE), 0) == SIGNATURE
+        and os.pread(fd, len(LAYOUT_PREFIX), _LAYOUT_OFFSET) == LAYOUT_PREFIX
+    )
+
+
+def has_shutdown_state(fd: int) -> bool:
+    """Whether the pool keeps count of unsafe shutdowns: libpmemobj has to be told before it opens it."""
+    incompat: int = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))[3]
+    return bool(incompat & SHUTDOWN_STATE)
+
+
+def read_extents(fd: int, path: str, file_nbytes: int) -> Extents:
+    """Where the pool's bytes lie. Raises ``NotAPoolError``, ``FormatError``, ``PoolTruncatedError``,
+    ``CorruptPoolError``."""
+    _check_header(os.pread(fd, _HEADER.size, 0), path, fd)
+    if file_nbytes < _FILE_NBYTES_MIN:
+        raise _truncated(path, "more", file_nbytes)
+    _check_layout(os.pread(fd, _LAYOUT_NBYTES, _LAYOUT_OFFSET), path)
+    offset, nbytes = (_U64.unpack(os.pread(fd, 8, at).ljust(8, b"\0"))[0] for at in (_ROOT_OFFSET, _ROOT_NBYTES))
+    if offset == 0:
+        raise _corrupt(path, "it has no root object")
+    if not _ROOT.size <= nbytes <= ROOT_NBYTES_MAX or offset > file_nbytes - min(nbytes, file_nbytes):
+        raise _corrupt(path, "its root object lies outside of the file")
+    return _extents(os.pread(fd, nbytes, offset), (offset, offset + nbytes), path, file_nbytes)
+
+
+def _check_header(header: bytes, path: str, fd: int) -> None:
+    if header.startswith(SET_SIGNATURE):
+        raise NotAPoolError(
+            f"{path!r} is a PMDK poolset file, a list of parts and replicas. lightck writes to its pool by itself, "
+            "which would leave replicas behind, so a pool is one file. Name a path for a pool of its own."
+        )
+    if not header.startswith(SIGNATURE):
+        raise _no_pmdk(path, fd)
+    if len(header) < _HEADER.size:
+        raise _truncated(path, "more", len(header))
+    _, major, _, _, _, _, uuid, *others = _HEADER.unpack(header)
+    if major != PMDK_MAJOR:
+        raise FormatError(
+            f"The PMDK pool {path!r} has PMDK's format {major}, and this lightck knows {PMDK_MAJOR}. It was made by "
+            "another PMDK. Convert it (pmdk-convert), or use a newer lightck."
+        )
+    if any(other != uuid for other in others):
+        raise NotAPoolError(
+            f"{path!r} is one part of a PMDK pool of several files. lightck's pools are single files. Name a path for "
+            "a pool of its own."
+        )
+
+
+def _no_pmdk(path: str, fd: int) -> PoolError:
+    if any(os.pread(fd, len(MAGIC), at) == MAGIC for at in SUPERBLOCK_OFFSETS):
+        return NotAPoolError(
+            f"The pool {path!r} is a plain file, not a PMDK pool. A pool stays what it was made as. Use "
+            'backend="auto" or "file", or another path.'
+        )
+    return NotAPoolError(
+        f"The file {path!r} is not a PMDK pool: it has no PMEMOBJ signature. Nothing was changed. Choose another path, "
+        "or remove the file if nobody needs it."
+    )
+
+
+def _check_layout(layout: bytes, path: str) -> None:
+    name = layout.split(b"\0")[0].decode("utf-8", "replace")
+    if not layout.startswith(LAYOUT_PREFIX):
+        raise NotAPoolError(
+            f"The PMDK pool {path!r} belongs to another program: its layout is {name!r}, not {LAYOUT!r}. Nothing was "
+            "changed. Choose another path."
+        )
+    if name != LAYOUT:
+        raise FormatError(
+            f"The PMDK pool {path!r} has the layout {name!r}, and this lightck knows {LAYOUT!r}. It was written by a "
+            "newer lightck. Install that version to read it."
+        )
+
+
+def _extents(root: bytes, place: tuple[int, int], path: str, file_nbytes: int) -> Extents:
+    if len(root) < _ROOT.size:
+        raise _corrupt(path, "its root object lies outside of the file")
+    magic, version, count, nbytes, made_with = _ROOT.unpack_from(root)
+    end = _ROOT.size + count * _ARENA.size
+    if magic != ROOT_MAGIC or end + _U64.size > len(root) or crc64(root[:end]) != _U64.unpack_from(root, end)[0]:
+        raise _corrupt(path, "its root object does not pass its check")
+    if version != ROOT_VERSION:
+        raise FormatError(
+            f"The PMDK pool {path!r} has a root object of version {version}, and this lightck knows {ROOT_VERSION}. It "
+            "was written by a newer lightck. Install that version to read it."
+        )
+    if made_with != file_nbytes:
+        raise _truncated(path, str(made_with), file_nbytes)
+    arenas = [Arena(*_ARENA.unpack_from(root, arena_place(0, i))) for i in range(count)]
+    if sum(a.nbytes for a in arenas) != nbytes or not _fit(arenas, place, file_nbytes):
+        raise _corrupt(path, "its root object names places that cannot be")
+    return tuple((a.start, a.nbytes) for a in arenas)
+
+
+def _fit(arenas: list[Arena], root: tuple[int, int], file_nbytes: int) -> bool:
+    """Whether the arenas lie in the file, aligned, apart from each other and from PMDK's structures."""
+    in_file = sorted([root, *((a.start, a.start + a.nbytes) for a in arenas)])
+    return (
+        bool(arenas)
+        and all(a.start == arena_start(a.offset) and a.start > _HEAP_OFFSET and a.nbytes > 0 for a in arenas)
+        and all(a.nbytes % ARENA_ALIGN == 0 for a in arenas[:-1])
+        and all(end <= start for (_, end), (start, _) in pairwise(in_file))
+        and in_file[-1][1] <= file_nbytes
+    )
+
+
+def _truncated(path: str, made_with: str, file_nbytes: int) -> PoolTruncatedError:
+    return PoolTruncatedError(
+        f"The pool {path!r} was made with {made_with} bytes and has {file_nbytes} now. It was truncated, extended or "
+        "copied in part. Use a complete copy."
+    )
+
+
+def _corrupt(path: str, what: str) -> CorruptPoolError:
+    return CorruptPoolError(
+        f"The PMDK pool {path!r} is damaged: {what}. Without that nothing in it can be found. Use a copy of the pool "
+        "if there is one."
+    )
+
+
+# -- how large a file has to be ----------------------------------------------------------------------------------
+
+_FILE_NBYTES_MIN = 8 * MIB
+_HEAP_OFFSET = 0x302000
+_CHUNK = 256 * KIB
+_ZONE_CHUNKS = 65528
+_ZONE_HEADER = 512 * KIB
+_FIXED = 4 * MIB
+"""Everything before the first zone, rounded up."""
+_SMALL_CHUNKS = 8
+"""For the root object, and for what a release of libpmemobj may keep there besides."""
+ARENA_NBYTES_MAX = 8 * 1024 * MIB - 16 * MIB
+"""So that two fit into a zone of PMDK's heap (16 GiB, and no object spans two)."""
+
+
+def split(nbytes: int, arena_nbytes: int) -> list[int]:
+    """Lengths of the arenas for a pool of this size; all but the last are full."""
+    full, rest = divmod(nbytes, arena_nbytes)
+    return [arena_nbytes] * full + ([rest] if rest else [])
+
+
+def object_nbytes(arena_nbytes: int) -> int:
+    """What to ask of libpmemobj, so that an aligned arena fits: whole chunks, less the header of the object."""
+    return align_up(arena_nbytes + ARENA_ALIGN + ARENA_MARGIN + 16, _CHUNK) - 16
+
+
+def file_nbytes(lengths: list[int]) -> int:
+    """Size of a file in whose heap these arenas fit."""
+    zones, free = 1, _ZONE_CHUNKS - _SMALL_CHUNKS - root_nbytes(len(lengths)) // _CHUNK
+    for length in lengths:
+        chunks = align_up(object_nbytes(length), _CHUNK) // _CHUNK
+        if chunks > free:
+            zones, free = zones + 1, _ZONE_CHUNKS
+        free -= chunks
+    used = zones * (_ZONE_HEADER + _ZONE_CHUNKS * _CHUNK) - free * _CHUNK
+    return align_up(_FIXED + used, ARENA_ALIGN)

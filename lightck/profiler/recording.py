@@ -1,0 +1,336 @@
+"""``session.trace(path)``: what a training does in its next steps, recorded and written as one file.
+
+Stands between the session and its hooks while it records, and is gone afterwards: without a recording nothing of this
+runs. Invariant: no failure in here, of a hook or of the file, reaches the training loop; it is raised where the
+recording is closed. It reads no tensor and writes to no pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from lightck.errors import ExportError, ExportExistsError, LightckError, SessionError, TraceError
+from lightck.export.atomic import file_path, refuse_existing, written
+from lightck.hooks.hooks import Hooks, Listener
+from lightck.pool.engine import Engine
+from lightck.profiler import events
+from lightck.profiler.events import COMMUNICATION, STALL, STATE, STEP, UPDATE, Event, Trace
+from lightck.profiler.layers import Layers
+from lightck.profiler.spans import Spans
+from lightck.stats import Meter
+
+log = logging.getLogger("lightck")
+_OWN_ROWS_MAX, _NAME_MAX = 50, 200
+"""Rows of the user's own, and letters of their names."""
+
+
+class Recording:
+    """A trace that is being recorded. Ends by itself after its steps, at ``close``, or with its session.
+
+    A context manager; what could not be written is raised when it is left, or by ``session.close()``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], steps: int | None, overwrite: bool, *, model: nn.Module,
+                 hooks: Hooks, engine: Engine, meter: Meter, about: Mapping[str, Any]) -> None:  # fmt: skip
+        self.path = os.path.abspath(file_path(path))
+        self._overwrite = overwrite
+        _check(self.path, steps, overwrite)
+        self._left = steps
+        self._pid = os.getpid()
+        self._about = {**about, "pid": self._pid, "model": type(model).__name__}
+        self._events: list[tuple[str, str, int, int, Mapping[str, Any]]] = []
+        self._dropped = 0
+        self._rows: set[str] = set()
+        self._failure: LightckError | None = None
+        self._hooks, self._meter = hooks, meter
+        self._update_since = 0
+        self._start = self._step_since = time.monotonic_ns()
+        self.is_on = False
+        self._spans = Spans(engine)
+        self._layers = Layers(model, self.add, self._guarded)
+        try:
+            self._layers.install()
+            self._spans.start()
+        except Exception as err:
+            self._layers.remove()
+            raise _error(self.path, err) from err
+        self._inner = hooks.relay(_Relay(self, hooks.listener))
+        meter.observer = self
+        self.is_on = True
+
+    # -- what a user calls -------------------------------------------------------------------------------
+
+    def span(self, name: str, row: str = COMMUNICATION) -> AbstractContextManager[None]:
+        """Show this block of the loop in a row, for what lightck cannot see by itself: a collective, the data."""
+        for key, value in (("name", name), ("row", row)):
+            if not isinstance(value, str):
+                raise TypeError(f"span({key}={value!r}) is a {type(value).__name__}: it is shown as text. Pass a str.")
+        if events.is_own(row):
+            raise ValueError(f"span(row={row!r}): lightck fills this row. Name another.")
+        return self._span(name, row)
+
+    @contextmanager
+    def _span(self, name: str, row: str) -> Iterator[None]:
+        has_room = row in self._rows or len(self._rows) < _OWN_ROWS_MAX
+        if has_room:
+            self._rows.add(row)
+        begin = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            if has_room:
+                self.add(row[:_NAME_MAX], name[:_NAME_MAX], begin, time.monotonic_ns(), {})
+            else:
+                self._dropped += 1
+
+    def close(self) -> None:
+        """End the recording and write its file. Raises ``TraceError`` where it could not be written."""
+        self.end()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        if error is None:
+            self.close()
+        else:
+            self.end()
+
+    # -- what is recorded --------------------------------------------------------------------------------
+
+    def add(self, row: str, name: str, begin: int, end: int, args: Mapping[str, Any]) -> None:
+        """One event; from any thread."""
+        if not self.is_on:
+            return
+        if len(self._events) >= events.EVENTS_MAX // 2:
+            self._dropped += 1
+            return
+        self._events.append((row, name, begin, end, args))
+
+    def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None:
+        """From the session's meter, in seconds of CLOCK_MONOTONIC."""
+        self.add(STATE if is_state else STALL, what, round(begin * 1e9), round(end * 1e9), {})
+
+    def version(self, generation: int, step: int, entries: Sequence[Any]) -> None:
+        self._guarded(self._spans.version)(generation, step, entries)
+
+    def forward_begins(self) -> None:
+        self._layers.forward_begins()
+
+    def forward_ended(self) -> None:
+        self._layers.forward_ended()
+
+    def backward_over(self) -> None:
+        self._layers.backward_over()
+
+    def update_begins(self) -> None:
+        """The gate is open."""
+        self._spans.take()
+        self._update_since = time.monotonic_ns()
+
+    def update_ended(self, index: int) -> None:
+        if self._update_since:
+            self.add(UPDATE, "optimizer step", self._update_since, time.monotonic_ns(), {"optimizer": index})
+        self._update_since = 0
+
+    def layer_updated(self, name: str, begin: int) -> None:
+        """Inside the backward pass (a layer-wise update)."""
+        self.add(UPDATE, name, begin, time.monotonic_ns(), {"layer": name})
+
+    def step_ended(self, number: int) -> None:
+        now = time.monotonic_ns()
+        self.add(STEP, f"step {number}", self._step_since, now, {"step": number})
+        self._step_since = now
+        if self._left is not None:
+            self._left -= 1
+        self._spans.take()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all steps were seen. It goes on up to the next gate, where the last one's copies are done."""
+        return self._left is not None and self._left <= 0
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Stop, and write the file. Raises nothing: ``close`` does."""
+        if not self.is_on or os.getpid() != self._pid:
+            return
+        try:
+            self._stop()
+            self._write()
+        except LightckError as err:
+            self._failed(err)
+        except Exception as err:  # a fault of ours, and no reason to end a training
+            log.exception("lightck: the trace %r failed", self.path)
+            self._failed(_error(self.path, err))
+
+    def _stop(self) -> None:
+        self._meter.observer = None
+        self._hooks.relay(self._inner)
+        try:
+            self._layers.remove()
+            self._spans.stop()
+        finally:
+            self.is_on = False
+
+    def _write(self) -> None:
+        spans = list(self._spans.events(self._start))
+        kept = [Event(row, name, begin - self._start, end - self._start, args)
+                for row, name, begin, end, args in self._events if begin >= self._start]  # fmt: skip
+        self._events.clear()
+        dropped = self._dropped + self._spans.dropped
+        if dropped:
+            log.warning("lightck: the trace %r lacks %d events that found no room", self.path, dropped)
+        about = {**self._about, "dropped": dropped, "compiled": self._layers.compiled[:100]}
+        whole = Trace(tuple(sorted(kept + spans, key=lambda event: (event.begin, -event.end))), about)
+        try:
+            with written(self.path, overwrite=self._overwrite) as file:
+                events.write(whole, file)
+        except ExportExistsError:
+            raise
+        except (ExportError, OSError) as err:
+            raise _error(self.path, err) from err
+        log.info("lightck: trace of %d steps in %s", len(whole.steps()), self.path)
+
+    def _failed(self, err: LightckError) -> None:
+        if self._failure is None:
+            log.error("lightck: %s", err)
+            self._failure = err
+
+    def _guarded(self, work: Callable[..., None]) -> Callable[..., None]:
+        """For what runs inside the training: it fails for itself."""
+
+        def guarded(*args: Any) -> None:
+            try:
+                work(*args)
+            except Exception as err:
+                self._failed(_error(self.path, err))
+
+        return guarded
+
+
+class Traces:
+    """The recordings of one session: one at a time."""
+
+    def __init__(self, hooks: Hooks, engine: Engine, meter: Meter) -> None:
+        self._hooks, self._engine, self._meter = hooks, engine, meter
+        self._newest: Recording | None = None
+
+    def start(self, path: str | os.PathLike[str], steps: int | None, overwrite: bool, model: nn.Module | None,
+              about: Mapping[str, Any]) -> Recording:  # fmt: skip
+        assert model is not None, "a session lives no longer than its model"
+        if self._newest is not None and self._newest.is_on:
+            raise SessionError(
+                f"A trace is being recorded already, into {self._newest.path!r}. One at a time can be. Close it first."
+            )
+        self._newest = Recording(path, steps, overwrite, model=model, hooks=self._hooks, engine=self._engine,
+                                 meter=self._meter, about=about)  # fmt: skip
+        return self._newest
+
+    def end(self) -> None:
+        if self._newest is not None:
+            self._newest.end()
+
+    def close(self) -> None:
+        """Raises the failure of a recording that nobody closed."""
+        if self._newest is not None:
+            self._newest.close()
+
+
+class _Relay:
+    """What the hooks report to while a trace is recorded: notes the time and passes the event on."""
+
+    def __init__(self, recording: Recording, inner: Listener) -> None:
+        self._inner = inner
+        self._recording = recording
+        tell = recording._guarded
+        self._backward_over = tell(recording.backward_over)
+        self._update_begins, self._update_ended = tell(recording.update_begins), tell(recording.update_ended)
+        self._step_ended, self._layer_updated = tell(recording.step_ended), tell(recording.layer_updated)
+        self._forward_begins, self._forward_ended = tell(recording.forward_begins), tell(recording.forward_ended)
+        self._steps: int | None = None
+
+    def before_step(self, index: int, by_hand: bool, *, has_gradients: bool) -> None:
+        self._backward_over()
+        if self._steps is None:
+            self._steps = self._updates()
+        self._inner.before_step(index, by_hand, has_gradients=has_gradients)
+
+    def gate(self) -> None:
+        self._inner.gate()
+        if self._recording.is_full:
+            self._recording.end()
+        else:
+            self._update_begins()
+
+    def after_step(self, index: int) -> None:
+        self._update_ended(index)
+        self._inner.after_step(index)
+        if self._updates() != self._steps:
+            self._steps = self._updates()
+            self._step_ended(self._steps)
+
+    def after_step_hooks(self) -> None:
+        self._inner.after_step_hooks()
+
+    def skipped_step(self, index: int) -> None:
+        self._update_ended(index)
+        self._inner.skipped_step(index)
+
+    def forward_begins(self, inputs: tuple[Any, ...]) -> None:
+        self._inner.forward_begins(inputs)
+        self._forward_begins()
+
+    def forward_ended(self) -> None:
+        self._forward_ended()
+        self._inner.forward_ended()
+
+    def unknown_optimizer(self, optimizer: Any) -> None:
+        self._inner.unknown_optimizer(optimizer)
+
+    def layers_begin(self, index: int) -> None:
+        self._inner.layers_begin(index)
+
+    def layer_updated(self, name: str, begin: int, tensors: Any) -> None:
+        self._layer_updated(name, begin)
+        self._inner.layer_updated(name, begin, tensors)
+
+    def layers_forgotten(self, index: int) -> None:
+        self._inner.layers_forgotten(index)
+
+    def _updates(self) -> int:
+        updates: int = self._inner.updates  # type: ignore[attr-defined]
+        return updates
+
+
+def _check(path: str, steps: Any, overwrite: bool) -> None:
+    """What would keep the file from being written, as far as it can be known now."""
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise ValueError(f"trace(steps={steps!r}): it is a number of steps, an int of at least 1, or None.")
+    refuse_existing(path, overwrite=overwrite)
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise TraceError(f"A trace cannot be written to {path!r}: its folder is not there or not writable. Nothing is "
+                         "recorded. Choose another name.")  # fmt: skip
+
+
+def _error(path: str, err: BaseException) -> TraceError:
+    error = TraceError(
+        f"The trace {path!r} could not be made: {err}. Training and pool are as if there were none. Choose another "
+        "place, or record it again."
+    )
+    error.errno = getattr(err, "errno", None)
+    return error

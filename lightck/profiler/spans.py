@@ -1,0 +1,139 @@
+"""What the copy threads and the waiting training thread did, as the native engine recorded it.
+
+Takes spans out of the engine's queue and makes events of them: blocks of one tensor that a thread copied one after the
+other are one event. Spans that found the queue full are counted, never guessed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck._native import check, ffi, lib
+from lightck.pool.engine import Engine
+from lightck.pool.format.layout import Entry
+from lightck.profiler import events
+from lightck.profiler.events import COMMIT, COPY, HELPED, STALL, Event
+
+SPAN_DTYPE = np.dtype(
+    [("begin", "u8"), ("end", "u8"), ("cpu", "u8"), ("generation", "u8"), ("tensor", "u8"), ("nbytes", "u8"),
+     ("kind", "u4"), ("thread", "u4"), ("helped", "u4"), ("zero", "u4")]
+)  # fmt: skip
+_PAUSE_NS = 200_000
+"""Blocks that lie further apart than this are shown apart: the thread did something else, or had no processor."""
+_CELLS = 1 << 16
+"""Of the engine's queue, 72 bytes each: 4 GB of blocks between two takes."""
+_COMMIT_PARTS = {lib.LCK_SPAN_MANIFEST: "manifest", lib.LCK_SPAN_SYNC: "sync", lib.LCK_SPAN_LINE: "line"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    step: int
+    entries: tuple[Entry, ...]
+
+
+class Spans:
+    """The engine's spans of one recording."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._taken: list[npt.NDArray[Any]] = []
+        self._count = 0
+        self._versions: dict[int, _Version] = {}
+        self._buffer = np.zeros(1 << 14, SPAN_DTYPE)
+        self._trainer = threading.get_native_id()
+        self.dropped = 0
+
+    def start(self) -> None:
+        self.take()  # what an earlier recording left in the queue
+        self._taken.clear()
+        self.dropped = self._count = 0
+        check(lib.lck_spans_start(self._engine.handle, _CELLS), "recording spans")
+
+    def version(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
+        """A version begins; ``entries`` by record number, as they are now."""
+        self._versions[generation] = _Version(step, tuple(entries))
+
+    def take(self) -> None:
+        """Empty the queue."""
+        if self._engine.handle is None:
+            return
+        count, dropped = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        array = ffi.cast("lck_span *", self._buffer.ctypes.data)
+        while True:
+            check(lib.lck_spans_take(self._engine.handle, array, len(self._buffer), count, dropped), "taking spans")
+            self.dropped += int(dropped[0])
+            self._keep(_merged(self._buffer[: count[0]]))
+            if count[0] < len(self._buffer):
+                return
+
+    def _keep(self, spans: npt.NDArray[Any]) -> None:
+        if self._count + len(spans) > events.EVENTS_MAX // 2:
+            self.dropped += len(spans)
+            return
+        self._count += len(spans)
+        self._taken.append(spans)
+
+    def stop(self) -> None:
+        if self._engine.handle is not None:
+            check(lib.lck_spans_stop(self._engine.handle), "ending the record of spans")
+            self.take()
+
+    # -- as events ---------------------------------------------------------------------------------------
+
+    def events(self, start: int) -> Iterator[Event]:
+        """All of them; times from ``start`` (nanoseconds of CLOCK_MONOTONIC)."""
+        spans = np.concatenate(self._taken) if self._taken else np.zeros(0, SPAN_DTYPE)
+        spans = _merged(spans[spans["begin"] >= start])
+        others = sorted({int(t) for t in spans["thread"]} - {self._trainer})
+        rows = {thread: f"{COPY}{number}" for number, thread in enumerate(others, 1)}
+        for span in spans:
+            event = self._event(span, rows.get(int(span["thread"]), HELPED), start)
+            if event is not None:
+                yield event
+
+    def _event(self, span: Any, row: str, start: int) -> Event | None:
+        version = self._versions.get(int(span["generation"]))
+        if version is None:  # began before the recording
+            return None
+        kind, nbytes = int(span["kind"]), int(span["nbytes"])
+        begin, end = int(span["begin"]) - start, int(span["end"]) - start
+        by = row.removeprefix("copy: ")
+        args = {"step": version.step, "bytes": nbytes, "cpu_ms": round(int(span["cpu"]) / 1e6, 4), "by": by}
+        if kind in _COMMIT_PARTS:
+            return Event(COMMIT, _COMMIT_PARTS[kind], begin, end, args)
+        if kind == lib.LCK_SPAN_HEADER:
+            return Event(STALL, "slot header", begin, end, args)
+        if kind == lib.LCK_SPAN_NOW:
+            return Event(HELPED, "at once", begin, end, args) if nbytes else None
+        number = int(span["tensor"])
+        name = version.entries[number].name if number < len(version.entries) else f"tensor {number}"
+        return Event(row, name, begin, end, {**args, "module": module_of(name), "helped": bool(span["helped"])})
+
+
+def module_of(name: str) -> str:
+    """The module that a tensor belongs to: ``h.0.fc`` of ``optimizer/h.0.fc.weight/exp_avg``."""
+    param = name.split("/")[1] if "/" in name else name
+    return param.rpartition(".")[0]
+
+
+def _merged(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A new array: blocks of one thread, version and tensor as one, with the bytes and processor time of all."""
+    if not len(spans):
+        return spans.copy()
+    spans = spans[np.lexsort((spans["begin"], spans["kind"], spans["thread"]))]
+    last, this = spans[:-1], spans[1:]
+    same = (this["kind"] == lib.LCK_SPAN_COPY) & (this["begin"] < last["end"] + np.uint64(_PAUSE_NS))
+    for field in ("kind", "thread", "generation", "tensor", "helped"):
+        same &= this[field] == last[field]
+    firsts = np.flatnonzero(np.concatenate([[True], ~same]))
+    merged = spans[firsts].copy()
+    merged["end"] = spans["end"][np.concatenate([firsts[1:] - 1, [len(spans) - 1]])]
+    for field in ("nbytes", "cpu"):
+        merged[field] = np.add.reduceat(spans[field], firsts)
+    return merged

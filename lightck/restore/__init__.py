@@ -1,0 +1,1 @@
+"""One checkpoint of one pool: read, verified, applied."""

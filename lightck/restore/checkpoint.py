@@ -1,0 +1,198 @@
+"""A recovered version, loaded into memory or restored in place."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightck.errors import LightckError, SessionError
+from lightck.pool.format.structures import CommitLine
+from lightck.pool.reader import Rejected
+from lightck.restore import restore as _restore
+from lightck.restore.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
+from lightck.restore.memory import ordinary_tensors
+from lightck.restore.optimizer import joined, keys_by_param
+from lightck.restore.resume import RestoredFrom, mark_poisoned, remember
+from lightck.sessions import has_open_session
+from lightck.state import values
+from lightck.state.nest import followed
+from lightck.state.rng import RngState
+
+
+class Checkpoint:
+    """One version of a training. Made by :func:`lightck.recover`.
+
+    Attributes:
+        step: updates made when it was closed.
+        iteration: boundaries passed, skipped updates included.
+        rejected: newer versions that were passed over, each with its reason.
+        drift: what did not fit, where it was restored with ``strict=False``.
+        contents, line: the parsed version and its commit line, for lightck itself.
+    """
+
+    def __init__(self, contents: Contents, source: Callable[[], MemorySource], line: CommitLine, path: str, uuid: bytes,
+                 rejected: Sequence[Rejected]) -> None:  # fmt: skip
+        """``source`` gives the tensors when they are first asked for. One that was restored in place reads the pool
+        again then: the live tensors train on, and are not this version for long."""
+        self.step = contents.step
+        self.iteration = contents.iteration
+        self.rejected: tuple[Rejected, ...] = tuple(rejected)
+        self.drift = _restore.Drift()
+        self.contents = contents
+        self._read_source = source
+        self._known: MemorySource | None = None
+        self.line = line
+        self._path = path
+        self._uuid = uuid
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(step={self.step}, tensors={len(self.contents.entries)}, pool={self._path!r})"
+
+    @property
+    def model(self) -> OrderedDict[str, Any]:
+        """A state_dict: name -> tensor, tied weights as one tensor; extra state as it was given."""
+        found: OrderedDict[str, Any] = OrderedDict()
+        for name, entry in self.contents.model_entries.items():
+            found[name] = self.tensor(entry.alias or entry.name)
+        for name, packed in self.contents.extra.items():
+            found[name] = values.unpack(packed, tensor=self.tensor)
+        return found
+
+    @property
+    def optimizer(self) -> dict[str, Any] | list[dict[str, Any]] | None:
+        """The optimizer's state_dict, as torch numbers it; a list where there are several (a wrapper before what it
+        wraps), None where none was saved. Its tensors are copies: an optimizer that loads them trains on in them.
+
+        ``Optimizer.load_state_dict`` casts state to its parameter's dtype; ``restore`` does not."""
+        dicts = [self._optimizer_dict(o) for o in self.contents.optimizers]
+        if len(dicts) > 1:
+            return dicts
+        return dicts[0] if dicts else None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """name -> what that object's ``state_dict()`` returned."""
+        return {n: values.unpack(packed, tensor=self.tensor) for n, packed in self.contents.state.items()}
+
+    @property
+    def rng(self) -> RngState:
+        """The random states from which the next step starts; ``rng.restore()`` sets them."""
+        return self.contents.rng
+
+    @ordinary_tensors()
+    def restore(self, model: nn.Module, optimizer: Any = None, state: Mapping[str, Any] | None = None, *,
+                strict: bool = True) -> None:  # fmt: skip
+        """Put this version into a model (and optimizers, and objects in ``state``) in place, bit for bit.
+
+        Raises ``DriftError`` before anything changes where they do not fit (with ``strict=False`` what fits is taken
+        and ``drift`` lists the rest), ``SessionError`` where the model's session is open.
+        """
+        plan = plan_restore(self.contents, model, optimizer, state, strict=strict)
+        source = self._source
+        try:
+            _restore.apply(plan, source)
+        except BaseException as err:
+            if plan.held:  # else nothing was changed yet
+                poison(err, plan.held.values(), model)
+            raise
+        self.note_restored(model, plan)
+
+    def note_restored(self, model: nn.Module, plan: _restore.Plan) -> None:
+        self.drift = plan.drift
+        remember(model, RestoredFrom(self._path, self._uuid, self.line, self.contents, not_taken(plan)))
+
+    @property
+    def _source(self) -> MemorySource:
+        if self._known is None:
+            with ordinary_tensors():
+                self._known = self._read_source()
+        return self._known
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``); not the name of a tied one.
+        Raises ``NoTensorError``."""
+        refuse_unknown(name, self.contents.entries)
+        return self._source.tensors[name]
+
+    @ordinary_tensors()
+    def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, Any]:
+        numbers = {name: i for i, name in enumerate(saved.all_names)}
+        keys = keys_by_param(self.contents, saved)
+        copies: dict[str, torch.Tensor] = {}
+
+        def copy_of(name: str) -> torch.Tensor:
+            if name not in copies:
+                copies[name] = self.tensor(name).clone()
+            return copies[name]
+
+        rest = unpack_dict(saved.values, tensor=copy_of)
+        state: dict[Any, Any] = {}
+        for name, number in numbers.items():
+            found: dict[Any, Any] = {key: copy_of(e.alias or e.name) for key, e in keys.get(name, {}).items()}
+            if found or name in rest:
+                state[number] = joined(found, rest, name)
+        state |= unpack_dict(saved.rest, tensor=copy_of)
+        groups = [
+            {**deepcopy(options), "params": [numbers[n] for n in names]}
+            for options, names in zip(saved.groups, saved.names, strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
+
+
+def refuse_other_than_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the module that you train.")
+
+
+def refuse_other_than_bool(**flags: Any) -> None:
+    """``overwrite="no"`` would be taken for a yes, and a training's checkpoints be discarded."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass True or False.")
+
+
+def refuse_other_than_mapping(state: Any) -> None:
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
+
+
+def plan_restore(contents: Contents, model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, *,
+                 strict: bool, complete: bool = False) -> _restore.Plan:  # fmt: skip
+    """Check a restore into these objects; nothing changes yet. A name in ``state`` whose object is None is declined."""
+    refuse_other_than_module(model)
+    refuse_other_than_mapping(state)
+    refuse_other_than_bool(strict=strict)
+    if has_open_session(model, parts_of_it=True):
+        raise SessionError(
+            "This model's session is open, or that of another model that has parts of it: restoring into it would "
+            "change what is being saved. Close the session first (session.close()), then restore and attach again."
+        )
+    many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
+    return _restore.check(contents, model, list(followed(many)), state or {}, strict=strict, complete=complete)
+
+
+def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Module) -> None:
+    """A restore failed half-way: nobody shall train on a mix, and the error says what became of the model."""
+    _restore.poison(touched, model)
+    mark_poisoned(model)
+    if isinstance(error, LightckError) and error.args:
+        told = f"{error.args[0]} The model's parameters are NaN now: build it anew, or restore a checkpoint into it."
+        error.args = (told, *error.args[1:])
+
+
+def not_taken(plan: _restore.Plan) -> tuple[str, ...]:
+    """What a version holds and this restore did not take: attach asks for it."""
+    taken = {id(saved) for saved, _ in plan.optimizers}
+    missing = [f"the {saved.class_name}" for saved in plan.contents.optimizers if id(saved) not in taken]
+    taken_state = plan.objects.keys() | plan.declined
+    missing += [f"state {name!r}" for name in plan.contents.state if name not in taken_state]
+    unfit = [*plan.drift.extra, *plan.drift.reshaped, *plan.drift.retyped]
+    if unfit:
+        missing.append(f"the tensor {unfit[0]}" if len(unfit) == 1 else f"{len(unfit)} tensors ({unfit[0]}; ...)")
+    return tuple(missing)

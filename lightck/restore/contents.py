@@ -1,0 +1,256 @@
+"""A version's contents at the level of torch: names, groups, values and tensors, parsed from untrusted bytes.
+
+``Contents`` is built from the small state of a version before any payload is read. Two sources give the payload: the
+pool (``Version``, verified as it is read) and memory (``MemorySource``, a checkpoint that was loaded whole).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+import torch
+
+from lightck.errors import CorruptPoolError, NoTensorError
+from lightck.pool.format.layout import Entry
+from lightck.state import values
+from lightck.state.built import Built
+from lightck.state.dtypes import dtype_from_name
+from lightck.state.fingerprint import STATE_VERSION
+from lightck.state.rng import RngState
+
+
+class Source(Protocol):
+    """Where a version's payload comes from."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
+
+    def read_into(self, name: str, address: int) -> None: ...
+
+    def read_many(self, places: Sequence[tuple[str, int]]) -> None: ...
+
+
+class MemorySource:
+    """Tensors that were read and verified before, each in the layout of its entry."""
+
+    def __init__(self, entries: Mapping[str, Entry], tensors: Mapping[str, torch.Tensor]) -> None:
+        self.entries = dict(entries)
+        self.tensors = dict(tensors)
+
+    def read_into(self, name: str, address: int) -> None:
+        entry, tensor = self.entries[name], self.tensors[name].detach()
+        if tensor.device.type != "cpu" or tuple(tensor.stride()) != entry.stride:
+            tensor = empty_for(entry, "cpu").copy_(tensor)
+        if entry.nbytes and address:
+            ctypes.memmove(address, tensor.data_ptr(), entry.nbytes)
+
+    def read_many(self, places: Sequence[tuple[str, int]]) -> None:
+        for name, address in places:
+            self.read_into(name, address)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerContents:
+    """One optimizer as it was saved."""
+
+    class_name: str
+    names: list[list[str]]
+    groups: list[dict[str, Any]]
+    values: bytes
+    rest: bytes
+    wraps: bool = False
+    """It wraps another one: the state tensors that are named by parameter are that one's."""
+
+    @property
+    def all_names(self) -> list[str]:
+        return [name for group in self.names for name in group]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Everything in a version but its payload."""
+
+    step: int
+    iteration: int
+    event: str
+    explicit: bool
+    rng: RngState
+    rng_forward: RngState | None
+    optimizers: list[OptimizerContents]
+    state: dict[str, bytes]
+    classes: dict[str, str]
+    """Name in ``state`` -> class of the object that it was saved from."""
+    extra: dict[str, bytes]
+    loaders: dict[str, dict[str, Any]]
+    at_once: list[str]
+    elastic: frozenset[str]
+    """Buffers that came, went or changed their size: taken as they were saved."""
+    built: Built | None
+    """What the script had built at attach; None in a pool of an older lightck."""
+    frozen: list[str] | None
+    """Parameters that need no gradient, where they are not those of ``built``."""
+    fingerprint: dict[str, Any]
+    entries: Mapping[str, Entry]
+    stale_after: int | None = None
+    """Older versions with a larger generation than this hold old bytes of a tensor. None: none is known to."""
+    persistent_started: bool = False
+    """A DataLoader outside the session had started its persistent workers."""
+    done: bool = False
+    """The training had come to its end: ``session.close(done=True)``."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Those that modules keep as plain attributes and had changed."""
+
+    @classmethod
+    def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
+        """Raises ``CorruptPoolError`` where the small state is not one that this version of lightck wrote."""
+        raw = unpack_dict(small_state)
+        try:
+            if _typed(raw["version"], int) != STATE_VERSION:
+                raise CorruptPoolError(f"its small state has version {raw['version']!r}")
+            return cls(
+                step=step,
+                iteration=iteration,
+                event=_typed(raw["event"], str),
+                explicit=_typed(raw["explicit"], bool),
+                rng=RngState.from_value(raw["rng"]),
+                rng_forward=None if raw["rng_forward"] is None else RngState.from_value(raw["rng_forward"]),
+                optimizers=[_optimizer(o) for o in _typed(raw["optimizers"], list)],
+                state=_bytes_map(raw["state"]),
+                classes={_typed(k, str): _typed(v, str) for k, v in _typed(raw.get("classes", {}), dict).items()},
+                extra=_bytes_map(raw["extra"]),
+                loaders={_typed(k, str): _typed(v, dict) for k, v in _typed(raw["loaders"], dict).items()},
+                at_once=[_typed(n, str) for n in _typed(raw["at_once"], list)],
+                elastic=frozenset(_typed(n, str) for n in _typed(raw.get("elastic", []), list)),
+                built=None if raw.get("built") is None else Built.parse(raw["built"]),
+                frozen=None if raw.get("frozen") is None else [_typed(n, str) for n in _typed(raw["frozen"], list)],
+                fingerprint=_typed(raw["fingerprint"], dict),
+                entries=entries,
+                stale_after=None if raw.get("stale_after") is None else _typed(raw["stale_after"], int),
+                persistent_started=_typed(raw.get("persistent_started", False), bool),
+                done=_typed(raw.get("done", False), bool),
+                numbers={_typed(k, str): _typed(v, int) for k, v in _typed(raw.get("numbers", {}), dict).items()},
+            )
+        except (KeyError, TypeError, IndexError, AttributeError) as err:
+            raise CorruptPoolError(f"its small state is malformed ({type(err).__name__}: {err})") from err
+
+    @property
+    def model_entries(self) -> dict[str, Entry]:
+        """name in the model -> entry."""
+        return {n.removeprefix("model/"): e for n, e in self.entries.items() if n.startswith("model/")}
+
+
+def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = None) -> dict[Any, Any]:
+    """What one of our dicts was packed from. Raises ``CorruptPoolError``; ``tensor`` as in ``values.unpack``."""
+    found: dict[Any, Any] = _typed(values.unpack(packed, tensor=tensor), dict)
+    return found
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise CorruptPoolError(f"its small state is malformed ({kind.__name__} expected)")
+    return value
+
+
+def _bytes_map(value: Any) -> dict[str, bytes]:
+    return {_typed(k, str): _typed(v, bytes) for k, v in _typed(value, dict).items()}
+
+
+def _optimizer(value: Any) -> OptimizerContents:
+    names = [[_typed(n, str) for n in _typed(group, list)] for group in _typed(value["names"], list)]
+    groups = [_typed(g, dict) for g in _typed(values.unpack(_typed(value["groups"], bytes)), list)]
+    if len(groups) != len(names):
+        raise CorruptPoolError("its optimizer has groups without options")
+    packed, rest = _typed(value["values"], bytes), _typed(value["rest"], bytes)
+    wraps = _typed(value.get("wraps", False), bool)
+    return OptimizerContents(_typed(value["class"], str), names, groups, packed, rest, wraps)
+
+
+def refuse_unusable(device: Any) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for a device on which no tensor can be made: torch's own words come late,
+    in the midst of a version, and as all kinds of errors."""
+    if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
+        kind = type(device).__name__
+        raise TypeError(f'device={device!r} is a {kind}. Pass a torch.device or its name: device="cpu".')
+    try:
+        is_meta = torch.empty(0, device=device).is_meta
+    except (RuntimeError, AssertionError, ImportError) as err:
+        why = str(err).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"device={str(device)!r} cannot be used here: {why}. Nothing was read. Pass a device that this machine and "
+            "this torch have, or leave device= out: then tensors are made on the CPU."
+        ) from err
+    if is_meta:
+        raise ValueError(
+            "device='meta': a tensor there has no bytes, so nothing of the checkpoint would be loaded. Leave device= "
+            "out, and look at names, shapes and dtypes in the checkpoint's tensors."
+        )
+
+
+def empty_for(entry: Entry, device: torch.device | str) -> torch.Tensor:
+    """An uninitialised tensor with the layout of an entry, on the CPU first (payload arrives there)."""
+    dtype = dtype_from_name(entry.dtype)
+    return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device=device)
+
+
+def load_tensor(source: Source, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    """One tensor of a version, verified. Raises ``DamagedError`` at a bad block."""
+    tensor = empty_for(source.entries[name], "cpu")
+    if tensor.numel():
+        source.read_into(name, tensor.data_ptr())
+    return tensor.to(device)
+
+
+def load_tensors(source: Source, names: Sequence[str], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """The same for many: together where they stay on the CPU; else one by one, so that the host never holds all."""
+    if torch.device(device).type != "cpu":
+        return {name: load_tensor(source, name, device) for name in names}
+    tensors = {name: empty_for(source.entries[name], "cpu") for name in names}
+    source.read_many([(name, tensor.data_ptr()) for name, tensor in tensors.items() if tensor.numel()])
+    return tensors
+
+
+def in_memory(source: Source, device: torch.device | str = "cpu") -> MemorySource:
+    """All tensors of a version, verified: they stay when the pool is written to or closed."""
+    own = [name for name, entry in source.entries.items() if entry.alias is None]
+    return MemorySource(source.entries, load_tensors(source, own, device))
+
+
+def named(entries: Mapping[str, Entry], name: str) -> Entry:
+    """The entry that the small state names. Raises ``CorruptPoolError``."""
+    if name not in entries:
+        raise CorruptPoolError(f"its small state names a tensor {name!r} that it does not hold")
+    return entries[name]
+
+
+def tensor_reader(source: Source, held: dict[str, torch.Tensor] | None = None) -> Callable[[str], torch.Tensor]:
+    """How ``values.unpack`` gets large tensors: by name, from this version only. They are noted in ``held``."""
+
+    def read(name: str) -> torch.Tensor:
+        named(source.entries, name)
+        tensor = load_tensor(source, name)
+        if held is not None:
+            held[name] = tensor
+        return tensor
+
+    return read
+
+
+def refuse_unknown(name: str, entries: Mapping[str, Entry]) -> None:
+    """Raises ``NoTensorError`` for a name under which a version stores no tensor."""
+    entry = entries.get(name)
+    if entry is None:
+        ending = [known for known in entries if known.endswith(f"/{name}")][:3]
+        near = ending or get_close_matches(str(name), entries, n=3)
+        hint = f"Near it are {', '.join(map(repr, near))}. " if near else ""
+        raise NoTensorError(
+            f"The checkpoint holds no tensor {name!r}. Tensors have their names in the pool, such as 'model/0.weight'. "
+            f"{hint}`lightck inspect --tensors POOL` lists them all."
+        )
+    if entry.alias is not None:
+        raise NoTensorError(
+            f"{name!r} is tied to another tensor and is stored under that one's name. Ask for {entry.alias!r}."
+        )

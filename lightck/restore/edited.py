@@ -1,0 +1,108 @@
+"""What was changed in the script between two runs, and what changed during the first: told apart by what was built.
+
+Options and ``requires_grad`` go on as the checkpoint has them. What moved during the training (a scheduled lr, layers
+that were unfrozen) is restored without a word; where the script itself builds something else than it did, a warning
+names it, since the checkpoint's value wins.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightck.errors import StateValueError, listed
+from lightck.restore.contents import Contents, OptimizerContents
+from lightck.state import values
+from lightck.state.built import frozen_names
+from lightck.state.inventory import ModelView, OptimizerView
+
+log = logging.getLogger("lightck")
+
+
+def options(contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]],
+            objects: Mapping[str, Any]) -> list[str]:  # fmt: skip
+    """Options of optimizers and schedulers that this script builds otherwise, and that are about to be set back. To be
+    asked before the restore."""
+    built = contents.built
+    if built is None:
+        return []
+    found: list[str] = []
+    for saved, live in pairs:
+        index = next(i for i, one in enumerate(contents.optimizers) if one is saved)
+        if index >= len(built.groups) or len(live.optimizer.state) != built.states[index]:
+            continue  # this one has stepped: its options are not those that it was built with
+        for g, (then, now, kept) in enumerate(zip(built.groups[index], live.groups(), saved.groups, strict=False)):
+            where = f" of group {g}" if len(saved.groups) > 1 else ""
+            found += [f"{live.class_name}'s {key}{where} {text}" for key, text in _edited(then, now, kept)]
+    for name, obj in objects.items():
+        then = built.schedulers.get(name, {})
+        if isinstance(obj, LRScheduler) and then:
+            now = dict(obj.state_dict())
+            kept = values.unpack(contents.state[name], tensor=lambda name: torch.empty(0))
+            if _is_equal(_ticks(now), _ticks(then)) and isinstance(kept, Mapping):
+                found += [f"{type(obj).__name__}'s {key} {text}" for key, text in _edited(then, now, kept)]
+    return found
+
+
+def _ticks(state: Mapping[Any, Any]) -> list[Any]:
+    """How far a scheduler's state has come, with those that it consists of."""
+    parts = state.get("_schedulers", ())
+    nested = [_ticks(part) for part in parts if isinstance(part, Mapping)] if isinstance(parts, (list, tuple)) else []
+    return [state.get("last_epoch"), state.get("_step_count"), *nested]
+
+
+def _edited(then: Mapping[Any, Any], now: Mapping[Any, Any], kept: Mapping[Any, Any]) -> list[tuple[str, str]]:
+    """(key, values) of what was built in another way then, and is not what the checkpoint holds anyway."""
+    keys = [key for key in then if key in now and key in kept]
+    return [
+        (str(key), f"({_text(now[key])} here, {_text(then[key])} then, {_text(kept[key])} in the checkpoint)")
+        for key in keys
+        if not _is_equal(then[key], now[key]) and not _is_equal(now[key], kept[key])
+    ]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return values.pack(one, path="") == values.pack(other, path="")
+    except StateValueError:
+        return True  # what cannot be stored is refused elsewhere
+
+
+def _text(value: Any) -> str:
+    text = repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def tell_options(found: Sequence[str]) -> None:
+    if found:
+        log.warning("lightck: the script builds other options than the one that this training began with: %s. Those of "
+                    "the checkpoint are used: to change them, set them after attach", listed(found))  # fmt: skip
+
+
+def set_flags(contents: Contents, model: ModelView) -> None:
+    """``requires_grad`` of every parameter of the model as it was when the version was closed."""
+    built = contents.built
+    if built is None:
+        return
+    lives = model.tensors(None)
+    was = set(built.frozen if contents.frozen is None else contents.frozen)
+    edited = set(built.frozen) ^ set(frozen_names(lives))
+    changed = []
+    for live in lives:
+        name, tensor = live.name.removeprefix("model/"), live.tensor
+        can_need = tensor.is_floating_point() or tensor.is_complex()
+        if live.role == "param" and tensor.requires_grad == (name in was) and (tensor.requires_grad or can_need):
+            tensor.requires_grad_(name not in was)
+            changed.append(name)
+    against = [f"{name} ({'False' if name in was else 'True'})" for name in changed if name in edited]
+    if against:
+        log.warning("lightck: requires_grad is set as in the checkpoint, and not as this script built it, of %s. To "
+                    "change it, set it after attach", listed(against))  # fmt: skip
+    elif changed:
+        log.info("lightck: requires_grad is set as in the checkpoint, of %s", listed(changed))
+
+

@@ -1,0 +1,347 @@
+"""Putting a version back into a live training, in place, bit for bit.
+
+First everything that can be checked is checked (``check``: classes, groups, names, shapes, dtypes); only then the first
+byte changes (``apply``). Values are written with their own dtype, device and layout, never through
+``load_state_dict`` of an optimizer, which casts. Order: payload, then objects in ``state``, then optimizer options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from lightck.errors import DriftError, LightckError, listed
+from lightck.pool.format.layout import Entry
+from lightck.restore import edited, memory
+from lightck.restore.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
+from lightck.restore.fill import Fills
+from lightck.restore.optimizer import read_state, set_state
+from lightck.restore.readback import ObjectCheck, check_optimizer, fits
+from lightck.state import values
+from lightck.state.dtypes import dtype_from_name
+from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_views
+from lightck.state.objects import class_name_of
+from lightck.state.storable import refuse_unstorable
+
+_Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How a checkpoint and what it is restored into differ. Names of tensors, and sentences about the rest."""
+
+    missing: tuple[str, ...] = ()
+    """The model has it, the checkpoint does not."""
+    extra: tuple[str, ...] = ()
+    """The checkpoint has it, the model does not."""
+    reshaped: tuple[str, ...] = ()
+    retyped: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+    """Optimizers, groups and objects in ``state`` that do not match."""
+
+    def __bool__(self) -> bool:
+        return any((self.missing, self.extra, self.reshaped, self.retyped, self.other))
+
+    def __str__(self) -> str:
+        parts = []
+        for label in ("missing", "extra", "reshaped", "retyped", "other"):
+            items = getattr(self, label)
+            if items:
+                more = f" and {len(items) - 5} more" if len(items) > 5 else ""
+                parts.append(f"{label}: {'; '.join(items[:5])}{more}")
+        return " | ".join(parts)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What ``apply`` will do: checked, and nothing changed yet."""
+
+    contents: Contents
+    drift: Drift
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """Entry name -> live tensor to fill."""
+    elastic: list[tuple[str | None, Live]] = field(default_factory=list)
+    """Buffers that came, went or changed their size while the version was trained: entry name, or None for one that
+    was None, and where it belongs."""
+    optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    declined: frozenset[str] = frozenset()
+    """Names in ``state`` that the user said no to."""
+    extra: list[tuple[str, nn.Module]] = field(default_factory=list)
+    edited: list[str] = field(default_factory=list)
+    """Options that are set back from what the script built."""
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Entry name -> the tensor that holds its bytes now, as far as ``apply`` got."""
+    unfit: set[str] = field(default_factory=set)
+    """Parameters that do not fit: their optimizer state is not taken either."""
+
+
+def check(
+    contents: Contents,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    objects: Mapping[str, Any],
+    *,
+    strict: bool,
+    complete: bool,
+) -> Plan:
+    """Compare a version with a live training. Raises ``DriftError`` where they differ and ``strict`` is set.
+
+    ``objects``: name -> object, or None for a name that is declined.
+
+    ``complete``: what the version holds and nobody takes (an optimizer, a name in ``state``) is drift too.
+    """
+    view = ModelView(model)
+    names = view.names_by_id()
+    opt_views = optimizer_views(optimizers, names)
+    plan = Plan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
+    notes: list[str] = []
+    tensors = view.tensors(None) + [live for o in opt_views for live in o.outside()]
+    for live in tensors:
+        refuse_unstorable(live.name, live.tensor, "restored")
+    left = _match_elastic(contents, view, tensors, plan)
+    missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
+    _match_optimizers(contents, opt_views, plan, notes, complete)
+    _match_objects(contents, objects, plan, notes, complete, strict)
+    _match_extra(contents, view, plan, notes)
+    plan.drift = Drift(missing, extra, reshaped, retyped, tuple(notes))
+    if plan.drift and strict:
+        raise DriftError(
+            f"The checkpoint of step {contents.step} does not fit: {plan.drift}. It was saved from another model, "
+            "optimizer or state. Build them as they were, or take what fits with "
+            "lightck.recover(path, model, strict=False).",
+            plan.drift,
+        )
+    plan.edited = edited.options(contents, plan.optimizers, plan.objects)
+    return plan
+
+
+def _match_elastic(contents: Contents, view: ModelView, lives: list[Live], plan: Plan) -> list[Live]:
+    """Plan for the buffers that do not fit and are known to come, go or change their size. Returns the others."""
+    left = []
+    for live in lives:
+        entry = contents.entries.get(live.name)
+        if live.role == "buffer" and live.name in contents.elastic and not (entry and _is_like(live.tensor, entry)):
+            plan.elastic.append((None if entry is None else entry.alias or live.name, live))
+        else:
+            left.append(live)
+    for name, home, key in view.vacant_buffers():
+        entry = contents.entries.get(name)
+        if entry is not None and name in contents.elastic:
+            plan.elastic.append((entry.alias or name, Live(name, "buffer", torch.empty(0), home, key)))
+    return left
+
+
+def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
+    return tensor.shape == entry.shape and tensor.dtype == dtype_from_name(entry.dtype)
+
+
+def _match_tensors(contents: Contents, lives: list[Live], plan: Plan,
+                   notes: list[str]) -> tuple[_Names, _Names, _Names, _Names]:  # fmt: skip
+    held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
+    for _, live in plan.elastic:
+        held.pop(live.name, None)
+    objects = {live.name: live.tensor for live in lives}
+    missing, reshaped, retyped = [], [], []
+    for live in lives:
+        entry = held.pop(live.name, None)
+        if entry is None:
+            missing.append(live.name)
+            continue
+        if not _is_like(live.tensor, entry):
+            plan.unfit.add(live.name.removeprefix("model/"))
+            if tuple(live.tensor.shape) != entry.shape:
+                reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
+            else:
+                retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
+        elif live.alias is None or not _were_tied(contents, live.name, live.alias):
+            if live.alias is not None and objects.get(live.alias) is live.tensor and live.alias in contents.entries:
+                notes.append(f"{live.name} is tied to {live.alias} live, and had values of its own when it was saved")
+            else:  # one in the memory of another is written too, to see whether the saved values go together
+                plan.tensors.append((entry.alias or live.name, live.tensor))
+    return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
+
+
+def _were_tied(contents: Contents, name: str, other: str) -> bool:
+    owners = [entry.alias or entry.name for n in (name, other) if (entry := contents.entries.get(n)) is not None]
+    return len(owners) == 2 and owners[0] == owners[1]
+
+
+def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan, notes: list[str],
+                      complete: bool) -> None:  # fmt: skip
+    left, pairs = _pairs(contents.optimizers, views)
+    for saved, live in pairs:
+        if live is None:
+            if complete:
+                notes.append(f"the checkpoint holds the state of {saved.class_name}, and no optimizer takes it")
+            continue
+        problem = _optimizer_problem(saved, live)
+        if problem:
+            notes.append(problem)
+        else:
+            plan.optimizers.append((saved, live))
+    notes.extend(f"the checkpoint holds nothing for the live {live.class_name}" for live in left)
+
+
+_Pair = tuple[OptimizerContents, OptimizerView | None]
+
+
+def _pairs(saved: Sequence[OptimizerContents], views: Sequence[OptimizerView],
+           ) -> tuple[list[OptimizerView], list[_Pair]]:  # fmt: skip
+    """Who takes what, by parameters; and the live ones that are left. A wrapper has the parameters of what it wraps, so
+    those of the same class come first."""
+    left = list(views)
+    pairs: list[_Pair] = []
+    for same_class in (True, False):
+        for one in saved:
+            if any(one is known for known, _ in pairs):
+                continue
+            wanted = set(one.all_names)
+            common = {v.index: len(wanted & {n for n, _ in v.params}) for v in left}
+            fitting = [v for v in left if not same_class or (v.class_name == one.class_name and common[v.index])]
+            live = max(fitting, key=lambda v: common[v.index], default=None)
+            if live is not None:
+                left.remove(live)
+            if live is not None or not same_class:
+                pairs.append((one, live))
+    return left, pairs
+
+
+def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | None:
+    if saved.class_name != live.class_name:
+        return f"the checkpoint holds the state of {saved.class_name}, and the live optimizer is {live.class_name}"
+    if len(saved.names) != len(live.names):
+        return _other_groups(saved, live)
+    for g, (was, now) in enumerate(zip(saved.names, live.names, strict=True)):
+        if set(was) != set(now):
+            differ = sorted(set(was) ^ set(now))
+            return f"group {g} of {live.class_name} holds other parameters ({', '.join(differ[:3])})"
+    return None
+
+
+def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
+    n_saved, n_live = len(saved.names), len(live.names)
+    fact = f"{live.class_name} has {n_live} parameter group{'s' * (n_live != 1)}, the checkpoint {n_saved}"
+    if n_saved < n_live:
+        return fact
+    names = [name for group in saved.names[n_live:] for name in group]
+    return (
+        f"{fact}: those from group {n_live} on hold {listed(names)}. Groups that a training adds on its "
+        "way (add_param_group) have to be there before attach: lightck.recover(path).step says how far it came"
+    )
+
+
+def _match_objects(contents: Contents, objects: Mapping[str, Any], plan: Plan, notes: list[str], complete: bool,
+                   strict: bool) -> None:  # fmt: skip
+    """One of another class (renamed, it may be) is drift; it is taken all the same where it need not be strict, and has
+    a state of the same keys."""
+    for name in contents.state:
+        if objects.get(name) is not None:
+            was = contents.classes.get(name)
+            if was is not None and was != class_name_of(objects[name]):
+                notes.append(f"state {name!r} is {class_name_of(objects[name])} live, and was saved from {was}")
+                if strict or not fits(objects[name], contents.state[name]):
+                    continue
+            plan.objects[name] = objects[name]
+        elif complete and name not in plan.declined:
+            notes.append(
+                f"the checkpoint holds state {name!r}, and nothing live takes it (a scheduler is built before attach; "
+                f'others are passed in state={{"{name}": ...}}; None there declines it)'
+            )
+    asked = objects.keys() - plan.declined - contents.state.keys()
+    notes.extend(f"the checkpoint holds nothing for state {name!r}" for name in sorted(asked))
+
+
+def _match_extra(contents: Contents, view: ModelView, plan: Plan, notes: list[str]) -> None:
+    live = dict(view.extra)
+    for name in contents.extra.keys() ^ live.keys():
+        notes.append(f"extra state {name!r} is on one side only")
+    plan.extra = [(name, module) for name, module in view.extra if name in contents.extra]
+
+
+def apply(plan: Plan, source: Source) -> None:
+    """Do it. Raises ``DamagedError`` at a block that does not verify: live tensors may have changed by then, and
+    ``plan.held`` names them."""
+    _refuse_contradiction(plan, source)
+    fresh = {name: load_tensor(source, name) for name, _ in plan.elastic if name is not None}
+    with torch.no_grad():
+        fills = Fills(source)
+        for name, tensor in plan.tensors:
+            plan.held[name] = tensor
+            fills.add(name, tensor)
+        states = [
+            read_state(saved, live, plan.contents, plan.unfit, plan.held, fills) for saved, live in plan.optimizers
+        ]
+        fills.run()
+    read = tensor_reader(source, plan.held)
+    rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
+    objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
+    extra = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra}
+    _set_elastic(plan, fresh)
+    for name, module in plan.extra:
+        module.set_extra_state(extra[name])
+    checks = {name: ObjectCheck(name, obj) for name, obj in plan.objects.items()}
+    for name, obj in plan.objects.items():
+        _load(name, obj, objects[name])
+    for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
+        set_state(saved, live, state)
+        for key in live.rest():
+            del live.optimizer.state[key]
+        live.optimizer.state.update(rest)
+    for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
+        check_optimizer(live, state, rest, saved.groups)
+    for name, check_one in checks.items():  # load_state_dict may have changed what it was given: taken apart again
+        check_one.after(values.unpack(plan.contents.state[name], tensor=plan.held.__getitem__))
+    edited.tell_options(plan.edited)
+
+
+def _refuse_contradiction(plan: Plan, source: Source) -> None:
+    with torch.no_grad():
+        names = memory.contradiction(plan.tensors, lambda name: load_tensor(source, name))
+    if names is not None:
+        raise DriftError(
+            f"The checkpoint of step {plan.contents.step} does not fit: {names[0]} and {names[1]} share memory live, "
+            "and were saved with values that differ there. Nothing was changed. Build the model as it was, with memory "
+            "of its own for each of them."
+        )
+
+
+def _set_elastic(plan: Plan, fresh: Mapping[str, torch.Tensor]) -> None:
+    """All that can fail was read: buffers appear, go, or take their new size, as the same objects where there are."""
+    device = next((tensor.device for _, tensor in plan.tensors), torch.device("cpu"))
+    for name, live in plan.elastic:
+        assert live.home is not None
+        if name is None:
+            live.home[live.key] = None
+        elif live.home.get(live.key) is None:
+            live.home[live.key] = fresh[name].to(device)
+        else:
+            live.tensor.data = fresh[name].to(live.tensor.device)
+        if name is not None:
+            plan.held[name] = live.home[live.key]
+
+
+def _load(name: str, obj: Any, value: Any) -> None:
+    try:
+        obj.load_state_dict(value)
+    except LightckError:
+        raise
+    except Exception as err:
+        raise DriftError(
+            f"state[{name!r}] did not take its saved state: {type(err).__name__}: {err}. The object is not built as it "
+            "was when it was saved. Build it the same way, then restore again."
+        ) from err
+
+
+def poison(touched: Iterable[torch.Tensor], model: nn.Module) -> None:
+    """No version could be restored whole: make sure that nobody trains on a mix."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *touched]:
+            if tensor.dtype == torch.float4_e2m1fn_x2 or not (tensor.is_floating_point() or tensor.is_complex()):
+                continue  # no such value
+            memory.fill(tensor, float("nan"))

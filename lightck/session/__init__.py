@@ -1,0 +1,1 @@
+"""What a user calls: attach, the session itself, what it watches, and how it ends."""

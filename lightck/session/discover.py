@@ -1,0 +1,258 @@
+"""Finding what the user did not pass: the optimizers, LR schedulers and GradScaler that drive this model.
+
+They are looked for once, at attach, among live objects. Nothing is guessed: two candidates for one role are an error
+that names both, and garbage that is only waiting for collection is collected before it may count as a candidate.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from lightck.dataloader.persistent import draws_once
+from lightck.errors import AmbiguousError, LateError, UnsupportedError
+from lightck.state.nest import followed, has_hooks, inner_of, inside, loose_tensors, places
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a session saves beside the model. ``state`` includes what was passed."""
+
+    optimizers: tuple[Optimizer, ...]
+    """Every one that is followed; a wrapper before what it wraps."""
+    state: Mapping[str, Any]
+    found: Mapping[str, str] = field(default_factory=dict)
+    """name -> class, for what was found rather than passed."""
+    declined: bool = False
+    """Nobody is to look for optimizers: ``optimizer=[]``, or those that there are."""
+    persistent: tuple[DataLoader[Any], ...] = ()
+    """Live DataLoaders with persistent workers."""
+
+    @property
+    def updating(self) -> int:
+        """How many optimizers make updates: one inside another does not."""
+        return sum(place.steps for place in places(self.optimizers))
+
+
+def unwrap(optimizer: Any) -> Any:
+    """The innermost optimizer: the one that a scheduler and a wrapper around it have in common."""
+    return followed([optimizer])[-1]
+
+
+def discover(params: Mapping[int, int], optimizer: Any, state: Mapping[str, Any] | None) -> Found:
+    """Join what was passed with what is found. ``params``: id of each parameter of the model -> its position.
+
+    Raises ``AmbiguousError`` where two live objects could fill one role.
+    """
+    given = dict(state or {})
+    live = _LiveObjects()
+    if optimizer is None:
+        optimizers = _find_optimizers(live, params)
+    else:
+        optimizers = followed(optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
+        _refuse_shared(optimizers)
+    found = _names(optimizers) if optimizer is None else {}
+    for one in optimizers:
+        _tell_loose_tensors(one, params, given)
+    extra = {**_find_schedulers(live, optimizers, given), **_find_scaler(live, given)}
+    found |= {name: type(obj).__name__ for name, obj in extra.items()}
+    kept = {name: obj for name, obj in {**given, **extra}.items() if obj is not None}
+    persistent = tuple(live.of(DataLoader, draws_once))
+    return Found(optimizers, kept, found, declined=optimizer is not None, persistent=persistent)
+
+
+_KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
+
+
+class _LiveObjects:
+    """One look at the heap, after a collection: the scaler of a training that is over is not part of this one."""
+
+    def __init__(self, *, collect: bool = True) -> None:
+        if gc.get_freeze_count():
+            gc.unfreeze()  # gc.freeze() hides what it froze from the search; freezing anew would keep garbage for ever
+        if collect:
+            gc.collect()
+        # type() and not isinstance(): objects with a lying __class__ (lazy proxies) must not be woken up. One pass
+        # and a look-up in a set: a heap has some hundred thousand objects.
+        kinds: set[type] = set().union(*map(_with_subclasses, _KINDS))
+        self._candidates = [o for o in gc.get_objects() if type(o) in kinds]
+
+    def of(self, kind: type, accept: Callable[[Any], bool]) -> list[Any]:
+        return [o for o in self._candidates if issubclass(type(o), kind) and accept(o)]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
+
+
+def drives(optimizer: Any, params: Mapping[int, int]) -> bool:
+    groups = getattr(optimizer, "param_groups", None) or ()
+    try:
+        return any(id(p) in params for g in groups for p in g["params"])
+    except (TypeError, KeyError):
+        return False
+
+
+def live_optimizers(params: Mapping[int, int]) -> tuple[Optimizer, ...]:
+    """What drives this model now, an outermost wrapper alone. ``params`` as in ``discover``. None where it is not
+    clear: each is followed when it steps."""
+    for collect in (False, True):  # one that is only waiting for collection is none
+        try:
+            found = _find_optimizers(_LiveObjects(collect=collect), params)
+        except (AmbiguousError, UnsupportedError, TypeError):
+            return ()
+        if not found:
+            return ()
+    return tuple(o for o, place in zip(found, places(found), strict=True) if not place.is_wrapped)
+
+
+def late(optimizer: Any, known: Collection[int]) -> tuple[Optimizer, ...]:
+    """What to follow of one that was made after attach, which is told. Raises ``LateError`` where it steps parameters
+    that an earlier one has: ``known`` are the ids of those."""
+    new = followed([optimizer])
+    if any(id(p) in known for one in new for g in one.param_groups for p in g["params"]):
+        raise LateError(
+            f"An optimizer ({type(optimizer).__name__}) steps parameters that another one had at attach. lightck saves "
+            "the state of that other one. Build the optimizer before attach, or close the session and attach again."
+        )
+    log.warning("lightck: %s was made after attach, or had no parameter of this model then. It is followed from here "
+                "on, but a restart restores its state at attach and fails where it is not there yet. Build it before "
+                "attach, over this model's parameters", type(optimizer).__name__)  # fmt: skip
+    return new
+
+
+def _find_optimizers(live: _LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:
+    driving = live.of(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
+    # The order of the heap is an accident; that of the model is the same in the next process.
+    driving.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
+    optimizers = followed(driving)
+    _refuse_shared(optimizers)
+    return optimizers
+
+
+def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
+    """State is saved by the name of its parameter, so a parameter has one optimizer (and wrappers around it)."""
+    owner: dict[int, Optimizer] = {}
+    wrappers = [(id(o), within) for o in optimizers if (within := inside(o))]
+    for opt in optimizers:
+        around = {key for key, within in wrappers if id(opt) in within}
+        for group in opt.param_groups:
+            for p in group["params"]:
+                other = owner.setdefault(id(p), opt)
+                if other is not opt and id(other) not in around:
+                    raise AmbiguousError(
+                        f"Two optimizers update the same parameters: {_describe(other)} and {_describe(opt)}. State is "
+                        "saved by parameter, so lightck follows one optimizer for each. If one of them is left over, "
+                        "pass the other: attach(..., optimizer=opt); else split their parameters."
+                    )
+
+
+def _describe(optimizer: Optimizer) -> str:
+    n = sum(len(g["params"]) for g in optimizer.param_groups)
+    return f"{type(optimizer).__name__} ({n} parameters, lr {optimizer.param_groups[0].get('lr')})"
+
+
+def schedulers_of(optimizers: Iterable[Optimizer], *, collect: bool) -> list[LRScheduler]:
+    """Live LR schedulers that drive these optimizers and are not part of another one (SequentialLR, ...).
+
+    ``collect``: collect garbage before they count.
+    """
+    return _schedulers_among(_LiveObjects(collect=collect), optimizers)
+
+
+def _schedulers_among(live: _LiveObjects, optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
+    wanted = {id(o) for o in optimizers}
+    found = live.of(LRScheduler, lambda s: id(_scheduled(s)) in wanted)
+    parts = {id(part) for s in found for part in getattr(s, "_schedulers", ())}
+    return [s for s in found if id(s) not in parts]
+
+
+def _scheduled(scheduler: Any) -> Any:
+    optimizer = getattr(scheduler, "optimizer", None)
+    try:
+        return unwrap(optimizer)
+    except (TypeError, UnsupportedError):
+        return None
+
+
+def _find_schedulers(
+    live: _LiveObjects, optimizers: tuple[Optimizer, ...], given: Mapping[str, Any]
+) -> dict[str, LRScheduler]:
+    taken = {id(_scheduled(obj)) for obj in given.values() if isinstance(obj, LRScheduler)}
+    if not optimizers or given.get("scheduler", 0) is None:
+        return {}
+    by_optimizer: dict[int, list[LRScheduler]] = {}
+    for scheduler in _schedulers_among(live, optimizers):
+        by_optimizer.setdefault(id(_scheduled(scheduler)), []).append(scheduler)
+    found = {}
+    innermost = [o for o, place in zip(optimizers, places(optimizers), strict=True) if not place.wraps]
+    for i, opt in enumerate(innermost):
+        name = _role("scheduler", i, innermost)
+        schedulers = by_optimizer.get(id(opt), [])
+        if id(opt) in taken:
+            _tell_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
+            continue
+        if not schedulers or name in given:
+            continue
+        if len(schedulers) > 1:
+            raise AmbiguousError(
+                f"{len(schedulers)} live LR schedulers drive {_describe(opt)}: "
+                f"{', '.join(type(s).__name__ for s in schedulers)}. lightck cannot know which of them your loop "
+                'steps. Pass them by name: attach(..., state={"warmup": a, "decay": b}).'
+            )
+        found[name] = schedulers[0]
+    return found
+
+
+def _tell_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> None:
+    """One of several was passed: which of the others the loop steps is not known, and none of them is saved."""
+    if schedulers:
+        log.warning("lightck: %s drives %s too, and is not saved: another scheduler was passed. If your loop steps it, "
+                    'pass it as well: attach(..., state={"warmup": a, "decay": b})',
+                    ", ".join(type(s).__name__ for s in schedulers), _describe(optimizer))  # fmt: skip
+
+
+def _find_scaler(live: _LiveObjects, given: Mapping[str, Any]) -> dict[str, Any]:
+    kind = torch.amp.GradScaler
+    if given.get("scaler", 0) is None or any(isinstance(obj, kind) for obj in given.values()):
+        return {}
+    scalers = live.of(kind, lambda s: s.is_enabled())
+    if len(scalers) > 1:
+        raise AmbiguousError(
+            f"{len(scalers)} enabled GradScalers are alive. lightck cannot know which of them scales this training. "
+            'Pass it: attach(..., state={"scaler": scaler}), or state={"scaler": None} for none.'
+        )
+    return {"scaler": scalers[0]} if scalers else {}
+
+
+def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Role -> class, for a log line: a wrapper is named with what it wraps."""
+    around: dict[int, list[str]] = {}
+    for optimizer, place in zip(optimizers, places(optimizers), strict=True):
+        around.setdefault(place.outermost, []).append(type(optimizer).__name__)
+    joined = [" around ".join([outer, ", ".join(within)] if within else [outer]) for outer, *within in around.values()]
+    return {_role("optimizer", i, around): names for i, names in enumerate(joined)}
+
+
+def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Mapping[str, Any]) -> None:
+    """What a third-party optimizer keeps in attributes is neither in a version nor in its own ``state_dict``."""
+    loose = loose_tensors(optimizer, params)
+    if loose and not any(obj is optimizer for obj in given.values()):
+        name = type(optimizer).__name__
+        log.warning("lightck: %s keeps tensors in %s, outside its state and param_groups: they are not saved. Move "
+                    "them into optimizer.state, or pass an object that saves them: attach(..., state={...})",
+                    name, ", ".join(f"{name}.{key}" for key in loose))  # fmt: skip
+
+
+def _role(role: str, index: int, optimizers: Collection[Any]) -> str:
+    return role if len(optimizers) == 1 else f"{role}.{index}"

@@ -1,0 +1,97 @@
+"""What can only be checked at the first update after attach: what came too late."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from lightck.errors import LateError
+from lightck.session.discover import schedulers_of
+from lightck.session.snapshot import Capture
+from lightck.state.ranks import is_one_of_several
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(slots=True)
+class FirstStep:
+    """Made at attach, used once in the first pre-step hook."""
+
+    optimizers: tuple[Optimizer, ...]
+    objects: Mapping[str, Any]
+    declined: bool = False
+    """Whether schedulers need not be saved: state={"scheduler": None}."""
+    chosen: frozenset[int] = frozenset()
+    """ids of the optimizers whose scheduler was passed: others of them are the user's business."""
+    is_rank: bool = False
+    """Whether the process was one of several ranks at attach already."""
+    _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
+    _ticks: list[Any] = field(default_factory=list)
+    _options_follow: bool = False
+    _early: list[weakref.ref[LRScheduler]] = field(default_factory=list)
+    """Schedulers that were there at attach, saved or not."""
+
+    def restored_now(self, options_follow: bool) -> None:
+        """Note the learning rates as they were restored. ``options_follow``: those of the update that followed are
+        recorded, and compared with what is there when it is made again."""
+        self._options_follow = options_follow
+        self._lrs = [(g, float(g["lr"])) for o in self.optimizers for g in o.param_groups if "initial_lr" in g]
+        self._ticks = self._scheduler_ticks()
+        if self._lrs:
+            self._early.extend(weakref.ref(s) for s in schedulers_of(self.optimizers, collect=False))
+
+    def check(self, capture: Capture) -> None:
+        """Raises ``LateError`` for a scheduler that was made after attach, ``UnsupportedError`` for a process that has
+        become a rank since."""
+        if not self.is_rank:
+            is_one_of_several()
+        capture.before_first_update()
+        self._check_schedulers([view.optimizer for view in capture.optimizers])
+        self._check_lr()
+        capture.positions.before_first_update()
+        capture.persistent.before_first_update()
+
+    def _scheduler_ticks(self) -> list[Any]:
+        schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
+        parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]  # a chain counts in these only
+        counts = ("last_epoch", "_step_count", "T_cur")  # the last one: of warm restarts, at parts of an epoch
+        return [[getattr(s, name, None) for name in counts] for s in [*schedulers, *parts]]
+
+    def _check_lr(self) -> None:
+        if not self._lrs or self._scheduler_ticks() != self._ticks:
+            return
+        moved = [(was, float(g["lr"])) for g, was in self._lrs if "initial_lr" in g and float(g["lr"]) != was]
+        if not moved:
+            return
+        was, now = moved[0]
+        fact = f"The learning rate was restored as {was:g} and is {now:g} now, though no known scheduler moved"
+        early = [scheduler for known in self._early if (scheduler := known()) is not None]
+        if any(s not in early for s in schedulers_of(self.optimizers, collect=False)):
+            raise LateError(
+                f"{fact}: an LR scheduler was built after attach and reset it. Build the scheduler before attach, or "
+                'pass it: attach(..., state={"scheduler": scheduler}).'
+            )
+        if self._options_follow:
+            return
+        log.warning("lightck: %s. Where the loop sets it, or an object that is no torch LRScheduler, all is well; a "
+                    "scheduler that was built after attach has started over: build it before", fact)  # fmt: skip
+
+    def _check_schedulers(self, optimizers: list[Optimizer]) -> None:
+        known = {id(o) for o in self.objects.values()}
+        watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
+        for collect in (False, True):  # one that is only waiting for collection is no reason to stop a training
+            found = schedulers_of(watched, collect=collect) if watched else []
+            late = [s for s in found if id(s) not in known]
+            if not late:
+                return
+        raise LateError(
+            f"An LR scheduler ({type(late[0]).__name__}) was built after attach and is not saved. After a crash it "
+            'would start over. Build it before attach, or pass it: attach(..., state={"scheduler": scheduler}); '
+            'state={"scheduler": None} says that it need not be saved.'
+        )

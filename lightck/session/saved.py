@@ -1,0 +1,261 @@
+"""Whether anything is being saved: a watch from the first training forward to ``close()``.
+
+A checkpoint closes only after an update that lightck knows of. A loop without an optimizer object makes none, one whose
+second optimizer never steps completes no round of all, and a session whose model was built again sees nothing at all.
+Each of these trains on as if all were well. The watch counts iterations in which nothing closed; where they are no
+proof (gradients may be accumulated, a GradScaler may skip), it compares what the parameters hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from lightck.hooks.boundary import Boundary
+from lightck.session.held import Marks, by_tensors, moved
+from lightck.session.snapshot import Capture
+
+log = logging.getLogger("lightck")
+MANY = 100
+"""Iterations without a checkpoint that are reason to ask why: more than are accumulated or skipped in a row."""
+MANY_EXPLICIT = 1000
+"""The same where a run before this one called ``end_step()``: it may do so once in an epoch."""
+_FIRST = 8
+"""Forwards and calls of ``end_step()`` whose parameters are compared."""
+_TWIN_STEPS = 10
+_FOREIGN = 4
+"""Updates by optimizers that have no parameter of this model, until which its parameters have to change."""
+_NO_OPTIMIZER = (
+    "no optimizer is followed: none was found or passed that has a parameter of this model. So nothing says when an "
+    "update is made"
+)
+_CURE = (
+    "Build the optimizer over this model's parameters before attach, or pass it: attach(..., optimizer=opt). In a loop "
+    "that updates by hand call session.end_step() after each update (it counts as the update then), and pass what the "
+    "update keeps, as momentum, in state="
+)
+
+
+class SavedWatch:
+    """Of one session. What it finds is said in one warning, and ``problem`` is what ``close()`` raises."""
+
+    def __init__(self, capture: Capture, boundary: Boundary, follow_live: Callable[[], bool]) -> None:
+        """``follow_live``: look for an optimizer of this model among live objects, and follow it. Whether there is."""
+        self._capture, self._boundary, self._follow_live = capture, boundary, follow_live
+        self._idle = 0  # training forwards since the last update
+        self._ended = 0  # end_step() in this session
+        self._idle_ended = 0  # the same since the last update
+        self._is_alive = False  # a training forward or an update was seen
+        self._elsewhere = 0  # steps of optimizers that have no parameter of this model
+        self._last_one: weakref.ref[Any] | None = None  # of them
+        self._by_one = 0  # its steps in a row
+        self._twin = False
+        self._before: Marks = {}
+        self._at_end: Marks = {}
+        self._is_told = self._is_looked_for = False
+        self._of_others = -1  # updates by optimizers that have no parameter of this model; -1: they have
+
+    # -- what the session reports ------------------------------------------------------------------------
+
+    def training_forward(self) -> None:
+        """A training forward of the root begins."""
+        self._is_alive = True
+        self._idle += 1
+        if self._boundary.optimizers:
+            self._idle_iterations(self._idle)
+        elif not self._ended:
+            self._forward_without_optimizer()
+
+    def updated(self) -> None:
+        """A followed optimizer made an update."""
+        if not self._is_alive and self._drives_nothing():
+            self._of_others = 0
+        self._is_alive = True
+        self._idle = self._idle_ended = 0
+        if 0 <= self._of_others < _FOREIGN:
+            self._compare_updates()
+
+    def end_step(self) -> bool:
+        """Whether this call counts as an update: no optimizer is followed."""
+        self._ended += 1
+        self._idle_ended += 1
+        if not self._boundary.optimizers and self._ended == 1:
+            self._look_for_optimizer()
+        if self._boundary.optimizers:
+            self._idle_iterations(self._idle_ended)
+            return False
+        if self._ended == 1:
+            log.info("lightck: no optimizer is followed: each end_step() counts as an update, and waits for its "
+                     "checkpoint")  # fmt: skip
+        if self._ended <= _FIRST // 2:
+            self._compare_ends()
+        return True
+
+    def before_step(self, index: int) -> None:
+        """Before an update of the optimizer ``index``, behind the boundary that this may be."""
+        n = self._boundary.pending(index)
+        if n >= MANY and not self._is_told:
+            if self._boundary.explicit:
+                if n >= MANY_EXPLICIT and not self._ended:
+                    self._tell_explicit(n)
+            elif self._boundary.optimizers > 1:
+                self._tell_round(index, n)
+
+    def step_elsewhere(self, optimizer: Any) -> None:
+        """An optimizer steps that has no parameter of this model, and belongs to no open session."""
+        self._elsewhere += 1
+        if self._last_one is None or self._last_one() is not optimizer:
+            self._last_one, self._by_one = weakref.ref(optimizer), 0
+        self._by_one += 1
+        steps = self._by_one  # copies of the model with optimizers of their own, as clients have, make few each
+        if not (self._is_alive or self._ended or self._is_told) and _TWIN_STEPS <= steps < 2 * _TWIN_STEPS:
+            self._twin = self._is_twin(optimizer)
+            if self._twin:
+                self._tell(
+                    f"{type(optimizer).__name__} made {steps} updates of a model with parameters of the same "
+                    "shapes, and the model of this session was neither called nor updated since attach. A model that "
+                    "is built again (a notebook cell that was run again) is not the one that is saved: close this "
+                    "session and attach to the new one"
+                )
+
+    def problem(self) -> str | None:
+        """What ``close()`` raises: training went on, and nothing of it is saved."""
+        if self._twin and not self._is_alive and not self._ended:
+            return (
+                "Nothing was saved: the model of this session was neither called nor updated since attach, while "
+                "another one with parameters of the same shapes was trained. Attach to the model that is trained."
+            )
+        if self._boundary.optimizers or self._ended or self._idle < 2:
+            return None
+        changed = moved(self._before, self._params())
+        has_grads = any(p.grad is not None for p in self._capture.model.model.parameters())
+        if not (changed or has_grads or self._elsewhere):
+            return None  # the model was only called
+        fact = f" ({_some(changed)} changed)" if changed else ""
+        return f"Nothing was saved of {self._idle} training forwards{fact}: {_NO_OPTIMIZER}. {_CURE}."
+
+    # -- no optimizer is followed ------------------------------------------------------------------------
+
+    def _forward_without_optimizer(self) -> None:
+        n = self._idle
+        if n == 1:
+            self._before = self._params()
+        elif not self._is_told and (n <= _FIRST or n == MANY):
+            changed = moved(self._before, self._params())
+            is_sure = n == MANY or (not self._is_looked_for and (changed or self._elsewhere > 1))
+            if is_sure and not self._look_for_optimizer():
+                fact = f"{_some(changed)} changed" if changed else f"{n} training forwards ran"
+                self._tell(f"{fact}, and {_NO_OPTIMIZER}, nothing is saved, and close() will be an error. {_CURE}")
+
+    def _look_for_optimizer(self) -> bool:
+        """Once. Whether there is one that was made after attach, followed from here on or not."""
+        if self._is_looked_for:
+            return False
+        self._is_looked_for = True
+        return self._follow_live()
+
+    def _compare_ends(self) -> None:
+        """An ``end_step()`` that counts as an update, with none before it: gradients are no part of a checkpoint."""
+        now = by_tensors(self._capture.model.tensors(None))
+        is_same = bool(self._at_end) and self._at_end.keys() == now.keys() and not moved(self._at_end, now)
+        self._at_end = now if self._ended < _FIRST // 2 else {}
+        if is_same and not self._is_told:
+            has_grads = any(p.grad is not None for p in self._capture.model.model.parameters())
+            if has_grads:
+                self._tell(
+                    "end_step() was called twice, no optimizer is followed, and the model did not change in between "
+                    "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
+                    "gradients: where they are accumulated, a resume loses those of the batches before. Call it after "
+                    "an update only"
+                )
+
+    # -- an optimizer is followed ------------------------------------------------------------------------
+
+    def _idle_iterations(self, n: int) -> None:
+        """So many without an update, which accumulation explains as long as the parameters stay as they are."""
+        if n == MANY:
+            self._before = self._params()
+        elif n == MANY + 1 and not self._is_told:
+            changed = moved(self._before, self._params())
+            if changed:
+                classes = ", ".join(view.class_name for view in self._capture.optimizers)
+                self._tell(
+                    f"{MANY} iterations passed without a step of {classes}, and {_some(changed)} changed between the "
+                    "last two. An update that lightck does not see closes no checkpoint, so nothing is saved. Step "
+                    "that optimizer, or, where the loop updates by hand, attach(..., optimizer=[]) and call "
+                    "session.end_step() after each update"
+                )
+
+    def _tell_round(self, index: int, n: int) -> None:
+        missing = [root for root in self._roots() if not self._boundary.pending(root)]
+        names = [self._named(root) for root in missing]
+        self._tell(
+            f"{self._named(index)} made {n} updates since a checkpoint closed, and {' and '.join(names)} none. With "
+            f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass those "
+            "that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last statement of "
+            "the loop"
+        )
+
+    def _tell_explicit(self, n: int) -> None:
+        self._tell(
+            f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from then "
+            "on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the last "
+            "statement of the loop"
+        )
+
+    def _roots(self) -> list[int]:
+        """The optimizers that make updates."""
+        return sorted({view.root for view in self._capture.optimizers if not view.wraps})
+
+    def _named(self, root: int) -> str:
+        views = [view for view in self._capture.optimizers if view.root == root and not view.wraps]
+        names = [name for view in views for name, _ in view.params]
+        return f"{views[0].class_name if views else 'an optimizer'} of {_some(names)}"
+
+    def _drives_nothing(self) -> bool:
+        """The optimizers that were passed have no parameter of this model. They may have masters of its parameters,
+        which the loop copies into it."""
+        params = [name for view in self._capture.optimizers for name, _ in view.params]
+        return bool(params) and all(name.startswith("outside/") for name in params)
+
+    def _compare_updates(self) -> None:
+        self._of_others += 1
+        if self._of_others == 1:
+            self._before = self._params()
+        elif self._of_others == _FOREIGN and not self._is_told and not moved(self._before, self._params()):
+            classes = ", ".join(view.class_name for view in self._capture.optimizers)
+            self._tell(
+                f"{classes} made {_FOREIGN} updates, has no parameter of this model, and no parameter of this model "
+                "changed meanwhile. It was built over another model, or over parameters that were replaced since, so "
+                "the training of that is not saved. Build it over model.parameters() of the model that is attached"
+            )
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _params(self) -> Marks:
+        return by_tensors(live for live in self._capture.model.tensors(None) if live.role == "param")
+
+    def _is_twin(self, optimizer: Any) -> bool:
+        theirs = _shapes(p for group in optimizer.param_groups for p in group["params"])
+        ours = _shapes(p for p in self._capture.model.model.parameters() if p.requires_grad)
+        followed = _shapes(p for view in self._capture.optimizers if not view.wraps for _, p in view.params)
+        return bool(theirs) and theirs in (ours, followed)
+
+    def _tell(self, fact: str) -> None:
+        self._is_told = True
+        log.warning("lightck: %s", fact)
+
+
+def _shapes(params: Iterable[torch.Tensor]) -> Counter[torch.Size]:
+    return Counter(p.shape for p in params)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]!r}{more}" if names else "nothing"
+

@@ -1,0 +1,338 @@
+"""The state of a training at a boundary: which tensors a version holds, and its small state as bytes.
+
+``Capture`` is read at two moments. At the post-step hook, provisionally: buffers, RNG and loaders, for the case that
+the next event is the pre-step hook of the next update. At the boundary: everything that is small or may change before
+the next update; the big tensors are only named here and copied by the pipeline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightck.dataloader.persistent import PersistentLoaders
+from lightck.dataloader.positions import Positions
+from lightck.dataloader.within import WithinBatch
+from lightck.events import Event
+from lightck.state import rng, values
+from lightck.state.buffers import BufferCopies
+from lightck.state.built import BuiltNow
+from lightck.state.closing import Closing
+from lightck.state.devices import Devices
+from lightck.state.fingerprint import STATE_VERSION, fingerprint
+from lightck.state.forked import ForkWatch
+from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
+from lightck.state.numbers import Numbers
+from lightck.state.objects import class_name_of, is_loader
+from lightck.state.roster import Roster, roster_of
+
+if TYPE_CHECKING:
+    from lightck.dataloader.loader import SessionLoader
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(slots=True)
+class Provisional:
+    """What was read right after an update."""
+
+    rng: rng.RngState
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    loaders: dict[str, bytes] = field(default_factory=dict)
+    large: list[Live] = field(default_factory=list)
+    extra: dict[str, bytes] = field(default_factory=dict)
+    extra_large: list[Live] = field(default_factory=list)
+
+
+class Capture:
+    """Everything that a session saves, by name."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer],
+                 objects: Mapping[str, Any]) -> None:  # fmt: skip
+        self.model = ModelView(model)
+        self.devices = Devices()
+        self.objects = dict(objects)
+        self.loaders: list[SessionLoader] = []
+        self.positions = Positions(self.loaders)
+        self.persistent = PersistentLoaders(self.loaders, self.objects)
+        self.is_done = False
+        """What the next version says of the training: that it has come to its end."""
+        self.within = WithinBatch(self.loaders)
+        self.provisional: Provisional | None = None
+        self._buffer_copies = BufferCopies()
+        self.elastic: set[str] = set()
+        """Buffers that came, went or changed their size or dtype: a resume takes them as they were saved."""
+        self._roster: Roster | None = None
+        """What the last boundary found; None where something came or went since."""
+        self._noted: Roster | None = None
+        """The one whose buffers were compared with those that the model was built with."""
+        self._built: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
+        self.expected_state_nbytes = 0
+        """Length of the small state when ``expected_tensors`` last looked."""
+        names = self.model.names_by_id()
+        self.optimizers = optimizer_views(optimizers, names)
+        self.built = BuiltNow(self.model, self.optimizers, self.objects)
+        self.numbers = Numbers(model)
+        self._groups: defaultdict[int, values.Repeated] = defaultdict(values.Repeated)
+        self._n_followed = len(optimizers)
+        self._told_shared = False
+        self._forked = ForkWatch()
+        self._by_hand: set[int] = set()
+        self._without_grad = {view.index: self._torch_params(view) for view in self.optimizers}
+
+    def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        views = optimizer_views(optimizers, self.model.names_by_id(), views=len(self.optimizers),
+                                followed=self._n_followed)  # fmt: skip
+        self._n_followed += len(optimizers)
+        self._roster = None
+        self.optimizers.extend(views)
+        self.built.add(views)
+        self._without_grad |= {view.index: self._torch_params(view) for view in views}
+
+    def _torch_params(self, view: OptimizerView) -> dict[int, torch.Tensor]:
+        """Parameters that a torch.optim class will not touch as long as they have no gradient; a wrapper may."""
+        if view.wraps or view.is_wrapped or not type(view.optimizer).__module__.startswith("torch.optim."):
+            return {}
+        return {id(p): p for _, p in view.params}
+
+    def note_built(self) -> None:
+        """Remember the buffers as the model was built with them: what differs later is elastic."""
+        self._built = {live.name: _kind(live.tensor) for live in self.model.buffers()}
+        self._built |= {name: None for name, _, _ in self.model.vacant_buffers()}
+
+    def forget(self) -> None:
+        """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
+        self.model, self.numbers = ModelView(nn.Module()), Numbers(nn.Module())
+        self.provisional = self._roster = self._noted = None
+        self._buffer_copies = BufferCopies()
+        for held in (self.objects, self.loaders, self.optimizers, self._without_grad):
+            held.clear()
+
+    def refresh(self) -> None:
+        """Follow modules and parameter groups that changed."""
+        if self.model.refresh():
+            self._roster = None
+        if any(view.has_changed() for view in self.optimizers):
+            self._roster = None
+            names = self.model.names_by_id()
+            for view in self.optimizers:
+                view.refresh(names)
+                self._without_grad[view.index] |= {
+                    k: p for k, p in self._torch_params(view).items() if k not in self._seen_grad
+                }
+
+    _seen_grad: frozenset[int] = frozenset()
+
+    # -- at the update -----------------------------------------------------------------------------------
+
+    def before_first_update(self) -> None:
+        """The model may have been moved to a device after attach."""
+        self.devices.look(live.tensor for live in self.tensors())
+
+    def before_update(self, index: int) -> None:
+        """Note which parameters this update can touch: torch's optimizers leave one without a gradient alone."""
+        for view in self.optimizers:
+            if view.root == index:
+                self._wake(self._without_grad[view.index])
+
+    def _wake(self, waiting: dict[int, torch.Tensor]) -> None:
+        woken = [key for key, p in waiting.items() if p.grad is not None]
+        for key in woken:
+            del waiting[key]
+        if woken:
+            self._roster = None
+            self._seen_grad = self._seen_grad | frozenset(woken)
+
+    def stepped_by_hand(self, index: int) -> None:
+        """What a wrapper wraps is stepped outside the wrapper's ``step``, by another method of it or by the loop."""
+        if index not in self._by_hand:
+            self._by_hand.add(index)
+            classes = " around ".join(view.class_name for view in self.optimizers if view.root == index)
+            log.info("lightck: %s: the inner one is stepped by itself. What is written before that cannot be waited "
+                     "for, so their tensors are copied at the boundary", classes)  # fmt: skip
+
+    def after_update(self) -> None:
+        """Read, provisionally, what the next forward or fetch will change."""
+        self.devices.note_updates()
+        self._forked.updated()
+        self.provisional = provisional = Provisional(rng.capture(), self._buffer_copies.take(self.model))
+        for name, obj in self.objects.items():
+            if is_loader(obj):
+                provisional.loaders[name] = self._object_bytes(name, obj, provisional.large)
+        provisional.extra = self._extra_value(provisional.extra_large)
+        for live in provisional.extra_large:
+            live.tensor = staged(live.tensor).clone()
+
+    # -- at the boundary ---------------------------------------------------------------------------------
+
+    def close(self, event: Event, step: int, iteration: int, *, explicit: bool, never_rest: set[str],
+              stale_after: int | None = None) -> Closing:  # fmt: skip
+        """The version that this event closes. ``stale_after``: what it has to say of older ones (``strike.py``)."""
+        self.refresh()
+        before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
+        lives, roster = self.tensors(), self._roster
+        if roster is None or roster is not self._noted or event is Event.PRE_STEP:
+            self._noted = roster
+            self._note_elastic(before.buffers if event is Event.PRE_STEP and before is not None else None)
+        self._tell_shared_memory(lives)
+        small = self._small_state(event, explicit, never_rest, before, lives, stale_after)
+        then = self.provisional
+        if event is Event.PRE_STEP and then is not None and (then.buffers or self.model.has_buffers):
+            lives, roster = self._with_buffers_of(then, lives), None
+        return Closing(step, iteration, lives, small, self._written_before_the_gate(lives), roster)
+
+    def _tell_shared_memory(self, lives: list[Live]) -> None:
+        """Once, when state is there: views of one buffer come back as tensors of their own."""
+        if self._told_shared:
+            return
+        states = [live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)]
+        self._told_shared = bool(states)
+        first: dict[int, str] = {}
+        for live in states:
+            other = first.setdefault(live.tensor.untyped_storage().data_ptr(), live.name)
+            if other != live.name:
+                log.warning("lightck: %s lies in the memory of %s. Each is saved whole, and they are restored apart: "
+                            "an optimizer that writes one through the other does not go on bit-identically. Keep "
+                            "state in tensors of its own (.clone())", live.name, other)  # fmt: skip
+                return
+
+    def _written_before_the_gate(self, lives: list[Live]) -> frozenset[str]:
+        """What the methods of wrappers write that are called instead of their ``step`` (SAM's ascent, and what it keeps
+        aside): no gate comes before them, so nothing may be left to background copies."""
+        if not self._by_hand:
+            return frozenset()
+        params = {id(p) for view in self.optimizers if view.root in self._by_hand for _, p in view.params}
+        return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
+
+    def _note_elastic(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
+        now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
+        for name, tensor in now.items():
+            if self._built.setdefault(name, _kind(tensor)) != _kind(tensor):
+                self.elastic.add(name)
+        if len(now) < len(self._built):
+            self.elastic |= {name for name, kind in self._built.items() if kind is not None and name not in now}
+
+    @staticmethod
+    def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
+        """The forward of the next step has run: buffers are what they were after the update, shape included."""
+        tied = {live.name for live in lives if live.alias is not None}
+        buffers = [Live(name, "buffer", t, None, None) for name, t in provisional.buffers.items() if name not in tied]
+        return [live for live in lives if live.role != "buffer" or live.alias is not None] + buffers
+
+    def tensors(self) -> list[Live]:
+        """Model and optimizer tensors as they are now."""
+        roster = self._roster
+        if roster is not None and roster.holds():
+            return list(roster.lives)
+        trained = {
+            id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._without_grad[view.index]
+        }
+        # Where no optimizer is followed nothing tells which parameters an update leaves alone: none is taken to rest.
+        lives = self.model.tensors(trained if self.optimizers else None)
+        for view in self.optimizers:
+            lives.extend(view.outside())
+            lives.extend(view.state_tensors())
+        self.devices.look(live.tensor for live in lives)
+        self._roster = roster_of(lives, self.model.vacant(), self.optimizers)
+        return list(lives)
+
+    def expected_tensors(self) -> Iterator[Live]:
+        """As ``tensors``, with the large ones inside ``state``: for laying out a pool."""
+        yield from self.tensors()
+        large: list[Live] = []
+        # A loader is not asked before its first pass: some draw from the random state in order to answer.
+        unread = Provisional(rng.capture(), loaders={n: b"" for n, o in self.objects.items() if is_loader(o)})
+        self.expected_state_nbytes = len(self._small_state(Event.FLUSH, False, set(), unread, large))
+        yield from large
+
+    def _small_state(self, event: Event, explicit: bool, never_rest: set[str], before: Provisional | None,
+                     lives: list[Live], stale_after: int | None = None) -> bytes:  # fmt: skip
+        now = rng.capture()
+        first = now if before is None else before.rng
+        if before is not None:
+            self._forked.closed_later()
+        state = {
+            "version": STATE_VERSION,
+            "event": event.value,
+            "explicit": explicit,
+            "rng": first.to_value(),
+            "rng_forward": now.to_value() if event is Event.FORWARD else None,
+            "optimizers": [self._optimizer_value(view, lives) for view in self.optimizers],
+            "state": self._objects_value(before, lives),
+            "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
+            "extra": self._extra_at(event, before, lives),
+            "loaders": self.positions.values(),
+            "persistent_started": self.persistent.have_started(),
+            "done": self.is_done,
+            "at_once": sorted(never_rest),
+            "elastic": sorted(self.elastic),
+            "stale_after": stale_after,
+            "built": self.built.packed,
+            "numbers": self.numbers.now(),
+            "frozen": self.built.frozen_since(self._roster, self.model),
+            "fingerprint": fingerprint(),
+        }
+        return values.pack(state, path="", large=None)
+
+    def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, Any]:
+        view.refuse_nameless()
+        path = _role("optimizer", view.index, len(self.optimizers))
+        with_values = None if self._roster is None else self._roster.with_values[view.index]
+        state = view.state_values(with_values)
+        return {
+            "class": view.class_name,
+            "wraps": view.wraps,
+            "names": view.names,
+            "groups": self._groups[view.index].pack(view.groups(), path=f"{path}/param_groups"),
+            "values": values.pack(state, path=f"in {path}", large=_collector(lives, "optimizer")),
+            "rest": values.pack(view.rest(), path=f"in {path}/rest", large=_collector(lives, "optimizer")),
+        }
+
+    def _objects_value(self, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
+        packed = {}
+        if before is not None:
+            lives.extend(before.large)
+        for name, obj in self.objects.items():
+            if before is not None and name in before.loaders:
+                packed[name] = before.loaders[name]
+            else:
+                packed[name] = self._object_bytes(name, obj, lives)
+        return packed
+
+    @staticmethod
+    def _object_bytes(name: str, obj: Any, lives: list[Live]) -> bytes:
+        return values.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
+
+    def _extra_at(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
+        """A forward may move extra state, as it moves buffers: before the next update the forward has run."""
+        if event is not Event.PRE_STEP or before is None:
+            return self._extra_value(lives)
+        lives.extend(before.extra_large)
+        return before.extra
+
+    def _extra_value(self, lives: list[Live]) -> dict[str, bytes]:
+        return {
+            name: values.pack(module.get_extra_state(), path=f"extra_state/{name}", large=_collector(lives, "state"))
+            for name, module in self.model.extra
+        }
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _collector(lives: list[Live], role: str) -> Any:
+    def large(path: str, tensor: torch.Tensor) -> None:
+        lives.append(Live(path, role, tensor.detach(), None, None))
+
+    return large
+
+
+def _role(role: str, index: int, n: int) -> str:
+    return role if n == 1 else f"{role}.{index}"

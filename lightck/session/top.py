@@ -1,0 +1,154 @@
+"""What a loop moves at its top, before the point at which a checkpoint closes: it is moved once more after a resume.
+
+Where neither a session loader nor ``end_step()`` says where a step ends, a checkpoint closes at the model's next
+forward (or, where that never fires, at the next step of the optimizer). What the loop does between its top and that
+point, as advancing an object in ``state=`` or shrinking the weights by hand, is in the checkpoint then, and the resumed
+loop does it again. At a boundary alone this cannot be told from what belongs to the end of an iteration, as
+``scheduler.step()``. So it is looked for at three occasions only, and nothing is read after them:
+
+*After a restore* of a checkpoint that closed there: what changes until the loop comes to that point again was changed
+twice. Behind ``end_step()`` and ``flush()`` a loop rightly does again what comes after them.
+
+*In a fresh run*: what changes both before the first such point and between the first update and the next such point.
+
+*In a resume in the middle of a pass over a session loader*: what changes until the loop takes that pass up again. An
+epoch's top comes before it, and was done before the kill too.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from lightck.errors import listed
+from lightck.events import Event
+from lightck.hooks.boundary import Boundary
+from lightck.session.held import Marks, by_object, by_options, by_state, by_tensors, moved, named, options_name
+from lightck.session.snapshot import Capture
+from lightck.state.objects import is_loader
+
+if TYPE_CHECKING:
+    from lightck.dataloader.loader import SessionLoader
+    from lightck.dataloader.passes import Pass
+
+log = logging.getLogger("lightck")
+_POINTS = (Event.FORWARD, Event.PRE_STEP)
+_WHERE = {Event.FORWARD: "the model's training forward", Event.PRE_STEP: "the step of the optimizer"}
+
+
+class LoopTop:
+    """Of one session, until one of its methods returns False: nothing is left to look for."""
+
+    def __init__(self, capture: Capture, restored: tuple[str, int] | None) -> None:
+        """``restored``: what closed the checkpoint that was restored, and its step."""
+        self._capture = capture
+        self._step = 0 if restored is None else restored[1]
+        self._closed_by = next((event for event in _POINTS if restored and event.value == restored[0]), None)
+        self._before = self._held()
+        self._point: Event | None = None
+        self._suspects: set[str] = set()
+        self._updated: Marks | None = None
+        self._restored = restored is not None
+        self._states = self._optimizer_states() if self._restored and capture.positions.any_live else {}
+        self._fetched_in: Pass | None = None
+
+    def reaches(self, event: Event, boundary: Boundary) -> bool:
+        """A training forward or a step begins, which may close a checkpoint."""
+        if self._closed_by is not None:
+            return self._after_restore(event)
+        if boundary.explicit or self._capture.loaders:
+            return False
+        if self._point is None:
+            if event is Event.FORWARD and boundary.optimizers > 1:
+                return True  # with several a forward closes nothing
+            self._point = event
+            options = {options_name(view) for view in self._capture.optimizers}  # set by the step in many a loop: right
+            self._suspects = set(self._moved(self._before, event)) - options
+            return bool(self._suspects)
+        if self._updated is None or not boundary.is_due(event):
+            return True
+        if event is self._point:
+            self._tell_fresh(self._moved(self._updated, event))
+        return False
+
+    def fetches(self, loader: SessionLoader) -> None:
+        """``next()`` on a session loader. The first one of each pass counts: one before the loop may be a look. Options
+        of optimizers are not compared here, since a loop may set them once more behind it."""
+        pass_ = loader.held_pass
+        if not self._restored or pass_ is None or not (pass_.restored and pass_.trained) or pass_ is self._fetched_in:
+            return
+        self._fetched_in = pass_
+        options = {options_name(view) for view in self._capture.optimizers}
+        names = self._steady([name for name in self._moved(self._before, Event.FORWARD) if name not in options])
+        names += moved(self._states, self._optimizer_states())
+        if names:
+            self._restored = False
+            log.warning("lightck: %s changed between the restore and the first next() of loader %r, which goes on in "
+                        "the middle of a pass. An epoch's top comes before it, and was passed in the interrupted run "
+                        "too: its changes are made twice, and the training does not go on as the interrupted one would "
+                        "have. Make them at the epoch's end, or only where a pass begins (if loader.start == 0)",
+                        listed(names), loader.name)  # fmt: skip
+
+    def updated(self, boundary: Boundary) -> None:
+        """An update was made: the last one before a checkpoint closes, as far as one can know."""
+        self._restored = False
+        if self._point is not None and boundary.is_due(Event.PRE_STEP):
+            self._updated = self._held(self._suspects)
+
+    def _after_restore(self, event: Event) -> bool:
+        if event is not self._closed_by:
+            return event is Event.FORWARD
+        names = self._steady(self._moved(self._before, event))
+        if names:
+            log.warning("lightck: %s changed between the restore and %s. The checkpoint of step %d closed there, so it "
+                        "holds what the loop changes before that point, and this loop has changed it once more: it "
+                        "does not go on as the interrupted one would have. %s", listed(names), _WHERE[event],
+                        self._step, _cure())  # fmt: skip
+        return False
+
+    def _tell_fresh(self, names: list[str]) -> None:
+        steady = self._steady(names)
+        if steady:
+            assert self._point is not None
+            log.warning("lightck: %s changed before %s for the first update, and again between that update and the "
+                        "next such point, where a checkpoint closes. If the loop changes it at its top, the "
+                        "checkpoint holds that already, and a resumed loop changes it once more (which does no harm "
+                        "where it is set to what depends on the step alone). %s",
+                        listed(steady), _WHERE[self._point], _cure())  # fmt: skip
+
+    def _moved(self, before: Marks, event: Event) -> list[str]:
+        """What is not as it was. A forward moves buffers: before a step those are saved as they were after the update
+        before."""
+        names = moved(before, self._held(set(before)))
+        return names if event is Event.FORWARD else [name for name in names if name not in self._buffers()]
+
+    def _steady(self, names: list[str]) -> list[str]:
+        """Without objects that answer otherwise each time that they are asked, as with the time of day."""
+        changes = moved(self._held(set(names)), self._held(set(names)))
+        return [name for name in names if name not in changes]
+
+    def _optimizer_states(self) -> Marks:
+        return {f"the state of {named(view)}": by_state(view) for view in self._capture.optimizers}
+
+    def _buffers(self) -> set[str]:
+        return {live.name.removeprefix("model/") for live in self._capture.model.buffers()}
+
+    def _held(self, names: set[str] | None = None) -> Marks:
+        """What tensors of the model, objects in ``state=`` and optimizers' options hold now. ``names``: of those only.
+        Loaders among the objects are saved as they were right after the update, so what they give is given again."""
+        marks: Marks = {}
+        for name, obj in self._capture.objects.items():
+            if not is_loader(obj) and (names is None or f"state[{name!r}]" in names):
+                marks |= by_object(name, obj)
+        for view in self._capture.optimizers:
+            if names is None or options_name(view) in names:
+                marks |= by_options(view)
+        return marks | by_tensors(
+            live
+            for live in self._capture.model.tensors(None)
+            if names is None or live.name.removeprefix("model/") in names
+        )
+
+
+def _cure() -> str:
+    return "Call session.end_step() as the last statement of the loop, or change it right behind the update"

@@ -1,0 +1,99 @@
+"""What a script had built when it attached: options of its optimizers and schedulers, and which parameters are frozen.
+
+A version keeps it beside the state itself. So a resume can tell what somebody changed in the script from what moved
+during the training: the first is what the script built then and builds now, the second is in the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightck.errors import CorruptPoolError, StateValueError
+from lightck.state import values
+from lightck.state.inventory import Live, ModelView, OptimizerView
+from lightck.state.roster import Roster
+
+
+@dataclass(slots=True)
+class Built:
+    """groups: for each optimizer the options of its groups. states: for each, how many parameters had state already.
+    schedulers: name -> state. frozen: names of the model's parameters that needed no gradient."""
+
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    schedulers: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    frozen: list[str] = field(default_factory=list)
+
+    def pack(self) -> bytes:
+        value = {"groups": self.groups, "states": self.states, "schedulers": self.schedulers, "frozen": self.frozen}
+        return values.pack(value, path="options at attach")
+
+    @classmethod
+    def parse(cls, packed: object) -> Built:
+        """Raises ``CorruptPoolError``."""
+        raw = values.unpack(packed) if type(packed) is bytes else None
+        kinds = {"groups": list, "states": list, "schedulers": dict, "frozen": list}
+        if type(raw) is not dict or {key: type(value) for key, value in raw.items()} != kinds:
+            raise CorruptPoolError("its small state is malformed (options at attach)")
+        groups, states, schedulers, frozen = (raw[key] for key in kinds)
+        fits = (
+            all(type(one) is list and all(type(group) is dict for group in one) for one in groups)
+            and len(states) == len(groups)
+            and all(type(one) is int for one in states)
+            and all(type(name) is str and type(state) is dict for name, state in schedulers.items())
+            and all(type(name) is str for name in frozen)
+        )
+        if not fits:
+            raise CorruptPoolError("its small state is malformed (options at attach)")
+        return cls(groups, states, schedulers, frozen)
+
+
+class BuiltNow:
+    """Of the script that attaches now; as bytes for the small state, and which parameters are frozen since."""
+
+    def __init__(self, model: ModelView, views: Sequence[OptimizerView], objects: Mapping[str, Any]) -> None:
+        schedulers = {name: dict(obj.state_dict()) for name, obj in objects.items() if isinstance(obj, LRScheduler)}
+        self._set(Built(schedulers=schedulers, frozen=frozen_names(model.tensors(None))))
+        self.add(views)
+
+    def _set(self, built: Built) -> None:
+        self._at_attach = built.frozen
+        self._token: object = None
+        """Of the roster that was asked: itself it would keep the tensors alive."""
+        self._frozen: list[str] | None = None
+        try:
+            self.packed: bytes | None = built.pack()
+        except StateValueError:  # said by its path when it is to be saved
+            self.packed = None
+
+    def add(self, views: Sequence[OptimizerView]) -> None:
+        """Optimizers, as they are built."""
+        if self.packed is not None:
+            built = Built.parse(self.packed)
+            built.groups += [view.groups() for view in views]
+            built.states += [len(view.optimizer.state) for view in views]
+            self._set(built)
+
+    def is_from(self, built: Built | None) -> None:
+        """The script restored a checkpoint before it attached: what it had built is what that one knows."""
+        if built is not None:
+            self._set(built)
+
+    def frozen_since(self, roster: Roster | None, model: ModelView) -> list[str] | None:
+        """Names of the parameters that are frozen now; None where they are those that were at attach. ``roster``: where
+        it is that of an earlier version, nothing changed."""
+        if roster is None or roster.token is not self._token:
+            frozen = frozen_names(model.tensors(None) if roster is None else roster.lives)
+            self._frozen = None if frozen == self._at_attach else frozen
+            self._token = None if roster is None else roster.token
+        return self._frozen
+
+
+def frozen_names(lives: Sequence[Live]) -> list[str]:
+    """Names in the model of the parameters that need no gradient."""
+    params = [live for live in lives if live.role == "param" and live.name.startswith("model/")]
+    return sorted(live.name.removeprefix("model/") for live in params if not live.tensor.requires_grad)

@@ -1,0 +1,42 @@
+"""What decides whether a resumed training has the same bits, beside its state: machine, versions, threads."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lightck.state import values
+
+STATE_VERSION = 1
+"""Of the small state."""
+
+
+def fingerprint() -> dict[str, Any]:
+    """What a bit-identical continuation depends on besides the state itself. Nobody changes the dict."""
+    return _fingerprint(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), _cuda())
+
+
+@lru_cache(maxsize=1)
+def _fingerprint(threads: int, is_deterministic: bool, cuda: str | None) -> dict[str, Any]:
+    return values.Constant(
+        torch=str(torch.__version__),
+        python=".".join(map(str, sys.version_info[:3])),
+        machine=platform.machine(),
+        cpu=torch.backends.cpu.get_cpu_capability(),
+        threads=threads,
+        deterministic=is_deterministic,
+        cuda=cuda,
+    )
+
+
+def _cuda() -> str | None:
+    """None where CUDA is not used."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    version = torch.version.cuda or torch.version.hip
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return f"{torch.cuda.get_device_name()} (CUDA {version}, cuDNN {cudnn})"

@@ -1,0 +1,401 @@
+"""The live tensors of a training: where each one lives now, under which name, and how it may be copied.
+
+``ModelView`` follows a module tree, ``OptimizerView`` one optimizer. Both look their tensors up anew at every boundary
+(a parameter may be replaced, ``p.data`` may be), and both name tensors as a user knows them. They read no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightck.errors import StateValueError
+from lightck.pool.format.layout import Entry
+from lightck.state.dtypes import dtype_name
+from lightck.state.lanes import lies_dense
+from lightck.state.nest import Place, has_own_state, inner_of, places
+from lightck.state.storable import refuse_hidden_state, refuse_script, refuse_unstorable
+
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Classes that come and go between runs, and the child that they wrap: its name is no part of a parameter's."""
+
+
+@dataclass(slots=True)
+class Live:
+    """One tensor as it is at this moment, and the dict that it was found in."""
+
+    name: str
+    role: str
+    tensor: torch.Tensor
+    home: dict[Any, Any] | None
+    key: Any
+    layer: int = -1
+    alias: str | None = None
+    still: bool = False
+    """A parameter that no optimizer step changes: it counts as a buffer until it has proved that it rests."""
+
+    def is_home(self) -> bool:
+        """Whether the tensor is still the one that its module or optimizer holds."""
+        return self.home is None or self.home.get(self.key) is self.tensor
+
+
+def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module under every name, as "" or "name.": without the wrappers (DDP, torch.compile, ...). Raises
+    ``StateValueError`` where a module lies within itself."""
+    found: list[tuple[str, nn.Module]] = []
+    todo: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", model, ())]
+    wraps: dict[type, str | None] = {}
+    while todo:
+        prefix, module, above = todo.pop()
+        found.append((prefix, module))
+        if not module._modules:
+            continue
+        kind = type(module)
+        if kind not in wraps:
+            wraps[kind] = next((_WRAPPERS[c.__name__] for c in kind.__mro__ if c.__name__ in _WRAPPERS), None)
+        path = (*above, module)
+        for key, child in reversed(module._modules.items()):
+            if child is None:
+                continue
+            if any(child is one for one in path):
+                raise _within_itself(f"{prefix}{key}", child)
+            is_wrapped = key == wraps[kind] and not _would_be_two(module, key, child, path)
+            todo.append((prefix if is_wrapped else f"{prefix}{key}.", child, path))
+    return found
+
+
+def _within_itself(name: str, module: nn.Module) -> StateValueError:
+    return StateValueError(
+        f"The module {name!r} ({type(module).__name__}) lies within itself: it is a child of one of its own children, "
+        "so its parameters have names without end. Keep a reference to a parent where torch does not register it: in a "
+        "list or tuple, or by object.__setattr__."
+    )
+
+
+def _would_be_two(wrapper: nn.Module, key: str, child: nn.Module, path: tuple[nn.Module, ...]) -> bool:
+    """Whether something of a wrapper's own would have the name of something that it wraps, without the prefix."""
+    if len(wrapper._modules) == 1 and not wrapper._parameters and not wrapper._buffers:
+        return False  # as nearly always
+    own = set(_own_names(wrapper))
+    for other, sibling in wrapper._modules.items():
+        if other != key and sibling is not None and not any(sibling is one for one in path):
+            own.update(f"{other}.{dot}{name}" for dot, m in clean_prefixes(sibling) for name in _own_names(m))
+    return any(f"{dot}{name}" in own for dot, module in clean_prefixes(child) for name in _own_names(module))
+
+
+def _own_names(module: nn.Module) -> Iterator[str]:
+    yield from module._parameters
+    yield from (key for key in module._buffers if key not in module._non_persistent_buffers_set)
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        yield "_extra_state"
+
+
+class ModelView:
+    """Parameters, persistent buffers and extra state of a module tree."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._build()
+
+    def _build(self) -> None:
+        self._homes: list[tuple[dict[str, Any], str, str, str, int]] = []
+        self._buffer_homes: list[tuple[dict[str, Any], str, str, str, int]] = []
+        self._shape_of_tree: list[tuple[nn.Module, tuple[Any, ...]]] = []
+        self.extra: list[tuple[str, nn.Module]] = []
+        layers: dict[int, int] = {}
+        for dot, module in clean_prefixes(self.model):
+            refuse_script(dot, module)
+            layer = layers.setdefault(id(module), len(layers))
+            self._shape_of_tree.append((module, _children(module)))
+            for key in module._parameters:
+                self._homes.append((module._parameters, key, f"model/{dot}{key}", "param", layer))
+            for key in module._buffers:
+                if key not in module._non_persistent_buffers_set:
+                    self._homes.append((module._buffers, key, f"model/{dot}{key}", "buffer", layer))
+                    self._buffer_homes.append(self._homes[-1])
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                self.extra.append((f"{dot}_extra_state", module))
+
+    def refresh(self) -> bool:
+        """Follow modules that were added, removed or replaced since the last look. Whether there were any."""
+        changed = any(_children(module) != seen for module, seen in self._shape_of_tree)
+        if changed:
+            self._build()
+        return changed
+
+    def tensors(self, trained: frozenset[int] | set[int] | None) -> list[Live]:
+        """Every tensor once; a second name of the same tensor, or of the same memory, as an alias. ``trained``: ids of
+        parameters that an optimizer updates; None where nobody asks which of them rest."""
+        firsts: dict[int, Live] = {}
+        places: dict[int, Live] = {}
+        lives: list[Live] = []
+        for home, key, name, role, layer in self._homes:
+            tensor = home.get(key)
+            if tensor is None:
+                continue
+            live = Live(name, role, tensor, home, key, layer)
+            if role == "param" and trained is not None:
+                live.still = id(tensor) not in trained or not tensor.requires_grad
+            first = firsts.setdefault(id(tensor), live)
+            if first is live:
+                address = address_of(tensor)
+                first = places.setdefault(address, live) if address else live
+            if first is not live and (first.tensor is tensor or _is_same_memory(first.tensor, tensor)):
+                live.alias = first.alias or first.name
+            lives.append(live)
+        _wake_shared(lives)
+        return lives
+
+    @property
+    def has_buffers(self) -> bool:
+        return bool(self._buffer_homes)
+
+    def buffers(self) -> Iterator[Live]:
+        """Persistent buffers, each tensor once."""
+        seen: set[int] = set()
+        for home, key, name, role, layer in self._buffer_homes:
+            tensor = home.get(key)
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield Live(name, role, tensor, home, key, layer)
+
+    def buffers_or_none(self) -> list[torch.Tensor | None]:
+        """What each place of a persistent buffer holds."""
+        return [home.get(key) for home, key, _, _, _ in self._buffer_homes]
+
+    def refuse_hidden_state(self) -> None:
+        """Raises ``StateValueError`` for a module with state that is none of parameter, buffer and extra state."""
+        known = {name.removeprefix("model/") for _, _, name, _, _ in self._homes} | {name for name, _ in self.extra}
+        refuse_hidden_state(clean_prefixes(self.model), known)
+
+    def vacant_buffers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Buffers that are registered as None now: name, and where they belong."""
+        for home, key, name, _, _ in self._buffer_homes:
+            if home.get(key) is None:
+                yield name, home, key
+
+    def vacant(self) -> list[tuple[dict[str, Any], str]]:
+        """Places of parameters and buffers that hold None now."""
+        return [(home, key) for home, key, _, _, _ in self._homes if home.get(key) is None]
+
+    def names_by_id(self) -> dict[int, str]:
+        """id of each parameter -> its (first) name."""
+        names: dict[int, str] = {}
+        for home, key, name, role, _ in self._homes:
+            if role == "param" and home.get(key) is not None:
+                names.setdefault(id(home[key]), name.removeprefix("model/"))
+        return names
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """0 where the tensor has no memory of its own (empty, sparse, meta, a wrapper)."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return 0
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors at the same address are the same bytes, read in the same way."""
+    return (one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()) == (
+        other.dtype,
+        other.shape,
+        other.stride(),
+        other.is_conj(),
+        other.is_neg(),
+    )
+
+
+def _wake_shared(lives: list[Live]) -> None:
+    """A still parameter in a storage that an update writes to, under whatever name, does not rest."""
+    if any(live.still for live in lives):
+        written = {storage_of(live.tensor) for live in lives if not live.still} - {0}
+        for live in lives:
+            if live.still and storage_of(live.tensor) in written:
+                live.still = False
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Where its storage begins; 0 where it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return 0
+
+
+def memory_of(tensor: torch.Tensor) -> object:
+    """What keeps the tensor's bytes where they are. The tensor alone does not: after ``p.data = ...`` it has others."""
+    return tensor.untyped_storage()
+
+
+def _children(module: nn.Module) -> tuple[Any, ...]:
+    return (*map(id, module._modules.values()), *module._parameters, *module._buffers)
+
+
+class OptimizerView:
+    """One optimizer: its parameters by name, its groups' options, its state."""
+
+    def __init__(self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], place: Place,
+                 root: int) -> None:  # fmt: skip
+        """``root``: the update that its steps belong to. Where it ``wraps`` another one, that one's state has the names
+        of the parameters."""
+        self.index = index
+        self.root = root
+        self.wraps = place.wraps
+        self.is_wrapped = place.is_wrapped
+        self.optimizer = optimizer
+        self._had: set[int] = set()
+        self.refresh(names)
+
+    @property
+    def class_name(self) -> str:
+        return type(self.optimizer).__name__
+
+    def refresh(self, names: dict[int, str]) -> None:
+        """Take up parameters that were added or replaced."""
+        self.names: list[list[str]] = []
+        self.params: list[tuple[str, torch.Tensor]] = []
+        self._shape = self._group_shape()
+        for g, group in enumerate(self.optimizer.param_groups):
+            in_group = []
+            for i, p in enumerate(group["params"]):
+                name = names.get(id(p), f"outside/{self.index}/{g}/{i}")
+                in_group.append(name)
+                self.params.append((name, p))
+            self.names.append(in_group)
+        self._had.update(id(p) for _, p in self.params)
+
+    def has_changed(self) -> bool:
+        """Whether the groups hold other parameters than at the last ``refresh``."""
+        return self._shape != self._group_shape()
+
+    def _group_shape(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
+
+    def outside(self) -> Iterator[Live]:
+        """Parameters that belong to the optimizer and not to the model."""
+        for name, p in self.params:
+            if name.startswith("outside/"):
+                yield Live(name, "param", p, None, None, still=not p.requires_grad)
+
+    def state_tensors(self) -> Iterator[Live]:
+        """Tensors that lie directly in ``optimizer.state[p]``; one that several parameters share as an alias."""
+        if self.wraps:
+            return
+        state = self.optimizer.state
+        first: dict[int, str] = {}
+        for name, p in self.params:
+            home = state.get(p)
+            if not isinstance(home, dict):
+                continue
+            for key, value in home.items():
+                if is_direct(key, value):
+                    full = state_name(name, key)
+                    one = first.setdefault(id(value), full)
+                    yield Live(full, "optimizer", value, home, key, alias=None if one == full else one)
+
+    def state_values(self, params: Sequence[tuple[str, torch.Tensor]] | None = None) -> dict[str, Any]:
+        """The rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value. All of it, for a
+        wrapper; what is no dict as it is. ``params``: those that have any, where that is known."""
+        state = self.optimizer.state
+        values: dict[str, Any] = {}
+        for name, p in self.params if params is None or self.wraps else params:
+            if p not in state:
+                continue
+            home = state[p]
+            if not isinstance(home, dict):
+                values[name] = home
+                continue
+            rest = {k: v for k, v in home.items() if self.wraps or not is_direct(k, v)}
+            if rest or not home:
+                values[name] = rest
+        return values
+
+    def rest(self) -> dict[Any, Any]:
+        """What lies in ``optimizer.state`` under keys that are no tensors."""
+        return {k: v for k, v in self.optimizer.state.items() if not isinstance(k, torch.Tensor)}
+
+    def refuse_nameless(self) -> None:
+        """Raises ``StateValueError`` for state under a tensor that never was a parameter: nothing would find it."""
+        for key in self.optimizer.state:
+            if isinstance(key, torch.Tensor) and id(key) not in self._had:
+                raise StateValueError(
+                    f"{self.class_name} keeps state under a tensor of shape {list(key.shape)} that is in none of its "
+                    "param_groups. State is saved by the name of its parameter, and this one has none. Key it by a "
+                    "parameter or a string, or delete it (del optimizer.state[tensor])."
+                )
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The options of each group (lr, betas, ...), without its parameters."""
+        return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+
+
+def optimizer_views(optimizers: Sequence[Any], names: dict[int, str], *, views: int = 0,
+                    followed: int = 0) -> list[OptimizerView]:  # fmt: skip
+    """A view of each optimizer that has state of its own, numbered after those that there are already."""
+    found: list[OptimizerView] = []
+    for optimizer, place in zip(optimizers, places(optimizers), strict=True):
+        if not inner_of(optimizer) or has_own_state(optimizer):
+            found.append(OptimizerView(views + len(found), optimizer, names, place, followed + place.root))
+    return found
+
+
+def is_direct(key: Any, value: Any) -> bool:
+    """A tensor under a key that can be part of an entry's name."""
+    return isinstance(value, torch.Tensor) and type(key) is str and "/" not in key
+
+
+def state_name(param: str, key: Any) -> str:
+    return f"optimizer/{param}/{key}"
+
+
+def entry_of(live: Live) -> Entry:
+    """The extent that a tensor needs. Raises ``StateValueError`` for one that cannot be stored."""
+    tensor = live.tensor
+    refuse_unstorable(live.name, tensor)
+    shape = tuple(tensor.shape)
+    stride = tuple(tensor.stride())
+    if not lies_dense(tensor):
+        stride = contiguous_stride(shape)
+    nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
+    return Entry(live.name, live.role, dtype_name(tensor.dtype), shape, stride, nbytes, tensor.device.type,
+                 layer=live.layer, alias=live.alias)  # fmt: skip
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there are bytes of its own kind behind it, which another tensor may share."""
+    return tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's own memory is one dense run of its bytes on the CPU: it can be copied from there."""
+    return tensor.is_cpu and lies_dense(tensor)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, n = [], 1
+    for size in reversed(shape):
+        strides.append(n)
+        n *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def staged(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it on the CPU where its own memory cannot be copied as it is: in its own order of
+    dimensions where it lies dense, else contiguous."""
+    tensor = tensor.detach()
+    if is_plain(tensor):
+        return tensor
+    if lies_dense(tensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return tensor.resolve_conj().resolve_neg().to("cpu").contiguous()

@@ -1,0 +1,113 @@
+"""How many tensors look, asked of all at once: loops that run in C, since these questions come at every step.
+
+Nothing here reads a tensor's bytes. Values are compared one at a time: a list of as many shapes would set off the
+garbage collector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, eq, getitem, is_, ne
+from typing import Any
+
+import torch
+
+from lightck.state.inventory import Live
+
+_shape, _dtype, _version = attrgetter("shape"), attrgetter("dtype"), attrgetter("_version")
+
+
+def all_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
+    """Whether these are the same objects. As many of them: the caller has made sure of that."""
+    return all(map(is_, now, before))
+
+
+def all_equal(now: Iterable[Any], before: Sequence[Any]) -> bool:
+    """The same for values."""
+    return all(map(eq, now, before))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Its version counter; 0 for one that was made under ``inference_mode``, to which torch counts no writes."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+Reading = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+
+
+def reading_of(tensor: torch.Tensor) -> Reading:
+    """Where the bytes of a tensor begin, and how they are read: shape, stride, dtype, conjugated, negated. ``.data =``
+    can change any of it alone, on the same object."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+class Looks:
+    """The readings of tensors. Raises what ``data_ptr`` raises where one has no memory.
+
+    Only complex tensors are asked whether they are conjugated or negated: a real one that is negated is a part of a
+    complex one, which never lies dense, and of such a tensor a copy is made at each version.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.addresses = list(map(torch.Tensor.data_ptr, tensors))
+        self.shapes = list(map(_shape, tensors))
+        self._strides = list(map(torch.Tensor.stride, tensors))
+        self._dtypes = list(map(_dtype, tensors))
+        has_complex = any(dtype.is_complex for dtype in set(self._dtypes))
+        self._complex = [tensor for tensor in tensors if tensor.is_complex()] if has_complex else []
+        self._readings = list(map(reading_of, self._complex))
+
+    def hold(self) -> bool:
+        return (
+            all_equal(map(torch.Tensor.data_ptr, self.tensors), self.addresses)
+            and all_equal(map(_shape, self.tensors), self.shapes)
+            and all_equal(map(torch.Tensor.stride, self.tensors), self._strides)
+            and all_same(map(_dtype, self.tensors), self._dtypes)
+            and all_equal(map(reading_of, self._complex), self._readings)
+        )
+
+    def changed(self) -> set[int]:
+        """Positions of those that do not hold."""
+        was = zip(self.addresses, self.shapes, self._strides, self._dtypes, strict=True)
+        now = map(reading_of, self.tensors)
+        turned = map(reading_of, self._complex)
+        other = {id(t) for t, a, b in zip(self._complex, turned, self._readings, strict=True) if a != b}
+        return {
+            i
+            for i, (tensor, a, b) in enumerate(zip(self.tensors, now, was, strict=True))
+            if a[:4] != b or id(tensor) in other
+        }
+
+
+class Versions:
+    """Version counters of tensors: what torch counts of the writes to them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._of: Callable[[torch.Tensor], int] = _version
+        try:
+            self.versions = list(map(self._of, tensors))
+        except RuntimeError:  # one of them has none: asking each before would cost at every step
+            self._of = version_of
+            self.versions = list(map(self._of, tensors))
+
+    def hold(self) -> bool:
+        return all_equal(map(self._of, self._tensors), self.versions)
+
+    def changed(self) -> set[int]:
+        """Positions of those that do not hold."""
+        return {i for i, moved in enumerate(map(ne, map(self._of, self._tensors), self.versions)) if moved}
+
+
+class Places:
+    """Which tensor each module or optimizer holds under which key. KeyError from ``hold`` where a key is gone."""
+
+    def __init__(self, lives: Sequence[Live]) -> None:
+        housed = [live for live in lives if live.home is not None]
+        self._homes: list[Any] = [live.home for live in housed]
+        self._keys = [live.key for live in housed]
+        self._tensors = [live.tensor for live in housed]
+
+    def hold(self) -> bool:
+        return all_same(map(getitem, self._homes, self._keys), self._tensors)

@@ -1,0 +1,158 @@
+"""Which state an optimizer will have, before its first step: so that the pool can be laid out at attach.
+
+A scratch instance of the optimizer's own class steps once on tiny stand-ins: for each kind of parameter (dtype, number
+of dimensions, options of its group) one tensor whose sizes are different primes. The shapes of the state that appears
+are then read as functions of the parameter's shape. Hooks and RNG are shielded; where anything fails the answer is
+None, and the layout is made at the first boundary instead.
+
+Only torch's own code is run like that. What the constructor or the step of another class does beside its state (a
+counter on the class, a buffer that its groups share, a file, a collective call) would change the training by attaching
+to it, and nothing here could take it back. So for other classes the answer is None too.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from lightck.pool.format.layout import Entry
+from lightck.state import rng
+from lightck.state.dtypes import dtype_name
+from lightck.state.inventory import OptimizerView, contiguous_stride, state_name
+
+log = logging.getLogger("lightck")
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+
+# How one dimension of a state tensor follows from its parameter: dimension i of it, or a constant size.
+_Rule = tuple[str, int]
+
+
+def predict(view: OptimizerView) -> list[Entry] | None:
+    """Entries for the state of every parameter of this optimizer; None where they cannot be foreseen."""
+    try:
+        with rng.shielded():
+            return list(_predict(view))
+    except Exception as err:
+        log.info("lightck: the state of %s cannot be foreseen (%s); the pool is laid out at the first boundary",
+                 view.class_name, err)  # fmt: skip
+        return None
+
+
+def _predict(view: OptimizerView) -> Iterator[Entry]:
+    if view.wraps:
+        raise ValueError("it wraps another optimizer")
+    foreign = _foreign_code(type(view.optimizer))
+    if foreign is not None:
+        raise ValueError(f"{foreign} is not torch's own code, which alone is tried out")
+    groups, stand_ins = _stand_ins(view)
+    make: Any = type(view.optimizer)
+    scratch: torch.optim.Optimizer = make(groups)
+    _step_without_hooks(scratch)
+    rules = {key: _rules(p, scratch.state.get(p, {})) for key, p in stand_ins.items()}
+    for g, (group, names) in enumerate(zip(view.optimizer.param_groups, view.names, strict=True)):
+        for name, p in zip(names, group["params"], strict=True):
+            for state_key, (dtype, device, dims) in rules[_kind(g, p)].items():
+                yield _entry(name, p, state_key, dtype, device, dims)
+
+
+def _foreign_code(kind: type) -> str | None:
+    """The first class or method of an optimizer's class that is none of torch's, by name."""
+    for one in kind.__mro__[:-1]:
+        if not _is_torchs(one.__module__):
+            return one.__qualname__
+        for name, value in vars(one).items():
+            layer = getattr(value, "__func__", value)
+            while layer is not None:  # what a decorator, or somebody's patch, was put around
+                if not _is_torchs(getattr(layer, "__globals__", {}).get("__name__", "torch")):
+                    return f"{one.__qualname__}.{name}"
+                layer = getattr(layer, "__wrapped__", None)
+    return None
+
+
+def _is_torchs(module: str) -> bool:
+    """``typing_extensions``: torch marks methods as deprecated by it."""
+    return module.partition(".")[0] in ("torch", "typing_extensions")
+
+
+def _kind(group: int, p: torch.Tensor) -> tuple[Any, ...]:
+    return group, p.dim(), p.dtype, p.device
+
+
+def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, Any]], dict[tuple[Any, ...], torch.Tensor]]:
+    groups, by_kind = [], {}
+    for g, group in enumerate(view.optimizer.param_groups):
+        mine = {_kind(g, p): p for p in group["params"]}
+        for kind, p in mine.items():
+            sizes = _PRIMES[: p.dim()]
+            if len(sizes) < p.dim():
+                raise ValueError(f"{p.dim()} dimensions")
+            by_kind[kind] = torch.ones(sizes, dtype=p.dtype, device=p.device, requires_grad=True)
+            by_kind[kind].grad = torch.ones_like(by_kind[kind])
+        options = deepcopy({key: group[key] for key in view.optimizer.defaults if key in group})
+        groups.append({"params": [by_kind[kind] for kind in mine], **options})
+    return groups, by_kind
+
+
+def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """``step`` without torch's global hooks, which are the user's. They run around each ``step`` in the chain of
+    ``super().step()``, so they are taken out and put back."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    registries = [getattr(module, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
+    held = [dict(registry) for registry in registries]
+    try:
+        for registry in registries:
+            registry.clear()
+        optimizer.step()
+    finally:
+        for registry, hooks in zip(registries, held, strict=True):
+            registered_since = dict(registry)
+            registry.clear()
+            registry.update(hooks | registered_since)
+
+
+def _rules(p: torch.Tensor, state: dict[Any, Any]) -> dict[Any, tuple[torch.dtype, torch.device, tuple[_Rule, ...]]]:
+    rules = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            rules[key] = (value.dtype, value.device, tuple(_rule(p, size) for size in value.shape))
+        elif isinstance(value, (list, tuple, dict)) and value:
+            raise ValueError(f"state {key!r} is a {type(value).__name__}")
+    return rules
+
+
+def _rule(p: torch.Tensor, size: int) -> _Rule:
+    if size == 1:
+        return "size", 1
+    if size in p.shape:
+        return "dim", list(p.shape).index(size)
+    if size == p.numel():
+        return "numel", 0
+    raise ValueError(f"a size of {size} does not follow from the parameter's shape")
+
+
+def _size(p: torch.Tensor, kind: str, n: int) -> int:
+    if kind == "dim":
+        return int(p.shape[n])
+    return p.numel() if kind == "numel" else n
+
+
+def _entry(name: str, p: torch.Tensor, key: Any, dtype: torch.dtype, device: torch.device,
+           dims: tuple[_Rule, ...]) -> Entry:  # fmt: skip
+    shape = tuple(_size(p, kind, n) for kind, n in dims)
+    # torch's optimizers make such state with preserve_format; should one not, its first version gets another extent.
+    stride = tuple(p.stride()) if shape == tuple(p.shape) and _is_dense(p) else contiguous_stride(shape)
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    return Entry(state_name(name, key), "optimizer", dtype_name(dtype), shape, stride, nbytes, device.type)
+
+
+def _is_dense(p: torch.Tensor) -> bool:
+    from lightck.state.inventory import is_plain
+
+    return p.device.type != "cpu" or is_plain(p)

@@ -1,0 +1,120 @@
+"""What can be saved: plain tensors whose bytes are all there is to them. Everything else is refused by name.
+
+``refuse_unstorable`` looks at one tensor, ``refuse_hidden_state`` at the modules: what a module puts into its
+``state_dict`` beside parameters, buffers and extra state would be lost without a word. Reads no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from lightck.errors import StateValueError
+from lightck.pool.format.layout import NAME_NBYTES_MAX, is_name
+from lightck.state.dtypes import is_known
+
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
+"""Types that are neither lazy nor wrappers: to look whether others are takes longer than all else here."""
+
+_KEEP_OUT = "or keep it out of what is saved (a buffer with persistent=False) and build it anew in each run"
+
+
+def refuse_unstorable(name: str, tensor: torch.Tensor, fate: str = "stored") -> None:
+    """Raises ``StateValueError`` for a tensor that a pool cannot hold. ``fate``: what it was to be."""
+    if not is_name(name):
+        raise StateValueError(
+            f"The tensor {name[:60]!r}... cannot be stored: its name has more than {NAME_NBYTES_MAX} bytes, or a NUL "
+            "in it. A name joins the keys on the way to a tensor. Use shorter keys."
+        )
+    why = why_not(tensor)
+    if why is not None:
+        raise StateValueError(f"The tensor {name!r} cannot be {fate}: {why[0]}. {why[1]}.")
+
+
+def refuse_script(prefix: str, module: nn.Module) -> None:
+    """Raises ``StateValueError`` for TorchScript, which hands out its parameters by name only."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise StateValueError(
+            f"The module {prefix.rstrip('.') or type(module).__name__!r} is TorchScript. Its parameters lie outside of "
+            "Python, and cannot be followed from step to step. Train the module that it was made of, with "
+            "torch.compile where speed is wanted, and script it when the training is over."
+        )
+
+
+def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Reason and cure, where a tensor is more, or less, than an array of plain bytes in memory."""
+    if type(tensor) not in _PLAIN and (why := _why_not_type(tensor)):
+        return why
+    if tensor.is_nested:
+        return "it is a nested tensor, a list of tensors of several shapes", f"Keep its parts apart, {_KEEP_OUT}"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}, and not one array of its values", f"Make it dense, {_KEEP_OUT}"
+    if tensor.is_meta:
+        cure = f"Give it memory (model.to_empty) and fill it before attach, {_KEEP_OUT}"
+        return "it is on the meta device and has no bytes", cure
+    if not is_known(tensor.dtype):
+        return _why_not_dtype(tensor.dtype)
+    if tensor.numel() and not _is_backed(tensor):
+        return (
+            "its storage was freed or is smaller than its shape",
+            "Attach, and close versions (session.end_step()), where the tensor has its memory",
+        )
+    return None
+
+
+def _why_not_type(tensor: torch.Tensor) -> tuple[str, str] | None:
+    kind = type(tensor)
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        return "it is lazy and has no shape yet", "Call the model once on a batch, build its optimizer, then attach"
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return None
+    if kind.__name__ == "DTensor":
+        return (
+            "it is a DTensor, of which this process holds a part only",
+            "Sharded training is not supported yet: attach before the model is distributed, in one process",
+        )
+    return (
+        f"it is a {kind.__qualname__}, whose values lie in other tensors behind __torch_dispatch__",
+        f"Attach a model of plain tensors (before it is quantized or wrapped), {_KEEP_OUT}",
+    )
+
+
+def _why_not_dtype(dtype: torch.dtype) -> tuple[str, str]:
+    name = str(dtype).removeprefix("torch.")
+    if name.startswith(("qint", "quint")):
+        return (
+            f"its dtype is {dtype}, whose values need a scale beside their bytes",
+            "Keep tensor.int_repr(), the scale and the zero point as plain tensors",
+        )
+    if name.lstrip("u").startswith("int"):
+        return f"its dtype is {dtype}, which torch cannot copy", "Keep its bytes as uint8 (tensor.view(torch.uint8))"
+    return f"its dtype is {dtype}, which this lightck does not know", f"Convert it, {_KEEP_OUT}"
+
+
+def _is_backed(tensor: torch.Tensor) -> bool:
+    """Whether the storage reaches as far as the tensor does: FSDP and friends free it behind live tensors."""
+    begin, held = tensor.storage_offset(), tensor.untyped_storage().nbytes()
+    if tensor.is_contiguous():
+        return held >= (begin * tensor.element_size() if begin else 0) + tensor.nbytes
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return held >= (begin + last + 1) * tensor.element_size()
+
+
+def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str]) -> None:
+    """Raises ``StateValueError`` where a module's own ``_save_to_state_dict`` writes what is not ``known``."""
+    for dot, module in modules:
+        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+            continue
+        written: dict[str, object] = {}
+        module._save_to_state_dict(written, dot, True)
+        hidden = sorted(name for name, value in written.items() if value is not None and name not in known)
+        if hidden:
+            raise StateValueError(
+                f"The module {dot.rstrip('.') or 'at the root'} ({type(module).__name__}) keeps {', '.join(hidden[:3])}"
+                " outside of its parameters and buffers, and writes it by a _save_to_state_dict of its own. lightck "
+                "saves parameters, buffers and extra state, so it would be lost. Register it as a buffer, or give it "
+                "out by get_extra_state() and set_extra_state()."
+            )
+

@@ -1,0 +1,550 @@
+"""The small state of a version as bytes: MessagePack and thirteen extension types (docs/format.md, "Small state").
+
+What is packed comes back with its exact types, order and float bits, or is refused by its path when it is packed. What
+is unpacked is untrusted: damage ends in ``CorruptPoolError``, and no size is believed before the bytes are there. No
+code and no class is ever stored or looked up, and large tensors go elsewhere: only their name is kept here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+import torch
+
+from lightck.errors import CorruptPoolError, StateValueError
+from lightck.state.dtypes import DTYPES, dtype_name
+from lightck.state.keys import INT_NBYTES_MAX, NUMPY_CODES, NUMPY_SCALARS, PLAIN, collide, is_key
+from lightck.state.storable import why_not
+
+TUPLE, DICT, ORDERED_DICT, COUNTER, DEFAULT_DICT, SET, DEQUE = 1, 2, 3, 4, 5, 6, 7
+BIG_INT, ARRAY, SCALAR, TENSOR, LARGE_TENSOR, FROZENSET = 8, 9, 10, 11, 12, 13
+MAX_DEPTH = 32
+"""Containers in containers, the outermost included."""
+MAX_DIMS = 64
+_NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in NUMPY_CODES for order in "<>"}
+_SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
+_LEAF = MAX_DEPTH + 1  # of what can hold nothing else: an extension in an extension in one would never end
+_MANY = 16
+"""Items from which on it pays to look whether all are of one type."""
+
+
+# --------------------------------------------------------------------------------------------------- packing
+
+
+def pack(
+    value: object,
+    *,
+    path: str,
+    large: Callable[[str, torch.Tensor], None] | None = None,
+    large_nbytes: int = 4096,
+) -> bytes:
+    """Encode one value.
+
+    Args:
+        value: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, defaultdict(None), set,
+            frozenset, deque, numpy arrays and scalars (bool, int, float, complex), strided torch tensors; exactly
+            these types, nested up to 32 deep.
+        path: where the value lies, e.g. ``state/ema``; starts the paths in errors and the names of large tensors.
+        large: called with (path, tensor) for each tensor of ``large_nbytes`` or more, in order; only the path is
+            stored. The tensor is the caller's own object, on its device and in its layout. Paths are unique:
+            where keys join to the same path, ``#2`` and so on is put behind.
+
+    Raises:
+        StateValueError: something cannot be stored; the message names its path and type.
+    """
+    return _Packer(path, large, large_nbytes).encode(value)
+
+
+class Constant(dict[Any, Any]):
+    """A dict that nobody changes, nor what lies in it: it is packed once. On disk, and when read back, it is a dict."""
+
+    __slots__ = ("packed",)
+    packed: bytes | None
+
+
+class Repeated:
+    """Packs one value at many checkpoints, anew only where it is another one than at the checkpoint before."""
+
+    def __init__(self) -> None:
+        self._writer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_tuple_only)
+        self._last: bytes | None = None
+        self._packed = b""
+
+    def pack(self, value: object, *, path: str) -> bytes:
+        """As `pack`. Raises ``StateValueError``; not where bytes became an equal ``bytearray``."""
+        try:
+            now = self._writer.pack(value)  # exact in types, order and bits; our own types are errors here
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            return pack(value, path=path)
+        if now != self._last:
+            self._packed = pack(value, path=path)
+            self._last = now
+        return self._packed
+
+
+def _tuple_only(value: object) -> msgpack.ExtType:
+    if type(value) is not tuple:
+        raise TypeError(type(value).__name__)
+    return msgpack.ExtType(TUPLE, msgpack.packb(list(value), strict_types=True, use_bin_type=True, default=_tuple_only))
+
+
+class _Packer:
+    """Encodes values, innermost first. ``_path`` says where we are, and costs nothing until an error asks for it."""
+
+    __slots__ = ("_large", "_large_nbytes", "_names", "_native", "_path", "_writer")
+
+    def __init__(self, path: str, large: Callable[[str, torch.Tensor], None] | None, large_nbytes: int) -> None:
+        self._path: list[object] = [path]
+        self._large = large
+        self._large_nbytes = large_nbytes
+        self._names: set[str] = set()
+        self._writer = msgpack.Packer(strict_types=True, use_bin_type=True)
+        self._native: Callable[[object], bytes] = self._writer.pack
+
+    def encode(self, value: object) -> bytes:
+        handler = _ENCODE.get(type(value))
+        if handler is None:
+            raise self.refused(value, _why_not(value))
+        try:
+            return handler(self, value)
+        except OverflowError as error:
+            raise self.refused(value, f"it is too large for one value ({error})") from error
+
+    def plain(self, value: object) -> bytes:
+        try:
+            return self._native(value)
+        except ValueError as error:
+            raise self.refused(value, f"it is too large for one value ({error})") from error
+
+    def ext(self, code: int, payload: bytes) -> bytes:
+        if len(payload) >= 1 << 32:
+            raise OverflowError("4 GiB or more")
+        return cast("bytes", self._writer.pack_ext_type(code, payload))
+
+    def header(self, count: int) -> bytes:
+        return cast("bytes", self._writer.pack_array_header(count))
+
+    def refused(self, value: object, why: str) -> StateValueError:
+        kind = type(value)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        return StateValueError(
+            f"{self.path()} is a {name} that cannot be stored: {why}. A checkpoint keeps plain data and never code or "
+            "classes: let state_dict() give numbers, strings, tensors, or lists and dicts of them, or leave it out."
+        )
+
+    def path(self) -> str:
+        return "/".join(map(_segment, self._path))
+
+    def integer(self, value: int) -> bytes:
+        if -(1 << 63) <= value < 1 << 64:
+            return self._native(value)
+        nbytes = value.bit_length() // 8 + 1
+        if nbytes > INT_NBYTES_MAX:
+            raise self.refused(value, f"it has more than {INT_NBYTES_MAX} bytes, more than Python prints")
+        return self.ext(BIG_INT, self.plain(value.to_bytes(nbytes, "little", signed=True)))
+
+    def text(self, value: str) -> bytes:
+        try:
+            return self._native(value)
+        except UnicodeEncodeError:
+            raise self.refused(value, "it holds lone surrogates, which are no text") from None
+        except ValueError as error:
+            raise self.refused(value, f"it is too large for one value ({error})") from error
+
+    def items(self, values: Collection[object]) -> list[bytes]:
+        self._check_depth(values)
+        path, out = self._path, []
+        for index, item in enumerate(values):
+            path.append(index)
+            out.append(self.encode(item))
+            path.pop()
+        return out
+
+    def sequence(self, values: Collection[object]) -> bytes:
+        if len(values) >= _MANY and set(map(type, values)) == {str}:
+            self._check_depth(values)
+            with contextlib.suppress(ValueError):  # the slow way says which of them is no text
+                return self._native(list(values))
+        items = self.items(values)
+        return self.header(len(items)) + b"".join(items)
+
+    def pairs(self, value: Mapping[object, object]) -> bytes:
+        self._check_depth(value)
+        if collide(value):
+            raise self.refused(value, "its keys have the same hash")
+        path, out = self._path, [self.header(len(value))]
+        for key, item in value.items():
+            if not is_key(key):
+                raise self.refused(value, f"a key of it is a {type(key).__qualname__}, which is not equal by value")
+            path.append(key)
+            out += (_PAIR, self.encode(key), self.encode(item))
+            path.pop()
+        return b"".join(out)
+
+    def constant(self, value: Constant) -> bytes:
+        packed = getattr(value, "packed", None)
+        if packed is None:
+            packed = value.packed = self.ext(DICT, self.pairs(value))
+        return packed
+
+    def members(self, value: Collection[object]) -> bytes:
+        for item in value:
+            if not is_key(item):
+                raise self.refused(value, f"an item of it is a {type(item).__qualname__}, which is not equal by value")
+        if collide(value):
+            raise self.refused(value, "its items have the same hash")
+        # Sorted, so that equal sets give equal bytes whatever the hash seed.
+        return self.header(len(value)) + b"".join(sorted(self.items(value)))
+
+    def _check_depth(self, value: object) -> None:
+        if len(self._path) > MAX_DEPTH:
+            raise self.refused(value, f"it lies more than {MAX_DEPTH} deep, or contains itself")
+
+    def array(self, value: np.ndarray[Any, Any]) -> bytes:
+        if value.dtype.str not in _NUMPY_DTYPES:
+            raise self.refused(value, f"its dtype is {value.dtype}, and only bool, int, float and complex are kept")
+        return self.ext(ARRAY, self._array_fields(value.dtype.str, value.shape, value.tobytes()))
+
+    def _array_fields(self, dtype: str, shape: tuple[int, ...], raw: bytes) -> bytes:
+        sizes = b"".join(map(self._native, shape))
+        return b"".join((b"\x93", self._native(dtype), self.header(len(shape)), sizes, self.plain(raw)))
+
+    def scalar(self, value: np.generic) -> bytes:
+        return self.ext(SCALAR, _PAIR + self._native(NUMPY_SCALARS[type(value)]) + self._native(value.tobytes()))
+
+    def tensor(self, value: torch.Tensor) -> bytes:
+        why = why_not(value)
+        if why is not None:
+            raise self.refused(value, f"{why[0]} ({why[1]})")
+        dtype = dtype_name(value.dtype)
+        if value.is_conj() or value.is_neg():
+            value = value.detach().resolve_conj().resolve_neg()
+        if self._large is not None and value.nbytes >= self._large_nbytes:
+            return self._large_tensor(value, self._large)
+        return self.ext(TENSOR, self._array_fields(dtype, value.shape, self._tensor_bytes(value)))
+
+    def _large_tensor(self, value: torch.Tensor, large: Callable[[str, torch.Tensor], None]) -> bytes:
+        path = name = self.path()
+        number = 1
+        while name in self._names:
+            number += 1
+            name = f"{path}#{number}"
+        self._names.add(name)
+        large(name, value)
+        return self.ext(LARGE_TENSOR, self.text(name))
+
+    def _tensor_bytes(self, value: torch.Tensor) -> bytes:
+        nbytes = value.nbytes
+        try:
+            dense = value if value.is_cpu and value.is_contiguous() else value.detach().cpu().contiguous()
+        except RuntimeError as error:
+            raise self.refused(value, f"torch cannot copy it ({error})") from error
+        return ctypes.string_at(dense.data_ptr(), nbytes) if nbytes else b""
+
+
+def _segment(part: object) -> str:
+    return part if type(part) is str else repr(part)
+
+
+def _why_not(value: object) -> str:
+    for kind in (torch.Tensor, np.ndarray, *_ENCODE):
+        if isinstance(value, kind):
+            return f"it is a subclass of {kind.__qualname__}, and what it adds would be lost"
+    return "lightck does not keep objects of this type"
+
+
+def _encode_default_dict(packer: _Packer, value: defaultdict[object, object]) -> bytes:
+    if value.default_factory is not None:
+        raise packer.refused(value, "its default_factory is code")
+    return packer.ext(DEFAULT_DICT, packer.pairs(value))
+
+
+_PAIR = b"\x92"  # a MessagePack array of two
+_ENCODE: dict[type, Callable[[_Packer, Any], bytes]] = {
+    int: _Packer.integer,
+    str: _Packer.text,
+    list: _Packer.sequence,
+    tuple: lambda packer, value: packer.ext(TUPLE, packer.sequence(value)),
+    dict: lambda packer, value: packer.ext(DICT, packer.pairs(value)),
+    Constant: _Packer.constant,
+    OrderedDict: lambda packer, value: packer.ext(ORDERED_DICT, packer.pairs(value)),
+    Counter: lambda packer, value: packer.ext(COUNTER, packer.pairs(value)),
+    defaultdict: _encode_default_dict,
+    set: lambda packer, value: packer.ext(SET, packer.members(value)),
+    frozenset: lambda packer, value: packer.ext(FROZENSET, packer.members(value)),
+    deque: lambda packer, value: packer.ext(DEQUE, _PAIR + packer.plain(value.maxlen) + packer.sequence(value)),
+    np.ndarray: _Packer.array,
+    torch.Tensor: _Packer.tensor,
+    torch.nn.Parameter: _Packer.tensor,
+    **dict.fromkeys(NUMPY_SCALARS, _Packer.scalar),
+    **dict.fromkeys(PLAIN, _Packer.plain),
+}
+
+
+# ------------------------------------------------------------------------------------------------- unpacking
+
+
+def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
+    """Decode what `pack` wrote; ``data`` is untrusted.
+
+    Args:
+        data: the bytes of exactly one value.
+        tensor: gives the large tensor of a name; LookupError where there is none. Its other errors pass through.
+
+    Raises:
+        CorruptPoolError: the bytes are no packed value, or name a large tensor that is not there, or one twice.
+    """
+    reader = _Reader(bytes(data), tensor)
+    value = reader.value(0)
+    reader.finish()
+    return value
+
+
+def _corrupt(reason: str) -> CorruptPoolError:
+    return CorruptPoolError(f"the small state is damaged: {reason}; recover an older version")
+
+
+class _Reader:
+    """A strict reader of one MessagePack value. Written here, since msgpack's own believes the sizes in headers.
+
+    ``_end`` bounds the extension that is being read; ``depth`` counts the containers around a value.
+    """
+
+    __slots__ = ("_data", "_end", "_pos", "_seen", "_tensor")
+
+    def __init__(self, data: bytes, tensor: Callable[[str], torch.Tensor] | None) -> None:
+        self._data = data
+        self._pos = 0
+        self._end = len(data)
+        self._tensor = tensor
+        self._seen: set[str] = set()
+
+    def finish(self) -> None:
+        if self._pos != self._end:
+            raise _corrupt(f"{self._end - self._pos} bytes too many")
+
+    def value(self, depth: int) -> Any:
+        tag = self._take(1)[0]
+        if tag < 0x80:
+            return tag
+        if tag >= 0xE0:
+            return tag - 256
+        if tag in _CONSTANTS:
+            return _CONSTANTS[tag]
+        if tag in _NUMBERS:
+            number = _NUMBERS[tag]
+            return number.unpack(self._take(number.size))[0]
+        return self._sized(tag, depth)
+
+    def _sized(self, tag: int, depth: int) -> Any:
+        if 0x90 <= tag < 0xA0:
+            return self._list(tag & 0x0F, depth)
+        if 0xA0 <= tag < 0xC0:
+            return self._text(tag & 0x1F)
+        if tag in _FIXED_EXTENSIONS:
+            return self._extension(_FIXED_EXTENSIONS[tag], depth)
+        if tag not in _SIZED:
+            raise _corrupt(f"the type byte {tag:#04x} is not used here")
+        width, read = _SIZED[tag]
+        return read(self, int.from_bytes(self._take(width), "big"), depth)
+
+    def _take(self, count: int) -> bytes:
+        start = self._pos
+        stop = start + count
+        if stop > self._end:
+            raise _corrupt("it ends too early")
+        self._pos = stop
+        return self._data[start:stop]
+
+    def _text(self, count: int, _depth: int = 0) -> str:
+        try:
+            return self._take(count).decode()
+        except UnicodeDecodeError as error:
+            raise _corrupt(f"a string is not UTF-8 ({error.reason})") from None
+
+    def _binary(self, count: int, _depth: int) -> bytes:
+        return self._take(count)
+
+    def _list(self, count: int, depth: int) -> list[Any]:
+        if depth >= MAX_DEPTH:
+            raise _corrupt(f"it is more than {MAX_DEPTH} deep")
+        if count > self._end - self._pos:
+            raise _corrupt("a list is longer than its bytes")
+        return [self.value(depth + 1) for _ in range(count)]
+
+    def _count(self) -> int:
+        tag = self._take(1)[0]
+        if 0x90 <= tag < 0xA0:
+            return tag & 0x0F
+        if tag not in (0xDC, 0xDD):
+            raise _corrupt("a list is missing")
+        return int.from_bytes(self._take(2 if tag == 0xDC else 4), "big")
+
+    def _extension(self, size: int, depth: int) -> Any:
+        code = self._take(1)[0]
+        read = _RAISE.get(code)
+        if read is None or depth >= _LEAF:
+            raise _corrupt(f"extension type {code} is not known here")
+        outer, self._end = self._end, self._pos + size
+        if self._end > outer:
+            raise _corrupt("it ends too early")
+        value = read(self, depth)
+        self.finish()
+        self._end = outer
+        return value
+
+    # What the extensions hold. ``sequence`` counts as one container, as it did when it was packed.
+
+    def sequence(self, depth: int) -> list[Any]:
+        return self._list(self._count(), depth)
+
+    def pairs(self, depth: int) -> dict[Any, Any]:
+        if depth >= MAX_DEPTH:
+            raise _corrupt(f"it is more than {MAX_DEPTH} deep")
+        count = self._count()
+        if 3 * count > self._end - self._pos:
+            raise _corrupt("a dict is longer than its bytes")
+        keys, items = [], []
+        for _ in range(count):
+            self.fields(2)
+            keys.append(self.value(depth + 1))
+            if not is_key(keys[-1]):
+                raise _corrupt(f"a {type(keys[-1]).__qualname__} is the key of a dict")
+            items.append(self.value(depth + 1))
+        out = dict(zip(keys, items, strict=True)) if not collide(keys) else {}
+        if len(out) != count:
+            raise _corrupt("a dict has a key twice, or too many of one hash")
+        return out
+
+    def members(self, depth: int) -> list[Any]:
+        items = self.sequence(depth)
+        if not all(map(is_key, items)) or collide(items) or len(set(items)) != len(items):
+            raise _corrupt("a set holds an item twice, or one that cannot be in a set")
+        return items
+
+    def fields(self, count: int) -> None:
+        if self._count() != count:
+            raise _corrupt("a payload has the wrong number of fields")
+
+    def exactly(self, kind: type) -> Any:
+        value = self.value(_LEAF)
+        if type(value) is not kind:
+            raise _corrupt(f"a {type(value).__qualname__} stands where a {kind.__qualname__} belongs")
+        return value
+
+    def shape(self) -> tuple[int, ...]:
+        count = self._count()
+        if count > MAX_DIMS:
+            raise _corrupt(f"an array has {count} dimensions")
+        sizes = tuple(self.exactly(int) for _ in range(count))
+        if any(not 0 <= size < 1 << 63 for size in sizes):
+            raise _corrupt("an array has a negative or impossible size")
+        return sizes
+
+    def large(self, _depth: int) -> torch.Tensor:
+        name = self.exactly(str)
+        if self._tensor is None:
+            raise _corrupt(f"it names the large tensor {name!r} where none can be")
+        if name in self._seen:  # each has a name of its own, and each name is memory
+            raise _corrupt(f"it names the large tensor {name!r} twice")
+        self._seen.add(name)
+        try:
+            return self._tensor(name)
+        except LookupError:
+            raise _corrupt(f"the large tensor {name!r} is not in the version") from None
+
+
+def _raise_big_int(reader: _Reader, _depth: int) -> int:
+    raw = reader.exactly(bytes)
+    if len(raw) > INT_NBYTES_MAX:
+        raise _corrupt(f"an int has {len(raw)} bytes")
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def _raise_deque(reader: _Reader, depth: int) -> deque[Any]:
+    reader.fields(2)
+    limit = reader.value(_LEAF)
+    items = reader.sequence(depth)
+    if limit is not None and (type(limit) is not int or not len(items) <= limit < 1 << 63):
+        raise _corrupt("a deque has a wrong maxlen")
+    return deque(items, limit)
+
+
+def _check_size(shape: tuple[int, ...], itemsize: int, raw: bytes) -> None:
+    if math.prod(shape) * itemsize != len(raw):
+        raise _corrupt(f"an array of shape {shape} has {len(raw)} bytes")
+
+
+def _raise_array(reader: _Reader, _depth: int) -> np.ndarray[Any, Any]:
+    reader.fields(3)
+    dtype = _NUMPY_DTYPES.get(reader.exactly(str))
+    if dtype is None:
+        raise _corrupt("a numpy array has an unknown dtype")
+    shape, raw = reader.shape(), reader.exactly(bytes)
+    _check_size(shape, dtype.itemsize, raw)
+    try:
+        return np.frombuffer(bytearray(raw), dtype).reshape(shape)
+    except (ValueError, OverflowError) as error:
+        raise _corrupt(f"numpy cannot make an array of shape {shape} ({error})") from None
+
+
+def _raise_scalar(reader: _Reader, _depth: int) -> Any:
+    reader.fields(2)
+    dtype = _SCALAR_DTYPES.get(reader.exactly(str))
+    raw = reader.exactly(bytes)
+    if dtype is None or len(raw) != dtype.itemsize:
+        raise _corrupt("a numpy scalar has an unknown dtype or a wrong size")
+    return np.frombuffer(raw, dtype)[0]
+
+
+def _raise_tensor(reader: _Reader, _depth: int) -> torch.Tensor:
+    reader.fields(3)
+    dtype = DTYPES.get(reader.exactly(str))
+    if dtype is None:
+        raise _corrupt("a tensor has an unknown dtype")
+    shape, raw = reader.shape(), reader.exactly(bytes)
+    _check_size(shape, dtype.itemsize, raw)
+    try:
+        if not raw:
+            return torch.empty(shape, dtype=dtype)
+        # The clone is memory of torch's own, aligned and resizable.
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).clone().view(dtype).reshape(shape)
+    except (RuntimeError, ValueError, OverflowError, TypeError) as error:
+        raise _corrupt(f"torch cannot make a tensor of shape {shape} ({error})") from None
+
+
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+_NUMBERS = {
+    **{0xCC + index: struct.Struct(">" + code) for index, code in enumerate("BHIQbhiq")},
+    0xCB: struct.Struct(">d"),
+}
+_FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+_SIZED: dict[int, tuple[int, Callable[[_Reader, int, int], Any]]] = {
+    **{0xC4 + index: (1 << index, _Reader._binary) for index in range(3)},
+    **{0xC7 + index: (1 << index, _Reader._extension) for index in range(3)},
+    **{0xD9 + index: (1 << index, _Reader._text) for index in range(3)},
+    **{0xDC + index: (2 << index, _Reader._list) for index in range(2)},
+}
+_RAISE: dict[int, Callable[[_Reader, int], Any]] = {
+    TUPLE: lambda reader, depth: tuple(reader.sequence(depth)),
+    DICT: _Reader.pairs,
+    ORDERED_DICT: lambda reader, depth: OrderedDict(reader.pairs(depth)),
+    COUNTER: lambda reader, depth: Counter(reader.pairs(depth)),
+    DEFAULT_DICT: lambda reader, depth: defaultdict(None, reader.pairs(depth)),
+    SET: lambda reader, depth: set(reader.members(depth)),
+    FROZENSET: lambda reader, depth: frozenset(reader.members(depth)),
+    DEQUE: _raise_deque,
+    BIG_INT: _raise_big_int,
+    ARRAY: _raise_array,
+    SCALAR: _raise_scalar,
+    TENSOR: _raise_tensor,
+    LARGE_TENSOR: _Reader.large,
+}

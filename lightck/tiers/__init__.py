@@ -1,0 +1,1 @@
+"""Checkpoints that are held, and those that are kept beyond the pool."""

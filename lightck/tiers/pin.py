@@ -1,0 +1,219 @@
+"""Versions that are held: their slots are not handed out, and a new pool file takes them along.
+
+A *hold* is on one committed version of the open pool. ``Pin`` is the user's handle on one; ``keep=`` holds the version
+that it exports. Invariant: two slots beside the held ones stay for the training, so nobody waits for a release.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from lightck.errors import CorruptPoolError, SessionError
+from lightck.pool.engine import ENDED
+from lightck.pool.format.structures import SLOTS_MAX, CommitLine, DamagedError
+from lightck.pool.plan import VersionPlan
+from lightck.pool.reader import Version
+from lightck.pool.storage.failures import io_error
+from lightck.pool.writer import PoolWriter
+from lightck.restore.contents import load_tensors
+
+Moving: TypeAlias = "list[tuple[Hold, Version]]"
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """One version that stays. ``line`` changes when the pool moves to a new file."""
+
+    step: int
+    line: CommitLine
+    is_pin: bool = False
+    made_at: int = 0
+    """The generation in which the training made it. When the pool moves it gets another one."""
+
+
+class Holds:
+    """All holds of a session. Any thread may release; the rest is the training thread's."""
+
+    def __init__(self) -> None:
+        self._held: list[Hold] = []
+        self._writer: PoolWriter | None = None  # of the file in which they lie
+        self._lock = threading.Lock()
+        """What is held, and what the writer was told of it, go together."""
+
+    @property
+    def pins(self) -> int:
+        """How many of them are the user's."""
+        return sum(hold.is_pin for hold in self._held)
+
+    def slots_for_a_pin(self, spare: int) -> int:
+        """How many slots a pool has to have for one pin more; ``spare`` of them for ``keep=``."""
+        needed = 2 + self.pins + 1 + spare
+        if needed > SLOTS_MAX:
+            raise SessionError(
+                f"{self.pins} versions are pinned, and a pool has at most {SLOTS_MAX} slots: the training needs the "
+                "others. Release a pin, or export a version: lightck.export_checkpoint()."
+            )
+        return needed
+
+    def take(self, writer: PoolWriter, *, is_pin: bool = False) -> Hold:
+        """Hold the version in the protected slot: the newest that the writer knows to be committed."""
+        assert writer.slots.protected is not None, "a version was committed"
+        slot = writer.slots.slots[writer.slots.protected]
+        line = _line_of(writer, slot.index, slot.generation)
+        hold = Hold(line.step, line, is_pin, slot.made_at or line.payload_generation)
+        with self._lock:
+            self._held.append(hold)
+            self._writer = writer
+            self._tell()
+        return hold
+
+    def release(self, hold: Hold) -> None:
+        """A second release does nothing."""
+        with self._lock:
+            if hold in self._held:
+                self._held.remove(hold)
+            self._tell()
+
+    def struck(self, slots: Iterable[int]) -> list[int]:
+        """What lies in these slots is nobody's any more. Returns the steps that a pin held there."""
+        with self._lock:
+            gone = [hold for hold in self._held if hold.line.slot in set(slots)]
+            self._held = [hold for hold in self._held if hold not in gone]
+            self._tell()
+        return sorted(hold.step for hold in gone if hold.is_pin)
+
+    def _tell(self) -> None:
+        if self._writer is not None:
+            self._writer.slots.held = frozenset(hold.line.slot for hold in self._held)
+
+    def versions(self, writer: PoolWriter) -> Moving:
+        """The held versions, oldest first. Raises ``CorruptPoolError`` where one cannot be read any more."""
+        found: Moving = []
+        for hold in sorted(self._held, key=lambda h: h.line.generation):
+            try:
+                found.append((hold, writer.reader.version(hold.line)))
+            except DamagedError as err:
+                raise _damaged(hold, err) from err
+        return found
+
+    def moved(self, lines: Iterable[tuple[Hold, CommitLine]], writer: PoolWriter) -> None:
+        """The pool's new file has its name now, and the held versions lie there."""
+        with self._lock:
+            for hold, line in lines:
+                hold.line = line
+            self._writer = writer
+            self._tell()
+
+    def end(self) -> None:
+        """The pool is no longer written to: nothing is held."""
+        with self._lock:
+            self._held, self._writer = [], None
+
+
+def carry_all(moving: Moving, writer: PoolWriter) -> list[tuple[Hold, CommitLine]]:
+    """Commit the held versions into a new file, oldest first, each once."""
+    done: dict[int, CommitLine] = {}
+    for hold, version in moving:
+        if version.header.generation not in done:
+            done[version.header.generation] = _carry(version, hold, writer)
+    return [(hold, done[version.header.generation]) for hold, version in moving]
+
+
+def _carry(version: Version, hold: Hold, writer: PoolWriter) -> CommitLine:
+    """Verified as it is read. The slot that it gets is held."""
+    numbers = _numbers(version, writer)
+    try:
+        tensors = load_tensors(version, [name for name, entry in version.entries.items() if entry.nbytes])
+    except DamagedError as err:
+        raise _damaged(hold, err) from err
+    plan = _plan(version, numbers, tensors)
+    slot = writer.slots.choose()
+    assert slot is not None, "a new pool has room for what is held"
+    pending = writer.begin(plan, slot, tensors)
+    pending.job.release()
+    pending.job.wait(ENDED)
+    recorded = version.reader.next_batches(version.line)
+    if recorded is not None:
+        writer.store_next(slot, pending.line.generation, recorded)
+    writer.committed(pending)
+    slot.made_at = hold.made_at
+    writer.slots.held |= {slot.index}
+    pending.job.forget()
+    return _line_of(writer, slot.index, pending.line.generation)
+
+
+def _line_of(writer: PoolWriter, slot: int, generation: int | None) -> CommitLine:
+    """The newest line of what a slot holds, read back. Raises ``PoolIOError`` where the medium lost it."""
+    ring, here = writer.reader.ring(), (slot, generation)
+    lines = [line for line in ring.lines.values() if (line.slot, line.payload_generation) == here]
+    if not lines:
+        raise io_error(f"The newest version in the pool {writer.reader.path!r} cannot be read back", errno.EIO)
+    return max(lines, key=lambda line: line.generation)
+
+
+def _numbers(version: Version, writer: PoolWriter) -> dict[str, int]:
+    """Places for its tensors. The training's own keep theirs, and do not count as having grown."""
+    mine, grew = dict(writer.numbers), set(writer.grew)
+    other = [entry for entry in version.entries.values() if not writer.fits(entry)]
+    if other:
+        writer.add(other, set(version.entries))
+    numbers = {name: writer.numbers[name] for name in version.entries}
+    writer.numbers, writer.grew = writer.numbers | mine, grew
+    return numbers
+
+
+def _plan(version: Version, numbers: dict[str, int], tensors: dict[str, torch.Tensor]) -> VersionPlan:
+    return VersionPlan(
+        version.step,
+        version.iteration,
+        np.array([numbers[name] for name in tensors], np.int64),
+        np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64),
+        np.ones(len(tensors), np.bool_),
+        np.array([], np.int64),
+        np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
+        bytes(version.state),
+    )
+
+
+def _damaged(hold: Hold, err: DamagedError) -> CorruptPoolError:
+    return CorruptPoolError(
+        f"The pool needs a new file, and the version of step {hold.step} that is held cannot be taken along: {err}. "
+        "The newest version is intact. Release the pin, and look at the health of the pool's medium.",
+        (str(err),),
+    )
+
+
+class Pin:
+    """Made by ``Session.pin()``: the version of ``step`` stays in the pool until ``release()``, the end of the ``with``
+    block or the end of the session."""
+
+    def __init__(self, hold: Hold, release: Callable[[Hold], None]) -> None:
+        self._hold = hold
+        self._release = release
+
+    @property
+    def step(self) -> int:
+        """The step that is held."""
+        return self._hold.step
+
+    def release(self) -> None:
+        """Give the slot back. A second call does nothing."""
+        self._release(self._hold)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"Pin(step={self.step})"
