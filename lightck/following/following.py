@@ -203,8 +203,8 @@ class Comparison:
         log.warning("lightck: The first batch after the resume is not the one that followed step %d: no update came "
                     "before the session was closed. If you did not end this run early, the loop took itself for "
                     "finished: its batches were fetched ahead (list(loader)), it counted from nothing, or it ends "
-                    "where a pass that goes on has no batch left. %s has these loops, and how each is exact", self._step,
-                    _PAGE)  # fmt: skip
+                    "where a pass that goes on has no batch left. %s has these loops, and how each is exact",
+                    self._step, _PAGE)  # fmt: skip
 
     def _compare(self) -> _Verdict:
         verdict = _Verdict()
