@@ -18,13 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightck"
 NATIVE = ROOT / "native"
 
-BASE = {"errors", "events", "interrupts", "stats", "sessions", "_native"}
+BASE = {"errors", "events", "interrupts", "noting", "stats", "sessions", "_native"}
 LOW = BASE | {"pool", "state"}
 ROOMS = {
     # room, or file beside the rooms: what of lightck it may import, beside itself
     "errors": set(),
     "events": set(),
     "interrupts": set(),
+    "noting": set(),
     "sessions": {"errors"},
     "stats": {"interrupts"},
     "_lck_ffi": set(),

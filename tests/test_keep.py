@@ -35,8 +35,8 @@ from toys import (
 )
 
 import lightck
-from lightck import keep as keep_module
 from lightck.errors import KeepError, StateValueError
+from lightck.tiers import keep as keep_module
 
 
 @pytest.fixture

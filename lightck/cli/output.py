@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TextIO
 
-from lightck.export.noting import Noting
+from lightck.noting import Noting
 
 
 def prepare() -> TextIO | None:

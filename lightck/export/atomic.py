@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import IO
 
 from lightck.errors import ExportError, ExportExistsError
-from lightck.export.noting import Noting
+from lightck.noting import Noting
 from lightck.pool.storage.backends import is_pool
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
