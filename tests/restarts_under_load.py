@@ -2,8 +2,8 @@
 
     python tests/restarts_under_load.py --tries 200 --to docs/evidence/restarts-under-load.md
 
-In each try a training of 12.6 million parameters (150 MB of state) is killed at a random moment, and the same pool is
-attached at once by a process that has imported everything, beside busy loops of normal priority, two for each core.
+In each try a training of 12.6 million parameters (150 MB of state), in a forked process, is killed at a random moment,
+and the same pool is attached at once by its parent, beside busy loops of normal priority, two for each core.
 Fails where a restart is refused, takes more than 60 seconds, or has lost more than the two steps that it may lose.
 """
 
@@ -35,32 +35,38 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def train(pool: str) -> None:
-    """For ever; one line for each update."""
-    logging.getLogger("lightck").setLevel(logging.ERROR)
+def train(pool: str, told: int) -> None:
+    """For ever; tells of each update by a line."""
     model, optimizer = parts()
     session = lightck.attach(model, pool, optimizer=optimizer, resume=True)
     while True:
         optimizer.zero_grad()
         model(torch.randn(2, 1024)).square().mean().backward()
         optimizer.step()
-        print(session.step, flush=True)
+        os.write(told, f"{session.step}\n".encode())
 
 
 def seconds_of_one(pool: str, rng: random.Random) -> tuple[float, int]:
     """Of the restart, and the steps that it lost."""
-    command = [sys.executable, __file__, "--train", pool]
     model, optimizer = parts()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
+    read, write = os.pipe()
+    child = os.fork()  # to import torch takes most of a try
+    if child == 0:
+        try:
+            train(pool, write)
+        finally:
+            os._exit(1)
+    os.close(write)
+    with os.fdopen(read) as lines:
         for _ in range(4):
-            assert child.stdout.readline(), "the training has ended"
+            assert lines.readline(), "the training has ended"
         time.sleep(rng.random() / 2)
-        child.send_signal(signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
         begin = time.monotonic()
         session = lightck.attach(model, pool, optimizer=optimizer, resume=True)
         seconds = time.monotonic() - begin
-        last = [int(line) for line in child.stdout]
+        os.waitpid(child, 0)
+        last = [int(line) for line in lines]
     step = session.step
     session.close()
     return seconds, max(last, default=step) - step
@@ -72,10 +78,8 @@ def main() -> int:
     parser.add_argument("--per-core", type=int, default=2, help="busy loops for each core")
     parser.add_argument("--pool", default=f"/dev/shm/lightck-restarts-{os.getpid()}.pool")
     parser.add_argument("--to", help="write the result to this file")
-    parser.add_argument("--train", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.train:
-        train(options.train)
+    logging.getLogger("lightck").setLevel(logging.ERROR)
     n_busy = options.per_core * len(os.sched_getaffinity(0))
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n_busy)]
     rng, tries = random.Random(0), []
