@@ -219,7 +219,7 @@ def _replace(path: Path, text: str) -> None:
 
 def warm_up() -> None:
     """Import here, and not in each child, what a first update and a first session import."""
-    import lightck.attach  # noqa: F401
+    import lightck.session.attach  # noqa: F401
 
     torch.set_num_threads(1)
     model, optimizer = subject.build()

@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 
 import torch
+from crash.evidence import machine
 
 import lightck
-from lightck.testing.evidence import machine
 
 SECONDS_MAX = 60.0
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import toys
+from crash.memory import MemoryBackend
 from torch import nn
 
 import lightck
@@ -31,7 +32,6 @@ from lightck.pool.storage.backend import Backend, Container
 from lightck.pool.storage.durability import TIER_CACHE, TIER_DISK
 from lightck.pool.storage.file import FileBackend
 from lightck.pool.storage.pmdk import PmdkBackend
-from lightck.testing.memory import MemoryBackend
 
 NBYTES = 2 * MIB + 4096
 

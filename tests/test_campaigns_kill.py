@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crash import campaigns
+from crash.campaign import Order, Tally
 
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.reader import Version
@@ -17,8 +19,6 @@ from lightck.pool.writer import PoolWriter
 from lightck.restore.contents import MemorySource
 from lightck.restore.resume import Resumed
 from lightck.session.session import Session
-from lightck.testing import campaigns
-from lightck.testing.campaign import Order, Tally
 
 
 def play(name: str, folder: Path, backend: str = "file", trials: range | None = None) -> Tally:

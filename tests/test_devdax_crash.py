@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 import toys
+from crash import cuts, trace
+from crash.cuts import PAYLOAD, VITAL
+from crash.fates import Content, Fate
+from crash.persistence import PersistentMemory, Tracker
+from crash.trace import Event, Fence, Flush, Mark, Store, Sync
 from devices import device
 
 import lightck
@@ -22,11 +27,6 @@ from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import MIB, PAGE
 from lightck.pool.storage import backends, devdax
 from lightck.pool.storage.extents import Extents
-from lightck.testing import cuts, trace
-from lightck.testing.cuts import PAYLOAD, VITAL
-from lightck.testing.fates import Content, Fate
-from lightck.testing.persistence import PersistentMemory, Tracker
-from lightck.testing.trace import Event, Fence, Flush, Mark, Store, Sync
 
 NBYTES = 16 * MIB
 FATES_ALL = 12

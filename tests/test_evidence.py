@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from lightck.testing import campaigns, evidence
+from crash import campaigns, evidence
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = sorted((ROOT / "docs" / "evidence").glob("*.json"))
@@ -26,6 +25,6 @@ def test_the_guarantees_cite_the_kept_results():
     page = (ROOT / "docs" / "guarantees.md").read_text()
     assert KEPT
     assert "\n".join(evidence.table(ROOT / "docs" / "evidence")) in page, (
-        "put into the page: python -c 'from pathlib import Path; from lightck.testing import evidence; "
+        "put into the page: python -c 'from pathlib import Path; from crash import evidence; "
         'print(*evidence.table(Path("docs/evidence")), sep=chr(10))\''
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from crash.campaigns.truncations import Damage, inflict
 from toys import adam, alive, everything, is_step, left_since, net, places, pool_with, train, versions
 
 import lightck
@@ -17,7 +18,6 @@ from lightck._native import lib
 from lightck.errors import ExportError, FormatError, KeepError, NoSpaceError, PoolIOError
 from lightck.pipeline import pipeline
 from lightck.pool.storage import extents, pmdk, pmemobj
-from lightck.testing.campaigns.truncations import Damage, inflict
 
 
 def failing(real: Callable[..., Any], code: int, when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:

@@ -9,13 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from lightck.testing.campaign import Order, Tally
-from lightck.testing.campaigns import exits, full, syscalls, truncations
-from lightck.testing.campaigns.syscalls import Fault
-from lightck.testing.campaigns.truncations import Damage
-from lightck.testing.interpose import EVER, SHORT
-from lightck.testing.stage import Stage
+from crash.campaign import Order, Tally
+from crash.campaigns import exits, full, syscalls, truncations
+from crash.campaigns.syscalls import Fault
+from crash.campaigns.truncations import Damage
+from crash.interpose import EVER, SHORT
+from crash.stage import Stage
 
 EIO = errno.EIO
 

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from crash.oracle import Outcome, Recovered, Refused, recovery, truth
+from crash.reads import Memory, watched
 from torch import nn
 
 import lightck
@@ -26,8 +28,6 @@ from lightck.pool.format.structures import LINE_NBYTES, MANIFEST_HEADER_NBYTES, 
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.storage import extents
 from lightck.pool.storage.extents import Extents
-from lightck.testing.oracle import Outcome, Recovered, Refused, recovery, truth
-from lightck.testing.reads import Memory, watched
 
 SEED = 20231106
 STEPS = 5

@@ -24,6 +24,10 @@ import numpy as np
 import pytest
 import torch
 import toys
+from crash import confined, messages
+from crash.campaign import Order, Tally
+from crash.campaigns import flips, fuzz
+from crash.document import Base, Document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import pool_with
@@ -49,10 +53,6 @@ from lightck.pool.format.structures import (
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.restore import contents
 from lightck.state import values
-from lightck.testing import confined, messages
-from lightck.testing.campaign import Order, Tally
-from lightck.testing.campaigns import flips, fuzz
-from lightck.testing.document import Base, Document
 
 BACKENDS = ["file", "pmdk"]
 

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import toys
+from crash.oracle import Recovered, Refused, recovery
 from torch import nn
 
 import lightck
@@ -33,7 +34,6 @@ from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.durability import TIER_CACHE, TIER_PM, Durability
 from lightck.pool.storage.file import FileBackend, FileContainer
 from lightck.pool.storage.pmdk import PmdkBackend
-from lightck.testing.oracle import Recovered, Refused, recovery
 
 Change = Callable[[list[pmdk_file.Arena]], list[pmdk_file.Arena]]
 

@@ -224,7 +224,7 @@ def test_public_names_are_what_they_were_although_they_come_late():
         "import sys, lightck\n"
         "assert 'torch' not in sys.modules\n"
         "assert set(lightck.__all__) <= set(dir(lightck))\n"
-        "import lightck.recover, lightck.attach\n"
+        "import lightck.restore.recover, lightck.session.attach\n"
         "assert callable(lightck.attach) and callable(lightck.recover)\n"
         "from lightck import *\n"
         "assert attach is lightck.attach and issubclass(lightck.errors.PoolError, LightckError)\n"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from crash.trace import PUBLISHED, Event, Fence, Flush, Mark, Store, Sync
+
 from lightck import _native
 from lightck.pool.format.structures import (
     LINE_NBYTES,
@@ -20,7 +22,6 @@ from lightck.pool.format.structures import (
     SLOT_MAGIC,
     TABLE_OFFSET,
 )
-from lightck.testing.trace import PUBLISHED, Event, Fence, Flush, Mark, Store, Sync
 
 
 def is_body(event: Event) -> bool:

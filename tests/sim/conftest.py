@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from crash.recorded import record
+from crash.recording import Recording
 from workloads import WORKLOADS
-
-from lightck.testing.recorded import record
-from lightck.testing.recording import Recording
 
 
 @pytest.fixture(scope="session")

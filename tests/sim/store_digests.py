@@ -31,6 +31,10 @@ from unittest.mock import patch
 
 import torch
 import workloads
+from crash import recorded
+from crash.recorded import record, small_heap
+from crash.recording import Recorder, Tape
+from crash.trace import Event, Store, Sync
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,10 +42,6 @@ from lightck.pool.format.structures import MIB, NEXT_NBYTES, NEXT_OFFSET, RING_O
 from lightck.pool.storage import backends
 from lightck.pool.storage.pmdk import PmdkBackend
 from lightck.session import snapshot
-from lightck.testing import recorded
-from lightck.testing.recorded import record, small_heap
-from lightck.testing.recording import Recorder, Tape
-from lightck.testing.trace import Event, Store, Sync
 
 KEPT = Path(__file__).with_suffix(".json")
 TRAININGS = (

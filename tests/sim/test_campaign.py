@@ -7,11 +7,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from crash import campaigns
+from crash.campaign import Order, Tally
+from crash.sequences import CHECKPOINTS, Sequence, sequences
 from test_mutants import slot_reused_too_early
-
-from lightck.testing import campaigns
-from lightck.testing.campaign import Order, Tally
-from lightck.testing.sequences import CHECKPOINTS, Sequence, sequences
 
 CAMPAIGN = campaigns.named("power-cut")
 
@@ -37,7 +36,7 @@ def test_they_do_in_the_arenas_of_pmdk_pools(folder: Path, pmdk: None) -> None:
 
 
 def test_a_planted_bug_is_a_finding(folder: Path) -> None:
-    with slot_reused_too_early(), patch("lightck.testing.campaigns.power_cut._shuffled", lambda seed: [TWO_STEPS]):
+    with slot_reused_too_early(), patch("crash.campaigns.power_cut._shuffled", lambda seed: [TWO_STEPS]):
         tally = played(folder, "file", 0, range(1))
     assert tally.findings
 

@@ -9,6 +9,13 @@ from unittest.mock import patch
 
 import bugs
 import pytest
+from crash.cuts import Look
+from crash.oracle import Outcome, Recovered, Refused
+from crash.persistence import Adversary, BlockDevice, Model, PersistentCaches, PersistentMemory
+from crash.recorded import Workload, record
+from crash.recording import Expected, Recorder, Recording, SlotPlace, Tape
+from crash.simulator import Effort, Simulator, Transform
+from crash.trace import Event, Flush, Mark, Store, Sync
 from workloads import media_error, plain
 
 from lightck import _native
@@ -18,13 +25,6 @@ from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot, Slots
 from lightck.pool.storage.file import FileBackend
 from lightck.pool.writer import PoolWriter
-from lightck.testing.cuts import Look
-from lightck.testing.oracle import Outcome, Recovered, Refused
-from lightck.testing.persistence import Adversary, BlockDevice, Model, PersistentCaches, PersistentMemory
-from lightck.testing.recorded import Workload, record
-from lightck.testing.recording import Expected, Recorder, Recording, SlotPlace, Tape
-from lightck.testing.simulator import Effort, Simulator, Transform
-from lightck.testing.trace import Event, Flush, Mark, Store, Sync
 
 PM, EADR, ADVERSARY, DISK = PersistentMemory(), PersistentCaches(), Adversary(), BlockDevice()
 LOOK = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)

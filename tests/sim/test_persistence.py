@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightck.testing.fates import Fate
-from lightck.testing.persistence import (
+from crash.fates import Fate
+from crash.persistence import (
     BULK_NBYTES,
     Adversary,
     BlockDevice,
@@ -11,7 +11,7 @@ from lightck.testing.persistence import (
     PersistentCaches,
     PersistentMemory,
 )
-from lightck.testing.trace import Event, Fence, Flush, Store, Sync
+from crash.trace import Event, Fence, Flush, Store, Sync
 
 PM, EADR, ADVERSARY, DISK = PersistentMemory(), PersistentCaches(), Adversary(), BlockDevice()
 LINE = bytes(range(1, 65))

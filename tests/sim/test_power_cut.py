@@ -8,6 +8,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from crash.cuts import Look
+from crash.oracle import Outcome, Recovered, Refused, recovery
+from crash.persistence import MODELS, BlockDevice, PersistentMemory
+from crash.recorded import record
+from crash.recording import Recording
+from crash.simulator import Effort, Simulator
+from crash.verdict import disagreement
 from workloads import WORKLOADS, pinned
 
 from lightck._native import check, lib
@@ -16,13 +23,6 @@ from lightck.pool.reader import open_pool
 from lightck.pool.slots import Slot, Slots
 from lightck.pool.storage import backends
 from lightck.pool.storage.pmdk import PmdkBackend
-from lightck.testing.cuts import Look
-from lightck.testing.oracle import Outcome, Recovered, Refused, recovery
-from lightck.testing.persistence import MODELS, BlockDevice, PersistentMemory
-from lightck.testing.recorded import record
-from lightck.testing.recording import Recording
-from lightck.testing.simulator import Effort, Simulator
-from lightck.testing.verdict import disagreement
 
 PM, DISK = PersistentMemory(), BlockDevice()
 SMALL = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)

@@ -13,6 +13,11 @@ from unittest.mock import patch
 
 import pytest
 import toys
+from crash.cuts import Look
+from crash.oracle import Outcome, Recovered, recovery
+from crash.persistence import Adversary, BlockDevice, PersistentMemory
+from crash.recording import Recording
+from crash.simulator import Effort, Simulator
 
 from lightck.errors import CorruptPoolError
 from lightck.pool import reader, ring
@@ -29,11 +34,6 @@ from lightck.pool.format.structures import (
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.storage import extents
 from lightck.restore.contents import MemorySource
-from lightck.testing.cuts import Look
-from lightck.testing.oracle import Outcome, Recovered, recovery
-from lightck.testing.persistence import Adversary, BlockDevice, PersistentMemory
-from lightck.testing.recording import Recording
-from lightck.testing.simulator import Effort, Simulator
 
 LOOK = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
 EFFORT = Effort(LOOK, again_every=1 << 30, violations_max=10)

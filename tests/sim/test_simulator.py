@@ -9,16 +9,15 @@ from pathlib import Path
 import bugs
 import pytest
 import toys
-
-from lightck.testing import fingerprint
-from lightck.testing.cuts import ALL, Look, images, minimal
-from lightck.testing.fates import Fate, Queue
-from lightck.testing.oracle import Outcome, Recovered, Refused
-from lightck.testing.persistence import MODELS, PersistentMemory
-from lightck.testing.recording import Recording
-from lightck.testing.seen import Known
-from lightck.testing.simulator import Effort, Simulator
-from lightck.testing.verdict import disagreement
+from crash import fingerprint
+from crash.cuts import ALL, Look, images, minimal
+from crash.fates import Fate, Queue
+from crash.oracle import Outcome, Recovered, Refused
+from crash.persistence import MODELS, PersistentMemory
+from crash.recording import Recording
+from crash.seen import Known
+from crash.simulator import Effort, Simulator
+from crash.verdict import disagreement
 
 PM = PersistentMemory()
 LOOK = Look(budget=64, metadata=8, payload=4, contents=4, prefixes=2, masks=4)

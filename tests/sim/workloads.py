@@ -9,6 +9,8 @@ from unittest.mock import patch
 import pytest
 import slow_lanes
 import torch
+from crash.recorded import Average, Workload, build, one_step, train
+from crash.recording import Recorder
 from torch import nn
 
 import lightck
@@ -17,8 +19,6 @@ from lightck.pipeline.staging import ways
 from lightck.pipeline.watch import Resting
 from lightck.pool.reader import Version, open_pool
 from lightck.pool.writer import PoolWriter
-from lightck.testing.recorded import Average, Workload, build, one_step, train
-from lightck.testing.recording import Recorder
 
 
 def plain(slots: int, steps: int) -> Workload:

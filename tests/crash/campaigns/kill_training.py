@@ -1,0 +1,155 @@
+"""``kill-training``: real trainings through the public API, killed again and again, end with the same bits.
+
+A trial is one training from nothing to its end with a few kills: at random instants of its steps, of attach, creation,
+restore and adoption, and at the native library's kill points. What it ends with (weights, optimizer, scheduler, random
+states, each loss on the way) is compared with a run that lightck never saw.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from functools import partial
+
+import lightck
+from crash import victims
+from crash.campaign import Campaign, Order, Tally
+from crash.ledger import BrokenError
+from crash.trainings import KINDS, UPDATES, Follow
+from crash.victims import VERSION_SITES, Kill, Story, Tell, story
+from lightck.errors import NoCheckpointError, PoolNotFoundError
+from lightck.pool.storage import temporary
+
+KILLS = 4
+"""In one training."""
+_REFERENCE_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What a run without lightck came to."""
+
+    losses: dict[int, str]
+    digest: str
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The processes of one training."""
+
+    truth: Truth
+    path: str
+    interval: int
+    slots: int
+    finished: int = 0
+    """The newest update that a process reported since it started."""
+    floor: int = 0
+    """What the newest process that attached started from."""
+
+    def check(self, told: Story) -> None:
+        """Raises ``BrokenError``."""
+        for trace in told.of("error"):
+            raise BrokenError(f"an error in the training: {trace}")
+        for start in told.of("attached"):
+            least = max(self.floor, self.finished - self.interval * (self.slots - 1))
+            if not least <= start <= self.finished:
+                raise BrokenError(f"it started at update {start}; {least} to {self.finished} were possible")
+            self.floor = self.finished = start
+        for update, loss in told.of("finished"):
+            self.finished = update
+            if self.truth.losses.get(update) != loss:
+                raise BrokenError(f"the loss of update {update} is {loss}, not {self.truth.losses.get(update)}")
+        for ended in told.of("ended"):
+            if ended != self.truth.digest:
+                raise BrokenError("weights, optimizer, scheduler or random states differ at the end")
+
+    def holds_nothing(self) -> bool:
+        try:
+            lightck.recover(self.path)
+        except (NoCheckpointError, PoolNotFoundError):
+            return True
+        return False
+
+
+def run(order: Order) -> Tally:
+    tally = Tally()
+    victims.be_ready(order.backend)
+    truths = {name: _truth(name) for name in KINDS}
+    for trial in order.trials:
+        name = list(KINDS)[trial % len(KINDS)]
+        try:
+            _trial(order, trial, name, truths[name], tally)
+        except BrokenError as err:
+            tally.found(trial, f"{name}: {err}")
+        if trial % 10 == 9:
+            order.say(f"{trial + 1} trainings, {tally.counts['kills']} kills, {len(tally.findings)} findings")
+    return tally
+
+
+def _truth(name: str) -> Truth:
+    told = story(partial(_reference, name))
+    assert told.status == 0, f"the reference failed: {told}"
+    losses = dict(told.of("finished"))
+    assert len(losses) == UPDATES, "the reference makes all updates"
+    return Truth(losses, told.of("ended")[0])
+
+
+def _reference(name: str, tell: Tell) -> None:
+    KINDS[name](Follow(tell, None, _REFERENCE_SEED, {}))
+
+
+def _train(name: str, path: str, seed: int, options: dict[str, object], tell: Tell) -> None:
+    KINDS[name](Follow(tell, path, seed, options))
+
+
+def _trial(order: Order, trial: int, name: str, truth: Truth, tally: Tally) -> None:
+    rng = order.rng(trial)
+    chain = _Chain(truth, os.path.join(order.folder, f"{trial}.pool"), rng.choice((1, 1, 1, 3)), rng.choice((2, 2, 3)))
+    options = {"interval": chain.interval, "slots": chain.slots, "backend": order.backend}
+    tally.counts["trainings"] += 1
+    history = []
+    for kill in (*(_draw(rng, number) for number in range(KILLS)), None):
+        seed = _REFERENCE_SEED if chain.holds_nothing() else rng.randrange(1, 1 << 30)
+        told = story(partial(_train, name, chain.path, seed, options), kill)
+        history.append(f"{kill}: {told}")
+        try:
+            chain.check(told)
+            if not told.was_killed and not told.of("closed"):
+                raise BrokenError(f"a process ended with status {told.status}")
+        except BrokenError as err:
+            raise BrokenError(f"{err}; options {options}; processes: {'; '.join(history)}") from err
+        _count(tally, told, kill, seed)
+    for left in (chain.path, chain.path + ".lock", temporary.name_of(chain.path)):
+        if os.path.exists(left):
+            os.unlink(left)
+
+
+def _draw(rng: random.Random, number: int) -> Kill:
+    where = rng.random()
+    if where < 0.3:
+        site = rng.choice(VERSION_SITES)
+        return Kill(site=site, nth=rng.randint(1, 60 if site == "block" else 4))
+    if where < 0.55:
+        return Kill("attaches", delay=rng.uniform(0.0, 0.016 if number else 0.025))
+    word = rng.choice(("attached", "finished", "finished"))
+    return Kill(word, 1 if word == "attached" else rng.randint(1, 5), delay=rng.uniform(0.0, 0.006))
+
+
+def _count(tally: Tally, told: Story, kill: Kill | None, seed: int) -> None:
+    if kill is None or not told.was_killed:
+        tally.counts["ends that were bit-identical"] += bool(told.of("ended"))
+        return
+    tally.counts["kills"] += 1
+    where = f"at kill point {kill.site}" if kill.site else f"at a random instant after: {told.last}"
+    tally.counts[f"killed {where}"] += 1
+    tally.counts["killed before there was a version"] += seed == _REFERENCE_SEED and not told.of("finished")
+
+
+CAMPAIGN = Campaign(
+    "kill-training",
+    "SIGKILL in real trainings: each ends bit-identical to a run that was never killed",
+    small=3,
+    long=90,
+    run=run,
+)

@@ -1,0 +1,106 @@
+"""``power-cut``: every small sequence of events in the life of a pool, and the power cut at every point of each.
+
+A trial is one of ``sequences``, in an order that the seed draws; as many trials as there are sequences play each once.
+Trials that begin alike share their crash points: an image is counted by the first of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from crash.campaign import Campaign, Order, Tally
+from crash.cuts import Look
+from crash.persistence import MODELS
+from crash.recorded import record, small_heap
+from crash.report import Report
+from crash.seen import Known
+from crash.sequences import Sequence, sequences
+from crash.simulator import Effort, Simulator
+from crash.verdict import disagreement
+from lightck.pool.format.structures import MIB
+from lightck.pool.storage import backends
+from lightck.pool.storage.pmdk import PmdkBackend
+
+LOOK = Look(budget=4096, metadata=48, payload=16, contents=32, prefixes=8, masks=12)
+
+
+def run(order: Order) -> Tally:
+    tally, known, chosen = Tally(), Known(), _shuffled(order.seed)
+    with _alone(order.backend), small_heap():
+        for trial in order.trials:
+            sequence = chosen[trial % len(chosen)]
+            effort = Effort(LOOK, again_every=400, verify_every=500, goes_on_every=4000, violations_max=5,
+                            seed=order.seed + trial // len(chosen))  # fmt: skip
+            _play(order, trial, sequence, effort, known, tally)
+            order.say(f"trial {trial}, {sequence}: {tally.counts['distinct images']} distinct images so far")
+    return tally
+
+
+def _shuffled(seed: int) -> list[Sequence]:
+    chosen = sequences()
+    random.Random(seed).shuffle(chosen)
+    return chosen
+
+
+def _play(order: Order, trial: int, sequence: Sequence, effort: Effort, known: Known, tally: Tally) -> None:
+    workload, path = sequence.workload(), Path(order.folder) / "run.pool"
+    gc.freeze()  # what was found out so far is nothing that an attach has to search
+    try:
+        recording = record(workload, path)
+        simulator = Simulator(recording, order.folder, goes_on=workload.goes_on, verify=disagreement, effort=effort,
+                              known=known)  # fmt: skip
+        for model in MODELS:
+            _count(tally, trial, sequence, simulator.check(model))
+    except Exception as err:
+        tally.found(trial, f"{sequence}: it does not end: {type(err).__name__}: {err}")
+    finally:
+        for left in Path(order.folder).glob("*.pool*"):
+            left.unlink()
+    tally.counts["sequences"] += 1
+
+
+def _count(tally: Tally, trial: int, sequence: Sequence, report: Report) -> None:
+    tally.counts["crash points"] += report.crash_points
+    tally.counts["images"] += report.images
+    tally.counts["distinct images"] += report.distinct
+    tally.counts[f"distinct images, {report.model}"] += report.distinct
+    tally.counts["recoveries"] += report.recovered
+    tally.counts["verified"] += report.verified
+    tally.counts["trainings that went on"] += report.went_on
+    for violation in report.violations:
+        tally.found(trial, f"{sequence}: {violation}")
+
+
+@contextmanager
+def _alone(backend: str) -> Iterator[None]:
+    """One thread, pools of this kind (PMDK's with several arenas each), and no advice to users on the screen."""
+    threads, log = torch.get_num_threads(), logging.getLogger("lightck")
+    level = log.level
+    pmdk = {"pmdk": PmdkBackend(arena_nbytes=2 * MIB)}
+    environment = {backends.BACKEND_VARIABLE: backend, "PMEM_IS_PMEM_FORCE": "1"}
+    torch.set_num_threads(1)
+    log.setLevel(logging.CRITICAL)
+    try:
+        with patch.dict(backends.BACKENDS, pmdk), patch.dict(os.environ, environment):
+            yield
+    finally:
+        log.setLevel(level)
+        torch.set_num_threads(threads)
+
+
+CAMPAIGN = Campaign(
+    "power-cut",
+    "cut the power at every point of every small sequence of events: nothing acknowledged is lost, every bit is exact",
+    small=2,
+    long=len(sequences()),
+    run=run,
+)

@@ -1,0 +1,238 @@
+"""``two-processes``: a pool that somebody else touches while a training has it open.
+
+A second process wants it, at any moment of the first one's life and while that dies by SIGKILL; a forked worker lives
+longer than its killed parent; the file is deleted or truncated.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+import lightck
+from crash import known, victims
+from crash.campaign import Campaign, Order, Tally
+from crash.known import Known
+from crash.ledger import BrokenError
+from crash.lives import Life
+from crash.victims import Story, Tell, Victim
+from lightck.errors import BackgroundError, PoolError, PoolLockedError, SessionError
+
+ROUNDS = 3
+"""On one pool."""
+_WORDS = ("attaches", "attached", "begins", "finished", "committed")
+
+Scenario: TypeAlias = Callable[[Life, random.Random, "Counter[str]"], None]
+
+
+def run(order: Order) -> Tally:
+    tally = Tally()
+    victims.be_ready(order.backend)
+    for trial in order.trials:
+        name = list(SCENARIOS)[trial % len(SCENARIOS)]
+        rng = order.rng(trial)
+        life = Life(known.draw(rng), os.path.join(order.folder, f"{trial}.pool"), order.backend)
+        try:
+            with life.told():
+                SCENARIOS[name](life, rng, tally.counts)
+        except BrokenError as err:
+            tally.found(trial, f"{name}: {err}")
+        life.remove()
+        if trial % 10 == 9:
+            order.say(f"{trial + 1} pools, {len(tally.findings)} findings")
+    return tally
+
+
+def _train(life: Life, tell: Tell, *, patient: bool = False, aside: known.Aside | None = None) -> None:
+    """A process that may be refused the pool; a patient one asks until it has it."""
+    while True:
+        try:
+            return known.train(life.plan, life.path, tell, steps=12, slots=2, backend=life.backend, aside=aside)
+        except PoolLockedError as err:
+            tell("refused", str(err))
+            if not patient:
+                return None
+
+
+def _check_refusals(told: Story, holder: int, counts: Counter[str]) -> None:
+    for message in told.of("refused"):
+        counts["refused by name"] += 1
+        if f"pid {holder}:" not in message:
+            raise BrokenError(f"the holder is pid {holder}, and the error says: {message}")
+
+
+# -- a second process ------------------------------------------------------------------------------------------------
+
+
+def wants_it_too(life: Life, rng: random.Random, counts: Counter[str]) -> None:
+    """At a random moment of a training that closes by itself: one of the two has the pool, the other is told so."""
+    for _ in range(ROUNDS):
+        first = Victim(partial(_train, life))
+        first.hear(rng.choice(_WORDS), rng.randint(1, 4))
+        time.sleep(rng.uniform(0.0, 0.004))
+        second = Victim(partial(_train, life))
+        tales = second.end(), first.end()
+        life.history.append(f"second {tales[0]}, first {tales[1]}")
+        _check_refusals(tales[0], first.pid, counts)
+        _check_refusals(tales[1], second.pid, counts)
+        for told in sorted(tales, key=lambda each: max(each.of("attached"), default=0)):
+            life.ledger.note(told, 2)
+        life.judge()
+        counts["both had it, one after the other"] += all(told.of("closed") for told in tales)
+
+
+def wants_it_at_once(life: Life, rng: random.Random, counts: Counter[str]) -> None:
+    """The first one is killed. The second asks without a pause meanwhile, or once when the first is dead."""
+    for _ in range(ROUNDS):
+        first = Victim(partial(_train, life))
+        first.hear("attached")
+        is_patient = rng.random() < 0.6
+        second = Victim(partial(_train, life, patient=True)) if is_patient else None
+        first.hear("finished", rng.randint(1, 8))
+        time.sleep(rng.uniform(0.0, 0.004))
+        first.kill()
+        dead = first.end()
+        told = (second or Victim(partial(_train, life))).end()
+        life.history.append(f"first {dead}, second {told}")
+        _check_refusals(told, first.pid, counts)
+        if told.of("refused") and not is_patient:
+            raise BrokenError(f"the holder is dead, and its lock is not: {told}")
+        for each in (dead, told):
+            life.ledger.note(each, 2)
+        life.judge()
+        counts["a dead holder's pool was taken over"] += bool(told.of("attached")) and dead.was_killed
+
+
+# -- a worker that lives on ------------------------------------------------------------------------------------------
+
+
+def worker_lives_on(life: Life, rng: random.Random, counts: Counter[str]) -> None:
+    """A forked child of the training outlives it, and uses what it inherited, while the restart trains."""
+    for _ in range(ROUNDS):
+        trainer = Victim(partial(_train, life, aside=partial(_fork_worker, rng.randint(1, 4), [])))
+        worker = trainer.hear("worker")
+        if worker is None:
+            raise BrokenError(f"no worker was forked: {trainer.end()}")
+        time.sleep(rng.uniform(0.0, 0.003))
+        trainer.kill()
+        trainer.wait()
+        told = Victim(partial(_train, life)).end()
+        is_inert = trainer.hear("inert")
+        os.kill(worker, signal.SIGKILL)
+        dead = trainer.end()
+        life.history.append(f"parent of the worker {dead}, restart {told}")
+        if told.of("refused") or not is_inert:
+            raise BrokenError(f"the worker kept the pool, or its handle works: {told}")
+        for each in (dead, told):
+            life.ledger.note(each, 2)
+        life.judge()
+        counts["workers outlived their parent, and the restart attached at once"] += 1
+
+
+def _fork_worker(after: int, forked: list[int], step: int, session: lightck.Session, model: Known,
+                 optimizer: torch.optim.Optimizer) -> None:  # fmt: skip
+    forked.append(step)
+    if len(forked) != after:
+        return
+    tell, parent = victims.telling(), os.getpid()
+    pid = os.fork()
+    if pid:
+        tell("worker", pid)
+        return
+    while os.getppid() == parent:
+        time.sleep(0.0002)
+    for number in range(5):
+        model(step)
+        model.make_gradients(step)
+        optimizer.step()
+        try:
+            session.flush()
+            session.pin()
+        except SessionError:
+            continue
+        os._exit(number)
+    tell("inert", True)
+    time.sleep(victims.HANG_SECONDS)
+
+
+# -- the file is taken away ------------------------------------------------------------------------------------------
+
+
+def deleted_in_use(life: Life, rng: random.Random, counts: Counter[str]) -> None:
+    """The training is told at a step, and is whole: it attaches anew and goes on."""
+    for _ in range(ROUNDS):
+        _taken_away(life, rng, counts, "deleted", os.unlink)
+        life.ledger.least = life.ledger.most = 0
+        life.ledger.held.clear()
+
+
+def truncated_in_use(life: Life, rng: random.Random, counts: Counter[str]) -> None:
+    """To any size. What verifies is used; what is left of the file is refused by a typed error."""
+    for _ in range(ROUNDS):
+        _taken_away(life, rng, counts, "truncated", lambda path: os.truncate(path, rng.choice(_sizes(path, rng))))
+        try:
+            lightck.recover(life.path)
+            raise BrokenError("a truncated pool was recovered")
+        except PoolError:
+            life.remove()
+        life.ledger.least = life.ledger.most = 0
+        life.ledger.held.clear()
+
+
+def _sizes(path: str, rng: random.Random) -> tuple[int, int, int]:
+    size = os.stat(path).st_size
+    return 0, rng.randrange(size), size // 2
+
+
+def _taken_away(life: Life, rng: random.Random, counts: Counter[str], what: str, take: Callable[[str], None]) -> None:
+    life.plan = life.ledger.plan = replace(life.plan, pins_every=0, grows_by=10)  # no move to a new file
+    victim = Victim(partial(_told_of_it, life))
+    victim.hear("committed", rng.randint(1, 4))
+    time.sleep(rng.uniform(0.0, 0.004))
+    take(life.path)
+    told = victim.end()
+    life.history.append(f"{what}: {told}")
+    if told.status or told.of("error") or not told.of("whole"):
+        raise BrokenError(f"the pool was {what} in use, and the process ended so: {told}")
+    counts[f"{what} in use: the training was told"] += bool(told.of("told"))
+    counts[f"{what} in use: too late to be seen"] += not told.of("told")
+
+
+def _told_of_it(life: Life, tell: Tell) -> None:
+    seen: list[tuple[int, Known, torch.optim.Optimizer]] = []
+
+    def aside(step: int, session: lightck.Session, model: Known, optimizer: torch.optim.Optimizer) -> None:
+        seen[:] = [(step, model, optimizer)]
+        time.sleep(0.0005)
+
+    try:
+        known.train(life.plan, life.path, tell, steps=60, slots=2, backend=life.backend, aside=aside)
+    except BackgroundError as err:
+        tell("told", str(err))
+    tell("whole", known.is_whole(life.plan, *seen[0]))
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "wants it too": wants_it_too,
+    "wants it at once": wants_it_at_once,
+    "worker": worker_lives_on,
+    "deleted": deleted_in_use,
+    "truncated": truncated_in_use,
+}
+
+CAMPAIGN = Campaign(
+    "two-processes",
+    "a pool that others touch: a second process, a worker that outlives its parent, a deleted or truncated file",
+    small=5,
+    long=60,
+    run=run,
+)

@@ -1,0 +1,123 @@
+"""The life of one pool of ``known`` content: processes that train in it, one after the other, and what is left of it.
+
+Also damage to the newest version, by the places that its own structures name.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+
+from crash import known
+from crash.known import Plan
+from crash.ledger import BrokenError, Ledger
+from crash.victims import Kill, Story, Tell, Work, story
+from lightck.errors import LightckError
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import Version, open_pool
+from lightck.pool.storage import extents, temporary
+
+
+class Life:
+    """One pool, from nothing on. Each method raises ``BrokenError`` where a promise is broken."""
+
+    def __init__(self, plan: Plan, path: str, backend: str) -> None:
+        self.plan, self.path, self.backend = plan, path, backend
+        self.ledger = Ledger(plan, path)
+        self.history: list[str] = []
+        self._processes = 0
+
+    def train(self, kill: Kill | None, slots: int, steps: int = 40, before: Callable[[], None] | None = None,
+              refusal: type[LightckError] | None = None) -> Story:  # fmt: skip
+        """A process that attaches and trains, and what has to be there after its end. ``before`` runs in it first;
+        a ``refusal`` may end it, and is told as such."""
+        told = story(partial(self._train, slots, steps, before, refusal), kill)
+        self.history.append(f"{kill or 'no kill'}, {slots} slots: {told}")
+        self.ledger.note(told, slots)
+        if not told.was_killed and os.path.lexists(temporary.name_of(self.path)):
+            raise BrokenError("a new file that a kill left is still there")
+        self.judge()
+        return told
+
+    def process(self, work: Work, kill: Kill | None) -> Story:
+        """Any other process: what the pool holds must not be touched by it."""
+        told = story(work, kill)
+        self.history.append(f"{kill or 'no kill'}: {told}")
+        for trace in told.of("error"):
+            raise BrokenError(f"an error in the process: {trace}")
+        self.judge(closely=True)
+        return told
+
+    def judge(self, *, closely: bool = False) -> int:
+        self._processes += 1
+        return self.ledger.judge(closely=closely or self._processes % 8 == 1)
+
+    def _train(self, slots: int, steps: int, before: Callable[[], None] | None, refusal: type[LightckError] | None,
+               tell: Tell) -> None:  # fmt: skip
+        if before is not None:
+            before()
+        try:
+            known.train(self.plan, self.path, tell, steps=steps, slots=slots, backend=self.backend)
+        except LightckError as err:
+            if refusal is None or not isinstance(err, refusal):
+                raise
+            tell("refused", str(err))
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Puts what happened before into the message of what is raised."""
+        try:
+            yield
+        except BrokenError as err:
+            raise BrokenError(f"{err}; {self.plan}; processes: {'; '.join(self.history[-4:])}") from err
+
+    def remove(self) -> None:
+        for left in (self.path, self.path + ".lock", temporary.name_of(self.path)):
+            with suppress(FileNotFoundError):
+                os.unlink(left)
+
+    @property
+    def file(self) -> int | None:
+        """Which file lies at the path: another one after a new layout."""
+        return os.stat(self.path).st_ino if os.path.exists(self.path) else None
+
+
+def intact(path: str) -> list[int]:
+    """The steps that verify, the one that recovery takes first."""
+    steps = []
+    with closing(open_pool(path)) as reader:
+        for version in reader.versions():
+            with suppress(DamagedError):
+                if isinstance(version, Version):
+                    version.verify()
+                    steps.append(version.step)
+    return steps
+
+
+def places_in_newest(path: str) -> dict[str, tuple[int, int]]:
+    """Structure -> offset and length, in the newest version of a pool."""
+    with closing(open_pool(path)) as reader:
+        version = next(v for v in reader.versions() if isinstance(v, Version))
+        sb, line = reader.superblock, version.line
+        slot, _ = sb.slots[line.slot]
+        at = next(p for p, each in reader.ring().lines.items() if each.generation == line.generation)
+        largest = max(version.entries.values(), key=lambda entry: entry.nbytes)
+        return {
+            "payload": (slot + largest.offset, largest.nbytes),
+            "manifest": (slot + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes, line.manifest_nbytes),
+            "slot header": (slot, 64),
+            "commit line": (sb.line_offset(at), 64),
+            "superblock": (0, 4096),
+        }
+
+
+def flip(path: str, offset: int, nbytes: int, rng: random.Random) -> None:
+    """One bit of this part of the pool, behind everybody's back."""
+    with closing(open_pool(path)) as reader:
+        (at, _), = extents.runs(reader.container.extents, offset + rng.randrange(nbytes), 1)
+    with open(path, "r+b") as f:
+        byte = os.pread(f.fileno(), 1, at)[0]
+        os.pwrite(f.fileno(), bytes([byte ^ 1 << rng.randrange(8)]), at)

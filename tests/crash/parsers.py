@@ -1,0 +1,135 @@
+"""Inputs for the parsers one by one: what the whole reader would seldom let through to them.
+
+Each takes bytes and gives a value, or raises ``DamagedError`` or an error of ours. Nothing else may come out of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from collections.abc import Callable
+
+from crash import container, mutations
+from crash.document import Base
+from crash.messages import Node, parse
+from lightck.errors import LightckError
+from lightck.pool.format import layout_decode, layout_native
+from lightck.pool.format.checksum import crc64
+from lightck.pool.format.structures import (
+    NEXT_ENTRIES_MAX,
+    NEXT_NBYTES,
+    SUPERBLOCK_NBYTES,
+    CommitLine,
+    DamagedError,
+    ManifestHeader,
+    NextBatch,
+    Superblock,
+    pack_next,
+    unpack_next,
+    unpack_slot_header,
+)
+from lightck.pool.storage import pmdk_file
+from lightck.restore.contents import Contents
+from lightck.state import values
+from lightck.state.rng import RngState
+
+_U64 = struct.Struct("<Q")
+
+
+class Inputs:
+    """Draws an input for a parser from a good pool. ``good`` is its file."""
+
+    def __init__(self, base: Base, good: bytes) -> None:
+        self._base = base
+        self._rng_tree = _part(base, b"\xa3rng")
+        is_pmdk = good.startswith(pmdk_file.SIGNATURE)
+        self._container = container.Base.of(good) if is_pmdk else None
+        if is_pmdk:
+            self._fd = os.memfd_create("lightck-parsers", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, len(good))
+
+    def draw(self, rng: random.Random) -> tuple[str, Callable[[], str]]:
+        """A parser's name, and the call."""
+        draws = [self._superblock, self._line, self._header, self._next, self._manifest, self._table, self._extras,
+                 self._state, self._values, self._random_state]  # fmt: skip
+        if self._container is not None:
+            draws += [self._root] * 3
+        chosen = rng.choice(draws)
+        return "parser", lambda: f"{chosen.__name__[1:]}: {_parsed(chosen, rng)}"
+
+    def _superblock(self, rng: random.Random) -> None:
+        body = bytearray(self._base.superblock[:-8])
+        for _ in range(rng.choice((1, 2, 4))):
+            mutations.word(rng, body, 8, 168 + 32 * len(self._base.sb.slots), self._base.nbytes)
+        Superblock.unpack((bytes(body) + _U64.pack(crc64(bytes(body))))[: rng.choice((SUPERBLOCK_NBYTES, 4095, 0))])
+
+    def _line(self, rng: random.Random) -> None:
+        CommitLine.unpack(self._sealed(rng, self._base.lines[self._base.versions[0].position]), self._base.sb.uuid)
+
+    def _header(self, rng: random.Random) -> None:
+        unpack_slot_header(self._sealed(rng, self._base.headers[0]), 0, self._base.sb.uuid)
+
+    def _next(self, rng: random.Random) -> None:
+        uuid, generation = self._base.sb.uuid, rng.choice((0, 1, (1 << 64) - 1))
+        entries = [NextBatch(rng.randbytes(8), rng.randrange(8), rng.getrandbits(32)) for _ in range(rng.randrange(4))]
+        body = bytearray(pack_next(generation, entries, uuid)[:-8])
+        mutations.word(rng, body, 8, 24, self._base.nbytes)
+        data = bytes(body) + _U64.pack(crc64(uuid + bytes(body))) + rng.randbytes(rng.choice((0, 7, 2048)))
+        found = unpack_next(data[: rng.choice((NEXT_NBYTES, len(data), rng.randrange(32)))], generation, uuid)
+        assert found is None or len(found) <= NEXT_ENTRIES_MAX, "more than there is room for"
+
+    def _sealed(self, rng: random.Random, data: bytes) -> bytes:
+        body = bytearray(data[:56])
+        mutations.word(rng, body, 0, 56, self._base.nbytes)
+        return bytes(body) + _U64.pack(crc64(self._base.sb.uuid + bytes(body)))
+
+    def _manifest(self, rng: random.Random) -> None:
+        data = bytearray(self._base.versions[0].header + self._base.versions[0].records)
+        for _ in range(rng.choice((1, 2, 4))):
+            mutations.word(rng, data, 8, 128, len(data))
+        ManifestHeader.unpack(bytes(data[: rng.choice((len(data), 128, 127))]))
+
+    def _table(self, rng: random.Random) -> None:
+        data = mutations.changed_tree(rng, self._base.table_tree)
+        data = data if rng.random() < 0.8 else mutations.damaged(rng, data)
+        found = layout_native.read(data, 0, 1 << 40)
+        if found is not None:
+            assert found == layout_decode.by_item(data, 0, 1 << 40), "natively it is another table"
+        layout_decode.decode(data, low=0, high=1 << 40)
+
+    def _extras(self, rng: random.Random) -> None:
+        layout_decode.decode_extras(mutations.changed_tree(rng, self._base.table_tree.children[1]), low=0, high=1 << 40)
+
+    def _state(self, rng: random.Random) -> None:
+        version = self._base.versions[0]
+        Contents.parse(mutations.changed_tree(rng, version.state_tree), 1, 1, {})
+
+    def _values(self, rng: random.Random) -> None:
+        data = mutations.changed_tree(rng, self._base.versions[0].state_tree)
+        values.unpack(data if rng.random() < 0.8 else mutations.damaged(rng, data))
+
+    def _random_state(self, rng: random.Random) -> None:
+        RngState.from_value(values.unpack(mutations.changed_tree(rng, self._rng_tree)))
+
+    def _root(self, rng: random.Random) -> None:
+        assert self._container is not None
+        base = self._container
+        for at, data in ((0, base.header), (container.LAYOUT_AT, base.layout), (container.ROOT_AT, base.where),
+                         (base.root_at, base.root), *container.change(rng, base)):  # fmt: skip
+            os.pwrite(self._fd, data, at)
+        pmdk_file.read_extents(self._fd, "it", base.file_nbytes)
+
+
+def _part(base: Base, key: bytes) -> Node:
+    """The value of a key of the small state, as a tree of its own."""
+    pairs = base.versions[0].state_tree.children[0].children
+    return parse(next(pair.children[1].raw for pair in pairs if pair.children[0].raw == key))
+
+
+def _parsed(parse: Callable[[random.Random], None], rng: random.Random) -> str:
+    try:
+        parse(rng)
+    except (DamagedError, LightckError):
+        return "refused"
+    return "taken"
