@@ -26,7 +26,7 @@ from crash.evidence import machine
 import lightck
 
 SECONDS_MAX = 60.0
-BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 """Until this process is gone, however it ends."""
 
 
@@ -83,7 +83,7 @@ def main() -> int:
     options = parser.parse_args()
     logging.getLogger("lightck").setLevel(logging.ERROR)
     n_busy = options.per_core * len(os.sched_getaffinity(0))
-    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(n_busy)]
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY, str(os.getpid())]) for _ in range(n_busy)]
     rng, tries = random.Random(0), []
     try:
         for number in range(options.tries):

@@ -25,6 +25,6 @@ def test_the_guarantees_cite_the_kept_results():
     page = (ROOT / "docs" / "guarantees.md").read_text()
     assert KEPT
     assert "\n".join(evidence.table(ROOT / "docs" / "evidence")) in page, (
-        "put into the page: python -c 'from pathlib import Path; from crash import evidence; "
+        "put into the page: PYTHONPATH=tests python -c 'from pathlib import Path; from crash import evidence; "
         'print(*evidence.table(Path("docs/evidence")), sep=chr(10))\''
     )

@@ -20,7 +20,7 @@ from lightck.following.first import First
 from lightck.state.inventory import OptimizerView
 
 GRADIENT, OPTIONS, OPTIMIZER_STATE = 8, 9, 10
-"""Kinds, beside those of ``following.py``. The numbers are in the format."""
+"""Kinds, beside those of ``first.py``. The numbers are in the format."""
 KINDS = (GRADIENT, OPTIONS, OPTIMIZER_STATE)
 _WORDS = 32  # of each tensor
 _TENSORS_MAX = 6  # of the state of one parameter

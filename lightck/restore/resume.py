@@ -137,5 +137,6 @@ def tell_differences(contents: Contents) -> None:
 
 
 def _other_conditions(contents: Contents) -> list[str]:
+    """What an older lightck did not save is not compared."""
     was, now = contents.fingerprint, fingerprint()
-    return [f"{name} {was.get(name)} -> {now[name]}" for name in now if was.get(name) != now[name]]
+    return [f"{name} {was[name]} -> {now[name]}" for name in now if name in was and was[name] != now[name]]

@@ -441,7 +441,7 @@ class Session:
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """A pass ended: an evaluation with swapped weights may follow, so the copies end first."""
         self._capture.positions.pass_ended(loader)
-        if loader.is_training:
+        if loader.is_training and not (loader.in_eval or self._paused):
             self._follows.pass_ended()
         if self._failure is None:
             with self._meter.stall("pass ended"):

@@ -75,19 +75,20 @@ class Repeated:
 
     def __init__(self) -> None:
         self._writer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_tuple_only)
-        self._last: bytes | None = None
-        self._packed = b""
+        self._last: tuple[bytes | None, bytes] = None, b""
+        """What was seen, and what it is packed as: set at once, so that a signal never parts them."""
 
     def pack(self, value: object, *, path: str) -> bytes:
-        """As `pack`. Raises ``StateValueError``; not where bytes became an equal ``bytearray``."""
+        """As `pack`. Raises ``StateValueError``; not where bytes became an equal ``bytearray`` or ``memoryview``."""
         try:
             now = self._writer.pack(value)  # exact in types, order and bits; our own types are errors here
         except (TypeError, ValueError, OverflowError, RecursionError):
             return pack(value, path=path)
-        if now != self._last:
-            self._packed = pack(value, path=path)
-            self._last = now
-        return self._packed
+        seen, packed = self._last
+        if now != seen:
+            packed = pack(value, path=path)
+            self._last = now, packed
+        return packed
 
 
 def _tuple_only(value: object) -> msgpack.ExtType:

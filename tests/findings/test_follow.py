@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -24,6 +25,7 @@ from lightck.following.first import RANDOM_STATES
 from lightck.following.following import Comparison, Recorder
 from lightck.pool.format.structures import NEXT_NBYTES, NEXT_OFFSET, NextBatch, next_key
 from lightck.pool.reader import open_pool
+from lightck.session import snapshot
 
 from .harness import Bench
 
@@ -195,6 +197,49 @@ def test_a_loop_that_ends_where_a_pass_has_no_batch_left(ends_where_empty: bool,
     run(image, 6).close()
     assert [("no update came" in line) for line in told().get("WARNING", [])] == [True] * ends_where_empty
     assert lightck.recover(image).step == (3 if ends_where_empty else 6)
+
+
+@pytest.mark.parametrize("how", ["eval", "paused"])
+def test_a_pass_that_only_looks_asks_for_no_training_batch(how: str, pool: Path, told: Told) -> None:
+    """An evaluation over the training loader, in a session that makes no update."""
+
+    def attached(path: Path) -> tuple[nn.Module, Any, lightck.Session, Any]:
+        model = net()
+        optimizer = adam(model)
+        session = lightck.attach(model, path, optimizer=optimizer, resume=True)
+        return model, optimizer, session, session.loader(DataLoader(list(torch.arange(12.0).reshape(3, 4)), 1))
+
+    model, optimizer, session, loader = attached(pool)
+    for _ in range(2):
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            if session.updates == 4:
+                break
+    session.abandon()
+    image = crashed(pool)
+    told()
+    model, _, session, loader = attached(image)
+    with session.paused() if how == "paused" else contextlib.nullcontext(), torch.no_grad():
+        model.train(how == "paused")
+        assert [len(model(x)) for x in loader] == []  # the pass stands at its end
+    session.close()
+    assert "WARNING" not in told()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_processor_of_another_vendor_is_told(is_known: bool, pool: Path, caplog: pytest.LogCaptureFixture,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """It draws a dropout's mask otherwise. An older pool does not know its own."""
+    now = snapshot.fingerprint()
+    then = now | {"vendor": "another"} if is_known else {key: now[key] for key in now if key != "vendor"}
+    monkeypatch.setattr(snapshot, "fingerprint", lambda: then)
+    trained(pool, range(3))
+    monkeypatch.undo()
+    trained(pool, range(2, 4), resume=True)
+    lines = [r.getMessage() for r in caplog.records if "other conditions" in r.getMessage()]
+    assert [f"vendor another -> {now['vendor']}" in line for line in lines] == [True] * is_known
 
 
 def test_going_on_from_a_recovered_step(pool: Path, told: Told) -> None:

@@ -12,7 +12,7 @@ from store_digests import BACKENDS, KEPT, TRAININGS, differences, digests_of
 
 from lightck.pool import writer
 
-CURE = "if they are meant to differ: python tests/sim/store_digests.py --keep, and say why in the commit"
+CURE = "if they should differ: PYTHONPATH=tests python tests/sim/store_digests.py --keep, and say why in the commit"
 
 
 @pytest.fixture(scope="module")
