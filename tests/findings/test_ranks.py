@@ -98,7 +98,8 @@ class Rank:
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
                 sys.stdout = os.fdopen(1, "w")
-                exec(compile(path.read_text(), path.name, "exec"), {"__name__": "__main__"})
+                names = {"__name__": "__main__"}  # held to the end: gloo may wait for the other rank where DDP is freed
+                exec(compile(path.read_text(), path.name, "exec"), names)
                 sys.stdout.flush()
                 status = 0
             finally:
