@@ -2,7 +2,7 @@
 
 The same batch on the same weights gives the same gradients, to the bit. Where a resumed training gets others, something
 that the loss depends on is in no checkpoint: a second model, a number that a module keeps as an attribute, a generator
-of the loss's own. Nothing but this shows it. A few words of one gradient cost microseconds; no device is waited for.
+of the loss's own. Nothing but this shows it. A few words of two gradients cost microseconds; no device is waited for.
 """
 
 from __future__ import annotations

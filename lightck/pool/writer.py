@@ -47,6 +47,8 @@ log = logging.getLogger("lightck")
 COPY_DTYPE = np.dtype(
     [("src", "u8"), ("dst", "u8"), ("nbytes", "u8"), ("tensor", "u8"), ("crc_index", "u4"), ("flags", "u4")]
 )
+
+
 class FullError(Exception):
     """What has to be stored does not fit this pool's layout: a new pool file is needed. Internal."""
 

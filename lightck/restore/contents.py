@@ -19,7 +19,6 @@ from lightck.pool.format.layout import Entry
 from lightck.state import values
 from lightck.state.built import Built
 from lightck.state.dtypes import dtype_from_name
-from lightck.state.fingerprint import STATE_VERSION
 from lightck.state.rng import RngState
 
 
@@ -109,7 +108,7 @@ class Contents:
         """Raises ``CorruptPoolError`` where the small state is not one that this version of lightck wrote."""
         raw = unpack_dict(small_state)
         try:
-            if _typed(raw["version"], int) != STATE_VERSION:
+            if _typed(raw["version"], int) != values.STATE_VERSION:
                 raise CorruptPoolError(f"its small state has version {raw['version']!r}")
             return cls(
                 step=step,

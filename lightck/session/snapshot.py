@@ -25,7 +25,7 @@ from lightck.state.buffers import BufferCopies
 from lightck.state.built import BuiltNow
 from lightck.state.closing import Closing
 from lightck.state.devices import Devices
-from lightck.state.fingerprint import STATE_VERSION, fingerprint
+from lightck.state.fingerprint import fingerprint
 from lightck.state.forked import ForkWatch
 from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
 from lightck.state.numbers import Numbers
@@ -258,7 +258,7 @@ class Capture:
         if before is not None:
             self._forked.closed_later()
         state = {
-            "version": STATE_VERSION,
+            "version": values.STATE_VERSION,
             "event": event.value,
             "explicit": explicit,
             "rng": first.to_value(),

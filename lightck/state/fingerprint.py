@@ -12,9 +12,6 @@ import torch
 
 from lightck.state import values
 
-STATE_VERSION = 1
-"""Of the small state."""
-
 
 def fingerprint() -> dict[str, Any]:
     """What a bit-identical continuation depends on besides the state itself. Nobody changes the dict."""

@@ -6,6 +6,8 @@ Everything in them is deterministic, down to the bytes in the pool where the rec
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,9 @@ from torch import nn
 import lightck
 from crash.oracle import truth
 from crash.recording import Recorder, Recording
+from lightck.pool.format.structures import MIB
+from lightck.pool.storage import backends
+from lightck.pool.storage.pmdk import PmdkBackend
 
 Pair: TypeAlias = "tuple[nn.Module, torch.optim.Optimizer]"
 
@@ -101,3 +106,20 @@ def small_heap() -> Iterator[None]:
             yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def alone(backend: str) -> Iterator[None]:
+    """One thread, pools of this kind (PMDK's with several arenas each), and no advice to users on the screen."""
+    threads, log = torch.get_num_threads(), logging.getLogger("lightck")
+    level = log.level
+    pmdk = {"pmdk": PmdkBackend(arena_nbytes=2 * MIB)}
+    environment = {backends.BACKEND_VARIABLE: backend, "PMEM_IS_PMEM_FORCE": "1"}
+    torch.set_num_threads(1)
+    log.setLevel(logging.CRITICAL)
+    try:
+        with patch.dict(backends.BACKENDS, pmdk), patch.dict(os.environ, environment):
+            yield
+    finally:
+        log.setLevel(level)
+        torch.set_num_threads(threads)

@@ -169,32 +169,46 @@ def test_a_resume_that_ends_without_an_update(pool: Path, told: Told) -> None:
     assert "no update came" in told()["WARNING"][0]
 
 
-@pytest.mark.parametrize("ends_where_empty", [True, False])
-def test_a_loop_that_ends_where_a_pass_has_no_batch_left(ends_where_empty: bool, pool: Path, told: Told) -> None:
+Attached: TypeAlias = "tuple[nn.Module, Any, lightck.Session, Any]"
+
+
+def with_a_loader(path: Path) -> Attached:
+    """Model, optimizer, session, and a session loader of three batches."""
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, path, optimizer=optimizer, resume=True)
+    return model, optimizer, session, session.loader(DataLoader(list(torch.arange(12.0).reshape(3, 4)), 1))
+
+
+def two_passes(attached: Attached, until: int, *, ends_where_empty: bool = False) -> lightck.Session:
+    """Up to that many updates. ``ends_where_empty``: the loop ends where a pass has no batch left."""
+    model, optimizer, session, loader = attached
+    for _ in range(loader.epoch, 2):
+        before = session.updates
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            if session.updates == until:
+                return session
+        if session.updates == before and ends_where_empty:
+            break
+    return session
+
+
+def killed_behind_a_pass(pool: Path) -> Path:
     """The checkpoint closed at the end of a pass, and the run was killed in the first update of the next one."""
-
-    def run(path: Path, until: int) -> lightck.Session:
-        model = net()
-        optimizer = adam(model)
-        session = lightck.attach(model, path, optimizer=optimizer, resume=True)
-        loader = session.loader(DataLoader(list(torch.arange(12.0).reshape(3, 4)), 1))
-        for _ in range(loader.epoch, 2):
-            before = session.updates
-            for x in loader:
-                optimizer.zero_grad()
-                model(x).square().sum().backward()
-                optimizer.step()
-                if session.updates == until:
-                    return session
-            if session.updates == before and ends_where_empty:
-                break
-        return session
-
-    run(pool, 4).abandon()
+    two_passes(with_a_loader(pool), 4).abandon()
     image = crashed(pool)
     assert lightck.recover(image).step == 3
+    return image
+
+
+@pytest.mark.parametrize("ends_where_empty", [True, False])
+def test_a_loop_that_ends_where_a_pass_has_no_batch_left(ends_where_empty: bool, pool: Path, told: Told) -> None:
+    image = killed_behind_a_pass(pool)
     told()
-    run(image, 6).close()
+    two_passes(with_a_loader(image), 6, ends_where_empty=ends_where_empty).close()
     assert [("no update came" in line) for line in told().get("WARNING", [])] == [True] * ends_where_empty
     assert lightck.recover(image).step == (3 if ends_where_empty else 6)
 
@@ -202,25 +216,9 @@ def test_a_loop_that_ends_where_a_pass_has_no_batch_left(ends_where_empty: bool,
 @pytest.mark.parametrize("how", ["eval", "paused"])
 def test_a_pass_that_only_looks_asks_for_no_training_batch(how: str, pool: Path, told: Told) -> None:
     """An evaluation over the training loader, in a session that makes no update."""
-
-    def attached(path: Path) -> tuple[nn.Module, Any, lightck.Session, Any]:
-        model = net()
-        optimizer = adam(model)
-        session = lightck.attach(model, path, optimizer=optimizer, resume=True)
-        return model, optimizer, session, session.loader(DataLoader(list(torch.arange(12.0).reshape(3, 4)), 1))
-
-    model, optimizer, session, loader = attached(pool)
-    for _ in range(2):
-        for x in loader:
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-            if session.updates == 4:
-                break
-    session.abandon()
-    image = crashed(pool)
+    image = killed_behind_a_pass(pool)
     told()
-    model, _, session, loader = attached(image)
+    model, _, session, loader = with_a_loader(image)
     with session.paused() if how == "paused" else contextlib.nullcontext(), torch.no_grad():
         model.train(how == "paused")
         assert [len(model(x)) for x in loader] == []  # the pass stands at its end

@@ -32,15 +32,12 @@ from unittest.mock import patch
 import torch
 import workloads
 from crash import recorded
-from crash.recorded import record, small_heap
 from crash.recording import Recorder, Tape
 from crash.trace import Event, Store, Sync
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightck.pool.format.structures import MIB, NEXT_NBYTES, NEXT_OFFSET, RING_OFFSET, RING_STRIDE, TABLE_OFFSET
-from lightck.pool.storage import backends
-from lightck.pool.storage.pmdk import PmdkBackend
+from lightck.pool.format.structures import NEXT_NBYTES, NEXT_OFFSET, RING_OFFSET, RING_STRIDE, TABLE_OFFSET
 from lightck.session import snapshot
 
 KEPT = Path(__file__).with_suffix(".json")
@@ -72,8 +69,8 @@ Written = dict[int, int]
 
 def digests_of(name: str, backend: str, folder: Path) -> list[dict[str, Any]]:
     """Of one training: for each file in turn its checkpoints by generation, and what lies elsewhere."""
-    with _exact(), _backend(backend), small_heap():
-        recording = record({**workloads.WORKLOADS, **OTHERS}[name], folder / f"{name}.{backend}.pool")
+    with _exact(), recorded.alone(backend), recorded.small_heap():
+        recording = recorded.record({**workloads.WORKLOADS, **OTHERS}[name], folder / f"{name}.{backend}.pool")
     return [_of_file(tape) for tape in recording]
 
 
@@ -246,13 +243,6 @@ def _one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -
 def _exact() -> Iterator[None]:
     with patch.object(snapshot, "fingerprint", lambda: MACHINE), patch.object(recorded, "one_step", _one_step), \
             patch.object(workloads, "one_step", _one_step), patch.object(workloads, "build", _build):  # fmt: skip
-        yield
-
-
-@contextmanager
-def _backend(name: str) -> Iterator[None]:
-    small = {"pmdk": PmdkBackend(arena_nbytes=2 * MIB)}
-    with patch.dict(backends.BACKENDS, small), patch.dict(os.environ, {"LIGHTCK_BACKEND": name}):
         yield
 
 

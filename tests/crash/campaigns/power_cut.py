@@ -7,35 +7,25 @@ Trials that begin alike share their crash points: an image is counted by the fir
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
-
-import torch
 
 from crash.campaign import Campaign, Order, Tally
 from crash.cuts import Look
 from crash.persistence import MODELS
-from crash.recorded import record, small_heap
+from crash.recorded import alone, record, small_heap
 from crash.report import Report
 from crash.seen import Known
 from crash.sequences import Sequence, sequences
 from crash.simulator import Effort, Simulator
 from crash.verdict import disagreement
-from lightck.pool.format.structures import MIB
-from lightck.pool.storage import backends
-from lightck.pool.storage.pmdk import PmdkBackend
 
 LOOK = Look(budget=4096, metadata=48, payload=16, contents=32, prefixes=8, masks=12)
 
 
 def run(order: Order) -> Tally:
     tally, known, chosen = Tally(), Known(), _shuffled(order.seed)
-    with _alone(order.backend), small_heap():
+    with alone(order.backend), small_heap():
         for trial in order.trials:
             sequence = chosen[trial % len(chosen)]
             effort = Effort(LOOK, again_every=400, verify_every=500, goes_on_every=4000, violations_max=5,
@@ -78,23 +68,6 @@ def _count(tally: Tally, trial: int, sequence: Sequence, report: Report) -> None
     tally.counts["trainings that went on"] += report.went_on
     for violation in report.violations:
         tally.found(trial, f"{sequence}: {violation}")
-
-
-@contextmanager
-def _alone(backend: str) -> Iterator[None]:
-    """One thread, pools of this kind (PMDK's with several arenas each), and no advice to users on the screen."""
-    threads, log = torch.get_num_threads(), logging.getLogger("lightck")
-    level = log.level
-    pmdk = {"pmdk": PmdkBackend(arena_nbytes=2 * MIB)}
-    environment = {backends.BACKEND_VARIABLE: backend, "PMEM_IS_PMEM_FORCE": "1"}
-    torch.set_num_threads(1)
-    log.setLevel(logging.CRITICAL)
-    try:
-        with patch.dict(backends.BACKENDS, pmdk), patch.dict(os.environ, environment):
-            yield
-    finally:
-        log.setLevel(level)
-        torch.set_num_threads(threads)
 
 
 CAMPAIGN = Campaign(
