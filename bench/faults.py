@@ -205,8 +205,9 @@ class Left:
         [(_, saved)] = forks.results(work, [0], 300)
         if saved != FINISHED:
             raise SystemExit(f"{trials.name}: a run without faults saved {saved}, not {FINISHED}")
-        return cls(folder, {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*"))
-                            if f.is_file()})  # fmt: skip
+        return cls(
+            folder, {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+        )
 
     def byte(self, at: int) -> tuple[str, int]:
         """(file, offset) of the ``at``-th byte of all."""
@@ -329,7 +330,7 @@ def differences(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str
             places = [i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
             at = places[0] if places else min(len(one), len(other))
             count = len(places) + abs(len(one) - len(other))
-            wrong.append(f"{name}: {count} bytes, first {other[at:at + 1].hex()} -> {one[at:at + 1].hex()}")
+            wrong.append(f"{name}: {count} bytes, first {other[at : at + 1].hex()} -> {one[at : at + 1].hex()}")
     return wrong[:4]
 
 

@@ -21,8 +21,9 @@ WIDTH = 512
 
 def build(seed: int = 0) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(),
-                          nn.Linear(WIDTH, 10))  # fmt: skip
+    model = nn.Sequential(
+        nn.Linear(64, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
+    )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99))
 
 

@@ -75,16 +75,39 @@ def play(name: str, args: argparse.Namespace, table: list[str], facts: dict[str,
 
 
 KINDS = (
-    ("kills", "SIGKILL while every step is saved", {
-        "exact": "exact, none lost", "older": "older than reported", "nothing loads": "nothing loads",
-        "wrong": "wrong values, silently"}),
-    ("flips", "One flipped bit in the files of a finished run", {
-        "harmless": "harmless", "fell back": "fell back to the older one", "refused": "refused",
-        "crashed": "loader crashed", "wrong": "**wrong values, silently**"}),
-    ("cuts", "A file cut short", {
-        "harmless": "harmless", "fell back": "fell back to the older one", "refused": "refused",
-        "crashed": "loader crashed", "wrong": "**wrong values, silently**"}),
-)  # fmt: skip
+    (
+        "kills",
+        "SIGKILL while every step is saved",
+        {
+            "exact": "exact, none lost",
+            "older": "older than reported",
+            "nothing loads": "nothing loads",
+            "wrong": "wrong values, silently",
+        },
+    ),
+    (
+        "flips",
+        "One flipped bit in the files of a finished run",
+        {
+            "harmless": "harmless",
+            "fell back": "fell back to the older one",
+            "refused": "refused",
+            "crashed": "loader crashed",
+            "wrong": "**wrong values, silently**",
+        },
+    ),
+    (
+        "cuts",
+        "A file cut short",
+        {
+            "harmless": "harmless",
+            "fell back": "fell back to the older one",
+            "refused": "refused",
+            "crashed": "loader crashed",
+            "wrong": "**wrong values, silently**",
+        },
+    ),
+)
 """Each kind of fault, its title, and its outcomes with the heads of their columns."""
 
 
@@ -184,9 +207,12 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {"rows": [], "not_run": {}}
     facts: dict[str, Any] = {
-        "machine": machine(), "versions": versions(), "medium": "tmpfs" if args.dir == "/dev/shm" else args.dir,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "seed": args.seed,
-    }  # fmt: skip
+        "machine": machine(),
+        "versions": versions(),
+        "medium": "tmpfs" if args.dir == "/dev/shm" else args.dir,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "seed": args.seed,
+    }
     warm_up()
     [(_, table)] = forks.results(lambda _: subject.digests(faults.LAST), [0], 300)
     [(_, facts["state_bytes"])] = forks.results(lambda _: state_bytes(), [0], 60)

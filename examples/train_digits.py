@@ -43,9 +43,15 @@ def make_model():
         )
 
     return nn.Sequential(
-        block(1, 32), block(32, 64), nn.MaxPool2d(2), block(64, 128), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        nn.Dropout(0.2), nn.Linear(128, 10),
-    )  # fmt: skip
+        block(1, 32),
+        block(32, 64),
+        nn.MaxPool2d(2),
+        block(64, 128),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(128, 10),
+    )
 
 
 @torch.no_grad()

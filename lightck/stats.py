@@ -110,8 +110,9 @@ class Meter:
             if self.observer is not None:
                 self.observer.stalled("wait", start, now)
 
-    def snapshot(self, *, engine_cpu_seconds: float, committed: int | None, interval: int,
-                 emulated: str | None = None) -> Stats:  # fmt: skip
+    def snapshot(
+        self, *, engine_cpu_seconds: float, committed: int | None, interval: int, emulated: str | None = None
+    ) -> Stats:
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
         cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + self.staging_cpu_seconds + engine_cpu_seconds
         return Stats(**own, cpu_seconds=cpu_seconds, committed=committed, interval=interval, emulated=emulated)

@@ -41,8 +41,9 @@ class DeviceSystem(System):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def plug(self, place: str = NVDIMM, *, align: int = ALIGN, provider: str = "ACPI.NFIT",
-             domain: str = "memory_controller") -> DeviceSystem:  # fmt: skip
+    def plug(
+        self, place: str = NVDIMM, *, align: int = ALIGN, provider: str = "ACPI.NFIT", domain: str = "memory_controller"
+    ) -> DeviceSystem:
         """The device in this folder of /sys/devices, as large as the file is."""
         self.folder = self.root / "sys" / "devices" / place
         self.write(self.folder / "size", f"{os.stat(self.node).st_size}\n")

@@ -61,4 +61,3 @@ def an_interrupt_ends_the_session() -> None:
 def nothing_is_finished_at_exit() -> None:
     """The interpreter's end is not survived."""
     session.Session.abandon = lambda self: os.kill(os.getpid(), signal.SIGSEGV)
-

@@ -104,8 +104,10 @@ def main() -> int:
     )
     print(report)
     if options.to:
-        Path(options.to).write_text(f"# Restarts under load\n\n`python tests/{Path(__file__).name} "
-                                    f"--tries {options.tries}`, which says what a try is.\n\n{report}")  # fmt: skip
+        Path(options.to).write_text(
+            f"# Restarts under load\n\n`python tests/{Path(__file__).name} "
+            f"--tries {options.tries}`, which says what a try is.\n\n{report}"
+        )
     return int(max(seconds) > SECONDS_MAX or max(lost) > 2)
 
 

@@ -150,9 +150,25 @@ def test_byte_level_knows_nothing_of_torch():
 
 def test_public_surface_is_sealed():
     assert lightck.__all__ == [
-        "Auto", "Checkpoint", "Device", "Direct", "Drift", "Durability", "Exported", "FullState", "Host", "Keep",
-        "LightckError", "Pin", "Session", "Stats", "attach", "export_checkpoint", "layerwise", "recover",
-    ]  # fmt: skip
+        "Auto",
+        "Checkpoint",
+        "Device",
+        "Direct",
+        "Drift",
+        "Durability",
+        "Exported",
+        "FullState",
+        "Host",
+        "Keep",
+        "LightckError",
+        "Pin",
+        "Session",
+        "Stats",
+        "attach",
+        "export_checkpoint",
+        "layerwise",
+        "recover",
+    ]
     for name in lightck.__all__:
         assert getattr(lightck, name).__doc__, f"{name} has no docstring"
 

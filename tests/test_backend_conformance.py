@@ -332,8 +332,11 @@ class FileContract(BackendContract):
 
     def test_a_missing_folder_is_not_made(self, backend: Backend, place: Path) -> None:
         missing = str(place / "missing" / "run.pool")
-        for call in (lambda: backend.create(missing, NBYTES), lambda: backend.open(missing, write=False),
-                     lambda: backend.probe(missing)):  # fmt: skip
+        for call in (
+            lambda: backend.create(missing, NBYTES),
+            lambda: backend.open(missing, write=False),
+            lambda: backend.probe(missing),
+        ):
             with pytest.raises(PoolNotFoundError):
                 call()
         (place / "file").touch()
@@ -341,12 +344,24 @@ class FileContract(BackendContract):
             backend.create(str(place / "file" / "run.pool"), NBYTES)
         assert os.listdir(place) == ["file"]
 
-    @pytest.mark.parametrize(("owner", "mode", "error"), [
-        (None, 0o700, None), (None, 0o755, None), (None, 0o775, None), (None, 0o1777, None), (None, 0o1775, None),
-        (None, 0o777, "chmod o-w"), (None, 0o703, "chmod o-w"), (None, 0o757, "chmod o-w"),
-        (12345, 0o755, None), (12345, 0o775, "sticky"), (12345, 0o777, "sticky"), (12345, 0o1777, "user 12345"),
-        (12345, 0o1775, "user 12345"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("owner", "mode", "error"),
+        [
+            (None, 0o700, None),
+            (None, 0o755, None),
+            (None, 0o775, None),
+            (None, 0o1777, None),
+            (None, 0o1775, None),
+            (None, 0o777, "chmod o-w"),
+            (None, 0o703, "chmod o-w"),
+            (None, 0o757, "chmod o-w"),
+            (12345, 0o755, None),
+            (12345, 0o775, "sticky"),
+            (12345, 0o777, "sticky"),
+            (12345, 0o1777, "user 12345"),
+            (12345, 0o1775, "user 12345"),
+        ],
+    )
     def test_a_folder_where_others_could_swap_the_pool_is_refused(
         self, backend: Backend, place: Path, owner: int | None, mode: int, error: str | None
     ) -> None:

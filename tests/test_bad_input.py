@@ -82,8 +82,15 @@ def check_kind(error: BaseException, kind: type, builtin: type) -> None:
 
 
 @contextmanager
-def refused(kind: type, builtin: type, *about: Any, folder: Path | None = None, path: Path | None = None,
-            model: nn.Module | None = None, optimizer: Any = None) -> Iterator[None]:  # fmt: skip
+def refused(
+    kind: type,
+    builtin: type,
+    *about: Any,
+    folder: Path | None = None,
+    path: Path | None = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+) -> Iterator[None]:
     """The block raises exactly this error, and nothing is harmed."""
     files = files_of(folder) if folder is not None else {}
     seen = everything(model, *([optimizer] if optimizer is not None else [])) if model is not None else None
@@ -469,8 +476,9 @@ def on_small_tmpfs(nbytes: int, work: Any) -> Any:
 def test_no_space_for_the_pool_is_a_clean_error():
     def work(where: Path) -> Any:
         model, optimizer = anything()
-        with refused(errors.NoSpaceError, OSError, "/mnt/run.pool", "MB", folder=where, path=where / "run.pool",
-                     model=model):  # fmt: skip
+        with refused(
+            errors.NoSpaceError, OSError, "/mnt/run.pool", "MB", folder=where, path=where / "run.pool", model=model
+        ):
             lightck.attach(model, where / "run.pool", optimizer=optimizer)
         return True
 
@@ -571,8 +579,18 @@ def test_second_session_of_one_model(folder, pool):
 def test_checkpoint_is_never_loaded_or_overwritten_unasked(folder, pool):
     pool_with(pool, steps=3)
     model, optimizer = anything()
-    with refused(errors.CheckpointExistsError, FileExistsError, pool, "step 3", "resume=True", "overwrite=True",
-                 folder=folder, path=pool, model=model, optimizer=optimizer):  # fmt: skip
+    with refused(
+        errors.CheckpointExistsError,
+        FileExistsError,
+        pool,
+        "step 3",
+        "resume=True",
+        "overwrite=True",
+        folder=folder,
+        path=pool,
+        model=model,
+        optimizer=optimizer,
+    ):
         lightck.attach(model, pool, optimizer=optimizer)
 
 
@@ -627,8 +645,20 @@ def test_model_that_differs_names_every_tensor(folder, pool):
         lambda: lightck.recover(pool, model, optimizer),
         lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True),
     ):
-        with refused(errors.DriftError, ValueError, "model/more", "model/2.bias", "model/0.weight", "model/0.bias",
-                     "[8, 4]", "[8, 5]", "float64", folder=folder, path=pool, model=model):  # fmt: skip
+        with refused(
+            errors.DriftError,
+            ValueError,
+            "model/more",
+            "model/2.bias",
+            "model/0.weight",
+            "model/0.bias",
+            "[8, 4]",
+            "[8, 5]",
+            "float64",
+            folder=folder,
+            path=pool,
+            model=model,
+        ):
             call()
     with pytest.raises(errors.DriftError) as caught:
         lightck.recover(pool, model)
@@ -660,8 +690,9 @@ def test_optimizer_that_differs(folder, pool, build, named):
         lambda: lightck.recover(pool, model, optimizer),
         lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True),
     ):
-        with refused(errors.DriftError, ValueError, "AdamW", named, folder=folder, path=pool, model=model,
-                     optimizer=optimizer):  # fmt: skip
+        with refused(
+            errors.DriftError, ValueError, "AdamW", named, folder=folder, path=pool, model=model, optimizer=optimizer
+        ):
             call()
 
 

@@ -55,8 +55,12 @@ def test_nothing_that_was_acknowledged_is_lost_to_a_kill(folder, backend, name, 
 def test_a_kill_and_another_fault_leave_an_exact_version(folder, backend):
     tally = play("kill-twice", folder, backend)
     assert not tally.findings
-    for pair in ("in a recovery after a kill", "in an adoption after a kill", "about a move to a new file",
-                 "while the pool was made"):  # fmt: skip
+    for pair in (
+        "in a recovery after a kill",
+        "in an adoption after a kill",
+        "about a move to a new file",
+        "while the pool was made",
+    ):
         assert tally.counts[f"kills {pair}"], pair
     assert tally.counts["flips after a kill"]
     assert tally.counts["the file could not grow: refused, the version before is exact"]

@@ -213,8 +213,15 @@ def test_two_damaged_records_are_said_and_can_be_overwritten(plugged):
 def test_a_record_that_names_an_impossible_place_is_not_followed(plugged):
     path, _, _ = plugged
     size = 64 * MIB
-    wrong = [(0, NBYTES), (size, NBYTES), (ALIGN, size), (1 << 63, NBYTES), (ALIGN, 1 << 63), (ALIGN, 4096),
-             (ALIGN + 64, NBYTES)]  # fmt: skip
+    wrong = [
+        (0, NBYTES),
+        (size, NBYTES),
+        (ALIGN, size),
+        (1 << 63, NBYTES),
+        (ALIGN, 1 << 63),
+        (ALIGN, 4096),
+        (ALIGN + 64, NBYTES),
+    ]
     for start, nbytes in wrong:
         record = devdax_head.Record(7, start, nbytes, size).pack()
         for copy in devdax_head.RECORD_OFFSETS:

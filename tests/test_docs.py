@@ -27,8 +27,9 @@ def script_of(page: Path) -> str:
 
 def run(script: Path, expected: int = 0) -> str:
     environment = {**os.environ, "PYTHONPATH": str(Path(lightck.__file__).parents[1])}
-    done = subprocess.run([sys.executable, script.name], cwd=script.parent, env=environment, capture_output=True,
-                          text=True, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=script.parent, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == expected, done.stderr
     return done.stdout
 

@@ -79,8 +79,13 @@ def test_an_unknown_memory_is_refused():
 def test_the_variable_chooses_and_the_tools_say_so(pool, name, status):
     pool_with(pool)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), emulation.VARIABLE: name}
-    done = subprocess.run([sys.executable, "-m", "lightck", "inspect", str(pool)], env=environment, text=True,
-                          capture_output=True, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "lightck", "inspect", str(pool)],
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == status, done.stderr
     assert ("emulated optane-1" in done.stdout) == (status == 0)
     assert ("LIGHTCK_EMULATE" in done.stderr) == (status == 2)

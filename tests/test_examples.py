@@ -48,8 +48,23 @@ def test_digits_go_on_behind_a_pass_that_was_finished(folder):
 
 
 def test_fine_tuning_writes_little_and_its_pool_needs_no_base(folder):
-    run("train_gpt.py", "--pool", "base.pool", "--epochs", "1", "--updates", "4", "--batch", "2", *SMALL_GPT,
-        "--bytes", "60000", "--workers", "0", cwd=folder)  # fmt: skip
+    run(
+        "train_gpt.py",
+        "--pool",
+        "base.pool",
+        "--epochs",
+        "1",
+        "--updates",
+        "4",
+        "--batch",
+        "2",
+        *SMALL_GPT,
+        "--bytes",
+        "60000",
+        "--workers",
+        "0",
+        cwd=folder,
+    )
     arguments = ["--base", "base.pool", "--updates", "12", "--batch", "2", "--rank", "2", "--print-every", "4"]
     arguments += SMALL_GPT
     run("finetune_lora.py", *arguments, kill="ack:5", cwd=folder)

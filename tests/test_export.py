@@ -86,11 +86,17 @@ def test_transformers_load_what_was_exported(kind, pool, folder):
         "gpt2": lambda: transformers.GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2),
         "llama": lambda: llama_config(tie=True),
         "bert": lambda: transformers.BertConfig(
-            vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-            max_position_embeddings=8, architectures=["BertForMaskedLM"], is_decoder=True,
+            vocab_size=17,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            max_position_embeddings=8,
+            architectures=["BertForMaskedLM"],
+            is_decoder=True,
         ),
         "untied": lambda: llama_config(tie=False),
-    }[kind]()  # fmt: skip
+    }[kind]()
     model = transformers.AutoModelForCausalLM.from_config(config)
     exported = lightck.export_checkpoint(saved(model, pool), folder / "model.safetensors")
     expected = {
@@ -115,9 +121,15 @@ def test_transformers_load_what_was_exported(kind, pool, folder):
 
 def llama_config(tie: bool) -> Any:
     return transformers.LlamaConfig(
-        vocab_size=17, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=8, tie_word_embeddings=tie,
-    )  # fmt: skip
+        vocab_size=17,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8,
+        tie_word_embeddings=tie,
+    )
 
 
 class HeadFirst(transformers.LlamaForCausalLM):
@@ -309,7 +321,7 @@ def test_all_as_torch_loads_with_weights_only(pool, folder):
         ([b"", {b""}, {b"": b"x"}], [b"", {b""}, {b"": b"x"}]),
         ((set(), frozenset()), (set(), ())),
     ],
-)  # fmt: skip
+)
 def test_what_sets_hold_loads_with_weights_only(pool, folder, value, loaded):
     pool_with(pool, steps=1, state={"box": Box(value)})
     lightck.export_checkpoint(lightck.recover(pool), folder / "all.pt", format="torch", what="all")

@@ -41,7 +41,7 @@ def test_manifest_that_the_medium_cannot_read_is_passed_over(pool, monkeypatch):
     version = versions(pool)[0]
     sb, line = version.reader.superblock, version.line
     at = sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes
-    (start, _), = extents.runs(places(pool), at, 1)
+    ((start, _),) = extents.runs(places(pool), at, 1)
     monkeypatch.setattr(extents, "_run", failing(extents._run, errno.EIO, lambda _, at, __: at == start))
     checkpoint = lightck.recover(pool)
     assert checkpoint.step == 2

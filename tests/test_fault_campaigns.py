@@ -32,8 +32,9 @@ def backend(request) -> str:
     return str(request.param)
 
 
-def played(campaign: ModuleType, stage: Stage, folder: Path, trials: range, backend: str = "file",
-           plant: str | None = None) -> Tally:  # fmt: skip
+def played(
+    campaign: ModuleType, stage: Stage, folder: Path, trials: range, backend: str = "file", plant: str | None = None
+) -> Tally:
     stage.plant = None if plant is None else f"planted_faults:{plant}"
     try:
         tally: Tally = campaign.run(Order(11, trials, backend, str(folder)), stage)

@@ -60,15 +60,27 @@ class Everything:
     def __init__(self) -> None:
         self.rows = 2000
         self.value: dict[str, Any] = {
-            "none": None, "bools": [True, False], "ints": [0, -1, 127, -33, 2**31, -(2**63)],
+            "none": None,
+            "bools": [True, False],
+            "ints": [0, -1, 127, -33, 2**31, -(2**63)],
             "long ints": [2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**90)],
-            "floats": [0.0, -0.0, 1.5, float("inf"), float("nan")], "text": "é" * 200, "bytes": b"\0\xff" * 200,
-            "tuple": (1, (2, ("three",))), "ordered": collections.OrderedDict(b=1, a=2), "empty": [{}, (), [], ""],
-            "counter": collections.Counter("hello"), "default": collections.defaultdict(None, {1: 2}),
-            "set": {3, 1, 2}, "frozen": frozenset({"x"}), "deque": collections.deque([1, 2], 5),
-            "array": np.arange(6, dtype=np.int16).reshape(2, 3), "scalar": np.float32(0.1),
-            "tensor": torch.arange(4, dtype=torch.bfloat16), 7: "an int as key", (1, 2): "a tuple as key",
-        }  # fmt: skip
+            "floats": [0.0, -0.0, 1.5, float("inf"), float("nan")],
+            "text": "é" * 200,
+            "bytes": b"\0\xff" * 200,
+            "tuple": (1, (2, ("three",))),
+            "ordered": collections.OrderedDict(b=1, a=2),
+            "empty": [{}, (), [], ""],
+            "counter": collections.Counter("hello"),
+            "default": collections.defaultdict(None, {1: 2}),
+            "set": {3, 1, 2},
+            "frozen": frozenset({"x"}),
+            "deque": collections.deque([1, 2], 5),
+            "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+            "scalar": np.float32(0.1),
+            "tensor": torch.arange(4, dtype=torch.bfloat16),
+            7: "an int as key",
+            (1, 2): "a tuple as key",
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.value, "large": torch.full((self.rows,), 2.5)}
@@ -261,18 +273,33 @@ def test_check_values() -> None:
 UUID = bytes(range(16))
 U64, COUNT = st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)
 LINES = st.builds(
-    CommitLine, st.integers(1, 2**63 - 1), COUNT, COUNT, COUNT, U64, st.integers(0, 2**32 - 1), st.sampled_from([1, 2]),
-    st.integers(0, 255), st.integers(0, 1),
-)  # fmt: skip
+    CommitLine,
+    st.integers(1, 2**63 - 1),
+    COUNT,
+    COUNT,
+    COUNT,
+    U64,
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 2]),
+    st.integers(0, 255),
+    st.integers(0, 1),
+)
 
 
 def superblock(n_slots: int = 2, **changes: Any) -> Superblock:
     fields: dict[str, Any] = {
-        "uuid": UUID, "nbytes": (1 + n_slots) * 2 * MIB, "table_offsets": (16 * KIB, 20 * KIB), "table_nbytes": 100,
-        "table_hash": bytes(16), "block": MIB, "manifest_offset": 4 * KIB, "manifest_nbytes": 8 * KIB,
-        "payload_offset": 20 * KIB, "reserve_offset": 1 * MIB,
+        "uuid": UUID,
+        "nbytes": (1 + n_slots) * 2 * MIB,
+        "table_offsets": (16 * KIB, 20 * KIB),
+        "table_nbytes": 100,
+        "table_hash": bytes(16),
+        "block": MIB,
+        "manifest_offset": 4 * KIB,
+        "manifest_nbytes": 8 * KIB,
+        "payload_offset": 20 * KIB,
+        "reserve_offset": 1 * MIB,
         "slots": tuple(((1 + i) * 2 * MIB, 2 * MIB) for i in range(n_slots)),
-    }  # fmt: skip
+    }
     return Superblock(**{**fields, **changes})
 
 
@@ -290,9 +317,19 @@ def test_a_line_comes_back(line: CommitLine) -> None:
         CommitLine.unpack(data, bytes(16))  # another pool's
 
 
-@given(st.builds(ManifestHeader, *[COUNT] * 4, *[st.binary(min_size=16, max_size=16)] * 2,
-                 st.integers(3, 5), st.integers(0, 3), st.just(320), st.integers(0, 9), *[st.integers(0, 30)] * 4,
-                 st.integers(0, 7)))  # fmt: skip
+@given(
+    st.builds(
+        ManifestHeader,
+        *[COUNT] * 4,
+        *[st.binary(min_size=16, max_size=16)] * 2,
+        st.integers(3, 5),
+        st.integers(0, 3),
+        st.just(320),
+        st.integers(0, 9),
+        *[st.integers(0, 30)] * 4,
+        st.integers(0, 7),
+    )
+)
 def test_a_manifest_header_comes_back(header: ManifestHeader) -> None:
     assert ManifestHeader.unpack(header.pack().ljust(400, b"\0")) == header
 
@@ -322,8 +359,9 @@ def test_a_hostile_manifest_is_damaged_or_in_bounds(noise: bytes) -> None:
     assert header.crcs_offset + 4 * header.crcs_count <= len(data)
 
 
-NEXT_BATCHES = st.lists(st.builds(NextBatch, st.binary(min_size=8, max_size=8), *[st.integers(0, 2**32 - 1)] * 2),
-                        max_size=NEXT_ENTRIES_MAX)  # fmt: skip
+NEXT_BATCHES = st.lists(
+    st.builds(NextBatch, st.binary(min_size=8, max_size=8), *[st.integers(0, 2**32 - 1)] * 2), max_size=NEXT_ENTRIES_MAX
+)
 
 
 @given(COUNT, NEXT_BATCHES, st.binary(max_size=300))
@@ -425,8 +463,11 @@ def test_an_impossible_geometry_is_refused(changes: dict[str, Any]) -> None:
         Superblock.unpack(superblock(**changes).pack())
 
 
-@pytest.mark.parametrize(("at", "form", "value"), [(8, "<I", 0x04030201), (12, "<H", 2), (32, "<Q", 1)],
-                         ids=["byte order", "major", "incompat"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("at", "form", "value"),
+    [(8, "<I", 0x04030201), (12, "<H", 2), (32, "<Q", 1)],
+    ids=["byte order", "major", "incompat"],
+)
 def test_a_format_of_another_kind_is_refused(at: int, form: str, value: int) -> None:
     body = bytearray(superblock().pack()[:-8])
     struct.pack_into(form, body, at, value)
@@ -470,8 +511,15 @@ def named_entries(draw: st.DrawFn) -> list[Entry]:
     found = []
     for entry in draw(entries()):
         alias, layer = draw(st.none() | text), draw(st.integers(-1, 300) | st.just(2**40))
-        found.append(entry._replace(name=draw(text), device=draw(text), layer=layer, alias=alias,
-                                    nbytes=0 if alias is not None else entry.nbytes))  # fmt: skip
+        found.append(
+            entry._replace(
+                name=draw(text),
+                device=draw(text),
+                layer=layer,
+                alias=alias,
+                nbytes=0 if alias is not None else entry.nbytes,
+            )
+        )
     return found
 
 
@@ -483,8 +531,12 @@ def test_a_table_that_we_write_is_read_natively(plain: list[Entry]) -> None:
 
 
 def test_large_numbers_and_long_names_are_read_natively() -> None:
-    many = [Entry(f"{'n' * (i * 7)}{i}", "param", "int64", (1, 300, 70_000), (21 * 10**6, 70_000, 1),
-                  8 * 21 * 10**6, layer=i) for i in range(585)]  # fmt: skip
+    many = [
+        Entry(
+            f"{'n' * (i * 7)}{i}", "param", "int64", (1, 300, 70_000), (21 * 10**6, 70_000, 1), 8 * 21 * 10**6, layer=i
+        )
+        for i in range(585)
+    ]
     placed, end = layout.place(many, 0)
     table = layout.encode(placed)
     assert end > 2**36
@@ -509,15 +561,30 @@ def test_a_table_with_changed_bytes_is_never_read_natively_as_another(data: st.D
 
 
 @settings(max_examples=500)
-@given(st.lists(st.fixed_dictionaries({}, optional={
-    "shape": st.lists(st.integers(0, 5) | st.sampled_from([2**20, 2**31, 2**55, 2**61, 2**62, -1]), max_size=5),
-    "stride": st.lists(st.integers(0, 5) | st.sampled_from([2**20, 2**61]), max_size=5),
-    "nbytes": st.sampled_from([0, 24, 25, 2**62]), "offset": st.sampled_from([0, 255, 300, 512, 2**62, -256]),
-    "layer": st.sampled_from([-1, -2, 0, 2**63]), "alias": st.sampled_from(["", "a", "b\0", None, 3]),
-    "name": st.sampled_from(["", "b", "a\0", 5, "a" * 4096, "a" * 4097, "\ud800"]),
-    "role": st.sampled_from(["param", "", "other", "param\0"]), "dtype": st.sampled_from(["bool", "", "bool\0param"]),
-    "device": st.sampled_from(["cuda", "", None]), "placements": st.sampled_from([[], "x"]), "more": st.just(1),
-}), max_size=3))  # fmt: skip
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "shape": st.lists(
+                    st.integers(0, 5) | st.sampled_from([2**20, 2**31, 2**55, 2**61, 2**62, -1]), max_size=5
+                ),
+                "stride": st.lists(st.integers(0, 5) | st.sampled_from([2**20, 2**61]), max_size=5),
+                "nbytes": st.sampled_from([0, 24, 25, 2**62]),
+                "offset": st.sampled_from([0, 255, 300, 512, 2**62, -256]),
+                "layer": st.sampled_from([-1, -2, 0, 2**63]),
+                "alias": st.sampled_from(["", "a", "b\0", None, 3]),
+                "name": st.sampled_from(["", "b", "a\0", 5, "a" * 4096, "a" * 4097, "\ud800"]),
+                "role": st.sampled_from(["param", "", "other", "param\0"]),
+                "dtype": st.sampled_from(["bool", "", "bool\0param"]),
+                "device": st.sampled_from(["cuda", "", None]),
+                "placements": st.sampled_from([[], "x"]),
+                "more": st.just(1),
+            },
+        ),
+        max_size=3,
+    )
+)
 def test_an_impossible_entry_is_never_read_natively(changed: list[dict[str, Any]]) -> None:
     table = msgpack.packb({"entries": [entry_map(**one) for one in changed]}, unicode_errors="surrogatepass")
     try:
@@ -561,9 +628,20 @@ def test_an_impossible_entry_is_damaged(changes: dict[str, Any]) -> None:
         layout_decode.decode(msgpack.packb({"entries": [entry_map(**changes)]}), low=256, high=MIB)
 
 
-@pytest.mark.parametrize("table", [b"", b"\x80", b"\x81\xa7entries\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff",
-                                   b"\x81\xa7entries\xc6\xff\xff\xff\xff", b"\x91" * 5000, b"\xc1",
-                                   msgpack.packb({"entries": [entry_map(), entry_map()]})], ids=range(8))  # fmt: skip
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"",
+        b"\x80",
+        b"\x81\xa7entries\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x81\xa7entries\xc6\xff\xff\xff\xff",
+        b"\x91" * 5000,
+        b"\xc1",
+        msgpack.packb({"entries": [entry_map(), entry_map()]}),
+    ],
+    ids=range(8),
+)
 def test_an_impossible_table_is_damaged(table: bytes) -> None:
     with pytest.raises(DamagedError):
         layout_decode.decode(table, low=256, high=MIB)
@@ -637,8 +715,9 @@ class Writer:
         self.ring, self.last, self.generation, self.incarnation = ring, last, generation, incarnation
         for slot in self.slots.slots:
             slot.generation = contents[slot.index]
-        line = CommitLine(generation, incarnation, adopted.step, adopted.payload_generation, 0, 0, KIND_ADOPTION,
-                          adopted.slot, 0)  # fmt: skip
+        line = CommitLine(
+            generation, incarnation, adopted.step, adopted.payload_generation, 0, 0, KIND_ADOPTION, adopted.slot, 0
+        )
         self.put(line)
         self.slots.protected = adopted.slot
         self.slots.dead = (adopted.payload_generation, generation)
@@ -682,8 +761,10 @@ def test_what_is_newest_and_its_fall_back_stay_whatever_happens(slots: int, even
         held = {ln.slot: ln for ln in writer.ring.lines.values()}
         for slot in writer.slots.slots:
             if slot.generation is not None:
-                assert any(ln.payload_generation == slot.generation and ln.slot == slot.index
-                           for ln in writer.ring.lines.values()), "a slot's content lost its line"  # fmt: skip
+                assert any(
+                    ln.payload_generation == slot.generation and ln.slot == slot.index
+                    for ln in writer.ring.lines.values()
+                ), "a slot's content lost its line"
         assert len(held) <= slots
 
 

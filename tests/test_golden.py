@@ -104,8 +104,10 @@ def test_what_followed_is_recorded(v1: Path) -> None:
         recorded = {v.step: reader.next_batches(v.line) for v in reader.versions() if isinstance(v, Version)}
     key = next_key("")
     assert {step: None if e is None else [(n.key, n.kind) for n in e] for step, e in recorded.items()} == {
-        6: None, 5: [(key, 3)], 4: None,
-    }  # fmt: skip
+        6: None,
+        5: [(key, 3)],
+        4: None,
+    }
 
 
 @pytest.mark.parametrize("v1", ["v1"], indirect=True)
@@ -142,8 +144,11 @@ def patched(path: Path, at: int, form: str, value: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("at", "form", "value"), [(12, "<H", 2), (32, "<Q", 1), (32, "<Q", 1 << 63)],
-                         ids=["newer major", "incompat", "incompat, last bit"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("at", "form", "value"),
+    [(12, "<H", 2), (32, "<Q", 1), (32, "<Q", 1 << 63)],
+    ids=["newer major", "incompat", "incompat, last bit"],
+)
 def test_a_pool_of_the_future_is_refused(v1: Path, at: int, form: str, value: int) -> None:
     before = patched(v1, at, form, value).read_bytes()
     with pytest.raises(FormatError, match="newer lightck"):

@@ -162,8 +162,10 @@ def test_a_trial_that_crashes_hangs_or_eats_memory_is_a_finding_and_the_others_a
 
     tally = confined.run(range(12), trial, 32 << 20, lambda _: None)
     assert {f.trial: f.reason for f in tally.findings} == {
-        3: "the process ended with SIGSEGV", 6: "it hung", 9: "it took more memory than allowed",
-    }  # fmt: skip
+        3: "the process ended with SIGSEGV",
+        6: "it hung",
+        9: "it took more memory than allowed",
+    }
 
 
 # -- what they found -------------------------------------------------------------------------------------------------
@@ -261,8 +263,14 @@ def test_a_slot_header_whose_last_write_was_lost_costs_nothing(pool):
 GIB = 1 << 30
 
 
-def hollow(path: Path, *, slot: int = 8 * GIB, table: bytes | int = layout.encode([]), line_nbytes: int = 0,
-           uuid: bytes = bytes(16)) -> Superblock:  # fmt: skip
+def hollow(
+    path: Path,
+    *,
+    slot: int = 8 * GIB,
+    table: bytes | int = layout.encode([]),
+    line_nbytes: int = 0,
+    uuid: bytes = bytes(16),
+) -> Superblock:
     """A pool of a few KiB whose structures pass their checks, and are said to be as long as somebody likes. ``table``:
     its bytes, or how many zeros it has. ``line_nbytes``: of the manifest that a commit line names."""
     table = bytes(table) if isinstance(table, int) else table
@@ -270,11 +278,18 @@ def hollow(path: Path, *, slot: int = 8 * GIB, table: bytes | int = layout.encod
     first = align_up(TABLE_OFFSET + 2 * room, SLOT_ALIGN)
     manifest = (slot // 2 - PAGE) // PAGE * PAGE
     sb = Superblock(
-        uuid=uuid, nbytes=first + 2 * slot, table_offsets=(TABLE_OFFSET, TABLE_OFFSET + room),
-        table_nbytes=len(table), table_hash=layout_hash(table),
-        block=MIB, manifest_offset=PAGE, manifest_nbytes=manifest, payload_offset=PAGE + 2 * manifest,
-        reserve_offset=PAGE + 2 * manifest, slots=((first, slot), (first + slot, slot)),
-    )  # fmt: skip
+        uuid=uuid,
+        nbytes=first + 2 * slot,
+        table_offsets=(TABLE_OFFSET, TABLE_OFFSET + room),
+        table_nbytes=len(table),
+        table_hash=layout_hash(table),
+        block=MIB,
+        manifest_offset=PAGE,
+        manifest_nbytes=manifest,
+        payload_offset=PAGE + 2 * manifest,
+        reserve_offset=PAGE + 2 * manifest,
+        slots=((first, slot), (first + slot, slot)),
+    )
     parts = {0: sb.pack(), PAGE: sb.pack(), **{at: table.rstrip(b"\0") for at in sb.table_offsets}}
     parts |= {at: pack_slot_header(5 + i, i, uuid) for i, (at, _) in enumerate(sb.slots)}
     if line_nbytes:
@@ -456,9 +471,10 @@ def test_any_words_make_a_structure_or_an_error_of_ours(words):
 
 @settings(max_examples=300)
 @given(
-    st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=4), max_leaves=20), st.integers(0, 400),
+    st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=4), max_leaves=20),
+    st.integers(0, 400),
     st.binary(min_size=1, max_size=8),
-)  # fmt: skip
+)
 def test_a_message_with_other_bytes_somewhere_is_a_value_or_an_error_of_ours(value, at, junk):
     packed = bytearray(values.pack(value, path="x"))
     packed[at % len(packed) : at % len(packed) + len(junk)] = junk

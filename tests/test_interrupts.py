@@ -265,8 +265,13 @@ thread.join()
 
 def test_a_thread_that_asks_for_numbers_while_the_engine_closes():
     environment = {**os.environ, "PYTHONPATH": str(Path(lightck.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", _ASKS], env=environment,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", _ASKS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 

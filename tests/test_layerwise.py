@@ -81,8 +81,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups(model), lr=0.01)
 
 
-def with_and_without(play: Callable[[Any, Any, Any], None],
-                     made: Callable[[Any], torch.optim.Optimizer] = adamw) -> list[Any]:  # fmt: skip
+def with_and_without(
+    play: Callable[[Any, Any, Any], None], made: Callable[[Any], torch.optim.Optimizer] = adamw
+) -> list[Any]:
     """What a training without layers and one with them end with. ``play`` gets the model, its optimizer, and the layers
     or None."""
     results = []

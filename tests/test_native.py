@@ -25,8 +25,11 @@ from lightck.profiler.spans import SPAN_DTYPE
 
 MASK = 2**64 - 1
 U64 = st.integers(0, MASK)
-ISAS = [n for n in ("portable", "sse2-table", "sse2", "avx2-narrow", "avx2", "avx512")
-        if lib.lck_isa_set(n.encode()) == _native.OK]  # fmt: skip
+ISAS = [
+    n
+    for n in ("portable", "sse2-table", "sse2", "avx2-narrow", "avx2", "avx512")
+    if lib.lck_isa_set(n.encode()) == _native.OK
+]
 lib.lck_isa_set(b"auto")
 
 
@@ -36,8 +39,9 @@ lib.lck_isa_set(b"auto")
     ids=str,
 )
 def test_an_array_that_the_library_takes_has_the_fields_of_its_struct(dtype, struct):
-    fields = {name.removesuffix("_ns"): (field.offset, ffi.sizeof(field.type))
-              for name, field in ffi.typeof(struct).fields}  # fmt: skip
+    fields = {
+        name.removesuffix("_ns"): (field.offset, ffi.sizeof(field.type)) for name, field in ffi.typeof(struct).fields
+    }
     assert {name: (at, kind.itemsize) for name, (kind, at) in dtype.fields.items()} == fields
     assert dtype.itemsize == ffi.sizeof(struct)
 
@@ -159,16 +163,25 @@ def test_block_seed(uuid_lo: int, uuid_hi: int, tensor: int, generation: int, in
     assert lib.lck_block_seed(*words) == seed_reference(*words)
 
 
-@given(st.binary(max_size=5000), st.integers(0, 5), st.sampled_from([256, 512, 4096]),
-       st.sampled_from([_native.TIER_CACHE, _native.TIER_DISK]), st.tuples(U64, U64, U64, U64))  # fmt: skip
+@given(
+    st.binary(max_size=5000),
+    st.integers(0, 5),
+    st.sampled_from([256, 512, 4096]),
+    st.sampled_from([_native.TIER_CACHE, _native.TIER_DISK]),
+    st.tuples(U64, U64, U64, U64),
+)
 def test_round_trip(data: bytes, place: int, block: int, tier: int, identity: tuple[int, int, int, int]) -> None:
     off = 256 * place
     with Pool(8192, tier) as pool:
         assert pool.copy(off, data) == lib.lck_crc32c(data, len(data))
         crcs = seeded(data, block, identity)
         assert read(pool, off, len(data), block, crcs, identity) == (_native.OK, MASK, data)
-        assert lib.lck_read_verified(pool.file.fileno(), pool.extents, 1, off, ffi.NULL, len(data), block, crcs,
-                                     *identity, ffi.NULL) == _native.OK  # fmt: skip
+        assert (
+            lib.lck_read_verified(
+                pool.file.fileno(), pool.extents, 1, off, ffi.NULL, len(data), block, crcs, *identity, ffi.NULL
+            )
+            == _native.OK
+        )
 
 
 @given(st.binary(min_size=1, max_size=3000), st.data())

@@ -97,8 +97,9 @@ def test_a_pool_with_the_longest_name_that_a_lock_file_permits(folder):
     assert lightck.recover(pool).step == 2
 
 
-@pytest.mark.parametrize(("operation", "code"), [(_native.OP_COPY, errno.ENOSPC), (_native.OP_SYNC, errno.EIO)],
-                         ids=["copy", "sync"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("operation", "code"), [(_native.OP_COPY, errno.ENOSPC), (_native.OP_SYNC, errno.EIO)], ids=["copy", "sync"]
+)
 @pytest.mark.parametrize("width", [8, BIG], ids=["copied at once", "copied in the background"])
 def test_a_failure_of_a_move_is_told_as_what_it_is(folder, pool, operation, code, width):
     """And not as the loss of the old file, which is in its place. However far the move comes: each write fails once."""

@@ -72,15 +72,18 @@ def test_copies_run_next_to_the_pool_and_the_training_where_it_was(pool, machine
         assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-@pytest.mark.parametrize("nodes", [
-    {"node0": f"{MINE[0]}"},  # the pool's node has no processors here
-    {"node0": f"{MINE[0]}", "node1": f"{MINE[-1] + 1}-{MINE[-1] + 4}"},  # this process may use none of them
-    {"node1": f"{MINE[0]}-{MINE[-1]}"},  # or has no others
-    {"node1": f"{MINE[-1]}"},  # one processor, which the training fills as well
-    {"node1": "0-"},
-    {"node1": "0-9999999999"},
-    {"node1": ""},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        {"node0": f"{MINE[0]}"},  # the pool's node has no processors here
+        {"node0": f"{MINE[0]}", "node1": f"{MINE[-1] + 1}-{MINE[-1] + 4}"},  # this process may use none of them
+        {"node1": f"{MINE[0]}-{MINE[-1]}"},  # or has no others
+        {"node1": f"{MINE[-1]}"},  # one processor, which the training fills as well
+        {"node1": "0-"},
+        {"node1": "0-9999999999"},
+        {"node1": ""},
+    ],
+)
 def test_where_there_is_nothing_to_choose_copies_run_anywhere(pool, machine, mine, nodes):
     machine(**nodes)
     with lightck.attach(net(), pool):

@@ -273,9 +273,7 @@ def test_a_pool_whose_last_holder_is_still_dying_is_waited_for(pool: Path) -> No
     assert lightck.recover(pool).step == 5
 
 
-def test_a_pool_that_another_program_holds_is_read_and_not_written(
-    pool: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_that_another_program_holds_is_read_and_not_written(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pmdk, "_DYING_SECONDS", 0.05)
     toys.pool_with(pool, backend="pmdk")
     size = pool.stat().st_size
@@ -347,17 +345,21 @@ def root_of(pool: Path) -> tuple[int, list[pmdk_file.Arena]]:
     ]
 
 
-@pytest.mark.parametrize("change", [
-    lambda a: [],
-    lambda a: [replace(a[0], nbytes=0)],
-    lambda a: [replace(a[0], start=a[0].start + 4096)],
-    lambda a: [replace(a[0], offset=a[0].offset + (1 << 40), start=a[0].start + (1 << 40))],
-    lambda a: [replace(a[0], offset=0, start=2 * MIB)],
-    lambda a: [replace(a[0], offset=2**64 - 1, start=2**64 - 2 * MIB)],
-    lambda a: [replace(a[0], nbytes=a[0].nbytes + (1 << 40))],
-    lambda a: [a[0], a[0]],
-    lambda a: [replace(a[0], nbytes=5000), replace(a[0], offset=a[0].start, start=a[0].start + 2 * MIB)],
-], ids=["none", "empty", "unaligned", "behind", "in the header", "wraps", "too long", "twice", "torn"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: [],
+        lambda a: [replace(a[0], nbytes=0)],
+        lambda a: [replace(a[0], start=a[0].start + 4096)],
+        lambda a: [replace(a[0], offset=a[0].offset + (1 << 40), start=a[0].start + (1 << 40))],
+        lambda a: [replace(a[0], offset=0, start=2 * MIB)],
+        lambda a: [replace(a[0], offset=2**64 - 1, start=2**64 - 2 * MIB)],
+        lambda a: [replace(a[0], nbytes=a[0].nbytes + (1 << 40))],
+        lambda a: [a[0], a[0]],
+        lambda a: [replace(a[0], nbytes=5000), replace(a[0], offset=a[0].start, start=a[0].start + 2 * MIB)],
+    ],
+    ids=["none", "empty", "unaligned", "behind", "in the header", "wraps", "too long", "twice", "torn"],
+)
 def test_arenas_that_cannot_be_are_not_followed(pool: Path, change: Change) -> None:
     """Each with a checksum that is right."""
     toys.pool_with(pool, backend="pmdk")
@@ -366,9 +368,17 @@ def test_arenas_that_cannot_be_are_not_followed(pool: Path, change: Change) -> N
     refused(pool, CorruptPoolError, "cannot be", may_be_discarded=True)
 
 
-@pytest.mark.parametrize(("at", "value"), [
-    (6144, 0), (6144, 2**64 - 1), (6144, 1 << 50), (6160, 0), (6160, 2**64 - 1), (6160, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (6144, 0),
+        (6144, 2**64 - 1),
+        (6144, 1 << 50),
+        (6160, 0),
+        (6160, 2**64 - 1),
+        (6160, 8),
+    ],
+)
 def test_a_root_object_that_cannot_be_is_not_followed(pool: Path, at: int, value: int) -> None:
     patched(pool, at, struct.pack("<Q", value))
     refused(pool, CorruptPoolError, "root object", may_be_discarded=True)

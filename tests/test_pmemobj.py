@@ -43,12 +43,21 @@ def run(code: str, folder: Path, library: Path | str, fails: str = "", **more: s
     calls = folder / "calls"
     calls.write_text("")
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LIGHTCK_LIBPMEMOBJ": str(library),
-        "FAKE_PMEMOBJ_CALLS": str(calls), "FAKE_PMEMOBJ_FAILS": fails, "PMEM_IS_PMEM_FORCE": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "LIGHTCK_LIBPMEMOBJ": str(library),
+        "FAKE_PMEMOBJ_CALLS": str(calls),
+        "FAKE_PMEMOBJ_FAILS": fails,
+        "PMEM_IS_PMEM_FORCE": "1",
         **more,
-    }  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", POOL + code, str(folder / "run.pool")], env=environment,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", POOL + code, str(folder / "run.pool")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr, calls.read_text().split("\n")[:-1]
 
@@ -109,14 +118,17 @@ def test_reading_does_not_call_it(folder: Path, fake: Path) -> None:
     assert (out, calls) == (f"{3 << 20} True\n", [])
 
 
-@pytest.mark.parametrize(("error", "kind", "about"), [
-    ("11 flock: Resource temporarily unavailable", "PoolLockedError", "recover"),
-    ("17 pool initialization failed", "PoolLockedError", "copy"),
-    ("22 an ADR failure was detected, the pool might be corrupted", "MediumError", "SHUTDOWN_STATE"),
-    ("13 cannot read unsafe shutdown count", "PoolPermissionError", "owner"),
-    ("12 cannot map", "NoSpaceError", "memory"),
-    ("22 heap is inconsistent", "CorruptPoolError", "pmempool check"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "kind", "about"),
+    [
+        ("11 flock: Resource temporarily unavailable", "PoolLockedError", "recover"),
+        ("17 pool initialization failed", "PoolLockedError", "copy"),
+        ("22 an ADR failure was detected, the pool might be corrupted", "MediumError", "SHUTDOWN_STATE"),
+        ("13 cannot read unsafe shutdown count", "PoolPermissionError", "owner"),
+        ("12 cannot map", "NoSpaceError", "memory"),
+        ("22 heap is inconsistent", "CorruptPoolError", "pmempool check"),
+    ],
+)
 def test_what_it_refuses_to_open_is_a_typed_error_with_its_reason(
     folder: Path, fake: Path, error: str, kind: str, about: str
 ) -> None:

@@ -78,8 +78,12 @@ def test_checkpoint_model_loads_with_load_state_dict(pool):
 
 def test_checkpoint_optimizer_equals_the_state_dict_of_the_optimizer(pool):
     model = net()
-    optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5, "name": "body"},
-                                   {"params": model[2].parameters(), "betas": (0.5, 0.9)}])  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": model[0].parameters(), "lr": 0.5, "name": "body"},
+            {"params": model[2].parameters(), "betas": (0.5, 0.9)},
+        ]
+    )
     with lightck.attach(model, pool, optimizer=optimizer):
         train(model, optimizer, 3)
     checkpoint = lightck.recover(pool)
@@ -387,8 +391,10 @@ class Refusing:
 def test_an_error_that_cost_the_model_its_values_says_so(pool):
     pool_with(pool, state={"box": Refusing()})
     held = lightck.recover(pool)
-    for restore in (lambda m: lightck.recover(pool, m, state={"box": Refusing()}),
-                    lambda m: held.restore(m, state={"box": Refusing()})):  # fmt: skip
+    for restore in (
+        lambda m: lightck.recover(pool, m, state={"box": Refusing()}),
+        lambda m: held.restore(m, state={"box": Refusing()}),
+    ):
         model = net(seed=1)
         with pytest.raises(DriftError, match=r"not this one.*parameters are NaN now: build it anew"):
             restore(model)
@@ -403,9 +409,12 @@ def test_a_pool_whose_commit_lines_are_all_gone_is_no_fresh_start(folder, pool):
     for position in range(sb.ring_lines):
         poke(pool, sb.line_offset(position), bytes(64))
     before = pool.read_bytes()
-    for call in (lambda: lightck.recover(pool), lambda: lightck.recover(pool, net(seed=1), step=5),
-                 lambda: lightck.attach(model, pool, optimizer=optimizer),
-                 lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True)):  # fmt: skip
+    for call in (
+        lambda: lightck.recover(pool),
+        lambda: lightck.recover(pool, net(seed=1), step=5),
+        lambda: lightck.attach(model, pool, optimizer=optimizer),
+        lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True),
+    ):
         with pytest.raises(CorruptPoolError, match=r"commit lines.*erased.*overwrite=True"):
             call()
     assert is_pmdk(pool) or pool.read_bytes() == before  # libpmemobj writes that it was opened

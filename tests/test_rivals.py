@@ -33,8 +33,13 @@ def run(name: str, folder: str, options: dict[str, object]) -> tuple[int, int, l
     rival.finish()
     fresh, its = subject.build(seed=1)
     step = rivals.named(name, **options).load(fresh, its, folder)
-    return rival.saved, step, digests, subject.digest(subject.parts(fresh, its)), subject.digest(
-        subject.parts(model, optimizer))  # fmt: skip
+    return (
+        rival.saved,
+        step,
+        digests,
+        subject.digest(subject.parts(fresh, its)),
+        subject.digest(subject.parts(model, optimizer)),
+    )
 
 
 @pytest.mark.parametrize("name", rivals.TABLE)

@@ -470,16 +470,36 @@ def test_lbfgs_whose_state_cannot_be_foreseen(pool, caplog):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda ps: torch.optim.SGD(ps, lr=0.1), lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-        lambda ps: torch.optim.Adam(ps, amsgrad=True), lambda ps: torch.optim.AdamW(ps, fused=True),
-        lambda ps: torch.optim.RMSprop(ps, centered=True, momentum=0.5), lambda ps: torch.optim.Adagrad(ps),
-        lambda ps: torch.optim.Adadelta(ps), lambda ps: torch.optim.NAdam(ps), lambda ps: torch.optim.RAdam(ps),
-        lambda ps: torch.optim.Adafactor(ps), lambda ps: torch.optim.ASGD(ps), lambda ps: torch.optim.Rprop(ps),
+        lambda ps: torch.optim.SGD(ps, lr=0.1),
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+        lambda ps: torch.optim.Adam(ps, amsgrad=True),
+        lambda ps: torch.optim.AdamW(ps, fused=True),
+        lambda ps: torch.optim.RMSprop(ps, centered=True, momentum=0.5),
+        lambda ps: torch.optim.Adagrad(ps),
+        lambda ps: torch.optim.Adadelta(ps),
+        lambda ps: torch.optim.NAdam(ps),
+        lambda ps: torch.optim.RAdam(ps),
+        lambda ps: torch.optim.Adafactor(ps),
+        lambda ps: torch.optim.ASGD(ps),
+        lambda ps: torch.optim.Rprop(ps),
         lambda ps: torch.optim.Adamax(ps),
     ],
-    ids=["sgd", "momentum", "amsgrad", "fused", "rmsprop", "adagrad", "adadelta", "nadam", "radam", "adafactor", "asgd",
-         "rprop", "adamax"],
-)  # fmt: skip
+    ids=[
+        "sgd",
+        "momentum",
+        "amsgrad",
+        "fused",
+        "rmsprop",
+        "adagrad",
+        "adadelta",
+        "nadam",
+        "radam",
+        "adafactor",
+        "asgd",
+        "rprop",
+        "adamax",
+    ],
+)
 def test_every_optimizer_resumes_bit_identical(pool, build):
     model = net(64)
     optimizer = build(model.parameters())
@@ -896,5 +916,7 @@ def test_state_moves_to_a_device_with_its_parameters_but_not_its_step_count(pool
     lightck.recover(pool, model, optimizer)
     state = optimizer.state[model[0].weight]
     assert {key: value.device.type for key, value in state.items()} == {
-        "step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"
-    }  # fmt: skip
+        "step": "cpu",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }

@@ -467,9 +467,10 @@ def test_a_pool_on_a_disk_is_never_written_by_a_device(tmp_path, lane, caplog):
     """Its pages would be dirty without the kernel knowing."""
     model = net(BIG)
     optimizer = adam(model)
-    with caplog.at_level("WARNING"), lightck.attach(
-        model, tmp_path / "run.pool", optimizer=optimizer, staging=lightck.Direct()
-    ) as session:
+    with (
+        caplog.at_level("WARNING"),
+        lightck.attach(model, tmp_path / "run.pool", optimizer=optimizer, staging=lightck.Direct()) as session,
+    ):
         train(model, optimizer, 2)
         session.end_step()
         assert session.stats().staging == "Host()"
@@ -682,8 +683,11 @@ def test_without_a_word_each_way_is_tried_and_one_stays(pool, lane, caplog, has_
             assert is_step(lightck.recover(pool), seen)
         last = gone[-1]
         assert bool(lane.registered) == (last == "Direct()")
-        held = {str(way.kind): bool(way._ring._segments) for way in session._pipeline.staging._choice._ways
-                if way.kind != DIRECT and str(way.kind) != last}  # fmt: skip
+        held = {
+            str(way.kind): bool(way._ring._segments)
+            for way in session._pipeline.staging._choice._ways
+            if way.kind != DIRECT and str(way.kind) != last
+        }
         assert not any(held.values()), held
     assert {"Direct()", "Host()", *(["Device()"] if has_room else [])} == set(gone)
     assert set(gone[-4:]) == {last}

@@ -68,8 +68,10 @@ def test_a_row_per_activity_and_every_module_in_it(pool, out):
         modules = [e.args["module"] for e in trace.of(row) if "module" in e.args]
         assert modules == (["0", "1", "2"] if row == FORWARD else ["2", "1", "0"]) * 3
     for number, step in trace.steps().items():
-        order = [next(e for e in trace.of(row) if step.begin <= e.begin < step.end and e.args.get("whole", True))
-                 for row in (FORWARD, BACKWARD, UPDATE)]  # fmt: skip
+        order = [
+            next(e for e in trace.of(row) if step.begin <= e.begin < step.end and e.args.get("whole", True))
+            for row in (FORWARD, BACKWARD, UPDATE)
+        ]
         assert [e.begin for e in order] == sorted(e.begin for e in order), number
         assert order[0].end <= order[1].begin
         assert order[1].end <= order[2].begin
@@ -490,13 +492,27 @@ def test_the_facts_of_a_step_are_those_of_its_events():
         return events.Event(row, row, begin * 1_000_000, end * 1_000_000, args)
 
     copies = COPY + "1"
-    trace = Trace((
-        event(STEP, 0, 100, step=7), event(FORWARD, 10, 40, whole=True), event(FORWARD, 12, 20),
-        event(BACKWARD, 40, 80), event(UPDATE, 90, 100), event(STALL, 0, 10), event(STALL, 2, 8), event(STALL, 80, 90),
-        event(copies, 20, 50, bytes=300), event(copies, 85, 95, bytes=50), event(HELPED, 80, 90, bytes=50, helped=True),
-        event(HELPED, 5, 8, bytes=100), event(HELPED, 6, 7, bytes=90, helped=False), event(COMMIT, 95, 96),
-        event(STEP, 100, 160, step=8), event(FORWARD, 100, 130),
-    ), {})  # fmt: skip
+    trace = Trace(
+        (
+            event(STEP, 0, 100, step=7),
+            event(FORWARD, 10, 40, whole=True),
+            event(FORWARD, 12, 20),
+            event(BACKWARD, 40, 80),
+            event(UPDATE, 90, 100),
+            event(STALL, 0, 10),
+            event(STALL, 2, 8),
+            event(STALL, 80, 90),
+            event(copies, 20, 50, bytes=300),
+            event(copies, 85, 95, bytes=50),
+            event(HELPED, 80, 90, bytes=50, helped=True),
+            event(HELPED, 5, 8, bytes=100),
+            event(HELPED, 6, 7, bytes=90, helped=False),
+            event(COMMIT, 95, 96),
+            event(STEP, 100, 160, step=8),
+            event(FORWARD, 100, 130),
+        ),
+        {},
+    )
     one, two = facts(trace)
     assert (one.step, one.time_ms, one.forward_ms, one.backward_ms, one.update_ms) == (7, 100, 30, 40, 10)
     assert (one.stall_ms, one.copy_ms, one.commit_ms) == (20, 48, 1)
@@ -509,8 +525,16 @@ def drawn(rng: random.Random, steps: int, per_step: int) -> Trace:
     """Steps one after the other or across each other, and events of any length, some as long as the trace."""
     rows = (FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, HELPED, COMMIT, COPY + "1", COPY + "2")
     total = steps * 100
-    found = [events.Event(STEP, "", n * 100 + rng.choice((0, 0, -7)), n * 100 + rng.choice((100, 100, 180, 0)),
-                          {"step": (n * 7) % (steps + 1)}) for n in range(steps)]  # fmt: skip
+    found = [
+        events.Event(
+            STEP,
+            "",
+            n * 100 + rng.choice((0, 0, -7)),
+            n * 100 + rng.choice((100, 100, 180, 0)),
+            {"step": (n * 7) % (steps + 1)},
+        )
+        for n in range(steps)
+    ]
     for _ in range(steps * per_step):
         begin = rng.randrange(total)
         end = begin + rng.choice((0, 1, rng.randrange(60), rng.randrange(60), rng.randrange(total)))

@@ -20,8 +20,24 @@ ROOT = Path(__file__).resolve().parents[1]
 def result(tmp_path_factory):
     """Two rows, by the command itself: it forks, which a process that runs tests had better not."""
     out = tmp_path_factory.mktemp("trust")
-    command = [sys.executable, "bench/trust.py", "--only", "lightck", "--only", "torch.save", "--kills", "4",
-               "--flips", "40", "--cuts", "6", "--seed", "1", "--out", str(out)]  # fmt: skip
+    command = [
+        sys.executable,
+        "bench/trust.py",
+        "--only",
+        "lightck",
+        "--only",
+        "torch.save",
+        "--kills",
+        "4",
+        "--flips",
+        "40",
+        "--cuts",
+        "6",
+        "--seed",
+        "1",
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (out / "trust.md").read_text() == trust.markdown(json.loads((out / "trust.json").read_text()))
@@ -57,8 +73,9 @@ def test_what_was_played_before_keeps_its_machine_and_date(tmp_path):
     """The oldest files have them once for all rows, and the seed in a row."""
     old = facts()
     seed = old.pop("seed")
-    played = [{"rival": name, "use": name, "seed": seed, "kills": TALLY, "flips": TALLY} for name in
-              ("lightck", "torch.save")]  # fmt: skip
+    played = [
+        {"rival": name, "use": name, "seed": seed, "kills": TALLY, "flips": TALLY} for name in ("lightck", "torch.save")
+    ]
     kept = tmp_path / "trust.json"
     kept.write_text(json.dumps({**old, "rows": played, "not_run": {"gone": "no more", "safetensors": "then"}}))
     now = facts(machine="new", date="now", seed=2)

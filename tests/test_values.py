@@ -334,11 +334,39 @@ def test_sets_are_packed_in_one_order():
     assert math.isnan(next(iter(there_and_back({math.nan}))))
 
 
-near = st.sampled_from([
-    0, 0.0, -0.0, False, None, "", b"", (), [], {}, 1, 1.0, True, math.nan, {1: 0}, {True: 0}, {1.0: 0}, (1, 2), [1, 2],
-    [(1,)], [[1]], {"a": 1, "b": 2}, {"b": 2, "a": 1}, OrderedDict(a=1), np.float64(1), torch.ones(()), {1, 2},
-    {"lr": 0.1, "betas": (0.9, 0.999)}, {"lr": 0.1, "betas": [0.9, 0.999]},
-])  # fmt: skip
+near = st.sampled_from(
+    [
+        0,
+        0.0,
+        -0.0,
+        False,
+        None,
+        "",
+        b"",
+        (),
+        [],
+        {},
+        1,
+        1.0,
+        True,
+        math.nan,
+        {1: 0},
+        {True: 0},
+        {1.0: 0},
+        (1, 2),
+        [1, 2],
+        [(1,)],
+        [[1]],
+        {"a": 1, "b": 2},
+        {"b": 2, "a": 1},
+        OrderedDict(a=1),
+        np.float64(1),
+        torch.ones(()),
+        {1, 2},
+        {"lr": 0.1, "betas": (0.9, 0.999)},
+        {"lr": 0.1, "betas": [0.9, 0.999]},
+    ]
+)
 
 
 def packed_or_refused(pack: Callable[..., bytes], value: object) -> bytes | str:

@@ -213,9 +213,15 @@ def test_what_was_kept_is_looked_at_again_and_given_up_when_the_training_changed
     assert training.meter.wait_policy is None
 
 
-@pytest.mark.parametrize("name", [
-    "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_STACKSIZE", "OMP_DISPLAY_AFFINITY",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OMP_WAIT_POLICY",
+        "GOMP_SPINCOUNT",
+        "OMP_STACKSIZE",
+        "OMP_DISPLAY_AFFINITY",
+    ],
+)
 def test_what_the_user_chose_stays(monkeypatch, name):
     monkeypatch.setenv(name, "active")
     training = Training(monkeypatch)

@@ -33,8 +33,7 @@ class Training(Stateful):
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
-                       optim_state_dict=state["optimizer"])  # fmt: skip
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.step = int(state["step"])
 
 

@@ -83,8 +83,7 @@ class AsyncSave(SyncSave):
 
     def save(self, step: int) -> None:
         before = self.pending
-        future = self.manager.save(str(steps.path_of(self.folder, step)),
-                                   everything(self.model, self.optimizer, step))  # fmt: skip
+        future = self.manager.save(str(steps.path_of(self.folder, step)), everything(self.model, self.optimizer, step))
         self.pending = step, future
         if before is not None:  # the manager has waited for it
             before[1].result()

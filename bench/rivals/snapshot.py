@@ -57,8 +57,7 @@ class AsyncTake(Take):
 
     def save(self, step: int) -> None:
         self.finish()
-        self.pending = step, Snapshot.async_take(path=str(steps.path_of(self.folder, step)),
-                                                 app_state=self.state(step))  # fmt: skip
+        self.pending = step, Snapshot.async_take(path=str(steps.path_of(self.folder, step)), app_state=self.state(step))
 
     def finish(self) -> None:
         if self.pending is not None:

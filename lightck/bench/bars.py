@@ -17,9 +17,12 @@ from lightck.bench.results import Results, megabytes, milliseconds, percent, rea
 
 FILE = Path(__file__).with_name("bars.json")
 UNITS: dict[str, Callable[[float], str]] = {
-    "times": times, "share": percent, "bytes": megabytes, "seconds": lambda s: f"{1e6 * s:.2f} us" if s < 1e-3 else
-    milliseconds(s), "count": lambda n: f"{n:,.0f}",
-}  # fmt: skip
+    "times": times,
+    "share": percent,
+    "bytes": megabytes,
+    "seconds": lambda s: f"{1e6 * s:.2f} us" if s < 1e-3 else milliseconds(s),
+    "count": lambda n: f"{n:,.0f}",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,18 @@ def bars(file: Path = FILE) -> list[Bar]:
     return [_bar(**facts) for facts in json.loads(file.read_text())]
 
 
-def _bar(*, name: str, says: str, metric: str, over: Sequence[str], unit: str, at_most: float | None = None,
-         at_least: float | None = None, aim: float | None = None, each_of: Sequence[str] = ()) -> Bar:  # fmt: skip
+def _bar(
+    *,
+    name: str,
+    says: str,
+    metric: str,
+    over: Sequence[str],
+    unit: str,
+    at_most: float | None = None,
+    at_least: float | None = None,
+    aim: float | None = None,
+    each_of: Sequence[str] = (),
+) -> Bar:
     limits = [limit for limit in (at_most, at_least) if limit is not None]
     if len(limits) != 1 or metric not in METRICS or unit not in UNITS:
         raise ValueError(f"the bar {name!r} needs one limit, a known metric and a known unit")

@@ -87,12 +87,14 @@ def _difference(results: Results, what: str, each_of: Sequence[str]) -> Reached:
     if row is None:
         return _missing(what, [key])
     d = row["result"]["difference"]
-    note = _joined([
-        f"{percent(d['share_low'])} to {percent(d['share_high'])}",
-        f"A/A {percent(d['same_low'])} to {percent(d['same_high'])}",
-        "" if d["resolved"] else "not resolved",
-        *_conditions(row),
-    ])  # fmt: skip
+    note = _joined(
+        [
+            f"{percent(d['share_low'])} to {percent(d['share_high'])}",
+            f"A/A {percent(d['same_low'])} to {percent(d['same_high'])}",
+            "" if d["resolved"] else "not resolved",
+            *_conditions(row),
+        ]
+    )
     return Reached(what, d["share"], note, (d["same_high"] - d["same_low"]) / 2, end=d["share_high"], rows=(row,))
 
 
@@ -127,14 +129,18 @@ def _cpu_of_rivals(results: Results, what: str, each_of: Sequence[str]) -> Reach
 
     def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> _Ratio:
         mine, its, own = ours["cpu_difference"], theirs["cpu_difference"], ours["own_cpu_seconds"]
-        return _Ratio(its["median"] / max(mine["median"], own), its["low"] / max(mine["high"], own),
-                      mine["resolved"] and its["resolved"])  # fmt: skip
+        return _Ratio(
+            its["median"] / max(mine["median"], own),
+            its["low"] / max(mine["high"], own),
+            mine["resolved"] and its["resolved"],
+        )
 
     return _over_ours(results, what, each_of, ratio)
 
 
-def _over_ours(results: Results, rival: str, workloads: Sequence[str],
-               ratio: Callable[[dict[str, Any], dict[str, Any]], _Ratio]) -> Reached:  # fmt: skip
+def _over_ours(
+    results: Results, rival: str, workloads: Sequence[str], ratio: Callable[[dict[str, Any], dict[str, Any]], _Ratio]
+) -> Reached:
     """The least of the workloads' ratios, each of two rows."""
     kept = results.rows("steps")
     found: list[_Ratio] = []
@@ -154,16 +160,24 @@ def _over_ours(results: Results, rival: str, workloads: Sequence[str],
     if missing or not found:
         return _missing(rival, missing, note, used)
     ends = [one.end for one in found if one.end is not None]
-    return Reached(rival, min(one.value for one in found), note, refused=_joined(refused),
-                   end=min(ends, default=None), rows=tuple(used))  # fmt: skip
+    return Reached(
+        rival,
+        min(one.value for one in found),
+        note,
+        refused=_joined(refused),
+        end=min(ends, default=None),
+        rows=tuple(used),
+    )
 
 
 def _said(name: str, one: _Ratio, conditions: list[str]) -> str:
-    beside = _joined([
-        "" if one.end is None else f"{times(one.end)} at the intervals' ends",
-        "" if one.is_resolved else "not resolved",
-        *conditions,
-    ])  # fmt: skip
+    beside = _joined(
+        [
+            "" if one.end is None else f"{times(one.end)} at the intervals' ends",
+            "" if one.is_resolved else "not resolved",
+            *conditions,
+        ]
+    )
     return f"{name} {times(one.value)}" + (f" ({beside})" if beside else "")
 
 
@@ -214,8 +228,7 @@ def _memory(results: Results, what: str, each_of: Sequence[str]) -> Reached:
 
 def _fits(results: Results, what: str, each_of: Sequence[str]) -> Reached:
     """Of every saver that was measured, these at least: each has the machine for itself."""
-    rows = {key.partition(" ")[2]: row for key, row in results.rows("memory").items()
-            if key.partition(" ")[0] == what}  # fmt: skip
+    rows = {key.partition(" ")[2]: row for key, row in results.rows("memory").items() if key.partition(" ")[0] == what}
     peaks = {name: row["result"]["peak_with_files_bytes"] for name, row in rows.items()}
     note = "measured: " + ", ".join(f"{name} {megabytes(peak)}" for name, peak in peaks.items())
     if missing := [f"{what} {name}" for name in each_of if name not in peaks]:
@@ -236,8 +249,13 @@ def _flat(results: Results, what: str, each_of: Sequence[str]) -> Reached:
         if ours[name] > max(0, plain[name])
     ]
     note = f"descriptors {ours['descriptor_growth']:+d}, threads {ours['thread_growth']:+d}"
-    return Reached(what, ours["memory_growth_bytes"] - max(0.0, plain["memory_growth_bytes"]), note,
-                   refused=_joined([*grown, _apart(rows)]), rows=rows)  # fmt: skip
+    return Reached(
+        what,
+        ours["memory_growth_bytes"] - max(0.0, plain["memory_growth_bytes"]),
+        note,
+        refused=_joined([*grown, _apart(rows)]),
+        rows=rows,
+    )
 
 
 def _many(results: Results, what: str, each_of: Sequence[str]) -> Reached:
@@ -248,9 +266,18 @@ def _many(results: Results, what: str, each_of: Sequence[str]) -> Reached:
 
 
 METRICS: dict[str, Callable[[Results, str, Sequence[str]], Reached]] = {
-    "direct": _direct, "difference": _difference, "stall": _stall, "stall_of_rivals": _stall_of_rivals,
-    "cpu_of_rivals": _cpu_of_rivals, "write": _of("bandwidth", "write_of_nt"),
-    "recovery_of_memcpy": _recovery_of_memcpy, "recovery_of_torch": _recovery_of_torch, "memory": _memory,
-    "fits": _fits, "flat": _flat, "many": _many, "layers": _of("many", "layers"),
-}  # fmt: skip
+    "direct": _direct,
+    "difference": _difference,
+    "stall": _stall,
+    "stall_of_rivals": _stall_of_rivals,
+    "cpu_of_rivals": _cpu_of_rivals,
+    "write": _of("bandwidth", "write_of_nt"),
+    "recovery_of_memcpy": _recovery_of_memcpy,
+    "recovery_of_torch": _recovery_of_torch,
+    "memory": _memory,
+    "fits": _fits,
+    "flat": _flat,
+    "many": _many,
+    "layers": _of("many", "layers"),
+}
 """(results, one of a bar's ``over``, what the bar needs for each of them) -> what was reached."""

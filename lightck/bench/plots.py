@@ -55,8 +55,14 @@ def _by_saver(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def _bars(plt: Any, results: Results, value: Callable[[dict[str, Any]], float], label: str, scale: str,
-          line: tuple[float, str] | None) -> Any | None:  # fmt: skip
+def _bars(
+    plt: Any,
+    results: Results,
+    value: Callable[[dict[str, Any]], float],
+    label: str,
+    scale: str,
+    line: tuple[float, str] | None,
+) -> Any | None:
     """A group per workload, a bar per saver."""
     savers = _by_saver(results.rows("steps"))
     if not savers:
@@ -79,18 +85,26 @@ def _bars(plt: Any, results: Results, value: Callable[[dict[str, Any]], float], 
 
 
 def _overhead(plt: Any, results: Results) -> Any | None:
-    return _bars(plt, results, lambda r: 100 * float(r["difference"]["share"]), "step time added, %", "symlog",
-                 (5.0, "bar: 5 %"))  # fmt: skip
+    return _bars(
+        plt, results, lambda r: 100 * float(r["difference"]["share"]), "step time added, %", "symlog", (5.0, "bar: 5 %")
+    )
 
 
 def _stall(plt: Any, results: Results) -> Any | None:
-    return _bars(plt, results, lambda r: 100 * float(r["stall"]["share"]), "stall (p50), % of the step", "log",
-                 (1.0, "bar: 1 %"))  # fmt: skip
+    return _bars(
+        plt, results, lambda r: 100 * float(r["stall"]["share"]), "stall (p50), % of the step", "log", (1.0, "bar: 1 %")
+    )
 
 
 def _interval(plt: Any, results: Results) -> Any | None:
-    return _bars(plt, results, lambda r: smallest_within(r, "median", "seconds"), "smallest interval within 5 %, steps",
-                 "log", None)  # fmt: skip
+    return _bars(
+        plt,
+        results,
+        lambda r: smallest_within(r, "median", "seconds"),
+        "smallest interval within 5 %, steps",
+        "log",
+        None,
+    )
 
 
 def _flat(plt: Any, results: Results) -> Any | None:
@@ -110,5 +124,8 @@ def _flat(plt: Any, results: Results) -> Any | None:
 
 
 _PICTURES: dict[str, Callable[[Any, Results], Any | None]] = {
-    "overhead": _overhead, "stall": _stall, "interval": _interval, "flat": _flat,
-}  # fmt: skip
+    "overhead": _overhead,
+    "stall": _stall,
+    "interval": _interval,
+    "flat": _flat,
+}

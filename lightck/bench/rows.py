@@ -59,14 +59,25 @@ def run(row: Row, place: Place) -> dict[str, Any]:
     with temporary(place.folder(row.medium)) as folder, temporary(tempfile.gettempdir()) as beside:
         found = _in_child(row, place, folder, os.path.join(beside, "result.json"))
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {"options": row.options, **found, "code": code, "took_seconds": round(time.perf_counter() - began, 1),
-            "date": today}  # fmt: skip
+    return {
+        "options": row.options,
+        **found,
+        "code": code,
+        "took_seconds": round(time.perf_counter() - began, 1),
+        "date": today,
+    }
 
 
 def _in_child(row: Row, place: Place, folder: str, out: str) -> dict[str, Any]:
     options = {**row.options, **({"rivals": place.rivals} if place.rivals else {})}
-    order = {"measure": row.measure, "options": options, "folder": folder, "threads": place.threads, "out": out,
-             "parent": os.getpid()}  # fmt: skip
+    order = {
+        "measure": row.measure,
+        "options": options,
+        "folder": folder,
+        "threads": place.threads,
+        "out": out,
+        "parent": os.getpid(),
+    }
     status, told = _ran(json.dumps(order), folder, _environment() | options.get("env", {}))
     if status != 0:
         last = told.strip().splitlines()[-1:] or ["it said nothing"]
@@ -80,8 +91,9 @@ def _ran(order: str, folder: str, environment: dict[str, str]) -> tuple[int, str
     """Exit status, and what was told on stderr. Where this is interrupted the child is gone before the folder goes."""
     # Not in this folder: in the source tree Python would find the sources, and not the lightck that was installed.
     command, pipe = [sys.executable, "-m", "lightck.bench"], subprocess.PIPE
-    with subprocess.Popen(command, text=True, cwd=folder, env=environment, stdin=pipe, stdout=subprocess.DEVNULL,
-                          stderr=pipe) as child:  # fmt: skip
+    with subprocess.Popen(
+        command, text=True, cwd=folder, env=environment, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe
+    ) as child:
         try:
             _, told = child.communicate(order)
         except BaseException:

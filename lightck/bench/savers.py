@@ -114,8 +114,9 @@ class Lightck:
 
     def start(self, training: Training, folder: str, every: int) -> None:
         self._every, began = every, time.perf_counter()
-        self._session = lightck.attach(training.model, self._path(folder), optimizer=training.optimizer,
-                                       interval=every, **self._options)  # fmt: skip
+        self._session = lightck.attach(
+            training.model, self._path(folder), optimizer=training.optimizer, interval=every, **self._options
+        )
         self._facts["attach_seconds"] = time.perf_counter() - began
         self._facts["survives"] = str(self._session.durability)
         self._facts |= self._populated()
@@ -149,8 +150,14 @@ class Lightck:
 
     def costs(self) -> Costs:
         stats = self._session.stats()
-        return Costs(stats.stall_seconds, self._end_seconds, stats.wait_seconds, stats.cpu_seconds, stats.bytes_helped,
-                     stats.bytes_written)  # fmt: skip
+        return Costs(
+            stats.stall_seconds,
+            self._end_seconds,
+            stats.wait_seconds,
+            stats.cpu_seconds,
+            stats.bytes_helped,
+            stats.bytes_written,
+        )
 
     def finish(self, step: int) -> None:
         self._session.close()
@@ -275,8 +282,11 @@ class Driven:
         self._add(*self._clock.end())
 
     def _add(self, stall: float, own: float) -> None:
-        self._costs = replace(self._costs, stall_seconds=self._costs.stall_seconds + stall,
-                              own_cpu_seconds=self._costs.own_cpu_seconds + own)  # fmt: skip
+        self._costs = replace(
+            self._costs,
+            stall_seconds=self._costs.stall_seconds + stall,
+            own_cpu_seconds=self._costs.own_cpu_seconds + own,
+        )
 
     def costs(self) -> Costs:
         return self._costs

@@ -55,8 +55,17 @@ def _key(*words: str) -> str:
 # -- a checkpoint at every step --------------------------------------------------------------------------------------
 
 
-def _step(workload: str, saver: str, pairs: int, *, batch: int = 0, backend: str = "file", medium: str = TMPFS,
-          prefix: str = "", env: dict[str, str] | None = None) -> Row:  # fmt: skip
+def _step(
+    workload: str,
+    saver: str,
+    pairs: int,
+    *,
+    batch: int = 0,
+    backend: str = "file",
+    medium: str = TMPFS,
+    prefix: str = "",
+    env: dict[str, str] | None = None,
+) -> Row:
     options: dict[str, Any] = {"workload": workload, "size": "full", "saver": saver, "pairs": pairs}
     name = f"{workload}-batch{batch}" if batch else workload
     words = [prefix] if prefix else []
@@ -170,20 +179,50 @@ def _calibrate_rows(plan: Plan) -> list[Row]:
 TABLES = {
     table.name: table
     for table in (
-        Table("overhead", "a checkpoint at every step, lightck's and the rivals'", "2 to 4 h", "steps", _step_rows,
-              views.overhead),
-        Table("stall", "wall time on the training thread per step", "the rows of overhead", "steps", _step_rows,
-              views.stall),
-        Table("interval", "the smallest interval within 5 % (LightCheck's Table I)", "the rows of overhead",
-              "steps", _step_rows, views.interval),
+        Table(
+            "overhead",
+            "a checkpoint at every step, lightck's and the rivals'",
+            "2 to 4 h",
+            "steps",
+            _step_rows,
+            views.overhead,
+        ),
+        Table(
+            "stall",
+            "wall time on the training thread per step",
+            "the rows of overhead",
+            "steps",
+            _step_rows,
+            views.stall,
+        ),
+        Table(
+            "interval",
+            "the smallest interval within 5 % (LightCheck's Table I)",
+            "the rows of overhead",
+            "steps",
+            _step_rows,
+            views.interval,
+        ),
         Table("recovery", "to the next step, against torch.load", "15 min", "recovery", _recovery_rows, views.recovery),
-        Table("bandwidth", "against memcpy, a non-temporal one, libpmem's", "5 min", "bandwidth", _bandwidth_rows,
-              views.bandwidth),
+        Table(
+            "bandwidth",
+            "against memcpy, a non-temporal one, libpmem's",
+            "5 min",
+            "bandwidth",
+            _bandwidth_rows,
+            views.bandwidth,
+        ),
         Table("memory", "private memory beyond the same loop", "60 min", "memory", _memory_rows, views.memory),
         Table("flat", "10,000 steps of a small model", "10 min", "flat", _flat_rows, views.flat),
         Table("many", "100,000 tiny tensors; 1,000 layers", "3 min", "many", _many_rows, views.many),
-        Table("gpu", "a checkpoint at every step of a training on a CUDA device", "45 min", "gpu", _gpu_rows,
-              views.overhead),
+        Table(
+            "gpu",
+            "a checkpoint at every step of a training on a CUDA device",
+            "45 min",
+            "gpu",
+            _gpu_rows,
+            views.overhead,
+        ),
         Table("calibrate", "seconds of a step by batch size", "15 min", "calibrate", _calibrate_rows, views.calibrate),
     )
-}  # fmt: skip
+}

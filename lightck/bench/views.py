@@ -30,9 +30,20 @@ def overhead(rows: Rows) -> str:
         r = row["result"]
         helped = "" if r["helped_share"] is None else percent(r["helped_share"])
         same = f"{percent(r['difference']['same_low'])} to {percent(r['difference']['same_high'])}"
-        lines.append((key, megabytes(r["nbytes"]), milliseconds(r["step"]["median"]), _pairs(r),
-                      _within(r["difference"]), same, _within(r["cpu_difference"]), milliseconds(r["own_cpu_seconds"]),
-                      times(r["direct"]), helped))  # fmt: skip
+        lines.append(
+            (
+                key,
+                megabytes(r["nbytes"]),
+                milliseconds(r["step"]["median"]),
+                _pairs(r),
+                _within(r["difference"]),
+                same,
+                _within(r["cpu_difference"]),
+                milliseconds(r["own_cpu_seconds"]),
+                times(r["direct"]),
+                helped,
+            )
+        )
     return markdown(header, lines)
 
 
@@ -42,8 +53,17 @@ def stall(rows: Rows) -> str:
     for key, row in rows.items():
         r = row["result"]
         s = r["stall"]
-        lines.append((key, milliseconds(r["step"]["median"]), milliseconds(s["median"]), milliseconds(s["p99"]),
-                      percent(s["share"]), percent(s["share_p99"]), str(s["n"])))  # fmt: skip
+        lines.append(
+            (
+                key,
+                milliseconds(r["step"]["median"]),
+                milliseconds(s["median"]),
+                milliseconds(s["p99"]),
+                percent(s["share"]),
+                percent(s["share_p99"]),
+                str(s["n"]),
+            )
+        )
     return markdown(header, lines)
 
 
@@ -54,8 +74,15 @@ def interval(rows: Rows) -> str:
     for key, row in rows.items():
         r = row["result"]
         median, high = smallest_within(r, "median", "seconds"), smallest_within(r, "high", "high")
-        lines.append((key, milliseconds(r["step"]["median"]), milliseconds(max(0.0, r["difference"]["median"])),
-                      str(median), str(high)))  # fmt: skip
+        lines.append(
+            (
+                key,
+                milliseconds(r["step"]["median"]),
+                milliseconds(max(0.0, r["difference"]["median"])),
+                str(median),
+                str(high),
+            )
+        )
     return markdown(header, lines)
 
 
@@ -73,15 +100,32 @@ def smallest_within(result: dict[str, Any], at_every_step: str, spread_out: str)
 def recovery(rows: Rows) -> str:
     """The memcpy on as many threads as lightck reads on stands there where a row has it; the oldest do not."""
     on_threads = any("of_memcpy_on_threads" in row["result"] for row in rows.values())
-    header = ["row", "state", "lightck", "torch.load", "mmap", "of memcpy", *(["on threads"] if on_threads else []),
-              "faster than torch.load", "than mmap"]  # fmt: skip
+    header = [
+        "row",
+        "state",
+        "lightck",
+        "torch.load",
+        "mmap",
+        "of memcpy",
+        *(["on threads"] if on_threads else []),
+        "faster than torch.load",
+        "than mmap",
+    ]
     lines = []
     for key, row in rows.items():
         r = row["result"]
         seconds = [milliseconds(r[n]["to_next_step"]["median"]) for n in ("lightck", "torch.load", "torch.load mmap")]
         faster = [times(r["faster_than"][n]) for n in ("torch.load", "torch.load mmap")]
-        lines.append((key, megabytes(r["nbytes"]), *seconds, times(r["of_memcpy"]),
-                      *([_on_threads(r)] if on_threads else []), *faster))  # fmt: skip
+        lines.append(
+            (
+                key,
+                megabytes(r["nbytes"]),
+                *seconds,
+                times(r["of_memcpy"]),
+                *([_on_threads(r)] if on_threads else []),
+                *faster,
+            )
+        )
     return markdown(header, lines)
 
 
@@ -100,8 +144,15 @@ def bandwidth(rows: Rows) -> str:
             kinds = row["result"][direction]
             ours = kinds["lightck"]["cpu"]["median"]
             for kind, found in kinds.items():
-                lines.append((f"{key} {direction}", kind, rate(found["wall"]["median"]), rate(found["cpu"]["median"]),
-                              times(ours / found["cpu"]["median"])))  # fmt: skip
+                lines.append(
+                    (
+                        f"{key} {direction}",
+                        kind,
+                        rate(found["wall"]["median"]),
+                        rate(found["cpu"]["median"]),
+                        times(ours / found["cpu"]["median"]),
+                    )
+                )
     return markdown(header, lines)
 
 
@@ -132,16 +183,33 @@ def _plain(rows: Rows, key: str) -> dict[str, Any] | None:
 def memory(rows: Rows) -> str:
     """What a version in flight takes stands there where rows know; the oldest do not."""
     flying = {key: more for key in rows if (more := beyond_in_flight(rows, key)) is not None}
-    header = ["row", "state", "private", "beyond the loop", *(["in flight"] if flying else []), "peak",
-              "peak with files", "attach", "populate"]  # fmt: skip
+    header = [
+        "row",
+        "state",
+        "private",
+        "beyond the loop",
+        *(["in flight"] if flying else []),
+        "peak",
+        "peak with files",
+        "attach",
+        "populate",
+    ]
     lines = []
     for key, row in rows.items():
         r, more = row["result"], beyond(rows, key)
         start = [milliseconds(r[n]) if n in r else "" for n in ("attach_seconds", "populate_seconds")]
-        lines.append((key, megabytes(r["nbytes"]), megabytes(r["settled_bytes"]),
-                      "" if more is None else megabytes(more),
-                      *([megabytes(flying[key]) if key in flying else ""] if flying else []),
-                      megabytes(r["peak_bytes"]), megabytes(r["peak_with_files_bytes"]), *start))  # fmt: skip
+        lines.append(
+            (
+                key,
+                megabytes(r["nbytes"]),
+                megabytes(r["settled_bytes"]),
+                "" if more is None else megabytes(more),
+                *([megabytes(flying[key]) if key in flying else ""] if flying else []),
+                megabytes(r["peak_bytes"]),
+                megabytes(r["peak_with_files_bytes"]),
+                *start,
+            )
+        )
     return markdown(header, lines)
 
 
@@ -151,8 +219,17 @@ def flat(rows: Rows) -> str:
     for key, row in rows.items():
         r = row["result"]
         stalls = r["parts"]["stall_seconds"]
-        lines.append((key, f"{r['steps']:,}", megabytes(r["memory_growth_bytes"]), f"{r['descriptor_growth']:+d}",
-                      f"{r['thread_growth']:+d}", milliseconds(stalls[0]), milliseconds(stalls[-1])))  # fmt: skip
+        lines.append(
+            (
+                key,
+                f"{r['steps']:,}",
+                megabytes(r["memory_growth_bytes"]),
+                f"{r['descriptor_growth']:+d}",
+                f"{r['thread_growth']:+d}",
+                milliseconds(stalls[0]),
+                milliseconds(stalls[-1]),
+            )
+        )
     return markdown(header, lines)
 
 
@@ -161,9 +238,17 @@ def many(rows: Rows) -> str:
     lines = []
     for key, row in rows.items():
         r = row["result"]
-        lines.append((key, f"{r['tensors']:,}", f"{1e6 * r['seconds_per_tensor']:.2f} us",
-                      f"{1e6 * r['seconds_per_tensor_p99']:.2f} us", milliseconds(r["stall_seconds"]),
-                      f"{r['layers']:,}", milliseconds(r["layers_stall_seconds"])))  # fmt: skip
+        lines.append(
+            (
+                key,
+                f"{r['tensors']:,}",
+                f"{1e6 * r['seconds_per_tensor']:.2f} us",
+                f"{1e6 * r['seconds_per_tensor_p99']:.2f} us",
+                milliseconds(r["stall_seconds"]),
+                f"{r['layers']:,}",
+                milliseconds(r["layers_stall_seconds"]),
+            )
+        )
     return markdown(header, lines)
 
 

@@ -106,8 +106,14 @@ class Group(click.Group):
         with _pipe_watched():
             return super().invoke(ctx)
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, complete_var: str | None = None,
-             standalone_mode: bool = True, **extra: Any) -> Any:  # fmt: skip
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         def run() -> Any:
             return super(Group, self).main(args, prog_name, complete_var, standalone_mode=False, **extra)
 

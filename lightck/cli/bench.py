@@ -38,8 +38,12 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--check", is_flag=True, help="Measure nothing: hold the kept results to the bars.")
 @click.option("--show", is_flag=True, help="Measure nothing: show the kept results of the tables.")
 @click.option("--plots", type=FOLDER, metavar="DIR", help="Draw the kept results into DIR as SVG (needs matplotlib).")
-@click.option("--results", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-              help="Where results are kept. [default: bench/results of the sources, else ./lightck-bench]")
+@click.option(
+    "--results",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where results are kept. [default: bench/results of the sources, else ./lightck-bench]",
+)
 @click.option("--only", metavar="TEXT", help="Only rows whose name has TEXT in it.")
 @click.option("--again", is_flag=True, help="Measure rows anew that are kept already.")
 @click.option("--pairs", type=click.IntRange(3, 10_000), metavar="N", help="Pairs of steps per row of overhead.")
@@ -49,9 +53,23 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--rivals", type=FOLDER, metavar="DIR", help="bench/rivals of the sources, for an installed lightck.")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, tables: tuple[str, ...], small: bool, check: bool, show: bool, plots: Path | None,
-            results: Path | None, only: str | None, again: bool, pairs: int | None, threads: int,
-            pool_dir: Path | None, disk_dir: Path | None, rivals: Path | None, as_json: bool) -> int:  # fmt: skip
+def command(
+    ctx: click.Context,
+    tables: tuple[str, ...],
+    small: bool,
+    check: bool,
+    show: bool,
+    plots: Path | None,
+    results: Path | None,
+    only: str | None,
+    again: bool,
+    pairs: int | None,
+    threads: int,
+    pool_dir: Path | None,
+    disk_dir: Path | None,
+    rivals: Path | None,
+    as_json: bool,
+) -> int:
     """Measure what a checkpoint at every step costs, as ratios within one run.
 
     Without TABLE: a quick look at this machine. With TABLE (overhead, stall, interval, recovery, bandwidth, memory,
@@ -77,8 +95,11 @@ def command(ctx: click.Context, tables: tuple[str, ...], small: bool, check: boo
 
 def _refuse_others(ctx: click.Context, name: str, takes: str) -> None:
     """What stands beside an option that measures nothing, and would be passed over without a word."""
-    given = {str(param.name): param for param in ctx.command.params
-             if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE}  # fmt: skip
+    given = {
+        str(param.name): param
+        for param in ctx.command.params
+        if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+    }
     others = given.keys() - {name, "results", "as_json", takes}
     if name in given and others:
         idle = listed(sorted("TABLE" if other == "tables" else given[other].opts[0] for other in others))
@@ -117,8 +138,9 @@ def _tell(text: str) -> None:
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def _measure(kept: Results, names: tuple[str, ...], plan: Plan, place: Place, only: str | None, again: bool,
-             as_json: bool) -> int:  # fmt: skip
+def _measure(
+    kept: Results, names: tuple[str, ...], plan: Plan, place: Place, only: str | None, again: bool, as_json: bool
+) -> int:
     from lightck.bench.tables import TABLES
 
     tables = [TABLES[name] for name in names]
@@ -144,8 +166,12 @@ def _measure(kept: Results, names: tuple[str, ...], plan: Plan, place: Place, on
         raise
     finally:  # what took minutes to measure is shown, whatever ended it
         if as_json:
-            say_json({"failed": failed, "rows": {m: {k: r for k, r in kept.rows(m).items() if (m, k) in rows}
-                                                for m, _ in rows}})  # fmt: skip
+            say_json(
+                {
+                    "failed": failed,
+                    "rows": {m: {k: r for k, r in kept.rows(m).items() if (m, k) in rows} for m, _ in rows},
+                }
+            )
         else:
             _tables(kept, tables, {key for _, key in rows})
     return BAD if failed else OK
@@ -153,8 +179,9 @@ def _measure(kept: Results, names: tuple[str, ...], plan: Plan, place: Place, on
 
 def _check_named(only: str | None, keys: list[str]) -> None:
     if only is not None and keys and not any(only in key for key in keys):
-        raise click.BadParameter(f"no row has {only!r} in its name; there are: {', '.join(dict.fromkeys(keys))}.",
-                                 param_hint="'--only'")  # fmt: skip
+        raise click.BadParameter(
+            f"no row has {only!r} in its name; there are: {', '.join(dict.fromkeys(keys))}.", param_hint="'--only'"
+        )
 
 
 def _other_than(kept: Results, row: Row, place: Place) -> str:
@@ -167,8 +194,11 @@ def _other_than(kept: Results, row: Row, place: Place) -> str:
     with reading(row.measure):
         before = {**found["options"], "threads": found["machine"]["threads"]}
     now = {**row.options, "threads": place.threads}
-    return ", ".join(f"{name} {before.get(name, 'not said')} and not {now.get(name, 'not said')}"
-                     for name in {**now, **before} if before.get(name) != now.get(name))  # fmt: skip
+    return ", ".join(
+        f"{name} {before.get(name, 'not said')} and not {now.get(name, 'not said')}"
+        for name in {**now, **before}
+        if before.get(name) != now.get(name)
+    )
 
 
 def _remove_stale(place: Place) -> None:
@@ -268,17 +298,44 @@ def _check(kept: Results, as_json: bool) -> int:
     found = [(bar, one, bar.holds(one)) for bar in bars() for one in reached(bar, kept)]
     rows = list({id(row): row for _, one, _ in found for row in one.rows}.values())
     if as_json:
-        say_json({"ok": all(good for _, _, good in found), "bars": [
-            {"bar": bar.name, "says": bar.says, "limit": bar.limit, "at_most": bar.is_maximum, "aim": bar.aim,
-             "of": one.what, "reached": one.value, "end": one.end, "note": _note(one), "ok": good,
-             "shown": good and bar.is_shown(one)} for bar, one, good in found
-        ], "rows_looked_at": len(rows), **_other_code(rows)})  # fmt: skip
+        say_json(
+            {
+                "ok": all(good for _, _, good in found),
+                "bars": [
+                    {
+                        "bar": bar.name,
+                        "says": bar.says,
+                        "limit": bar.limit,
+                        "at_most": bar.is_maximum,
+                        "aim": bar.aim,
+                        "of": one.what,
+                        "reached": one.value,
+                        "end": one.end,
+                        "note": _note(one),
+                        "ok": good,
+                        "shown": good and bar.is_shown(one),
+                    }
+                    for bar, one, good in found
+                ],
+                "rows_looked_at": len(rows),
+                **_other_code(rows),
+            }
+        )
         return OK if all(good for _, _, good in found) else BAD
     lines = [("", "bar", "of", "reached", "wanted", "aim", "")]
     for bar, one, good in found:
         value = "not measured" if one.value is None else bar.text(one.value)
-        lines.append(("yes" if good else "no", bar.name, one.what, value, bar.wanted,
-                      "" if bar.aim is None else bar.text(bar.aim), _note(one)))  # fmt: skip
+        lines.append(
+            (
+                "yes" if good else "no",
+                bar.name,
+                one.what,
+                value,
+                bar.wanted,
+                "" if bar.aim is None else bar.text(bar.aim),
+                _note(one),
+            )
+        )
     for line in columns(lines, right=(3,)):
         click.echo(line)
     bad = sum(not good for _, _, good in found)
@@ -286,11 +343,15 @@ def _check(kept: Results, as_json: bool) -> int:
     verdict(f"{len(found) - bad} of {len(found)} hold." if bad else f"All {len(found)} hold.", good=not bad)
     blurred = [f"{bar.name} {one.what}" for bar, one, good in found if good and not bar.is_shown(one)]
     if blurred:
-        say(f"Of those {len(blurred)} hold by their values and not at the worse ends of their intervals: "
-            f"{', '.join(blurred)}.")  # fmt: skip
+        say(
+            f"Of those {len(blurred)} hold by their values and not at the worse ends of their intervals: "
+            f"{', '.join(blurred)}."
+        )
     code = _other_code(rows)
-    say(f"Of the {count(len(rows), 'row')} looked at {code['other_code']} were taken with other code than this, "
-        f"{code['unknown_code']} with code that was not noted.")  # fmt: skip
+    say(
+        f"Of the {count(len(rows), 'row')} looked at {code['other_code']} were taken with other code than this, "
+        f"{code['unknown_code']} with code that was not noted."
+    )
     return BAD if bad else OK
 
 

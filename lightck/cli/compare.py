@@ -151,7 +151,7 @@ def _as_tree(contents: Contents) -> dict[str, Any]:
             "rest": _unpacked(saved.rest),
         }
         for i, saved in enumerate(contents.optimizers)
-    }  # fmt: skip
+    }
     return {
         "step": contents.step,
         "iteration": contents.iteration,

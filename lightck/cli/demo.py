@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 
 @click.command("demo", cls=Command, short_help="Train, kill, recover, compare: the promise on this machine.")
 @click.option("--kills", type=click.IntRange(1, 100), default=6, show_default=True, help="How often to kill.")
-@click.option("--steps", type=click.IntRange(1, 100_000), default=60, show_default=True,
-              help="Updates to train for, rounded up to whole passes.")  # fmt: skip
+@click.option(
+    "--steps",
+    type=click.IntRange(1, 100_000),
+    default=60,
+    show_default=True,
+    help="Updates to train for, rounded up to whole passes.",
+)
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="Draw model, data and kills as in an earlier run.")
 @click.option("--size", type=click.Choice(["small", "tiny"]), default="small", show_default=True, help="The model.")
 @click.option(

@@ -202,5 +202,8 @@ def _row(each: dict[str, Any]) -> tuple[str, str, str, str, str]:
 
 def _show_more(number: int, most: int | None, thing: str) -> None:
     if most is not None and number > most:
-        say(f"and {count(number - most, thing)} more, in which less changed (--all names them)" if thing == "tensor"
-            else f"and {count(number - most, thing)} more (--all names them)")  # fmt: skip
+        say(
+            f"and {count(number - most, thing)} more, in which less changed (--all names them)"
+            if thing == "tensor"
+            else f"and {count(number - most, thing)} more (--all names them)"
+        )

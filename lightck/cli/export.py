@@ -43,10 +43,16 @@ def command(
     kind = file_format or ("torch" if to.suffix.lower() in _OF_TORCH else "safetensors")
     done = export_checkpoint(checkpoint, to, format=kind, what=what, overwrite=overwrite)
     if as_json:
-        say_json({
-            "step": checkpoint.step, "path": str(done.path), "nbytes": done.nbytes, "tensors": done.tensors,
-            "tied": dict(done.tied), "rejected": [str(each) for each in checkpoint.rejected],
-        })  # fmt: skip
+        say_json(
+            {
+                "step": checkpoint.step,
+                "path": str(done.path),
+                "nbytes": done.nbytes,
+                "tensors": done.tensors,
+                "tied": dict(done.tied),
+                "rejected": [str(each) for each in checkpoint.rejected],
+            }
+        )
         return OK
     for each in checkpoint.rejected:
         say(f"passed over: {each}")

@@ -54,8 +54,16 @@ class Damage:
 @click.option("--truncate", type=int, metavar="N", help="Cut the file to N bytes; -N: by N bytes.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Draw the same damage again. [default: another one]")
 @json_option
-def command(pool: str, copy: str, flip: str | None, zero_page: str | None, torn_slot: bool, truncate: int | None,
-            seed: int | None, as_json: bool) -> int:  # fmt: skip
+def command(
+    pool: str,
+    copy: str,
+    flip: str | None,
+    zero_page: str | None,
+    torn_slot: bool,
+    truncate: int | None,
+    seed: int | None,
+    as_json: bool,
+) -> int:
     """Copy POOL to COPY, which must not exist, and damage the copy. POOL is only read.
 
     WHERE is an offset in the pool, or a structure of the newest version: superblock, table, line, header, manifest,

@@ -168,13 +168,15 @@ def _optimizers(each: survey.Held) -> list[dict[str, Any]]:
     for saved in each.contents.optimizers:
         by_param = keys_by_param(each.contents, saved)
         state = [entry for name in saved.all_names for entry in by_param.get(name, {}).values()]
-        rows.append({
-            "class": saved.class_name,
-            "groups": len(saved.groups),
-            "params": len(saved.all_names),
-            "tensors": len(state),
-            "nbytes": sum(entry.nbytes for entry in state),
-        })  # fmt: skip
+        rows.append(
+            {
+                "class": saved.class_name,
+                "groups": len(saved.groups),
+                "params": len(saved.all_names),
+                "tensors": len(state),
+                "nbytes": sum(entry.nbytes for entry in state),
+            }
+        )
     return rows
 
 

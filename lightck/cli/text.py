@@ -50,10 +50,11 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        .rstrip()
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in cells
-    ]  # fmt: skip
+    ]
 
 
 def survives(durability: dict[str, Any]) -> str:

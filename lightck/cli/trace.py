@@ -23,9 +23,14 @@ from lightck.profiler.summary import StepFacts, facts, median_step
 @click.option("--overwrite", is_flag=True, help="Replace a picture that is there.")
 @json_option
 def command(
-    file: Path, svg: Path | None, step: int | None, begin: float | None, end: float | None, overwrite: bool,
+    file: Path,
+    svg: Path | None,
+    step: int | None,
+    begin: float | None,
+    end: float | None,
+    overwrite: bool,
     as_json: bool,
-) -> int:  # fmt: skip
+) -> int:
     """Show what FILE, written by session.trace(), says of each step. Perfetto (ui.perfetto.dev) opens it too."""
     ranged = begin is not None or end is not None
     if svg is None and (step is not None or ranged or overwrite):
@@ -70,8 +75,20 @@ def _tell(trace: Trace, steps: list[StepFacts]) -> None:
     if not steps:
         say("no whole step was recorded")
         return
-    head = ["step", "ms", "forward", "backward", "update", "stall", "stall %", "copy", "overlap", "copied", "helped",
-            "commit"]  # fmt: skip
+    head = [
+        "step",
+        "ms",
+        "forward",
+        "backward",
+        "update",
+        "stall",
+        "stall %",
+        "copy",
+        "overlap",
+        "copied",
+        "helped",
+        "commit",
+    ]
     rows = [head, *(_row(str(each.step), each) for each in steps)]
     middle = median_step(steps)
     if middle is not None and len(steps) > 2:
@@ -85,12 +102,28 @@ def _row(name: str, each: StepFacts) -> list[str]:
     stall = f"{each.stall_ms / each.time_ms:.1%}" if each.time_ms else "-"
     helped = f"{each.helped_nbytes / each.copied_nbytes:.0%}" if each.copied_nbytes else "-"
     times = [f"{ms:.1f}" for ms in (each.time_ms, each.forward_ms, each.backward_ms, each.update_ms)]
-    return [name, *times, f"{each.stall_ms:.2f}", stall, f"{each.copy_ms:.2f}", overlap, size(each.copied_nbytes),
-            helped, f"{each.commit_ms:.3f}"]  # fmt: skip
+    return [
+        name,
+        *times,
+        f"{each.stall_ms:.2f}",
+        stall,
+        f"{each.copy_ms:.2f}",
+        overlap,
+        size(each.copied_nbytes),
+        helped,
+        f"{each.commit_ms:.3f}",
+    ]
 
 
-def _draw(trace: Trace, steps: list[StepFacts], svg: Path, step: int | None, begin: float | None, end: float | None,
-          overwrite: bool) -> dict[str, Any]:  # fmt: skip
+def _draw(
+    trace: Trace,
+    steps: list[StepFacts],
+    svg: Path,
+    step: int | None,
+    begin: float | None,
+    end: float | None,
+    overwrite: bool,
+) -> dict[str, Any]:
     from lightck.export.atomic import written
     from lightck.profiler.svg import draw
 
@@ -103,8 +136,9 @@ def _draw(trace: Trace, steps: list[StepFacts], svg: Path, step: int | None, beg
     return {"path": str(svg), "what": what, "from_ms": left / 1e6, "to_ms": right / 1e6}
 
 
-def _range(trace: Trace, steps: list[StepFacts], step: int | None, begin: float | None,
-           end: float | None) -> tuple[int, int, str]:  # fmt: skip
+def _range(
+    trace: Trace, steps: list[StepFacts], step: int | None, begin: float | None, end: float | None
+) -> tuple[int, int, str]:
     last = max((event.end for event in trace.events), default=0)
     if begin is not None or end is not None:
         left, right = min((begin or 0.0) * 1e6, 1e18), min(end * 1e6, 1e18) if end is not None else last

@@ -12,8 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 
 from lightck.dataloader import accelerated
 from lightck.dataloader.batch import Read, checksum_of, differ
+from lightck.dataloader.generators import OwnGenerators, States
 from lightck.dataloader.owned import Owned
 from lightck.dataloader.passes import Batches, LoaderHost, Pass, moment
 from lightck.dataloader.position import Mark, Position, corrupt, same
@@ -39,13 +39,11 @@ from lightck.dataloader.wrapped import (
     has_one_pass,
     identity_of,
     is_stateful,
-    own_generators,
     refuse_drift,
     refuse_own,
     replay_doubt,
 )
 from lightck.errors import DriftError, SessionError
-from lightck.state import rng
 
 log = logging.getLogger("lightck")
 
@@ -99,7 +97,7 @@ class SessionLoader:
         self._keeps_state = accelerated.keeps_state(dl)
         self._skips = skips
         self._owned = Owned(dl, name, {} if self._stateful else objects or {}, restored is not None)
-        self._generators = own_generators(dl)
+        self._generators = OwnGenerators(dl)
         self._identity = identity_of(dl, self._stateful)
         self._core = core_of(dl)
         workers = self._core.num_workers if self._core is not None else 0
@@ -120,7 +118,7 @@ class SessionLoader:
         self.fetched_to_train = 0  # the moment of the last next() in training mode, of any loader
         self._at_base: Mark | None = None
         self._rng_at_iter = rng_at_iter
-        self._rng_at_next: tuple[torch.Tensor, ...] | None = None  # our own generators, until they are set
+        self._rng_at_next: States | None = None  # our own generators, until they are set
         self._updates_before = host.updates
         self._previews = Previews(host.updates)
         self.used = UsedAgain(name)
@@ -219,7 +217,7 @@ class SessionLoader:
         self._use_up()
         if self._pending is not None:
             return self._pending.to_value()
-        generators = tuple(generator.get_state() for generator in self._generators)
+        generators = self._generators.states()
         pass_, updates = self._pass, self._host.updates
         epoch, (previews, in_loop) = self._epoch, self._previews.with_pass(pass_)
         if pass_ is not None and pass_.is_over(updates):
@@ -256,10 +254,14 @@ class SessionLoader:
         """Once: this version's position counts a batch that the step after it is made on."""
         if not self.told_within:
             self.told_within = True
-            log.warning("loader %r: step %d ended within a batch: the loop makes several updates on one batch, or goes "
-                        "over another session loader inside it, or began this pass in eval mode. A saved position "
-                        "counts whole batches, so a resume from such a step leaves out the rest of that batch. Call "
-                        "session.end_step() behind the last update on a batch", self._name, step)  # fmt: skip
+            log.warning(
+                "loader %r: step %d ended within a batch: the loop makes several updates on one batch, or goes "
+                "over another session loader inside it, or began this pass in eval mode. A saved position "
+                "counts whole batches, so a resume from such a step leaves out the rest of that batch. Call "
+                "session.end_step() behind the last update on a batch",
+                self._name,
+                step,
+            )
 
     def _tell_doubt(self, doubt: str, level: int = logging.WARNING) -> None:
         self._doubt = doubt
@@ -279,14 +281,14 @@ class SessionLoader:
             refuse_drift(self._name, position, kind, len(self._generators), self._identity)
         elif position.kind != kind or len(position.generators) != len(self._generators):
             log.warning("loader %r was built otherwise when it was saved: its next pass begins afresh", self._name)
-            position = replace(position, kind=kind, generators=self._now().generators, at_base=None, inner=None)
+            position = replace(position, kind=kind, generators=self._generators.states(), at_base=None, inner=None)
             self._at_base = None
         try:
             for states in (position.generators, *(mark.generators for mark in position.marks())):
-                self._try_generators(states)
+                self._generators.try_states(states)
         except (RuntimeError, TypeError) as error:
             raise corrupt(f"a generator refuses its state ({error})") from error
-        self._set_generators(position.generators)
+        self._generators.set_states(position.generators)
         if position.live:
             self._rng_at_next = position.generators
         accelerated.set_passes(self._dl, position.passes)
@@ -298,30 +300,6 @@ class SessionLoader:
         was, now = position.identity.get("length"), self._identity.get("length")
         if was != now:
             raise drifted(self._name, {"length": (was, now)}, position)
-
-    def _try_generators(self, states: tuple[torch.Tensor, ...]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            torch.Generator(generator.device).set_state(state)
-
-    def _set_generators(self, states: tuple[torch.Tensor, ...]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
-
-    def _now(self) -> Mark:
-        return Mark(rng.capture(), tuple(generator.get_state() for generator in self._generators))
-
-    def _set(self, mark: Mark) -> None:
-        mark.rng.restore()
-        self._set_generators(mark.generators)
-
-    @contextmanager
-    def _held(self) -> Generator[None, None, None]:
-        """Global generators and our own are afterwards as they were before."""
-        before = self._now()
-        try:
-            yield
-        finally:
-            self._set(before)
 
     def _use_up(self) -> None:
         """Forget the restored position where the training went on from it: an update was made in its pass, or it was
@@ -360,7 +338,7 @@ class SessionLoader:
     def _put_back(self, position: Position) -> None:
         self._pass, self._pending, self._epoch = None, position, position.epoch
         self._at_base = position.at_base if self._persistent else None
-        self._set_generators(position.generators)
+        self._generators.set_states(position.generators)
         accelerated.set_passes(self._dl, position.passes)
         self._owned.put_back()
         if self._persistent and self._core is not None:
@@ -376,12 +354,12 @@ class SessionLoader:
         self._previews.left(pass_)
         self._put_back(position)
 
-    def _apply_restored_rng(self, pass_: Pass, generators: tuple[torch.Tensor, ...] | None) -> None:
+    def _apply_restored_rng(self, pass_: Pass, generators: States | None) -> None:
         state = self._host.take_restored_rng(self, pass_)
         if state is not None:
             state.restore()
             if generators is not None:
-                self._set_generators(generators)
+                self._generators.set_states(generators)
 
     # -- beginning a pass
 
@@ -395,12 +373,12 @@ class SessionLoader:
         self._identity = identity_of(self._dl, self._stateful)
         if self._has_one_pass and self._taken:
             self._identity[TAKEN_BEFORE] = self._taken
-        pass_.at_iter, pass_.passes = self._now(), accelerated.passes_of(self._dl)
+        pass_.at_iter, pass_.passes = self._generators.now(), accelerated.passes_of(self._dl)
         if self._keeps_state:
             pass_.inner = copy.deepcopy(self._own_state()) if position is None or self._is_begun else position.inner
         pass_.objects = self._owned.now()
         inner = iter(self._dl)
-        if self._persistent and self._at_base is None and not same(pass_.at_iter, self._now()):
+        if self._persistent and self._at_base is None and not same(pass_.at_iter, self._generators.now()):
             self._at_base = pass_.at_iter  # else a wrapper starts its workers at the first next()
         return self._enter(inner, pass_)
 
@@ -417,13 +395,13 @@ class SessionLoader:
     def _prepare(self, position: Position) -> None:
         """What a loader at rest carries from pass to pass: persistent workers, and a stateful loader's own state."""
         if (self._stateful or self._keeps_state) and position.inner is not None:
-            with self._held():
+            with self._generators.held():
                 self._load(position.inner)
                 if self._core is not None:
                     iter(self._core)  # torchdata makes the finished pass once more, with draws that the old run lacked
         elif self._persistent and self._at_base is not None and self._core is not None:
-            with self._held():
-                self._set(self._at_base)
+            with self._generators.held():
+                self._generators.restore(self._at_base)
                 iter(self._core)
 
     def _load(self, inner: Any) -> None:
@@ -436,7 +414,7 @@ class SessionLoader:
             ) from error
 
     def _new_pass(self) -> Pass:
-        return Pass(self._now(), self._host.updates, begun=moment(), after=self._ended)
+        return Pass(self._generators.now(), self._host.updates, begun=moment(), after=self._ended)
 
     def _enter(self, inner: Iterator[Any], pass_: Pass) -> Batches:
         self._is_begun = True
@@ -452,12 +430,12 @@ class SessionLoader:
         self._compare_length(position)
         pass_ = self._new_pass()
         pass_.at_iter = position.at_iter
-        with self._held():
+        with self._generators.held():
             self._owned.load(position.objects)
             reused = self._start_workers(position)
             if self._keeps_state:
                 accelerated.renew(self._core) if position.inner is None else self._prepare(position)
-            self._set(position.at_iter)
+            self._generators.restore(position.at_iter)
             if self._stateful:
                 self._load(position.inner)
             skips = self._skips and position.given > 1
@@ -465,7 +443,7 @@ class SessionLoader:
             if not self._stateful and (position.given or position.raised) and not self._stands_there():
                 self._replay(inner, position, not reused and self._doubt is None, skips)
             self._owned.put_back()
-        self._set_generators(position.generators)
+        self._generators.set_states(position.generators)
         self._rng_at_next = position.generators
         pass_.at_first, pass_.last, pass_.checksum = position.at_first, position.last, position.checksum
         pass_.before_last, pass_.passes = position.before_last, position.passes
@@ -477,7 +455,8 @@ class SessionLoader:
     def _iterate_behind(self, position: Position) -> Iterator[Any]:
         count = position.given - 1 + sum(n for place, n in position.raised.items() if place < position.given)
         last = position.last
-        return iterate_behind(self._dl, count, (lambda: None) if last is None else partial(self._set, last))  # type: ignore[arg-type]
+        to_last = (lambda: None) if last is None else partial(self._generators.restore, last)
+        return iterate_behind(self._dl, count, to_last)  # type: ignore[arg-type]
 
     def _stands_there(self) -> bool:
         """Whether a preview has brought an iterator that has one pass to the position already."""
@@ -500,7 +479,7 @@ class SessionLoader:
                 "augmentation inside the workers is not, nor what else they keep; persistent_workers=False makes it so",
                 self._name,
             )
-        self._set(position.at_base)
+        self._generators.restore(position.at_base)
         iter(self._core)  # type: ignore[arg-type]
         return True
 
@@ -509,9 +488,11 @@ class SessionLoader:
         is_wrapper, given = not is_loader_of_torch(self._dl), position.given
         try:
             if skips:
-                self._set(position.at_first)  # type: ignore[arg-type]
+                self._generators.restore(position.at_first)  # type: ignore[arg-type]
                 position = position.with_last_only()
-            batch = replay(inner, position, self._set, Progress(self._name, position.given), self._tell_healed)
+            batch = replay(
+                inner, position, self._generators.restore, Progress(self._name, position.given), self._tell_healed
+            )
         except EndedEarly as ended:
             fact = f"it ended after {ended} of the {position.given} batches given before"
             raise changed(self._name, fact, is_wrapper) from None
@@ -521,14 +502,23 @@ class SessionLoader:
                 fact = f"batch {given - 1} of the pass is not the one that was given before{FACT if skips else ''}"
                 if certain:
                     raise changed(self._name, fact, is_wrapper)
-                log.warning("loader %r: %s, so the training goes on with other data than the run before. %s",
-                            self._name, fact, self._doubt or "Random augmentation in persistent workers is one reason, "
-                            "a dataset that keeps a state from pass to pass another")  # fmt: skip
+                log.warning(
+                    "loader %r: %s, so the training goes on with other data than the run before. %s",
+                    self._name,
+                    fact,
+                    self._doubt
+                    or "Random augmentation in persistent workers is one reason, "
+                    "a dataset that keeps a state from pass to pass another",
+                )
 
     def _tell_healed(self, place: int) -> None:
-        log.warning("loader %r: behind batch %d of the pass it raised an error, which the loop passed over, and now it "
-                    "gives a batch there. It is dropped. Where the fetch that failed had drawn random numbers in a "
-                    "worker, that worker's next ones differ", self._name, place)  # fmt: skip
+        log.warning(
+            "loader %r: behind batch %d of the pass it raised an error, which the loop passed over, and now it "
+            "gives a batch there. It is dropped. Where the fetch that failed had drawn random numbers in a "
+            "worker, that worker's next ones differ",
+            self._name,
+            place,
+        )
 
     # -- one batch
 
@@ -545,7 +535,7 @@ class SessionLoader:
         self._settle(pass_)
         first = pass_.at_first is None and not self._stateful
         is_marked = self._in_process and (self._checks or self._runs_ahead)
-        before = self._now() if first or is_marked else None
+        before = self._generators.now() if first or is_marked else None
         if first:
             pass_.at_first = before
             if self._persistent and self._at_base is None:
@@ -575,8 +565,10 @@ class SessionLoader:
 
     def _count(self, pass_: Pass, batch: object, before: Mark | None) -> None:
         if TAKEN_BEFORE in self._identity and self._doubt is None:
-            self._tell_doubt("an iterator has one pass, and this one was left and begun again. A new process begins at "
-                             "its first batch, and refuses to go on. Pass what makes the iterator")  # fmt: skip
+            self._tell_doubt(
+                "an iterator has one pass, and this one was left and begun again. A new process begins at "
+                "its first batch, and refuses to go on. Pass what makes the iterator"
+            )
         pass_.given += 1
         self.used.fetched(batch)
         pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()

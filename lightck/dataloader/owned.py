@@ -17,9 +17,16 @@ from lightck.state import rng, values
 
 log = logging.getLogger("lightck")
 _PARTS = (
-    "dataset", "datasets", "sampler", "samplers", "batch_sampler", "collate_fn", "transform", "transforms",
+    "dataset",
+    "datasets",
+    "sampler",
+    "samplers",
+    "batch_sampler",
+    "collate_fn",
+    "transform",
+    "transforms",
     "target_transform",
-)  # fmt: skip
+)
 _PARTS_MAX = 256
 _NBYTES_MAX = 1 << 20
 """Of one object's state before the pass, which lies in the small state of each checkpoint."""
@@ -76,9 +83,15 @@ class Owned:
     def _tell_large(self, key: str, nbytes: int) -> None:
         if not self._told:
             self._told = True
-            log.warning("loader %r: the state of state[%r] before a pass has %d bytes, and up to %d are kept with each "
-                        "checkpoint: a resume in mid-pass may not be exact. Let its state_dict() give what its order "
-                        "follows from, such as a seed and the epoch", self._name, key, nbytes, _NBYTES_MAX)  # fmt: skip
+            log.warning(
+                "loader %r: the state of state[%r] before a pass has %d bytes, and up to %d are kept with each "
+                "checkpoint: a resume in mid-pass may not be exact. Let its state_dict() give what its order "
+                "follows from, such as a seed and the epoch",
+                self._name,
+                key,
+                nbytes,
+                _NBYTES_MAX,
+            )
 
 
 def _parts(loader: object) -> list[object]:

@@ -105,8 +105,9 @@ class Batches:
 
     __slots__ = ("_take", "_updates", "inner", "of")
 
-    def __init__(self, take: Callable[[Batches], Any], updates: Callable[[], int], of: Pass,
-                 inner: Iterator[Any]) -> None:  # fmt: skip
+    def __init__(
+        self, take: Callable[[Batches], Any], updates: Callable[[], int], of: Pass, inner: Iterator[Any]
+    ) -> None:
         """``take``: gives its next batch. ``updates``: those that are finished."""
         self._take = take
         self._updates = updates

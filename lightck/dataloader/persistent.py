@@ -55,8 +55,9 @@ class PersistentLoaders:
                 "session.loader(). It draws from torch's global random generator in its first pass of each process, so "
                 "the random numbers after that pass are not those of the run before. Wrap it, session.loader(loader, "
                 "name=...), or build it with persistent_workers=False or a generator= of its own",
-                type(loader.dataset).__name__, loader.batch_size,
-            )  # fmt: skip
+                type(loader.dataset).__name__,
+                loader.batch_size,
+            )
 
     def _outside(self) -> Iterator[DataLoader[Any]]:
         followed = [*(loader.loader for loader in self._loaders), *self._objects.values()]

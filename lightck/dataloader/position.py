@@ -201,9 +201,18 @@ class Position:
     def at_rest(self) -> Position:
         """The same loader with its pass put down, and counted."""
         return replace(
-            self, epoch=self.epoch + 1, given=0, live=False, trained=False, at_iter=None, at_first=None, last=None,
-            before_last=None, objects={}, raised={},
-        )  # fmt: skip
+            self,
+            epoch=self.epoch + 1,
+            given=0,
+            live=False,
+            trained=False,
+            at_iter=None,
+            at_first=None,
+            last=None,
+            before_last=None,
+            objects={},
+            raised={},
+        )
 
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -223,9 +232,14 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 _LATER: dict[str, Any] = {
     "objects": {},
     "raised": [],
-    "content": None, "version": 1, "r_before_last": None, "passes": None, "previews": 0, "previews_in_loop": False,
+    "content": None,
+    "version": 1,
+    "r_before_last": None,
+    "passes": None,
+    "previews": 0,
+    "previews_in_loop": False,
     "used_again": False,
-}  # fmt: skip
+}
 """What older pools do not have, and what it is for them."""
 _KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)
 

@@ -49,8 +49,12 @@ class Positions:
             return value
         position = Position.from_value(value)
         if position.live:
-            log.warning("loader %r begins its pass anew, as anew=True says: %d batches of epoch %d are given again",
-                        name, position.given, position.epoch)  # fmt: skip
+            log.warning(
+                "loader %r begins its pass anew, as anew=True says: %d batches of epoch %d are given again",
+                name,
+                position.given,
+                position.epoch,
+            )
         return position.before_its_pass().to_value()
 
     def wrapped(self, loader: SessionLoader) -> None:
@@ -149,13 +153,19 @@ class UsedAgain:
         self.is_told = True
         if not self._was_told:
             self._was_told = True
-            log.warning("loader %r: an update was made after the pass over it ended and before another began, so "
-                        "batches are used again that the loop holds (itertools.cycle, a list), or others. %s",
-                        self._name, _HAS_OTHERS)  # fmt: skip
+            log.warning(
+                "loader %r: an update was made after the pass over it ended and before another began, so "
+                "batches are used again that the loop holds (itertools.cycle, a list), or others. %s",
+                self._name,
+                _HAS_OTHERS,
+            )
 
     def tell_restored(self) -> None:
-        log.warning("loader %r: the checkpoint was saved after updates on batches of a pass that had ended. %s",
-                    self._name, _HAS_OTHERS)  # fmt: skip
+        log.warning(
+            "loader %r: the checkpoint was saved after updates on batches of a pass that had ended. %s",
+            self._name,
+            _HAS_OTHERS,
+        )
 
 
 def _first_tensor(batch: object) -> torch.Tensor | np.ndarray[Any, Any] | None:
@@ -189,4 +199,3 @@ def _places(left: Mapping[str, Position]) -> str:
 
 def _names(names: Sequence[str]) -> str:
     return ("loader " if len(names) == 1 else "loaders ") + ", ".join(map(repr, names))
-

@@ -23,8 +23,13 @@ class EndedEarly(Exception):
     """The loader has fewer batches than were given; its argument says how many."""
 
 
-def replay(inner: Iterator[Any], position: Position, set_mark: Callable[[Mark], None], progress: Progress,
-           tell_healed: Callable[[int], None]) -> Any:  # fmt: skip
+def replay(
+    inner: Iterator[Any],
+    position: Position,
+    set_mark: Callable[[Mark], None],
+    progress: Progress,
+    tell_healed: Callable[[int], None],
+) -> Any:
     """Fetch and drop what was given before: each worker's random stream and the prefetching run along. Returns the last
     batch. Fetches that raised, and which the loop passed over, are made again: ``tell_healed`` is called with the place
     of one that gives a batch now. Raises ``EndedEarly``."""
@@ -69,5 +74,11 @@ class Progress:
         now = time.monotonic()
         if now - self._told >= _TELL_SECONDS:
             self._told = now
-            log.info("loader %r: %d of the %d batches that its pass gave before are %s, %.1f in a second", self._name,
-                     done, self._count, self._what, done / (now - self._begun))  # fmt: skip
+            log.info(
+                "loader %r: %d of the %d batches that its pass gave before are %s, %.1f in a second",
+                self._name,
+                done,
+                self._count,
+                self._what,
+                done / (now - self._begun),
+            )

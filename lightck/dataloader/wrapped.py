@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightck.dataloader.position import Identity, Position
-from lightck.dataloader.under import chain, core_of, is_accelerated
+from lightck.dataloader.under import core_of, is_accelerated
 from lightck.errors import DriftError, SessionError
 
 if TYPE_CHECKING:
@@ -144,24 +143,8 @@ def changed(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
         "generator of its own, which no version holds. Bring the old data back and draw from python's, numpy's or "
         "torch's global generators, or begin its pass anew: session.loader(..., anew=True). Or its sampler draws from "
         "a global one at each next(), between the loop's draws: give it a generator of its own, as its attribute "
-        "generator."
-        + (wrapper if is_wrapper else "")
+        "generator." + (wrapper if is_wrapper else "")
     )
-
-
-def own_generators(loader: object) -> tuple[torch.Generator, ...]:
-    """The generators of loader, sampler and batch sampler, and of those inside a wrapper, each once. Torch's global one
-    is saved with the others."""
-    owners: list[Any] = []
-    for one in chain(loader):
-        sampler, batches = getattr(one, "sampler", None), getattr(one, "batch_sampler", None)
-        owners += (one, sampler, batches, getattr(batches, "sampler", None))
-    found: dict[int, torch.Generator] = {}
-    for owner in owners:
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
-            found[id(generator)] = generator
-    return tuple(found.values())
 
 
 def refuse_own(loader: object, name: str) -> None:

@@ -30,6 +30,10 @@ class Counted:
             return
         self.is_asked = True
         where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""
-        log.warning("lightck: The training goes on from step %d%s, and the loop did not ask for it. One that counts "
-                    "from nothing, as range(steps) or range(epochs), makes too many updates: count from session.step, "
-                    "or over a session loader for epoch in range(loader.epoch, epochs)", self._step, where)  # fmt: skip
+        log.warning(
+            "lightck: The training goes on from step %d%s, and the loop did not ask for it. One that counts "
+            "from nothing, as range(steps) or range(epochs), makes too many updates: count from session.step, "
+            "or over a session loader for epoch in range(loader.epoch, epochs)",
+            self._step,
+            where,
+        )

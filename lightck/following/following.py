@@ -140,8 +140,15 @@ class Comparison:
     It falls at the first update, so that whoever only looks at a batch before the loop has compared nothing.
     """
 
-    def __init__(self, step: int, recorded: Sequence[NextBatch] | None, *, is_strict: bool,
-                 same_bits: bool = True, parts: UpdateParts | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        step: int,
+        recorded: Sequence[NextBatch] | None,
+        *,
+        is_strict: bool,
+        same_bits: bool = True,
+        parts: UpdateParts | None = None,
+    ) -> None:
         """``recorded``: None where nothing is. ``same_bits``: the same operations give the same bits as then."""
         self._step = step
         self._same_bits = same_bits
@@ -200,11 +207,14 @@ class Comparison:
         is_missed = is_asked if BATCH in kinds else FORWARD in kinds  # a loader gives its batch, where the loop asks
         if self._is_judged or not is_missed:
             return
-        log.warning("lightck: The first batch after the resume is not the one that followed step %d: no update came "
-                    "before the session was closed. If you did not end this run early, the loop took itself for "
-                    "finished: its batches were fetched ahead (list(loader)), it counted from nothing, or it ends "
-                    "where a pass that goes on has no batch left. %s has these loops, and how each is exact",
-                    self._step, _PAGE)  # fmt: skip
+        log.warning(
+            "lightck: The first batch after the resume is not the one that followed step %d: no update came "
+            "before the session was closed. If you did not end this run early, the loop took itself for "
+            "finished: its batches were fetched ahead (list(loader)), it counted from nothing, or it ends "
+            "where a pass that goes on has no batch left. %s has these loops, and how each is exact",
+            self._step,
+            _PAGE,
+        )
 
     def _compare(self) -> _Verdict:
         verdict = _Verdict()
@@ -303,15 +313,22 @@ class Comparison:
         data = _data(verdict.equal)
         gradients = [part for part in verdict.equal if part.kind == GRADIENT]
         if not data and not gradients:
-            log.info("lightck: the first batch after the resume was compared with nothing: what followed step %d is "
-                     "not recorded, as after a kill at an epoch's end or in an evaluation, or it lies on a device. "
-                     "That is no fault, and no proof either", self._step)  # fmt: skip
+            log.info(
+                "lightck: the first batch after the resume was compared with nothing: what followed step %d is "
+                "not recorded, as after a kill at an epoch's end or in an evaluation, or it lies on a device. "
+                "That is no fault, and no proof either",
+                self._step,
+            )
             return
         what = [f"loader {first.name!r}" if first.name else "the model's forward" for first in data]
         if gradients:
             what.append("the gradients of the first update")
-        log.info("lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
-                 "dtypes and some of its bytes shows (%s)", self._step, " and ".join(what))  # fmt: skip
+        log.info(
+            "lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
+            "dtypes and some of its bytes shows (%s)",
+            self._step,
+            " and ".join(what),
+        )
 
 
 def _data(firsts: Iterable[First]) -> list[First]:

@@ -24,8 +24,14 @@ GRADIENT, OPTIONS, OPTIMIZER_STATE = 8, 9, 10
 KINDS = (GRADIENT, OPTIONS, OPTIMIZER_STATE)
 _WORDS = 32  # of each tensor
 _TENSORS_MAX = 6  # of the state of one parameter
-_FLOATS = {torch.float32: 4, torch.float64: 8, torch.float16: 2, torch.bfloat16: 2, torch.complex64: 4,
-           torch.complex128: 8}  # fmt: skip
+_FLOATS = {
+    torch.float32: 4,
+    torch.float64: 8,
+    torch.float16: 2,
+    torch.bfloat16: 2,
+    torch.complex64: 4,
+    torch.complex128: 8,
+}
 _UNCHANGING = frozenset((int, float, bool, str, type(None)))
 
 

@@ -19,8 +19,10 @@ from lightck.errors import UnsupportedError
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _BESIDE = (
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 """What a module keeps by the numbers of its hooks."""
 _classes: dict[type, list[Any]] = {}
 """Class -> how many hooked modules of it there are, and who copied it before."""

@@ -18,6 +18,8 @@ class ForwardSeen:
         """At an update that had to close the last version itself. ``explicit``: the loop closes versions."""
         if not self.fires and not self._is_told and not explicit:
             self._is_told = True
-            log.info("lightck: the model's forward hook does not fire (compiled before attach, or never called "
-                     "itself): versions close at the optimizer's step, and their copies are waited for there. "
-                     "session.loader() or session.end_step() closes them earlier")  # fmt: skip
+            log.info(
+                "lightck: the model's forward hook does not fire (compiled before attach, or never called "
+                "itself): versions close at the optimizer's step, and their copies are waited for there. "
+                "session.loader() or session.end_step() closes them earlier"
+            )

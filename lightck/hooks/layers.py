@@ -106,8 +106,9 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {k: (id(v), v._version) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
-def layer_over(name: str, params: Sequence[torch.Tensor], group_of: dict[int, dict[str, Any]],
-               optimizer: Optimizer) -> Layer:  # fmt: skip
+def layer_over(
+    name: str, params: Sequence[torch.Tensor], group_of: dict[int, dict[str, Any]], optimizer: Optimizer
+) -> Layer:
     """With an instance of the optimizer's class that was never initialised by itself: it is a view of the user's."""
     groups: dict[int, tuple[dict[str, Any], list[torch.Tensor]]] = {}
     for p in params:

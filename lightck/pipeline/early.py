@@ -134,8 +134,9 @@ class _Copy:
 class _Begun:
     """The copies of one update. ``is_doubted``: see there."""
 
-    def __init__(self, writer: PoolWriter, slot: Slot, columns: Columns,
-                 is_doubted: Callable[[str, int | None], bool]) -> None:  # fmt: skip
+    def __init__(
+        self, writer: PoolWriter, slot: Slot, columns: Columns, is_doubted: Callable[[str, int | None], bool]
+    ) -> None:
         self.draft = writer.draft(slot)
         self._writer, self._columns = writer, columns
         self._is_doubted = is_doubted

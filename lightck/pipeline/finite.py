@@ -49,9 +49,13 @@ class Finite:
                 log.warning("lightck: step %d is finite again: versions are committed again", closing.step)
             return False
         if before is None:
-            log.warning("lightck: step %d is not committed: %s. The last good version stays in the pool, and nothing "
-                        "newer is committed until values are finite again. To go back to it: stop, and attach with "
-                        "resume=True.", closing.step, self.reason)  # fmt: skip
+            log.warning(
+                "lightck: step %d is not committed: %s. The last good version stays in the pool, and nothing "
+                "newer is committed until values are finite again. To go back to it: stop, and attach with "
+                "resume=True.",
+                closing.step,
+                self.reason,
+            )
         meter.skipped += closing.step != self._refused
         self._refused = closing.step
         return True
@@ -65,8 +69,9 @@ class Finite:
         if self._exempt is None:
             self._exempt = {live.name for live in watched if live.role == "buffer" and _is_mask(live.tensor)}
             if self._exempt:
-                log.info("lightck: %s held infinities from the beginning: not looked at",
-                         ", ".join(sorted(self._exempt)))  # fmt: skip
+                log.info(
+                    "lightck: %s held infinities from the beginning: not looked at", ", ".join(sorted(self._exempt))
+                )
         watched = [live for live in watched if live.name not in self._exempt]
         self._turn += 1
         samples = [_window(live.tensor, self._turn) for live in watched]

@@ -44,9 +44,13 @@ class Flight:
 
     def drop(self, reason: str, names: Sequence[str]) -> None:
         """Give it up, and say so."""
-        log.warning("lightck: the version of step %d is given up: %s (%s). It is copied at once at the boundary from "
-                    "here on. Weight swaps belong into `with session.paused():`.",
-                    self.step, reason, ", ".join(names[:3]))  # fmt: skip
+        log.warning(
+            "lightck: the version of step %d is given up: %s (%s). It is copied at once at the boundary from "
+            "here on. Weight swaps belong into `with session.paused():`.",
+            self.step,
+            reason,
+            ", ".join(names[:3]),
+        )
         self.pending.job.drop()
         self.pending.job.forget()
 

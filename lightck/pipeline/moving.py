@@ -17,12 +17,19 @@ T = TypeVar("T")
 class MakesWriter(Protocol):
     """Makes a pool beside the one that there is: for these tensors, so much small state, and room to grow."""
 
-    def __call__(self, entries: Sequence[Entry], state_nbytes: int, spare_nbytes: int = 0,
-                 extras: Sequence[Entry] = ()) -> PoolWriter: ...  # fmt: skip
+    def __call__(
+        self, entries: Sequence[Entry], state_nbytes: int, spare_nbytes: int = 0, extras: Sequence[Entry] = ()
+    ) -> PoolWriter: ...
 
 
-def move(old: PoolWriter | None, make: MakesWriter, holds: Holds, entries: Sequence[Entry], state_nbytes: int,
-         first: Callable[[PoolWriter], T]) -> tuple[PoolWriter, T]:  # fmt: skip
+def move(
+    old: PoolWriter | None,
+    make: MakesWriter,
+    holds: Holds,
+    entries: Sequence[Entry],
+    state_nbytes: int,
+    first: Callable[[PoolWriter], T],
+) -> tuple[PoolWriter, T]:
     """The writer of the new file, and what ``first`` said, which commits a version there. Where anything fails the new
     file is gone and ``old`` is as it was; else it is the caller's to close. Nothing is under way in it."""
     moving = holds.versions(old) if old is not None else []

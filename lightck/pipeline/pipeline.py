@@ -50,9 +50,19 @@ T = TypeVar("T")
 class Pipeline:
     """Takes closed versions and brings them to their commit, in order."""
 
-    def __init__(self, path: str, backend: Backend, durability: Durability, slots: int, meter: Meter,
-                 finite: Finite | None = None, staging: Kind | None = None, *, check: bool = False,
-                 lock: PoolLock | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        path: str,
+        backend: Backend,
+        durability: Durability,
+        slots: int,
+        meter: Meter,
+        finite: Finite | None = None,
+        staging: Kind | None = None,
+        *,
+        check: bool = False,
+        lock: PoolLock | None = None,
+    ) -> None:
         self.path, self.durability = path, durability
         self.committed: int | None = None
         self.resting, self.engine = Resting(), Engine()
@@ -101,8 +111,9 @@ class Pipeline:
         self._n_slots = len(reader.superblock.slots)
         return self.writer
 
-    def adopted(self, step: int, at_once: Sequence[str], slots: int | None, generation: int,
-                stale_after: int | None) -> None:  # fmt: skip
+    def adopted(
+        self, step: int, at_once: Sequence[str], slots: int | None, generation: int, stale_after: int | None
+    ) -> None:
         """The version that this session goes on from is in the pool and named by a durable line. ``generation``: of its
         payload; ``stale_after``: what it says of older ones."""
         assert self.writer is not None
@@ -115,14 +126,26 @@ class Pipeline:
         spare = self.keeper is not None
         wanted = slots + spare if slots is not None else max(self._n_slots, 2 + spare)
         if wanted != self._n_slots:
-            log.info("lightck: %d slots instead of %d: the pool is laid out anew at the first boundary", wanted,
-                     self._n_slots)  # fmt: skip
+            log.info(
+                "lightck: %d slots instead of %d: the pool is laid out anew at the first boundary",
+                wanted,
+                self._n_slots,
+            )
             self._wanted_slots = wanted
 
-    def _new_writer(self, entries: Sequence[Entry], state_nbytes: int, spare_nbytes: int = 0,
-                    extras: Sequence[Entry] = ()) -> PoolWriter:  # fmt: skip
-        container, _ = create(self._backend, self.path, entries, slots=self._n_slots, state_nbytes=state_nbytes,
-                              spare_nbytes=spare_nbytes, extras=extras, may_discard=self.writer is None)  # fmt: skip
+    def _new_writer(
+        self, entries: Sequence[Entry], state_nbytes: int, spare_nbytes: int = 0, extras: Sequence[Entry] = ()
+    ) -> PoolWriter:
+        container, _ = create(
+            self._backend,
+            self.path,
+            entries,
+            slots=self._n_slots,
+            state_nbytes=state_nbytes,
+            spare_nbytes=spare_nbytes,
+            extras=extras,
+            may_discard=self.writer is None,
+        )
         try:
             return PoolWriter(PoolReader(container, self.path), self.engine, self.durability, self.writer, self._lock)
         except BaseException:
@@ -138,11 +161,13 @@ class Pipeline:
             return
         names, self._audited_nbytes = self.resting.audit(writer.generation, writer.superblock.block, self._budget())
         if names:
-            log.warning("lightck: %s was written in a way that moves no version counter (.data, numpy, a fused kernel "
-                        "or another thread), and was taken for unchanged. The next checkpoint is written whole, and "
-                        "the tensor is copied at every boundary from there on. Older checkpoints that hold its old "
-                        "bytes are struck when that one is committed.",
-                        listed([repr(name) for name in sorted(names)]))  # fmt: skip
+            log.warning(
+                "lightck: %s was written in a way that moves no version counter (.data, numpy, a fused kernel "
+                "or another thread), and was taken for unchanged. The next checkpoint is written whole, and "
+                "the tensor is copied at every boundary from there on. Older checkpoints that hold its old "
+                "bytes are struck when that one is committed.",
+                listed([repr(name) for name in sorted(names)]),
+            )
             self._found(names, self.resting.right_until)
 
     def _budget(self, spent: int = 0) -> int | None:
@@ -243,6 +268,7 @@ class Pipeline:
 
     def _relayout(self, closing: Closing, why: FullError) -> None:
         """A new pool file for what no longer fits: its first commit, then its name, only then acknowledged."""
+
         def first(writer: PoolWriter) -> Flight:
             flight = self._begin(writer, closing)
             flight.commit()
@@ -379,8 +405,12 @@ class Pipeline:
         self._turn += 1
         names = flight.audit(self.writer, self._turn, self._check)
         if names:
-            self._drop(flight, "something wrote to it while it was copied, in a way that moves no version counter "
-                       "(.data, numpy, a fused kernel or another thread)", names)  # fmt: skip
+            self._drop(
+                flight,
+                "something wrote to it while it was copied, in a way that moves no version counter "
+                "(.data, numpy, a fused kernel or another thread)",
+                names,
+            )
             self._found(names, self._proved_until)
             if self._check:
                 raise changed_error(names, "while a version was being copied")

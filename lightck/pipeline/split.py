@@ -55,8 +55,9 @@ class Record:
         return self.tensor is live.tensor and self.alias == live.alias and self.reading == reading_of(live.tensor)
 
 
-def records_of(writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], object],
-               present: Sequence[Live]) -> list[Record]:  # fmt: skip
+def records_of(
+    writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], object], present: Sequence[Live]
+) -> list[Record]:
     """The record of each tensor, with an extent that fits it as it is now. Raises ``FullError``.
 
     ``present``: all tensors of the version. ``settle`` ends all versions in flight: called before new extents move
@@ -253,8 +254,16 @@ class Split:
         if len(begun):
             left = np.isin(numbers, begun, invert=True)
             numbers, sources, now = numbers[left], sources[left], now[left]
-        return VersionPlan(closing.step, closing.iteration, numbers, sources, now, np.array(self._kept, np.int64),
-                           np.concatenate([present, begun]), closing.state)  # fmt: skip
+        return VersionPlan(
+            closing.step,
+            closing.iteration,
+            numbers,
+            sources,
+            now,
+            np.array(self._kept, np.int64),
+            np.concatenate([present, begun]),
+            closing.state,
+        )
 
 
 def _rests(resting: Resting, writer: PoolWriter, slot: Slot, live: Live, number: int) -> bool:

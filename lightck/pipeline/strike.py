@@ -29,8 +29,13 @@ class Stale:
         """These tensors were written unannounced after generation ``right_until``. ``found_at`` was begun last."""
         self.after = right_until if self.after is None else min(self.after, right_until)
         self._found_at = found_at
-        log.info("lightck: checkpoints of generations %d to %d may hold old bytes of %s and are struck as soon as a "
-                 "newer one is committed", self.after + 1, found_at, ", ".join(sorted(names)))  # fmt: skip
+        log.info(
+            "lightck: checkpoints of generations %d to %d may hold old bytes of %s and are struck as soon as a "
+            "newer one is committed",
+            self.after + 1,
+            found_at,
+            ", ".join(sorted(names)),
+        )
 
     def committed(self, generation: int, writer: PoolWriter, holds: Holds) -> None:
         """A checkpoint is durable: if it was begun after the discovery, the older ones that are stale are struck."""
@@ -45,7 +50,10 @@ def strike(writer: PoolWriter, holds: Holds, after: int, before: int) -> None:
     slots = writer.strike(after, before)
     pinned = holds.struck(slots)
     if pinned:
-        log.warning("lightck: the pinned checkpoints of steps %s are struck: they hold old bytes of a tensor that was "
-                    "written unannounced", ", ".join(map(str, pinned)))  # fmt: skip
+        log.warning(
+            "lightck: the pinned checkpoints of steps %s are struck: they hold old bytes of a tensor that was "
+            "written unannounced",
+            ", ".join(map(str, pinned)),
+        )
     if slots:
         log.info("lightck: %d older checkpoints that hold old bytes were struck", len(slots))

@@ -87,8 +87,11 @@ class Trial:
     def __str__(self) -> str:
         if not self.pairs:
             return "no version of the trial reached an update"
-        with_, without = (f"{median(self.seconds[on]) * 1e3:.1f} ms to the gate, {median(self.waits[on]) * 1e3:.1f} ms "
-                          "of it waiting there" for on in (True, False))  # fmt: skip
+        with_, without = (
+            f"{median(self.seconds[on]) * 1e3:.1f} ms to the gate, {median(self.waits[on]) * 1e3:.1f} ms "
+            "of it waiting there"
+            for on in (True, False)
+        )
         return f"{with_}; without {without}"
 
 
@@ -152,8 +155,11 @@ class WaitPolicy:
             self._tell()
 
     def _decide(self, trial: Trial, passive: bool) -> None:
-        log.info("lightck: OpenMP's threads %s while versions are copied: %s",
-                 "wait passively" if passive else "wait as they always do", trial)  # fmt: skip
+        log.info(
+            "lightck: OpenMP's threads %s while versions are copied: %s",
+            "wait passively" if passive else "wait as they always do",
+            trial,
+        )
         self._trial, self._is_passive = None, passive
         self._starved.clear()
         self._next_trial, self._pause = self._versions + self._pause, 2 * self._pause

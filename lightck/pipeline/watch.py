@@ -64,8 +64,14 @@ class Watched:
         self._blocks = blocks
         self._proof = blocks.places[chosen], blocks.checksums(chosen), blocks.owners[chosen]
 
-    def audit(self, raw: npt.NDArray[np.uint32], of_record: Callable[[int], npt.NDArray[np.uint32]], block: int,
-              turn: int, whole: bool) -> list[str]:  # fmt: skip
+    def audit(
+        self,
+        raw: npt.NDArray[np.uint32],
+        of_record: Callable[[int], npt.NDArray[np.uint32]],
+        block: int,
+        turn: int,
+        whole: bool,
+    ) -> list[str]:
         """Compare what was copied with what was read at the boundary. Returns the names of tensors whose copies hold
         other bytes.
 
@@ -192,8 +198,12 @@ class Resting:
         proved = {name: rest for name, rest in self._rests.items() if rest.proved and len(rest.crcs)}
         here = {name: rest for name, rest in proved.items() if is_plain(rest.tensor)}
         counts = [len(rest.crcs) for rest in here.values()]
-        blocks = Blocks.of([rest.look[1][0] for rest in here.values()], [r.tensor.nbytes for r in here.values()],
-                           np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64), block)  # fmt: skip
+        blocks = Blocks.of(
+            [rest.look[1][0] for rest in here.values()],
+            [r.tensor.nbytes for r in here.values()],
+            np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64),
+            block,
+        )
         held = np.concatenate([rest.crcs for rest in here.values()] or [np.zeros(0, np.uint32)])
         return _Audited(list(here), blocks, held, [name for name in proved if name not in here])
 

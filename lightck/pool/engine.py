@@ -310,5 +310,6 @@ def _together(own: JobInfo, parts: Sequence[JobInfo]) -> JobInfo:
         state = lib.LCK_JOB_FAILED
     elif state == lib.LCK_JOB_COPIED and any(part.state < lib.LCK_JOB_COPIED for part in parts):
         state = lib.LCK_JOB_COPYING
-    return JobInfo(state, own.nbytes + sum(p.nbytes for p in parts),
-                   own.nbytes_helped + sum(p.nbytes_helped for p in parts))  # fmt: skip
+    return JobInfo(
+        state, own.nbytes + sum(p.nbytes for p in parts), own.nbytes_helped + sum(p.nbytes_helped for p in parts)
+    )

@@ -91,8 +91,9 @@ class PoolReader:
         except OSError as err:
             if not is_of_medium(err.errno):
                 raise io_error(f"The pool {self.path!r} cannot be read", err.errno, err.strerror) from err
-            log.warning("lightck: %d bytes at %d of the pool %r cannot be read: %s", nbytes, offset, self.path,
-                        err.strerror)  # fmt: skip
+            log.warning(
+                "lightck: %d bytes at %d of the pool %r cannot be read: %s", nbytes, offset, self.path, err.strerror
+            )
             self._unreadable = err
             return b""
 
@@ -331,10 +332,17 @@ class Version:
         bad = ffi.new("uint64_t *")
         crcs = ffi.cast("uint32_t *", self._crcs_at(number))
         status = lib.lck_read_verified(
-            *self.reader.source, self._base + entry.offset, ffi.cast("void *", address), entry.nbytes,
-            self.reader.superblock.block, crcs, *uuid_words(self.header.origin), number, int(record["generation"]),
+            *self.reader.source,
+            self._base + entry.offset,
+            ffi.cast("void *", address),
+            entry.nbytes,
+            self.reader.superblock.block,
+            crcs,
+            *uuid_words(self.header.origin),
+            number,
+            int(record["generation"]),
             bad,
-        )  # fmt: skip
+        )
         self._refuse_bad(status, name, bad[0])
 
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
@@ -355,9 +363,15 @@ class Version:
         reads["generation"] = records["generation"]
         bad = ffi.new("uint64_t[2]")
         status = lib.lck_read_many(
-            *self.reader.source, ffi.cast("lck_read *", reads.ctypes.data), len(reads),
-            self.reader.superblock.block, *uuid_words(self.header.origin), threads, bad, bad + 1,
-        )  # fmt: skip
+            *self.reader.source,
+            ffi.cast("lck_read *", reads.ctypes.data),
+            len(reads),
+            self.reader.superblock.block,
+            *uuid_words(self.header.origin),
+            threads,
+            bad,
+            bad + 1,
+        )
         self._refuse_bad(status, places[bad[0]][0], bad[1])
 
     @property

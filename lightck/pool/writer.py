@@ -57,9 +57,13 @@ class PoolWriter:
     """An existing pool with its mapping, ready for versions. One per pool: the caller holds the pool's lock."""
 
     def __init__(
-        self, reader: PoolReader, engine: Engine, durability: Durability, after: PoolWriter | None = None,
+        self,
+        reader: PoolReader,
+        engine: Engine,
+        durability: Durability,
+        after: PoolWriter | None = None,
         lock: PoolLock | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``after``: the pool that this one replaces, whose numbering goes on. ``lock``: asked before each version."""
         self.reader = reader
         self._lock = lock
@@ -114,8 +118,13 @@ class PoolWriter:
         generation = self.reader.slot_generation(index)
         if newest is not None:
             generation = max(generation or 0, newest.payload_generation)
-        return Slot(index, self.superblock.slots[index][0], generation, image,
-                    0 if newest is None else 1 - newest.manifest_index)  # fmt: skip
+        return Slot(
+            index,
+            self.superblock.slots[index][0],
+            generation,
+            image,
+            0 if newest is None else 1 - newest.manifest_index,
+        )
 
     def _index_entries(self) -> None:
         """The columns of the copy array that do not change from version to version."""
@@ -216,9 +225,17 @@ class PoolWriter:
     def adopt(self, line: CommitLine) -> None:
         """Go on from this version: a durable adoption line, then its slot is protected."""
         self._generation += 1
-        adoption = CommitLine(self._generation, self.incarnation, line.step, line.payload_generation,
-                              line.manifest_hash, line.manifest_nbytes, KIND_ADOPTION, line.slot,
-                              line.manifest_index)  # fmt: skip
+        adoption = CommitLine(
+            self._generation,
+            self.incarnation,
+            line.step,
+            line.payload_generation,
+            line.manifest_hash,
+            line.manifest_nbytes,
+            KIND_ADOPTION,
+            line.slot,
+            line.manifest_index,
+        )
         position = self._next_position()
         self.medium.line(self.superblock.line_offset(position), adoption.pack(self.superblock.uuid))
         self._note_line(position, adoption)
@@ -247,8 +264,9 @@ class PoolWriter:
             assert not slot.in_flight, "nothing of it may be under way"
             assert slot.index != self.slots.protected, "the newest checkpoint is never struck"
             self._generation += 1
-            self.medium.store(slot.offset, pack_slot_header(self._generation, slot.index, self.superblock.uuid,
-                                                            struck=True))  # fmt: skip
+            self.medium.store(
+                slot.offset, pack_slot_header(self._generation, slot.index, self.superblock.uuid, struck=True)
+            )
             self._slot_unknown(slot)
         if struck:
             self.medium.sync()
@@ -291,17 +309,33 @@ class PoolWriter:
             raise error
         slot.manifest_index = 1 - slot.manifest_index
         job = Job(self._engine, ticket, (keep, copies), parts)
-        line = CommitLine(generation, self.incarnation, plan.step, generation, 0, image_nbytes, KIND_VERSION,
-                          slot.index, int(commit.manifest_index))  # fmt: skip
+        line = CommitLine(
+            generation,
+            self.incarnation,
+            plan.step,
+            generation,
+            0,
+            image_nbytes,
+            KIND_VERSION,
+            slot.index,
+            int(commit.manifest_index),
+        )
         return Pending(job, slot, line, position, plan)
 
-    def submit_part(self, draft: Draft, records: npt.NDArray[np.int64], sources: npt.NDArray[np.uint64] | None,
-                    flags: int, keep: Any) -> Job | None:  # fmt: skip
+    def submit_part(
+        self,
+        draft: Draft,
+        records: npt.NDArray[np.int64],
+        sources: npt.NDArray[np.uint64] | None,
+        flags: int,
+        keep: Any,
+    ) -> Job | None:
         """Of ``Draft.copy``. None where the engine is busy."""
         slot = draft.slot
         commit = self._commit(slot, 0, draft.generation, 0, slot.image.tail_offset, flags)
-        copies = self._copies(slot, records, 0 if sources is None else sources,
-                              lib.LCK_PLACED if sources is None else 0)  # fmt: skip
+        copies = self._copies(
+            slot, records, 0 if sources is None else sources, lib.LCK_PLACED if sources is None else 0
+        )
         status, ticket = self._submit(copies, commit)
         if status == lib.LCK_EBUSY:
             return None
@@ -333,15 +367,31 @@ class PoolWriter:
         image.in_slot[written] = True
         image.in_slot[~listed] = False
         header = ManifestHeader(
-            generation, self.incarnation, plan.step, min(plan.iteration, NUMBER_MAX - 1),
-            self.superblock.table_hash, self.superblock.uuid, len(self.entries), self._n_table,
-            image.crcs_offset, self._n_crcs, image.tail_offset, len(extras),
-            image.tail_offset + len(extras), len(plan.state), slot.index,
-        )  # fmt: skip
+            generation,
+            self.incarnation,
+            plan.step,
+            min(plan.iteration, NUMBER_MAX - 1),
+            self.superblock.table_hash,
+            self.superblock.uuid,
+            len(self.entries),
+            self._n_table,
+            image.crcs_offset,
+            self._n_crcs,
+            image.tail_offset,
+            len(extras),
+            image.tail_offset + len(extras),
+            len(plan.state),
+            slot.index,
+        )
         return image.write_tail(header.pack(), extras, plan.state)
 
-    def _copies(self, slot: Slot, records: npt.NDArray[np.int64], sources: npt.NDArray[np.uint64] | int,
-                flags: npt.NDArray[np.int64] | int) -> npt.NDArray[Any]:  # fmt: skip
+    def _copies(
+        self,
+        slot: Slot,
+        records: npt.NDArray[np.int64],
+        sources: npt.NDArray[np.uint64] | int,
+        flags: npt.NDArray[np.int64] | int,
+    ) -> npt.NDArray[Any]:
         copies = self._template[records]
         copies["dst"] += np.uint64(slot.offset)
         copies["src"] = sources
@@ -351,17 +401,31 @@ class PoolWriter:
     def _commit(self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int) -> Any:
         sb = self.superblock
         lo, hi = uuid_words(sb.uuid)
-        return ffi.new("lck_commit *", {
-            "header_off": slot.offset,
-            "manifest_off": slot.offset + sb.manifest_offset + slot.manifest_index * sb.manifest_nbytes,
-            "line_off": sb.line_offset(position),
-            "image": slot.image.buffer.ctypes.data, "image_nbytes": image_nbytes,
-            "crcs_off": slot.image.crcs_offset, "crcs_count": self._n_crcs,
-            "raw_crcs": slot.image.raw.ctypes.data, "block": sb.block,
-            "uuid_lo": lo, "uuid_hi": hi, "origin_lo": lo, "origin_hi": hi,
-            "generation": generation, "incarnation": self.incarnation, "step": step,
-            "slot": slot.index, "manifest_index": slot.manifest_index, "flags": flags, "zero": 0,
-        })  # fmt: skip
+        return ffi.new(
+            "lck_commit *",
+            {
+                "header_off": slot.offset,
+                "manifest_off": slot.offset + sb.manifest_offset + slot.manifest_index * sb.manifest_nbytes,
+                "line_off": sb.line_offset(position),
+                "image": slot.image.buffer.ctypes.data,
+                "image_nbytes": image_nbytes,
+                "crcs_off": slot.image.crcs_offset,
+                "crcs_count": self._n_crcs,
+                "raw_crcs": slot.image.raw.ctypes.data,
+                "block": sb.block,
+                "uuid_lo": lo,
+                "uuid_hi": hi,
+                "origin_lo": lo,
+                "origin_hi": hi,
+                "generation": generation,
+                "incarnation": self.incarnation,
+                "step": step,
+                "slot": slot.index,
+                "manifest_index": slot.manifest_index,
+                "flags": flags,
+                "zero": 0,
+            },
+        )
 
     def store_next(self, slot: Slot, generation: int, entries: Sequence[NextBatch]) -> bool:
         """Record what followed a version that was begun, committed or not. False where its slot holds it no more.
@@ -442,4 +506,3 @@ def _submit_error(status: int) -> Exception:
     )
     error.errno = errno_of(status)
     return error
-

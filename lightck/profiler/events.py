@@ -18,9 +18,16 @@ from typing import IO, Any, NoReturn
 from lightck.errors import TraceFormatError
 
 STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, HELPED, COMMIT = (
-    "step", "forward", "backward", "communication", "update", "lightck on the training thread", "small state",
-    "copy: training thread", "commit",
-)  # fmt: skip
+    "step",
+    "forward",
+    "backward",
+    "communication",
+    "update",
+    "lightck on the training thread",
+    "small state",
+    "copy: training thread",
+    "commit",
+)
 COPY = "copy: thread "
 """A row per copy thread: this and its number."""
 _ORDER = (STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, COPY, HELPED, COMMIT)
@@ -98,10 +105,18 @@ def _lines(trace: Trace) -> Iterator[str]:
         yield meta("thread_name", tid, {"name": row})
         yield meta("thread_sort_index", tid, {"sort_index": tid})
     for event in trace.events:
-        yield json.dumps({
-            "name": event.name, "cat": event.row, "ph": "X", "ts": event.begin / 1000,
-            "dur": (event.end - event.begin) / 1000, "pid": pid, "tid": tids[event.row], "args": dict(event.args),
-        })  # fmt: skip
+        yield json.dumps(
+            {
+                "name": event.name,
+                "cat": event.row,
+                "ph": "X",
+                "ts": event.begin / 1000,
+                "dur": (event.end - event.begin) / 1000,
+                "pid": pid,
+                "tid": tids[event.row],
+                "args": dict(event.args),
+            }
+        )
 
 
 # -- from a file -----------------------------------------------------------------------------------------------------

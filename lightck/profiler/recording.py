@@ -38,8 +38,18 @@ class Recording:
     A context manager; what could not be written is raised when it is left, or by ``session.close()``.
     """
 
-    def __init__(self, path: str | os.PathLike[str], steps: int | None, overwrite: bool, *, model: nn.Module,
-                 hooks: Hooks, engine: Engine, meter: Meter, about: Mapping[str, Any]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        steps: int | None,
+        overwrite: bool,
+        *,
+        model: nn.Module,
+        hooks: Hooks,
+        engine: Engine,
+        meter: Meter,
+        about: Mapping[str, Any],
+    ) -> None:
         self.path = os.path.abspath(file_path(path))
         self._overwrite = overwrite
         _check(self.path, steps, overwrite)
@@ -101,8 +111,9 @@ class Recording:
     def __enter__(self) -> Recording:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
         else:
@@ -188,8 +199,11 @@ class Recording:
 
     def _write(self) -> None:
         spans = list(self._spans.events(self._start))
-        kept = [Event(row, name, begin - self._start, end - self._start, args)
-                for row, name, begin, end, args in self._events if begin >= self._start]  # fmt: skip
+        kept = [
+            Event(row, name, begin - self._start, end - self._start, args)
+            for row, name, begin, end, args in self._events
+            if begin >= self._start
+        ]
         self._events.clear()
         dropped = self._dropped + self._spans.dropped
         if dropped:
@@ -229,15 +243,22 @@ class Traces:
         self._hooks, self._engine, self._meter = hooks, engine, meter
         self._newest: Recording | None = None
 
-    def start(self, path: str | os.PathLike[str], steps: int | None, overwrite: bool, model: nn.Module | None,
-              about: Mapping[str, Any]) -> Recording:  # fmt: skip
+    def start(
+        self,
+        path: str | os.PathLike[str],
+        steps: int | None,
+        overwrite: bool,
+        model: nn.Module | None,
+        about: Mapping[str, Any],
+    ) -> Recording:
         assert model is not None, "a session lives no longer than its model"
         if self._newest is not None and self._newest.is_on:
             raise SessionError(
                 f"A trace is being recorded already, into {self._newest.path!r}. One at a time can be. Close it first."
             )
-        self._newest = Recording(path, steps, overwrite, model=model, hooks=self._hooks, engine=self._engine,
-                                 meter=self._meter, about=about)  # fmt: skip
+        self._newest = Recording(
+            path, steps, overwrite, model=model, hooks=self._hooks, engine=self._engine, meter=self._meter, about=about
+        )
         return self._newest
 
     def end(self) -> None:
@@ -323,8 +344,10 @@ def _check(path: str, steps: Any, overwrite: bool) -> None:
     refuse_existing(path, overwrite=overwrite)
     folder = os.path.dirname(path)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        raise TraceError(f"A trace cannot be written to {path!r}: its folder is not there or not writable. Nothing is "
-                         "recorded. Choose another name.")  # fmt: skip
+        raise TraceError(
+            f"A trace cannot be written to {path!r}: its folder is not there or not writable. Nothing is "
+            "recorded. Choose another name."
+        )
 
 
 def _error(path: str, err: BaseException) -> TraceError:

@@ -21,9 +21,19 @@ from lightck.profiler import events
 from lightck.profiler.events import COMMIT, COPY, HELPED, STALL, Event
 
 SPAN_DTYPE = np.dtype(
-    [("begin", "u8"), ("end", "u8"), ("cpu", "u8"), ("generation", "u8"), ("tensor", "u8"), ("nbytes", "u8"),
-     ("kind", "u4"), ("thread", "u4"), ("helped", "u4"), ("zero", "u4")]
-)  # fmt: skip
+    [
+        ("begin", "u8"),
+        ("end", "u8"),
+        ("cpu", "u8"),
+        ("generation", "u8"),
+        ("tensor", "u8"),
+        ("nbytes", "u8"),
+        ("kind", "u4"),
+        ("thread", "u4"),
+        ("helped", "u4"),
+        ("zero", "u4"),
+    ]
+)
 _PAUSE_NS = 200_000
 """Blocks that lie further apart than this are shown apart: the thread did something else, or had no processor."""
 _CELLS = 1 << 16

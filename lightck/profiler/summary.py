@@ -81,10 +81,19 @@ def _facts(inside: Sequence[Event], number: int, step: Event) -> StepFacts:
     beside = sum(_share(e, compute) * e.args.get("bytes", 0) for e in _ended(inside, step, *threads))
     copied = by_threads + by_trainer
     return StepFacts(
-        number, ms(step.end - step.begin), ms(length(union(FORWARD))), ms(length(union(BACKWARD))),
-        ms(length(union(COMMUNICATION))), ms(length(union(UPDATE))), ms(length(union(STALL))), ms(length(copying)),
-        round(beside / copied, 4) if copied else None, copied, by_trainer, ms(length(union(COMMIT))),
-    )  # fmt: skip
+        number,
+        ms(step.end - step.begin),
+        ms(length(union(FORWARD))),
+        ms(length(union(BACKWARD))),
+        ms(length(union(COMMUNICATION))),
+        ms(length(union(UPDATE))),
+        ms(length(union(STALL))),
+        ms(length(copying)),
+        round(beside / copied, 4) if copied else None,
+        copied,
+        by_trainer,
+        ms(length(union(COMMIT))),
+    )
 
 
 def ms(ns: int) -> float:

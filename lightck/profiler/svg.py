@@ -103,8 +103,10 @@ class _Picture:
         inside = [e for e in self._trace.of(STEP) if e.end > self._begin and e.begin < self._end]
         for step in inside[:_STEPS_NAMED_MAX]:
             left, right = _LEFT + self._x(step.begin), _LEFT + self._x(step.end)
-            yield f'<path d="M{left:.1f} {_TOP - 18}V{bottom}M{right:.1f} {_TOP - 18}V{bottom}" stroke="#999" ' \
-                  'stroke-dasharray="3 3" fill="none"/>'  # fmt: skip
+            yield (
+                f'<path d="M{left:.1f} {_TOP - 18}V{bottom}M{right:.1f} {_TOP - 18}V{bottom}" stroke="#999" '
+                'stroke-dasharray="3 3" fill="none"/>'
+            )
             label = f"step {step.args['step']}"
             if right - left > _LETTER * len(label):
                 x = (left + right) / 2
@@ -187,8 +189,14 @@ def _joined(bars: Iterable[_Bar]) -> list[_Bar]:
     found: list[_Bar] = []
     for bar in bars:
         last = found[-1] if found else None
-        if (last is not None and last.is_tiny and bar.is_tiny and bar.left - last.right < _TINY
-                and bar.right - last.left < _JOINED_MAX and bar.inset == last.inset):  # fmt: skip
+        if (
+            last is not None
+            and last.is_tiny
+            and bar.is_tiny
+            and bar.left - last.right < _TINY
+            and bar.right - last.left < _JOINED_MAX
+            and bar.inset == last.inset
+        ):
             last.right, last.joined = max(last.right, bar.right), last.joined + 1
         else:
             found.append(bar)

@@ -36,8 +36,15 @@ class Checkpoint:
         contents, line: the parsed version and its commit line, for lightck itself.
     """
 
-    def __init__(self, contents: Contents, source: Callable[[], MemorySource], line: CommitLine, path: str, uuid: bytes,
-                 rejected: Sequence[Rejected]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        contents: Contents,
+        source: Callable[[], MemorySource],
+        line: CommitLine,
+        path: str,
+        uuid: bytes,
+        rejected: Sequence[Rejected],
+    ) -> None:
         """``source`` gives the tensors when they are first asked for. One that was restored in place reads the pool
         again then: the live tensors train on, and are not this version for long."""
         self.step = contents.step
@@ -86,8 +93,9 @@ class Checkpoint:
         return self.contents.rng
 
     @ordinary_tensors()
-    def restore(self, model: nn.Module, optimizer: Any = None, state: Mapping[str, Any] | None = None, *,
-                strict: bool = True) -> None:  # fmt: skip
+    def restore(
+        self, model: nn.Module, optimizer: Any = None, state: Mapping[str, Any] | None = None, *, strict: bool = True
+    ) -> None:
         """Put this version into a model (and optimizers, and objects in ``state``) in place, bit for bit.
 
         Raises ``DriftError`` before anything changes where they do not fit (with ``strict=False`` what fits is taken
@@ -162,8 +170,15 @@ def refuse_other_than_mapping(state: Any) -> None:
         raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
 
 
-def plan_restore(contents: Contents, model: nn.Module, optimizer: Any, state: Mapping[str, Any] | None, *,
-                 strict: bool, complete: bool = False) -> _restore.Plan:  # fmt: skip
+def plan_restore(
+    contents: Contents,
+    model: nn.Module,
+    optimizer: Any,
+    state: Mapping[str, Any] | None,
+    *,
+    strict: bool,
+    complete: bool = False,
+) -> _restore.Plan:
     """Check a restore into these objects; nothing changes yet. A name in ``state`` whose object is None is declined."""
     refuse_other_than_module(model)
     refuse_other_than_mapping(state)

@@ -23,8 +23,9 @@ from lightck.state.inventory import ModelView, OptimizerView
 log = logging.getLogger("lightck")
 
 
-def options(contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]],
-            objects: Mapping[str, Any]) -> list[str]:  # fmt: skip
+def options(
+    contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]], objects: Mapping[str, Any]
+) -> list[str]:
     """Options of optimizers and schedulers that this script builds otherwise, and that are about to be set back. To be
     asked before the restore."""
     built = contents.built
@@ -79,8 +80,11 @@ def _text(value: Any) -> str:
 
 def tell_options(found: Sequence[str]) -> None:
     if found:
-        log.warning("lightck: the script builds other options than the one that this training began with: %s. Those of "
-                    "the checkpoint are used: to change them, set them after attach", listed(found))  # fmt: skip
+        log.warning(
+            "lightck: the script builds other options than the one that this training began with: %s. Those of "
+            "the checkpoint are used: to change them, set them after attach",
+            listed(found),
+        )
 
 
 def set_flags(contents: Contents, model: ModelView) -> None:
@@ -100,9 +104,10 @@ def set_flags(contents: Contents, model: ModelView) -> None:
             changed.append(name)
     against = [f"{name} ({'False' if name in was else 'True'})" for name in changed if name in edited]
     if against:
-        log.warning("lightck: requires_grad is set as in the checkpoint, and not as this script built it, of %s. To "
-                    "change it, set it after attach", listed(against))  # fmt: skip
+        log.warning(
+            "lightck: requires_grad is set as in the checkpoint, and not as this script built it, of %s. To "
+            "change it, set it after attach",
+            listed(against),
+        )
     elif changed:
         log.info("lightck: requires_grad is set as in the checkpoint, of %s", listed(changed))
-
-

@@ -19,8 +19,14 @@ from lightck.state.dtypes import dtype_from_name
 from lightck.state.inventory import OptimizerView
 
 
-def read_state(saved: OptimizerContents, live: OptimizerView, contents: Contents, unfit: set[str],
-               held: dict[str, torch.Tensor], fills: Fills) -> dict[str, Any]:  # fmt: skip
+def read_state(
+    saved: OptimizerContents,
+    live: OptimizerView,
+    contents: Contents,
+    unfit: set[str],
+    held: dict[str, torch.Tensor],
+    fills: Fills,
+) -> dict[str, Any]:
     """The state of each parameter, by name: live tensors where they fit, new ones elsewhere, added to ``fills``, which
     gives them their values.
 
@@ -68,8 +74,14 @@ def device_of(entry: Entry, contents: Contents, name: str, live: torch.Tensor, s
     return torch.device("cpu") if entry.device == "cpu" and not is_of_cpu else live.device
 
 
-def _state_tensor(present: Any, entry: Entry, device: Callable[[], torch.device], held: dict[str, torch.Tensor],
-                  fills: Fills, filled: set[int]) -> torch.Tensor:  # fmt: skip
+def _state_tensor(
+    present: Any,
+    entry: Entry,
+    device: Callable[[], torch.device],
+    held: dict[str, torch.Tensor],
+    fills: Fills,
+    filled: set[int],
+) -> torch.Tensor:
     """``filled``: ids of the live tensors that were filled already. One that several parameters share live holds the
     values of one of them only, unless they shared it when it was saved."""
     if entry.alias is not None:

@@ -63,9 +63,14 @@ class ObjectCheck:
                 f"before, and differs from what was saved in {where}. Mend its load_state_dict(), or say no to it: "
                 f'state={{"{name}": None}}.'
             )
-        log.warning("lightck: state[%r] differs from what was saved after its load_state_dict(), in %s: the training "
-                    "does not go on bit-identically from it. Let the load_state_dict() of %s take all that its "
-                    "state_dict() gives", name, where, kind)  # fmt: skip
+        log.warning(
+            "lightck: state[%r] differs from what was saved after its load_state_dict(), in %s: the training "
+            "does not go on bit-identically from it. Let the load_state_dict() of %s take all that its "
+            "state_dict() gives",
+            name,
+            where,
+            kind,
+        )
 
 
 def fits(obj: Any, packed: bytes) -> bool:
@@ -74,8 +79,9 @@ def fits(obj: Any, packed: bytes) -> bool:
     return isinstance(now, Mapping) and isinstance(saved, Mapping) and now.keys() == saved.keys()
 
 
-def check_optimizer(live: OptimizerView, state: Mapping[str, Any], rest: Mapping[Any, Any],
-                    groups: list[dict[str, Any]]) -> None:  # fmt: skip
+def check_optimizer(
+    live: OptimizerView, state: Mapping[str, Any], rest: Mapping[Any, Any], groups: list[dict[str, Any]]
+) -> None:
     """``state``: by name of the parameter, what was put into the optimizer; ``rest``: under other keys; ``groups``: the
     options. Raises ``DriftError`` where none of the state is there."""
     held = live.optimizer.state
@@ -92,8 +98,11 @@ def check_optimizer(live: OptimizerView, state: Mapping[str, Any], rest: Mapping
         not_set = [key for key, value in options.items() if _differ(value, group.get(key))]
         differ += [f"{key} of group {g}" for key in not_set]
     if differ:
-        log.warning("lightck: %s does not hold what was restored into it: %s. The training does not go on "
-                    "bit-identically", live.class_name, listed(differ))  # fmt: skip
+        log.warning(
+            "lightck: %s does not hold what was restored into it: %s. The training does not go on bit-identically",
+            live.class_name,
+            listed(differ),
+        )
 
 
 def _is_empty(wanted: Any) -> bool:

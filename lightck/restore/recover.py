@@ -91,9 +91,7 @@ def _check_arguments(model: Any, optimizer: Any, state: Any, step: Any) -> None:
         )
 
 
-def newest(
-    reader: PoolReader, step: int | None, take: Callable[[Version, Contents, list[Rejected]], T]
-) -> T:
+def newest(reader: PoolReader, step: int | None, take: Callable[[Version, Contents, list[Rejected]], T]) -> T:
     """``take`` of the newest version that it does not reject by ``DamagedError``.
 
     On a pool in use a slot may be re-used while we look at it: as long as new lines appear, we look again.
@@ -173,8 +171,9 @@ def erased_error(reader: PoolReader) -> CorruptPoolError | None:
     )
 
 
-def _load(reader: PoolReader, version: Version, contents: Contents, rejected: list[Rejected],
-          device: torch.device | str) -> Checkpoint:  # fmt: skip
+def _load(
+    reader: PoolReader, version: Version, contents: Contents, rejected: list[Rejected], device: torch.device | str
+) -> Checkpoint:
     source = in_memory(version, device)
     return Checkpoint(contents, lambda: source, version.line, reader.path, reader.superblock.uuid, rejected)
 

@@ -141,8 +141,9 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
     return tensor.shape == entry.shape and tensor.dtype == dtype_from_name(entry.dtype)
 
 
-def _match_tensors(contents: Contents, lives: list[Live], plan: Plan,
-                   notes: list[str]) -> tuple[_Names, _Names, _Names, _Names]:  # fmt: skip
+def _match_tensors(
+    contents: Contents, lives: list[Live], plan: Plan, notes: list[str]
+) -> tuple[_Names, _Names, _Names, _Names]:
     held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
     for _, live in plan.elastic:
         held.pop(live.name, None)
@@ -172,8 +173,9 @@ def _were_tied(contents: Contents, name: str, other: str) -> bool:
     return len(owners) == 2 and owners[0] == owners[1]
 
 
-def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan, notes: list[str],
-                      complete: bool) -> None:  # fmt: skip
+def _match_optimizers(
+    contents: Contents, views: list[OptimizerView], plan: Plan, notes: list[str], complete: bool
+) -> None:
     left, pairs = _pairs(contents.optimizers, views)
     for saved, live in pairs:
         if live is None:
@@ -191,8 +193,10 @@ def _match_optimizers(contents: Contents, views: list[OptimizerView], plan: Plan
 _Pair = tuple[OptimizerContents, OptimizerView | None]
 
 
-def _pairs(saved: Sequence[OptimizerContents], views: Sequence[OptimizerView],
-           ) -> tuple[list[OptimizerView], list[_Pair]]:  # fmt: skip
+def _pairs(
+    saved: Sequence[OptimizerContents],
+    views: Sequence[OptimizerView],
+) -> tuple[list[OptimizerView], list[_Pair]]:
     """Who takes what, by parameters; and the live ones that are left. A wrapper has the parameters of what it wraps, so
     those of the same class come first."""
     left = list(views)
@@ -236,8 +240,9 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
     )
 
 
-def _match_objects(contents: Contents, objects: Mapping[str, Any], plan: Plan, notes: list[str], complete: bool,
-                   strict: bool) -> None:  # fmt: skip
+def _match_objects(
+    contents: Contents, objects: Mapping[str, Any], plan: Plan, notes: list[str], complete: bool, strict: bool
+) -> None:
     """One of another class (renamed, it may be) is drift; it is taken all the same where it need not be strict, and has
     a state of the same keys."""
     for name in contents.state:

@@ -56,10 +56,22 @@ class Resumed:
         closed_by_forward = contents.event == Event.FORWARD.value
         once = RestoredRng(None if closed_by_forward else contents.rng)
         closed_by_next = contents.event == Event.NEXT.value
-        return cls(contents.step, contents.iteration, contents.explicit, contents.loaders, closed_by_next,
-                   contents.persistent_started, contents.done, recorded, not _other_conditions(contents), contents.rng,
-                   once, contents.rng_forward, contents.event,
-                   None if contents.event == Event.PRE_STEP.value else contents.numbers)  # fmt: skip
+        return cls(
+            contents.step,
+            contents.iteration,
+            contents.explicit,
+            contents.loaders,
+            closed_by_next,
+            contents.persistent_started,
+            contents.done,
+            recorded,
+            not _other_conditions(contents),
+            contents.rng,
+            once,
+            contents.rng_forward,
+            contents.event,
+            None if contents.event == Event.PRE_STEP.value else contents.numbers,
+        )
 
     @property
     def knows_options(self) -> bool:
@@ -128,12 +140,16 @@ def tell_differences(contents: Contents) -> None:
     """One line where the machine or torch is not the one that saved: continuation may differ in bits."""
     differ = _other_conditions(contents)
     if differ:
-        log.warning("lightck: going on under other conditions than were saved (%s): results may differ in their last "
-                    "bits", ", ".join(differ))  # fmt: skip
+        log.warning(
+            "lightck: going on under other conditions than were saved (%s): results may differ in their last bits",
+            ", ".join(differ),
+        )
     if contents.event == Event.FORWARD.value:
-        log.info("lightck: this checkpoint was closed when the model's next forward began, so no session loader says "
-                 "where the data stood. Whether the loop goes on with the right batch is compared at the first update; "
-                 "a DataLoader outside session.loader() does not resume in mid-epoch")
+        log.info(
+            "lightck: this checkpoint was closed when the model's next forward began, so no session loader says "
+            "where the data stood. Whether the loop goes on with the right batch is compared at the first update; "
+            "a DataLoader outside session.loader() does not resume in mid-epoch"
+        )
 
 
 def _other_conditions(contents: Contents) -> list[str]:

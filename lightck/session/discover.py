@@ -125,9 +125,12 @@ def late(optimizer: Any, known: Collection[int]) -> tuple[Optimizer, ...]:
             f"An optimizer ({type(optimizer).__name__}) steps parameters that another one had at attach. lightck saves "
             "the state of that other one. Build the optimizer before attach, or close the session and attach again."
         )
-    log.warning("lightck: %s was made after attach, or had no parameter of this model then. It is followed from here "
-                "on, but a restart restores its state at attach and fails where it is not there yet. Build it before "
-                "attach, over this model's parameters", type(optimizer).__name__)  # fmt: skip
+    log.warning(
+        "lightck: %s was made after attach, or had no parameter of this model then. It is followed from here "
+        "on, but a restart restores its state at attach and fails where it is not there yet. Build it before "
+        "attach, over this model's parameters",
+        type(optimizer).__name__,
+    )
     return new
 
 
@@ -217,9 +220,12 @@ def _find_schedulers(
 def _tell_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> None:
     """One of several was passed: which of the others the loop steps is not known, and none of them is saved."""
     if schedulers:
-        log.warning("lightck: %s drives %s too, and is not saved: another scheduler was passed. If your loop steps it, "
-                    'pass it as well: attach(..., state={"warmup": a, "decay": b})',
-                    ", ".join(type(s).__name__ for s in schedulers), _describe(optimizer))  # fmt: skip
+        log.warning(
+            "lightck: %s drives %s too, and is not saved: another scheduler was passed. If your loop steps it, "
+            'pass it as well: attach(..., state={"warmup": a, "decay": b})',
+            ", ".join(type(s).__name__ for s in schedulers),
+            _describe(optimizer),
+        )
 
 
 def _find_scaler(live: _LiveObjects, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,9 +255,12 @@ def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: 
     loose = loose_tensors(optimizer, params)
     if loose and not any(obj is optimizer for obj in given.values()):
         name = type(optimizer).__name__
-        log.warning("lightck: %s keeps tensors in %s, outside its state and param_groups: they are not saved. Move "
-                    "them into optimizer.state, or pass an object that saves them: attach(..., state={...})",
-                    name, ", ".join(f"{name}.{key}" for key in loose))  # fmt: skip
+        log.warning(
+            "lightck: %s keeps tensors in %s, outside its state and param_groups: they are not saved. Move "
+            "them into optimizer.state, or pass an object that saves them: attach(..., state={...})",
+            name,
+            ", ".join(f"{name}.{key}" for key in loose),
+        )
 
 
 def _role(role: str, index: int, optimizers: Collection[Any]) -> str:

@@ -79,8 +79,11 @@ class FirstStep:
             )
         if self._options_follow:
             return
-        log.warning("lightck: %s. Where the loop sets it, or an object that is no torch LRScheduler, all is well; a "
-                    "scheduler that was built after attach has started over: build it before", fact)  # fmt: skip
+        log.warning(
+            "lightck: %s. Where the loop sets it, or an object that is no torch LRScheduler, all is well; a "
+            "scheduler that was built after attach has started over: build it before",
+            fact,
+        )
 
     def _check_schedulers(self, optimizers: list[Optimizer]) -> None:
         known = {id(o) for o in self.objects.values()}

@@ -221,7 +221,7 @@ def cadence(interval: int | str | Auto) -> Cadence:
         return Adaptive(interval)
     if type(interval) is not int or interval < 1:
         raise ValueError(
-            f"interval={interval!r}: the number of updates between versions, an int of at least 1; or \"auto\", or "
+            f'interval={interval!r}: the number of updates between versions, an int of at least 1; or "auto", or '
             "lightck.Auto(budget=0.03)."
         )
     return Every(interval)

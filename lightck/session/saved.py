@@ -90,8 +90,9 @@ class SavedWatch:
             self._idle_iterations(self._idle_ended)
             return False
         if self._ended == 1:
-            log.info("lightck: no optimizer is followed: each end_step() counts as an update, and waits for its "
-                     "checkpoint")  # fmt: skip
+            log.info(
+                "lightck: no optimizer is followed: each end_step() counts as an update, and waits for its checkpoint"
+            )
         if self._ended <= _FIRST // 2:
             self._compare_ends()
         return True
@@ -258,4 +259,3 @@ def _shapes(params: Iterable[torch.Tensor]) -> Counter[torch.Size]:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]!r}{more}" if names else "nothing"
-

@@ -53,8 +53,9 @@ class Provisional:
 class Capture:
     """Everything that a session saves, by name."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer],
-                 objects: Mapping[str, Any]) -> None:  # fmt: skip
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Mapping[str, Any]
+    ) -> None:
         self.model = ModelView(model)
         self.devices = Devices()
         self.objects = dict(objects)
@@ -87,8 +88,9 @@ class Capture:
         self._without_grad = {view.index: self._torch_params(view) for view in self.optimizers}
 
     def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        views = optimizer_views(optimizers, self.model.names_by_id(), views=len(self.optimizers),
-                                followed=self._n_followed)  # fmt: skip
+        views = optimizer_views(
+            optimizers, self.model.names_by_id(), views=len(self.optimizers), followed=self._n_followed
+        )
         self._n_followed += len(optimizers)
         self._roster = None
         self.optimizers.extend(views)
@@ -154,8 +156,11 @@ class Capture:
         if index not in self._by_hand:
             self._by_hand.add(index)
             classes = " around ".join(view.class_name for view in self.optimizers if view.root == index)
-            log.info("lightck: %s: the inner one is stepped by itself. What is written before that cannot be waited "
-                     "for, so their tensors are copied at the boundary", classes)  # fmt: skip
+            log.info(
+                "lightck: %s: the inner one is stepped by itself. What is written before that cannot be waited "
+                "for, so their tensors are copied at the boundary",
+                classes,
+            )
 
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
@@ -171,8 +176,16 @@ class Capture:
 
     # -- at the boundary ---------------------------------------------------------------------------------
 
-    def close(self, event: Event, step: int, iteration: int, *, explicit: bool, never_rest: set[str],
-              stale_after: int | None = None) -> Closing:  # fmt: skip
+    def close(
+        self,
+        event: Event,
+        step: int,
+        iteration: int,
+        *,
+        explicit: bool,
+        never_rest: set[str],
+        stale_after: int | None = None,
+    ) -> Closing:
         """The version that this event closes. ``stale_after``: what it has to say of older ones (``strike.py``)."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
@@ -197,9 +210,13 @@ class Capture:
         for live in states:
             other = first.setdefault(live.tensor.untyped_storage().data_ptr(), live.name)
             if other != live.name:
-                log.warning("lightck: %s lies in the memory of %s. Each is saved whole, and they are restored apart: "
-                            "an optimizer that writes one through the other does not go on bit-identically. Keep "
-                            "state in tensors of its own (.clone())", live.name, other)  # fmt: skip
+                log.warning(
+                    "lightck: %s lies in the memory of %s. Each is saved whole, and they are restored apart: "
+                    "an optimizer that writes one through the other does not go on bit-identically. Keep "
+                    "state in tensors of its own (.clone())",
+                    live.name,
+                    other,
+                )
                 return
 
     def _written_before_the_gate(self, lives: list[Live]) -> frozenset[str]:
@@ -251,8 +268,15 @@ class Capture:
         self.expected_state_nbytes = len(self._small_state(Event.FLUSH, False, set(), unread, large))
         yield from large
 
-    def _small_state(self, event: Event, explicit: bool, never_rest: set[str], before: Provisional | None,
-                     lives: list[Live], stale_after: int | None = None) -> bytes:  # fmt: skip
+    def _small_state(
+        self,
+        event: Event,
+        explicit: bool,
+        never_rest: set[str],
+        before: Provisional | None,
+        lives: list[Live],
+        stale_after: int | None = None,
+    ) -> bytes:
         now = rng.capture()
         first = now if before is None else before.rng
         if before is not None:

@@ -83,11 +83,14 @@ class LoopTop:
         names += moved(self._states, self._optimizer_states())
         if names:
             self._restored = False
-            log.warning("lightck: %s changed between the restore and the first next() of loader %r, which goes on in "
-                        "the middle of a pass. An epoch's top comes before it, and was passed in the interrupted run "
-                        "too: its changes are made twice, and the training does not go on as the interrupted one would "
-                        "have. Make them at the epoch's end, or only where a pass begins (if loader.start == 0)",
-                        listed(names), loader.name)  # fmt: skip
+            log.warning(
+                "lightck: %s changed between the restore and the first next() of loader %r, which goes on in "
+                "the middle of a pass. An epoch's top comes before it, and was passed in the interrupted run "
+                "too: its changes are made twice, and the training does not go on as the interrupted one would "
+                "have. Make them at the epoch's end, or only where a pass begins (if loader.start == 0)",
+                listed(names),
+                loader.name,
+            )
 
     def updated(self, boundary: Boundary) -> None:
         """An update was made: the last one before a checkpoint closes, as far as one can know."""
@@ -100,21 +103,30 @@ class LoopTop:
             return event is Event.FORWARD
         names = self._steady(self._moved(self._before, event))
         if names:
-            log.warning("lightck: %s changed between the restore and %s. The checkpoint of step %d closed there, so it "
-                        "holds what the loop changes before that point, and this loop has changed it once more: it "
-                        "does not go on as the interrupted one would have. %s", listed(names), _WHERE[event],
-                        self._step, _cure())  # fmt: skip
+            log.warning(
+                "lightck: %s changed between the restore and %s. The checkpoint of step %d closed there, so it "
+                "holds what the loop changes before that point, and this loop has changed it once more: it "
+                "does not go on as the interrupted one would have. %s",
+                listed(names),
+                _WHERE[event],
+                self._step,
+                _cure(),
+            )
         return False
 
     def _tell_fresh(self, names: list[str]) -> None:
         steady = self._steady(names)
         if steady:
             assert self._point is not None
-            log.warning("lightck: %s changed before %s for the first update, and again between that update and the "
-                        "next such point, where a checkpoint closes. If the loop changes it at its top, the "
-                        "checkpoint holds that already, and a resumed loop changes it once more (which does no harm "
-                        "where it is set to what depends on the step alone). %s",
-                        listed(steady), _WHERE[self._point], _cure())  # fmt: skip
+            log.warning(
+                "lightck: %s changed before %s for the first update, and again between that update and the "
+                "next such point, where a checkpoint closes. If the loop changes it at its top, the "
+                "checkpoint holds that already, and a resumed loop changes it once more (which does no harm "
+                "where it is set to what depends on the step alone). %s",
+                listed(steady),
+                _WHERE[self._point],
+                _cure(),
+            )
 
     def _moved(self, before: Marks, event: Event) -> list[str]:
         """What is not as it was. A forward moves buffers: before a step those are saved as they were after the update

@@ -40,8 +40,13 @@ class Blocks:
     """Bytes of all of them."""
 
     @classmethod
-    def of(cls, addresses: Sequence[int] | npt.NDArray[np.uint64], nbytes: Sequence[int] | npt.NDArray[np.uint64],
-           starts: Sequence[int] | npt.NDArray[np.int64], block: int) -> Blocks:  # fmt: skip
+    def of(
+        cls,
+        addresses: Sequence[int] | npt.NDArray[np.uint64],
+        nbytes: Sequence[int] | npt.NDArray[np.uint64],
+        starts: Sequence[int] | npt.NDArray[np.int64],
+        block: int,
+    ) -> Blocks:
         """``starts``: where the checksums of each tensor begin. Tensors have at least one byte."""
         begin, size = np.asarray(addresses, np.uint64), np.asarray(nbytes, np.uint64)
         count = -(-size.astype(np.int64) // block)
@@ -76,8 +81,12 @@ class Blocks:
         """Unseeded CRC-32C of these blocks, read now, without the GIL."""
         addresses, nbytes = self.addresses[chosen], self.nbytes[chosen]
         out = np.zeros(len(addresses), np.uint32)
-        status = lib.lck_crc32c_each(ffi.from_buffer("uint64_t[]", addresses), ffi.from_buffer("uint64_t[]", nbytes),
-                                     len(addresses), ffi.from_buffer("uint32_t[]", out))  # fmt: skip
+        status = lib.lck_crc32c_each(
+            ffi.from_buffer("uint64_t[]", addresses),
+            ffi.from_buffer("uint64_t[]", nbytes),
+            len(addresses),
+            ffi.from_buffer("uint32_t[]", out),
+        )
         check(status, "reading tensors")
         return out
 

@@ -38,7 +38,9 @@ class ForkWatch:
         """By a forward or the next update: the version holds the random state of right after its update. Warns once."""
         if self._is_within and not self._is_told:
             self._is_told = True
-            log.warning("lightck: an update was made within torch.random.fork_rng(), and its checkpoint is closed by "
-                        "the next forward: it holds the random state of the end of the update, which the block threw "
-                        "away. A resume would draw other random numbers. Put session.end_step() behind the block, or "
-                        "iterate over session.loader(loader)")  # fmt: skip
+            log.warning(
+                "lightck: an update was made within torch.random.fork_rng(), and its checkpoint is closed by "
+                "the next forward: it holds the random state of the end of the update, which the block threw "
+                "away. A resume would draw other random numbers. Put session.end_step() behind the block, or "
+                "iterate over session.loader(loader)"
+            )

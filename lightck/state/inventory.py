@@ -245,8 +245,9 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 class OptimizerView:
     """One optimizer: its parameters by name, its groups' options, its state."""
 
-    def __init__(self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], place: Place,
-                 root: int) -> None:  # fmt: skip
+    def __init__(
+        self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], place: Place, root: int
+    ) -> None:
         """``root``: the update that its steps belong to. Where it ``wraps`` another one, that one's state has the names
         of the parameters."""
         self.index = index
@@ -340,8 +341,9 @@ class OptimizerView:
         return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
 
-def optimizer_views(optimizers: Sequence[Any], names: dict[int, str], *, views: int = 0,
-                    followed: int = 0) -> list[OptimizerView]:  # fmt: skip
+def optimizer_views(
+    optimizers: Sequence[Any], names: dict[int, str], *, views: int = 0, followed: int = 0
+) -> list[OptimizerView]:
     """A view of each optimizer that has state of its own, numbered after those that there are already."""
     found: list[OptimizerView] = []
     for optimizer, place in zip(optimizers, places(optimizers), strict=True):
@@ -368,8 +370,17 @@ def entry_of(live: Live) -> Entry:
     if not lies_dense(tensor):
         stride = contiguous_stride(shape)
     nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
-    return Entry(live.name, live.role, dtype_name(tensor.dtype), shape, stride, nbytes, tensor.device.type,
-                 layer=live.layer, alias=live.alias)  # fmt: skip
+    return Entry(
+        live.name,
+        live.role,
+        dtype_name(tensor.dtype),
+        shape,
+        stride,
+        nbytes,
+        tensor.device.type,
+        layer=live.layer,
+        alias=live.alias,
+    )
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -58,10 +58,14 @@ class Numbers:
         now = {name: home[key] for name, home, key in _numbers(self._model) if name in saved}
         other = [f"{name} is {value} and was {saved[name]}" for name, value in now.items() if value != saved[name]]
         if other:
-            log.warning("lightck: Numbers that modules keep as plain attributes are in no checkpoint, and at the first "
-                        "training forward after the resume they are not what they were at step %d: %s. Where the "
-                        "training depends on one, make it a buffer (register_buffer), or set it from session.step; a "
-                        "name with an underscore in front is passed over", step, listed(other))  # fmt: skip
+            log.warning(
+                "lightck: Numbers that modules keep as plain attributes are in no checkpoint, and at the first "
+                "training forward after the resume they are not what they were at step %d: %s. Where the "
+                "training depends on one, make it a buffer (register_buffer), or set it from session.step; a "
+                "name with an underscore in front is passed over",
+                step,
+                listed(other),
+            )
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:

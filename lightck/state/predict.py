@@ -38,8 +38,11 @@ def predict(view: OptimizerView) -> list[Entry] | None:
         with rng.shielded():
             return list(_predict(view))
     except Exception as err:
-        log.info("lightck: the state of %s cannot be foreseen (%s); the pool is laid out at the first boundary",
-                 view.class_name, err)  # fmt: skip
+        log.info(
+            "lightck: the state of %s cannot be foreseen (%s); the pool is laid out at the first boundary",
+            view.class_name,
+            err,
+        )
         return None
 
 
@@ -141,8 +144,9 @@ def _size(p: torch.Tensor, kind: str, n: int) -> int:
     return p.numel() if kind == "numel" else n
 
 
-def _entry(name: str, p: torch.Tensor, key: Any, dtype: torch.dtype, device: torch.device,
-           dims: tuple[_Rule, ...]) -> Entry:  # fmt: skip
+def _entry(
+    name: str, p: torch.Tensor, key: Any, dtype: torch.dtype, device: torch.device, dims: tuple[_Rule, ...]
+) -> Entry:
     shape = tuple(_size(p, kind, n) for kind, n in dims)
     # torch's optimizers make such state with preserve_format; should one not, its first version gets another extent.
     stride = tuple(p.stride()) if shape == tuple(p.shape) and _is_dense(p) else contiguous_stride(shape)

@@ -35,6 +35,7 @@ def is_one_of_several() -> bool:
     log.warning(
         "lightck: this process is rank 0 of %d, and the pool holds its state alone. At the start the other ranks have "
         "to be given its model and optimizer; their random states and the positions of their loaders are not restored "
-        "(docs/ranks.md)", n_ranks,
-    )  # fmt: skip
+        "(docs/ranks.md)",
+        n_ranks,
+    )
     return True

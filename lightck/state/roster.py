@@ -22,8 +22,9 @@ _UNASKABLE = (KeyError, TypeError, RuntimeError, NotImplementedError, ValueError
 class Roster:
     """``lives`` as one boundary found them. Made by ``roster_of``."""
 
-    def __init__(self, lives: list[Live], vacant: Sequence[tuple[dict[str, Any], str]],
-                 views: Sequence[OptimizerView]) -> None:  # fmt: skip
+    def __init__(
+        self, lives: list[Live], vacant: Sequence[tuple[dict[str, Any], str]], views: Sequence[OptimizerView]
+    ) -> None:
         self.lives = lives
         self.token = object()
         """Tells this roster from every other, for who must not keep an optimizer alive."""
@@ -52,8 +53,9 @@ class Roster:
             return False
 
 
-def roster_of(lives: list[Live], vacant: Sequence[tuple[dict[str, Any], str]],
-              views: Sequence[OptimizerView]) -> Roster | None:  # fmt: skip
+def roster_of(
+    lives: list[Live], vacant: Sequence[tuple[dict[str, Any], str]], views: Sequence[OptimizerView]
+) -> Roster | None:
     """None where some tensor cannot be asked all of it: then everything is named anew each time."""
     try:
         return Roster(lives, vacant, views)

@@ -117,4 +117,3 @@ def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str
                 "saves parameters, buffers and extra state, so it would be lost. Register it as a buffer, or give it "
                 "out by get_extra_state() and set_extra_state()."
             )
-

@@ -20,15 +20,31 @@ def row(result: dict[str, Any], machine: dict[str, Any] | None = None, **options
     return {"options": options, "machine": machine or MACHINE, "result": result}
 
 
-def step_row(stall: float = 0.001, own: float = 0.1, cpu: float = 0.1, share: float = 0.01, step: float = 1.0,
-             **more: Any) -> dict[str, Any]:  # fmt: skip
-    difference = {"share": share, "share_low": 0.0, "share_high": 2 * share, "same_low": -0.02, "same_high": 0.02,
-                  "resolved": False, "median": share, "high": 2 * share}  # fmt: skip
-    return row({
-        "direct": 1.2, "difference": difference, "own_cpu_seconds": own, "pairs": 30, "step": {"median": step},
-        "cpu_difference": {**difference, "median": cpu, "low": 0.9 * cpu, "high": 1.1 * cpu},
-        "stall": {"median": stall, "share": stall, "share_p99": 0.5}, **more,
-    })  # fmt: skip
+def step_row(
+    stall: float = 0.001, own: float = 0.1, cpu: float = 0.1, share: float = 0.01, step: float = 1.0, **more: Any
+) -> dict[str, Any]:
+    difference = {
+        "share": share,
+        "share_low": 0.0,
+        "share_high": 2 * share,
+        "same_low": -0.02,
+        "same_high": 0.02,
+        "resolved": False,
+        "median": share,
+        "high": 2 * share,
+    }
+    return row(
+        {
+            "direct": 1.2,
+            "difference": difference,
+            "own_cpu_seconds": own,
+            "pairs": 30,
+            "step": {"median": step},
+            "cpu_difference": {**difference, "median": cpu, "low": 0.9 * cpu, "high": 1.1 * cpu},
+            "stall": {"median": stall, "share": stall, "share_p99": 0.5},
+            **more,
+        }
+    )
 
 
 def filled(folder: Any) -> Results:
@@ -189,9 +205,15 @@ def test_rows_of_different_machines_are_not_combined(fact, why, tmp_path):
     elsewhere = {**MACHINE, fact: "other"}
     for measure, key in (("steps", "gpt2 lightck"), ("memory", "gpt2 nothing"), ("flat", "alexnet nothing")):
         kept.keep(measure, key, {**kept.rows(measure)[key], "machine": elsewhere})
-    assert missed(tmp_path) == ["stall-of-rivals torch.save", "stall-of-rivals dcp.save", "cpu-of-rivals torch.save",
-                                "cpu-of-rivals dcp.save", "cpu-of-rivals dcp.async_save", "memory gpt2",
-                                "flat alexnet"]  # fmt: skip
+    assert missed(tmp_path) == [
+        "stall-of-rivals torch.save",
+        "stall-of-rivals dcp.save",
+        "cpu-of-rivals torch.save",
+        "cpu-of-rivals dcp.save",
+        "cpu-of-rivals dcp.async_save",
+        "memory gpt2",
+        "flat alexnet",
+    ]
     assert checked(tmp_path)["cpu-of-rivals dcp.save"]["note"].startswith(f"gpt2: rows of different {why} (")
 
 

@@ -199,8 +199,14 @@ def test_bytes_are_shared_out_among_threads_evenly_and_once(parts):
 
 def test_a_memcpy_on_threads_is_shown_where_a_row_has_it():
     load = {"to_next_step": {"median": 1.0}, "load": {"median": 1.0}}
-    old = {"nbytes": 1, "lightck": load, "torch.load": load, "torch.load mmap": load, "of_memcpy": 0.9,
-           "faster_than": {"torch.load": 5.0, "torch.load mmap": 4.0}}  # fmt: skip
+    old = {
+        "nbytes": 1,
+        "lightck": load,
+        "torch.load": load,
+        "torch.load mmap": load,
+        "of_memcpy": 0.9,
+        "faster_than": {"torch.load": 5.0, "torch.load mmap": 4.0},
+    }
     new = {**old, "of_memcpy_on_threads": 0.4, "memcpy_on_threads": {"threads": 2}}
     assert "on threads" not in views.recovery({"old": {"result": old}})
     both = views.recovery({"old": {"result": old}, "new": {"result": new}})

@@ -27,5 +27,8 @@ def test_results_are_drawn_or_the_missing_package_is_named(tmp_path):
         assert done.exit_code == 0, done.stderr
         assert sorted(json.loads(done.stdout)["plots"]) == sorted(map(str, pictures.iterdir()))
         assert sorted(path.name for path in pictures.iterdir()) == [
-            "flat.svg", "interval.svg", "overhead.svg", "stall.svg",
-        ]  # fmt: skip
+            "flat.svg",
+            "interval.svg",
+            "overhead.svg",
+            "stall.svg",
+        ]

@@ -34,10 +34,23 @@ MANY = Row("many", "tiny", {"tensors": 20, "steps": 3, "layers": 3})
 
 def made(seconds: float = 1e-6) -> dict[str, object]:
     """A row of many as it is kept."""
-    result = {"tensors": 20, "seconds_per_tensor": seconds, "seconds_per_tensor_p99": seconds, "stall_seconds": 0.1,
-              "layers": 3, "layers_stall_seconds": 0.2}  # fmt: skip
-    machine = {"cores": 2, "cpu": "some", "torch": "2", "threads": 1, "kernels": "sse2", "medium": "tmpfs",
-               "survives": ["process"]}  # fmt: skip
+    result = {
+        "tensors": 20,
+        "seconds_per_tensor": seconds,
+        "seconds_per_tensor_p99": seconds,
+        "stall_seconds": 0.1,
+        "layers": 3,
+        "layers_stall_seconds": 0.2,
+    }
+    machine = {
+        "cores": 2,
+        "cpu": "some",
+        "torch": "2",
+        "threads": 1,
+        "kernels": "sse2",
+        "medium": "tmpfs",
+        "survives": ["process"],
+    }
     return {"options": {}, "machine": machine, "result": result, "took_seconds": 1.0}
 
 
@@ -66,10 +79,14 @@ def test_another_measure_s_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("overhead --check", "--check measures nothing and takes no TABLE"), ("--check --small", "no --small"),
-     ("--show --check", "--check measures nothing and takes no --show"), ("many --show --only x", "no --only"),
-     ("--plots . --pairs 4 --threads 2", "no --pairs, --threads")],
-)  # fmt: skip
+    [
+        ("overhead --check", "--check measures nothing and takes no TABLE"),
+        ("--check --small", "no --small"),
+        ("--show --check", "--check measures nothing and takes no --show"),
+        ("many --show --only x", "no --only"),
+        ("--plots . --pairs 4 --threads 2", "no --pairs, --threads"),
+    ],
+)
 def test_what_would_be_passed_over_is_refused(words, said, tmp_path):
     done = call("bench", *words.split(), "--results", tmp_path)
     assert (done.exit_code, done.stdout) == (2, "")
@@ -204,8 +221,15 @@ def test_only_what_is_surely_stale_is_removed(folder):
         if not child:
             os._exit(0)
         os.waitpid(child, 0)
-        others = [f"{here}-{number}-abc", f"{here}-1-abc", f"lightck-bench-00000000-{child}-abc", "lightck-bench-abc",
-                  f"{here}-{child}", f"{here}-{child}-a b", f"x{here}-{child}-abc"]  # fmt: skip
+        others = [
+            f"{here}-{number}-abc",
+            f"{here}-1-abc",
+            f"lightck-bench-00000000-{child}-abc",
+            "lightck-bench-abc",
+            f"{here}-{child}",
+            f"{here}-{child}-a b",
+            f"x{here}-{child}-abc",
+        ]
         for other in others:
             (folder / other).mkdir()
         (folder / f"{here}-{child}-file").touch()
@@ -321,10 +345,13 @@ def test_background_work_that_outlasts_a_step_counts_by_longer_windows():
     assert smallest_within(longer, "high", "high") == 8
 
 
-@pytest.mark.parametrize(("place", "title"), [
-    (".", "# The last result of each row, as `lightck bench --show` shows them"),
-    ("xeon", "# lightck's rows on another kind of machine, as `lightck bench --show` shows them"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "title"),
+    [
+        (".", "# The last result of each row, as `lightck bench --show` shows them"),
+        ("xeon", "# lightck's rows on another kind of machine, as `lightck bench --show` shows them"),
+    ],
+)
 def test_the_project_s_results_are_written_out_beside_them(place, title):
     """``lightck bench --show`` under the heading of a README.md."""
     folder = ROOT / "bench" / "results" / place
@@ -341,17 +368,40 @@ def test_the_readme_tells_what_was_measured():
 def told(kept: Path) -> str:
     """The table of the README."""
     steps, recovery = (Results(kept).rows(measure) for measure in ("steps", "recovery"))
-    titles = {"resnet18": "ResNet-18", "vgg16": "VGG-16", "inception_v3": "Inception-V3", "alexnet": "AlexNet",
-              "gpt2": "GPT-2 124M", "bert_large": "BERT-large"}  # fmt: skip
+    titles = {
+        "resnet18": "ResNet-18",
+        "vgg16": "VGG-16",
+        "inception_v3": "Inception-V3",
+        "alexnet": "AlexNet",
+        "gpt2": "GPT-2 124M",
+        "bert_large": "BERT-large",
+    }
     lines = []
     for name, title in titles.items():
         ours, rival = (steps[f"{name} {saver}"]["result"] for saver in ("lightck", "torch.save"))
         load = recovery[name]["result"]
-        lines.append((
-            title, megabytes(load["nbytes"]), milliseconds(ours["step"]["median"]),
-            percent(ours["difference"]["share"]), percent(rival["difference"]["share"]),
-            milliseconds(ours["stall"]["median"]), milliseconds(load["lightck"]["load"]["median"]),
-            milliseconds(load["torch.load"]["load"]["median"]),
-        ))  # fmt: skip
-    return markdown(("every step", "state", "a step", "lightck adds", "torch.save adds", "lightck holds it up",
-                     "recovered in", "torch.load"), lines)  # fmt: skip
+        lines.append(
+            (
+                title,
+                megabytes(load["nbytes"]),
+                milliseconds(ours["step"]["median"]),
+                percent(ours["difference"]["share"]),
+                percent(rival["difference"]["share"]),
+                milliseconds(ours["stall"]["median"]),
+                milliseconds(load["lightck"]["load"]["median"]),
+                milliseconds(load["torch.load"]["load"]["median"]),
+            )
+        )
+    return markdown(
+        (
+            "every step",
+            "state",
+            "a step",
+            "lightck adds",
+            "torch.save adds",
+            "lightck holds it up",
+            "recovered in",
+            "torch.load",
+        ),
+        lines,
+    )

@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 from toys import damage, pool_with
 
-KINDS = ("good", "newest damaged", "all damaged", "truncated", "foreign", "empty file", "folder", "link", "missing",
-         "no version yet")  # fmt: skip
+KINDS = (
+    "good",
+    "newest damaged",
+    "all damaged",
+    "truncated",
+    "foreign",
+    "empty file",
+    "folder",
+    "link",
+    "missing",
+    "no version yet",
+)
 
 
 @pytest.fixture(scope="session")
@@ -58,5 +68,3 @@ def copied(source: Path, target: Path) -> Path:
     shutil.copyfile(source, target)
     target.chmod(0o600)
     return target
-
-

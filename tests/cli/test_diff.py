@@ -96,7 +96,7 @@ def test_a_learning_rate_and_a_group_are_found_by_path(folder):
         (torch.ones(3), torch.ones(2), "float32 tensor of shape (3,) -> float32 tensor of shape (2,)"),
         (torch.tensor(1.0), torch.tensor(2.0), "1.0 -> 2.0"),
     ],
-)  # fmt: skip
+)
 def test_small_values_are_compared_by_type_and_bits(folder, one, other, said):
     _, facts = call_json("diff", saved(folder / "a", one), saved(folder / "b", other))
     assert values(facts) == {"state/mine/value": said}
@@ -155,8 +155,23 @@ def test_floats_of_every_width(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
-                                   "complex64", "complex128", "complex32"])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "complex64",
+        "complex128",
+        "complex32",
+    ],
+)
 def test_integers_and_complex_numbers(dtype):
     a, b = (torch.tensor(t).to(getattr(torch, dtype)) for t in ([1, 0, 1], [1, 1, 1]))
     found = compare.distance(a, b)

@@ -46,14 +46,16 @@ class Fake:
 
     def machine(self) -> Machine:
         return Machine(
-            self.root, self.env, self.uid,
+            self.root,
+            self.env,
+            self.uid,
             space=lambda folder: self.spaces.get(folder, Space(9 * GB, 10 * GB)),
             limit=lambda name: self.limits.get(name),
             medium=lambda folder: self.media.get(folder, DISK),
             device=self.device,
             writable=lambda folder: folder in self.spaces or Path(folder).is_dir(),
             refusal=self.refusals.get,
-        )  # fmt: skip
+        )
 
     def device(self, path: str) -> tuple[int, Durability] | None:
         found = self.devices.get(path)
@@ -74,8 +76,20 @@ def test_a_machine_without_oddities_has_no_problem_and_no_note(fake):
     lines = fake.lines()
     odd = {topic: line for topic, line in lines.items() if line.level != checks.OK and topic != "backend pmdk"}
     assert not odd
-    assert {"lightck", "torch", "native library", "kernel", "backend file", "/dev/shm", "/tmp", "memory", "swap",
-            "file size limit", "locked memory", "worker start"} <= lines.keys()  # fmt: skip
+    assert {
+        "lightck",
+        "torch",
+        "native library",
+        "kernel",
+        "backend file",
+        "/dev/shm",
+        "/tmp",
+        "memory",
+        "swap",
+        "file size limit",
+        "locked memory",
+        "worker start",
+    } <= lines.keys()
     assert lines["/dev/shm"].said == "tmpfs, 8.0 GB free of 16.0 GB; survives a killed process"
 
 
@@ -150,9 +164,11 @@ def test_a_file_system_of_which_nothing_is_known(fake):
 
 def test_a_file_system_with_dax_is_a_candidate(fake):
     fake.spaces["/mnt/pm em"] = Space(GB, GB)
-    fake.file("/proc/self/mountinfo",
-              "36 35 259:1 / /mnt/pm\\040em rw,relatime shared:1 - ext4 /dev/pmem0 rw,dax=always\n"
-              "37 35 259:2 / /mnt/other rw,relatime - ext4 /dev/sda1 rw,dax=never\n")  # fmt: skip
+    fake.file(
+        "/proc/self/mountinfo",
+        "36 35 259:1 / /mnt/pm\\040em rw,relatime shared:1 - ext4 /dev/pmem0 rw,dax=always\n"
+        "37 35 259:2 / /mnt/other rw,relatime - ext4 /dev/sda1 rw,dax=never\n",
+    )
     assert fake.lines()["/mnt/pm em"].level == "ok"
     assert "/mnt/other" not in fake.lines()
 

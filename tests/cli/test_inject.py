@@ -12,9 +12,20 @@ from toys import adam, child_that_holds, net, train, versions
 
 import lightck
 
-OPTIONS = [["--flip"], ["--flip", "payload"], ["--flip", "model/0.weight"], ["--flip", "manifest"], ["--flip", "line"],
-           ["--flip", "header"], ["--flip", "superblock"], ["--flip", "table"], ["--zero-page", "payload"],
-           ["--zero-page", "manifest"], ["--zero-page", "superblock"], ["--torn-slot"]]  # fmt: skip
+OPTIONS = [
+    ["--flip"],
+    ["--flip", "payload"],
+    ["--flip", "model/0.weight"],
+    ["--flip", "manifest"],
+    ["--flip", "line"],
+    ["--flip", "header"],
+    ["--flip", "superblock"],
+    ["--flip", "table"],
+    ["--zero-page", "payload"],
+    ["--zero-page", "manifest"],
+    ["--zero-page", "superblock"],
+    ["--torn-slot"],
+]
 
 
 @pytest.fixture
@@ -89,9 +100,20 @@ def test_nothing_that_exists_is_damaged(good, folder):
     assert not (folder / "elsewhere").exists()
 
 
-@pytest.mark.parametrize("options", [[], ["--flip", "--torn-slot"], ["--flip", "nowhere"], ["--flip", "model/9"],
-                                     ["--flip", "99999999999"], ["--flip", "-1"], ["--truncate", "99999999999"],
-                                     ["--zero-page", "12288"]], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--flip", "--torn-slot"],
+        ["--flip", "nowhere"],
+        ["--flip", "model/9"],
+        ["--flip", "99999999999"],
+        ["--flip", "-1"],
+        ["--truncate", "99999999999"],
+        ["--zero-page", "12288"],
+    ],
+    ids=" ".join,
+)
 def test_what_cannot_be_done_leaves_no_copy(good, copy, options):
     result = call("inject", good, copy, *options)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -101,9 +123,17 @@ def test_what_cannot_be_done_leaves_no_copy(good, copy, options):
 
 @pytest.mark.parametrize(
     ("kind", "status"),
-    [("newest damaged", 0), ("all damaged", 0), ("truncated", 1), ("foreign", 2), ("empty file", 2), ("folder", 2),
-     ("link", 0), ("missing", 2)],
-)  # fmt: skip
+    [
+        ("newest damaged", 0),
+        ("all damaged", 0),
+        ("truncated", 1),
+        ("foreign", 2),
+        ("empty file", 2),
+        ("folder", 2),
+        ("link", 0),
+        ("missing", 2),
+    ],
+)
 def test_other_kinds_of_path(made, copy, kind, status):
     result = call("inject", made(kind), copy, "--flip", "payload")
     assert result.exit_code == status, result.output

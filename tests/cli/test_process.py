@@ -63,8 +63,15 @@ def test_an_output_without_room_is_said_to_be_the_output(good, tmp_path, words, 
     words = [*PROGRAM, *(str(good) if word == "POOL" else word for word in words)]
     env = {**environment(), "PYTHONUNBUFFERED": "" if buffering == "0" else "1"}
     with open(tmp_path / "out", "wb") as out:
-        done = subprocess.run(words, env=env, stdout=out, stderr=subprocess.PIPE, text=True, check=False,
-                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))  # fmt: skip
+        done = subprocess.run(
+            words,
+            env=env,
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),
+        )
     assert done.returncode == 2
     assert done.stderr.startswith("error: The answer could not be printed whole: File too large. Make room")
     assert done.stderr.count("\n") == 1
@@ -194,11 +201,20 @@ def test_lightck_alone_prints_its_help_as_it_is():
 
 @pytest.mark.parametrize(
     "words",
-    [["frobnicate"], ["inspect"], ["inspect", "a", "b"], ["inspect", "a", "--step", "-1"], ["verify", "--nope", "a"],
-     ["export", "a"], ["export", "a", "b", "--format", "zip"], ["diff", "a"], ["completion", "csh"],
-     ["demo", "--kills", "0"]],
+    [
+        ["frobnicate"],
+        ["inspect"],
+        ["inspect", "a", "b"],
+        ["inspect", "a", "--step", "-1"],
+        ["verify", "--nope", "a"],
+        ["export", "a"],
+        ["export", "a", "b", "--format", "zip"],
+        ["diff", "a"],
+        ["completion", "csh"],
+        ["demo", "--kills", "0"],
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_wrong_usage_is_one_error_line_and_status_2(words):
     result = call(*words)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -208,7 +224,7 @@ def test_wrong_usage_is_one_error_line_and_status_2(words):
 
 @pytest.mark.parametrize(
     "words", [["--help"], ["doctor"], ["completion", "zsh"], ["inspect", "/nowhere"]], ids=" ".join
-)  # fmt: skip
+)
 def test_torch_is_loaded_only_where_it_is_needed(words):
     code = (
         "import sys\nfrom lightck.cli import main\n"

@@ -89,9 +89,16 @@ def test_a_pool_is_not_replaced_by_a_picture(file, good):
 
 @pytest.mark.parametrize(
     "options",
-    [["--step", 2], ["--from", 1], ["--svg", "o", "--step", 99], ["--svg", "o", "--step", 2, "--to", 3],
-     ["--svg", "o", "--from", 5, "--to", 4], ["--svg", "o", "--from", 1e9], ["--svg", "o", "--to", "nan"]],
-)  # fmt: skip
+    [
+        ["--step", 2],
+        ["--from", 1],
+        ["--svg", "o", "--step", 99],
+        ["--svg", "o", "--step", 2, "--to", 3],
+        ["--svg", "o", "--from", 5, "--to", 4],
+        ["--svg", "o", "--from", 1e9],
+        ["--svg", "o", "--to", "nan"],
+    ],
+)
 def test_what_cannot_be_drawn_is_said(file, tmp_path, monkeypatch, options):
     monkeypatch.chdir(tmp_path)
     result = call("trace", file, *options)
@@ -123,18 +130,36 @@ def damaged(recorded: dict[str, Any], kind: str) -> Any:
         "a long name": lambda: first.update(name="x" * 20_000),
         "a name that is none": lambda: first.update(name=[1]),
         "many rows": lambda: found["traceEvents"].extend(
-            {"ph": "M", "name": "thread_name", "tid": 1000 + i, "args": {"name": "r"}} for i in range(300)),
-    }  # fmt: skip
+            {"ph": "M", "name": "thread_name", "tid": 1000 + i, "args": {"name": "r"}} for i in range(300)
+        ),
+    }
     changed = changes[kind]()
     return changed if changed is not None else found
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["an array", "another program's", "a newer format", "no events", "events of numbers", "no row", "a row of text",
-     "a negative time", "an endless time", "a time of text", "a time that is a bool", "a huge step",
-     "a step that is none", "bytes of text", "args of text", "a long name", "a name that is none", "many rows"],
-)  # fmt: skip
+    [
+        "an array",
+        "another program's",
+        "a newer format",
+        "no events",
+        "events of numbers",
+        "no row",
+        "a row of text",
+        "a negative time",
+        "an endless time",
+        "a time of text",
+        "a time that is a bool",
+        "a huge step",
+        "a step that is none",
+        "bytes of text",
+        "args of text",
+        "a long name",
+        "a name that is none",
+        "many rows",
+    ],
+)
 def test_a_damaged_trace_is_refused(recorded, tmp_path, kind):
     file = tmp_path / "run.json"
     file.write_text(json.dumps(damaged(recorded, kind)))
@@ -145,10 +170,17 @@ def test_a_damaged_trace_is_refused(recorded, tmp_path, kind):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b"null", b'{"otherData": {"lightck_trace": 1}, "traceEvents": [NaN]}',
-     b'{"otherData": ' + b"9" * 10_000 + b"}"],
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b"null",
+        b'{"otherData": {"lightck_trace": 1}, "traceEvents": [NaN]}',
+        b'{"otherData": ' + b"9" * 10_000 + b"}",
+    ],
     ids=["empty", "cut", "not text", "deep", "null", "nan", "a huge number"],
-)  # fmt: skip
+)
 def test_what_is_no_json_is_refused(tmp_path, data):
     file = tmp_path / "run.json"
     file.write_bytes(data)

@@ -39,9 +39,11 @@ def test_a_damaged_tensor_is_named_with_its_block(good):
     assert status == 1
     newest = facts["versions"][0]
     assert newest["damage"] == [
-        {"tensor": "optimizer/0.weight/exp_avg",
-         "reason": "block 0 of 'optimizer/0.weight/exp_avg' does not match its checksum"},
-    ]  # fmt: skip
+        {
+            "tensor": "optimizer/0.weight/exp_avg",
+            "reason": "block 0 of 'optimizer/0.weight/exp_avg' does not match its checksum",
+        },
+    ]
     assert facts["recoverable_step"] == 3 == lightck.recover(good).step
 
 

@@ -21,12 +21,29 @@ from crash.campaign import Campaign, Order
 @click.option("--long", "is_long", is_flag=True, help="As many trials as the evidence in docs/evidence is made of.")
 @click.option("--trial", type=click.IntRange(0), metavar="K", help="Only this trial, to see a finding again.")
 @click.option("--backend", type=click.Choice(["file", "pmdk"]), default="file", show_default=True, help="Kind of pool.")
-@click.option("--dir", "folder", type=click.Path(exists=True, file_okay=False), metavar="DIR",
-              help="Where to make pools. [default: /dev/shm]")  # fmt: skip
-@click.option("--out", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
-              help="Keep the result there as CAMPAIGN-BACKEND.json.")  # fmt: skip
-def main(name: str | None, seed: int | None, count: int | None, is_long: bool, trial: int | None, backend: str,
-         folder: str | None, out: Path | None) -> None:  # fmt: skip
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(exists=True, file_okay=False),
+    metavar="DIR",
+    help="Where to make pools. [default: /dev/shm]",
+)
+@click.option(
+    "--out",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Keep the result there as CAMPAIGN-BACKEND.json.",
+)
+def main(
+    name: str | None,
+    seed: int | None,
+    count: int | None,
+    is_long: bool,
+    trial: int | None,
+    backend: str,
+    folder: str | None,
+    out: Path | None,
+) -> None:
     """Inject faults until something breaks. Without CAMPAIGN: list them."""
     if name is None:
         for each in map(campaigns.named, campaigns.NAMES):

@@ -35,8 +35,14 @@ class Base:
         (at,) = _U64.unpack_from(file, ROOT_AT)
         (count,) = struct.unpack_from("<I", file, at + 12)
         end = at + _ROOT_NBYTES + count * _ARENA_NBYTES + 8
-        return cls(file[:HEADER_NBYTES], file[LAYOUT_AT : LAYOUT_AT + LAYOUT_NBYTES], file[ROOT_AT : ROOT_AT + 24], at,
-                   file[at:end], len(file))  # fmt: skip
+        return cls(
+            file[:HEADER_NBYTES],
+            file[LAYOUT_AT : LAYOUT_AT + LAYOUT_NBYTES],
+            file[ROOT_AT : ROOT_AT + 24],
+            at,
+            file[at:end],
+            len(file),
+        )
 
 
 def change(rng: random.Random, base: Base) -> list[Patch]:

@@ -111,8 +111,11 @@ class Damages:
     def _flip(self, kind: str, part: Part | None, offset: int, bit: int) -> Damage:
         assert part is not None
         data = bytes([self.image.read(offset, 1)[0] ^ 1 << bit])
-        return Damage(f"{kind}: {part.kind}", f"bit {bit} of byte {offset:#x}, {part.words}",
-                      tuple(self.image.write(offset, data)))  # fmt: skip
+        return Damage(
+            f"{kind}: {part.kind}",
+            f"bit {bit} of byte {offset:#x}, {part.words}",
+            tuple(self.image.write(offset, data)),
+        )
 
     def _container(self, _: Part | None, at: int, bit: int) -> Damage:
         data = bytes([self.image.good[at] ^ 1 << bit])
@@ -129,11 +132,20 @@ class Damages:
         nbytes = rng.choice((LINE_NBYTES, PAGE))
         at = part.offset + rng.randrange(part.nbytes)
         at -= at % nbytes
-        name, data = rng.choice((("zeroed", bytes(nbytes)), ("zeroed", bytes(nbytes)), ("ones in", b"\xff" * nbytes),
-                                 ("noise in", rng.randbytes(nbytes))))  # fmt: skip
+        name, data = rng.choice(
+            (
+                ("zeroed", bytes(nbytes)),
+                ("zeroed", bytes(nbytes)),
+                ("ones in", b"\xff" * nbytes),
+                ("noise in", rng.randbytes(nbytes)),
+            )
+        )
         what = "page" if nbytes == PAGE else "line"
-        return Damage(f"{what} zeroed or garbled", f"{name} {nbytes} bytes from {at:#x}, {part.words}",
-                      tuple(self.image.write(at, data)))  # fmt: skip
+        return Damage(
+            f"{what} zeroed or garbled",
+            f"{name} {nbytes} bytes from {at:#x}, {part.words}",
+            tuple(self.image.write(at, data)),
+        )
 
     def _swapped(self, rng: random.Random) -> Damage:
         """A misdirected write: two places of the pool hold what belongs into the other, or one what the other has."""
@@ -167,29 +179,36 @@ class Damages:
             base, length = rng.choice(self.image.superblock.slots)
             first, nbytes, what = self._stretch(rng, length)
             at, what = base + first, f"{what} of the slot at {base:#x}"
-        return Damage(kind, f"{what}: {nbytes} bytes from {at:#x}",
-                      tuple(self.image.write(at, self.image.read(at, nbytes, source))))  # fmt: skip
+        return Damage(
+            kind,
+            f"{what}: {nbytes} bytes from {at:#x}",
+            tuple(self.image.write(at, self.image.read(at, nbytes, source))),
+        )
 
     def _stretch(self, rng: random.Random, length: int) -> tuple[int, int, str]:
         """A piece of a slot: offset in it, length, name."""
         sb = self.image.superblock
-        return rng.choice((
-            (0, length, "whole slot"),
-            (0, LINE_NBYTES, "header"),
-            (0, sb.payload_offset, "header and manifests"),
-            (sb.manifest_offset, 2 * sb.manifest_nbytes, "manifests"),
-            (sb.payload_offset, length - sb.payload_offset, "payload"),
-            (sb.payload_offset, PAGE, "first page of the payload"),
-        ))  # fmt: skip
+        return rng.choice(
+            (
+                (0, length, "whole slot"),
+                (0, LINE_NBYTES, "header"),
+                (0, sb.payload_offset, "header and manifests"),
+                (sb.manifest_offset, 2 * sb.manifest_nbytes, "manifests"),
+                (sb.payload_offset, length - sb.payload_offset, "payload"),
+                (sb.payload_offset, PAGE, "first page of the payload"),
+            )
+        )
 
     def _both_copies(self, rng: random.Random) -> Damage:
         """The two copies of something that exists twice, or parts of two versions, each with a flipped bit."""
-        parts = rng.choice((
-            [p for p in self.image.parts if p.kind == anatomy.SUPERBLOCK],
-            [p for p in self.image.parts if p.kind == anatomy.TABLE],
-            rng.sample([p for p in self.image.parts if p.kind == anatomy.MANIFEST], 2),
-            rng.sample([p for p in self.image.parts if p.kind == anatomy.TENSOR], 2),
-        ))  # fmt: skip
+        parts = rng.choice(
+            (
+                [p for p in self.image.parts if p.kind == anatomy.SUPERBLOCK],
+                [p for p in self.image.parts if p.kind == anatomy.TABLE],
+                rng.sample([p for p in self.image.parts if p.kind == anatomy.MANIFEST], 2),
+                rng.sample([p for p in self.image.parts if p.kind == anatomy.TENSOR], 2),
+            )
+        )
         writes: list[Write] = []
         for part in parts:
             at = part.offset + rng.randrange(part.nbytes)

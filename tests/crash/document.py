@@ -79,8 +79,19 @@ def _base_version(reader: PoolReader, v: Version, position: int) -> BaseVersion:
     records = raw[MANIFEST_HEADER_NBYTES : MANIFEST_HEADER_NBYTES + v.header.n_records * RECORD_NBYTES]
     crcs = raw[v.header.crcs_offset : v.header.crcs_offset + 4 * v.header.crcs_count]
     extras = raw[v.header.extras_offset : v.header.extras_offset + v.header.extras_nbytes]
-    return BaseVersion(position, v.line.slot, at, v.line.payload_generation, raw[:MANIFEST_HEADER_NBYTES], records,
-                       crcs, extras, bytes(v.state), parse(bytes(v.state)), v.header.origin)  # fmt: skip
+    return BaseVersion(
+        position,
+        v.line.slot,
+        at,
+        v.line.payload_generation,
+        raw[:MANIFEST_HEADER_NBYTES],
+        records,
+        crcs,
+        extras,
+        bytes(v.state),
+        parse(bytes(v.state)),
+        v.header.origin,
+    )
 
 
 @dataclass(slots=True)
@@ -100,8 +111,17 @@ class Manifest:
         crcs_at = MANIFEST_HEADER_NBYTES + len(self.records)
         extras_at = crcs_at + len(self.crcs)
         _U32.pack_into(self.header, 72, len(self.records) // RECORD_NBYTES)
-        struct.pack_into("<6I", self.header, 96, crcs_at, len(self.crcs) // 4, extras_at, len(self.extras),
-                         extras_at + len(self.extras), len(self.state))  # fmt: skip
+        struct.pack_into(
+            "<6I",
+            self.header,
+            96,
+            crcs_at,
+            len(self.crcs) // 4,
+            extras_at,
+            len(self.extras),
+            extras_at + len(self.extras),
+            len(self.state),
+        )
         for at, data in self.over:
             self.header[at : at + len(data)] = data
         return bytes(self.header) + self.records + self.crcs + self.extras + self.state
@@ -117,9 +137,7 @@ class Document:
         self.table = base.table
         self.lines: dict[int, bytearray] = {}
         self.headers: dict[int, bytearray] = {}
-        self.manifests = [
-            Manifest(v, v.records, v.crcs, v.extras, v.state, bytearray(v.header)) for v in base.versions
-        ]
+        self.manifests = [Manifest(v, v.records, v.crcs, v.extras, v.state, bytearray(v.header)) for v in base.versions]
         self.tail: list[Patch] = []
         self.is_sealed = True
 

@@ -40,8 +40,9 @@ def result(name: str, order: Order, tally: Tally, seconds: float) -> Result:
     counts = dict(sorted(tally.counts.items()))
     findings = tuple(map(str, tally.findings))
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return Result(name, order.backend, order.seed, len(order.trials), counts, findings, round(seconds), machine(),
-                  today)  # fmt: skip
+    return Result(
+        name, order.backend, order.seed, len(order.trials), counts, findings, round(seconds), machine(), today
+    )
 
 
 def machine() -> str:

@@ -23,8 +23,9 @@ def build(folder: str) -> str:
     if compiler is None:
         raise RuntimeError("No C compiler (cc) was found, which faults of system calls need. Install gcc or clang.")
     source, library = Path(__file__).with_name("interpose.c"), os.path.join(folder, "interpose.so")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-fvisibility=hidden", "-o", library, str(source), "-ldl"],
-                   check=True)  # fmt: skip
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-fvisibility=hidden", "-o", library, str(source), "-ldl"], check=True
+    )
     return library
 
 

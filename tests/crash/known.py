@@ -191,16 +191,18 @@ def is_whole(plan: Plan, step: int, model: nn.Module, optimizer: torch.optim.Opt
 Aside: TypeAlias = Callable[[int, lightck.Session, Known, torch.optim.Optimizer], None]
 
 
-def train(plan: Plan, path: str, tell: Tell, *, steps: int, slots: int, backend: str,
-          aside: Aside | None = None) -> None:  # fmt: skip
+def train(
+    plan: Plan, path: str, tell: Tell, *, steps: int, slots: int, backend: str, aside: Aside | None = None
+) -> None:
     """Go on from what the pool holds, for ``steps`` updates, and close. Tells all that it does; ``aside`` is called
     after each update.
 
     Raises ``AssertionError`` where what was restored is not what its step holds."""
     model, optimizer = build(plan)
     tell("attaches", slots)
-    session = lightck.attach(model, path, optimizer=optimizer, interval=plan.interval, slots=slots, resume=True,
-                             backend=backend)  # fmt: skip
+    session = lightck.attach(
+        model, path, optimizer=optimizer, interval=plan.interval, slots=slots, resume=True, backend=backend
+    )
     tell("attached", session.step)
     wrong = difference(plan, session.step, model.state_dict(), optimizer.state_dict())
     assert wrong is None, f"restored: {wrong}"

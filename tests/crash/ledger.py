@@ -77,8 +77,9 @@ class Ledger:
             raise BrokenError(f"recovery failed: {type(err).__name__}: {err}") from err
         if step is None and not self.least <= checkpoint.step <= self.most:
             passed_over = "; ".join(map(str, checkpoint.rejected)) or "nothing was passed over"
-            raise BrokenError(f"step {checkpoint.step} was recovered, {self.least} to {self.most} were possible "
-                              f"({passed_over})")  # fmt: skip
+            raise BrokenError(
+                f"step {checkpoint.step} was recovered, {self.least} to {self.most} were possible ({passed_over})"
+            )
         wrong = known.difference(self.plan, checkpoint.step, checkpoint.model, checkpoint.optimizer)
         if wrong is not None:
             raise BrokenError(f"invented bytes: {wrong}")

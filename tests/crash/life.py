@@ -142,8 +142,17 @@ class Life:
     def _attached(self, training: Training, resume: bool) -> lightck.Session | None:
         def attach() -> None:
             keep = lightck.Keep(every=2, last=1, to=os.path.join(self.folder, "kept"))
-            sessions.append(lightck.attach(training.model, self.pool, optimizer=training.optimizer, resume=resume,
-                                           backend=self.backend, state={"box": training.box}, keep=keep))  # fmt: skip
+            sessions.append(
+                lightck.attach(
+                    training.model,
+                    self.pool,
+                    optimizer=training.optimizer,
+                    resume=resume,
+                    backend=self.backend,
+                    state={"box": training.box},
+                    keep=keep,
+                )
+            )
 
         sessions: list[lightck.Session] = []
         for _ in range(_TRIES):
@@ -232,8 +241,14 @@ class Life:
         self._expect_nothing_open(self._before, "the end")
         self._recovered()
         training = Training(seed=2)
-        with lightck.attach(training.model, self.pool, optimizer=training.optimizer, resume=True,
-                            backend=self.backend, state={"box": training.box}) as session:  # fmt: skip
+        with lightck.attach(
+            training.model,
+            self.pool,
+            optimizer=training.optimizer,
+            resume=True,
+            backend=self.backend,
+            state={"box": training.box},
+        ) as session:
             start = session.step
             if start < self.acknowledged:
                 self.broken.append(f"step {self.acknowledged} was acknowledged, and the resume begins at {start}")
@@ -241,8 +256,14 @@ class Life:
                 training.__init__()  # type: ignore[misc]
             self._expect_exact(training, start, "the last resume")
         training = Training(seed=3) if start else Training()
-        with lightck.attach(training.model, self.pool, optimizer=training.optimizer, resume=True,
-                            backend=self.backend, state={"box": training.box}) as session:  # fmt: skip
+        with lightck.attach(
+            training.model,
+            self.pool,
+            optimizer=training.optimizer,
+            resume=True,
+            backend=self.backend,
+            state={"box": training.box},
+        ) as session:
             for step in range(session.step, LAST):
                 training.update(step)
         self.updates = self.acknowledged = LAST
@@ -255,15 +276,18 @@ class Life:
     def _recovered(self) -> None:
         training = Training(seed=2)
         try:
-            checkpoint = lightck.recover(self.pool, training.model, optimizer=training.optimizer,
-                                         state={"box": training.box})  # fmt: skip
+            checkpoint = lightck.recover(
+                self.pool, training.model, optimizer=training.optimizer, state={"box": training.box}
+            )
         except (NoCheckpointError, PoolNotFoundError) as err:
             if self.acknowledged:
                 self.broken.append(f"step {self.acknowledged} was acknowledged and is gone: {err}")
             return
         if checkpoint.step < self.acknowledged or checkpoint.rejected:
-            self.broken.append(f"step {self.acknowledged} was acknowledged, and {checkpoint.step} recovered, after "
-                               f"{[str(r) for r in checkpoint.rejected]}")  # fmt: skip
+            self.broken.append(
+                f"step {self.acknowledged} was acknowledged, and {checkpoint.step} recovered, after "
+                f"{[str(r) for r in checkpoint.rejected]}"
+            )
         self._expect_exact(training, checkpoint.step, "recovery")
 
     def _expect_exact(self, training: Training, step: int, where: str) -> None:

@@ -30,8 +30,14 @@ class Life:
         self.history: list[str] = []
         self._processes = 0
 
-    def train(self, kill: Kill | None, slots: int, steps: int = 40, before: Callable[[], None] | None = None,
-              refusal: type[LightckError] | None = None) -> Story:  # fmt: skip
+    def train(
+        self,
+        kill: Kill | None,
+        slots: int,
+        steps: int = 40,
+        before: Callable[[], None] | None = None,
+        refusal: type[LightckError] | None = None,
+    ) -> Story:
         """A process that attaches and trains, and what has to be there after its end. ``before`` runs in it first;
         a ``refusal`` may end it, and is told as such."""
         told = story(partial(self._train, slots, steps, before, refusal), kill)
@@ -55,8 +61,9 @@ class Life:
         self._processes += 1
         return self.ledger.judge(closely=closely or self._processes % 8 == 1)
 
-    def _train(self, slots: int, steps: int, before: Callable[[], None] | None, refusal: type[LightckError] | None,
-               tell: Tell) -> None:  # fmt: skip
+    def _train(
+        self, slots: int, steps: int, before: Callable[[], None] | None, refusal: type[LightckError] | None, tell: Tell
+    ) -> None:
         if before is not None:
             before()
         try:
@@ -117,7 +124,7 @@ def places_in_newest(path: str) -> dict[str, tuple[int, int]]:
 def flip(path: str, offset: int, nbytes: int, rng: random.Random) -> None:
     """One bit of this part of the pool, behind everybody's back."""
     with closing(open_pool(path)) as reader:
-        (at, _), = extents.runs(reader.container.extents, offset + rng.randrange(nbytes), 1)
+        ((at, _),) = extents.runs(reader.container.extents, offset + rng.randrange(nbytes), 1)
     with open(path, "r+b") as f:
         byte = os.pread(f.fileno(), 1, at)[0]
         os.pwrite(f.fileno(), bytes([byte ^ 1 << rng.randrange(8)]), at)

@@ -18,15 +18,73 @@ from crash.messages import BIN, EXT, LIST, MAP, STR, Node
 from lightck.pool.format.structures import LINE_NBYTES, MANIFEST_HEADER_NBYTES, RECORD_NBYTES, SUPERBLOCK_OFFSETS
 
 Change = Callable[[random.Random, Document], None]
-EDGES = (0, 1, 2, 3, 63, 64, 255, 256, 4095, 4096, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32,
-         (1 << 53) + 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
-NAMES = ("", "..", ".", "/", "../../../tmp/evil", "/etc/passwd", "model/../../x", "a\0b", "model/", "optimizer/",
-         "state/", "\x1b[2J\x1b]0;x\x07", "\u202e\u2066", "\n\r", "x" * 5000, "\U0001f4a5" * 300, "__metadata__",
-         "model/__metadata__", "C:\\x", "rng/torch", "model/0.weight", "optimizer/0.weight/momentum_buffer",
-         "#2")  # fmt: skip
+EDGES = (
+    0,
+    1,
+    2,
+    3,
+    63,
+    64,
+    255,
+    256,
+    4095,
+    4096,
+    1 << 20,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 32,
+    (1 << 53) + 1,
+    (1 << 62) - 1,
+    1 << 62,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+)
+NAMES = (
+    "",
+    "..",
+    ".",
+    "/",
+    "../../../tmp/evil",
+    "/etc/passwd",
+    "model/../../x",
+    "a\0b",
+    "model/",
+    "optimizer/",
+    "state/",
+    "\x1b[2J\x1b]0;x\x07",
+    "\u202e\u2066",
+    "\n\r",
+    "x" * 5000,
+    "\U0001f4a5" * 300,
+    "__metadata__",
+    "model/__metadata__",
+    "C:\\x",
+    "rng/torch",
+    "model/0.weight",
+    "optimizer/0.weight/momentum_buffer",
+    "#2",
+)
 NOT_TEXT = (b"\xff\xfe", b"\xed\xa0\x80", b"\xc0\x80", b"\xf8\x88\x80\x80\x80", b"model/\xff")
-DTYPES = ("float32", "int32", "bits8", "bits1x8", "float4_e2m1fn_x2", "float8_e8m0fnu", "complex32", "uint16", "quint8",
-          "object", "<f4", "<c8", "|b1", ">u2", "<f2", "<m8[ns]")  # fmt: skip
+DTYPES = (
+    "float32",
+    "int32",
+    "bits8",
+    "bits1x8",
+    "float4_e2m1fn_x2",
+    "float8_e8m0fnu",
+    "complex32",
+    "uint16",
+    "quint8",
+    "object",
+    "<f4",
+    "<c8",
+    "|b1",
+    ">u2",
+    "<f2",
+    "<m8[ns]",
+)
 
 
 def number(rng: random.Random, old: int, width: int, nbytes: int) -> int:
@@ -347,10 +405,23 @@ def unsealed(rng: random.Random, doc: Document) -> None:
 
 
 CHANGES: tuple[tuple[Change, int], ...] = (
-    (superblock, 8), (regions, 3), (line, 6), (many_lines, 4), (slot_header, 3), (manifest_header, 8), (records, 6),
-    (checksums, 1), (state, 24), (state_bytes, 5), (extras, 10), (swapped_manifest, 2), (table, 8), (table_entries, 10),
-    (table_bytes, 3), (unsealed, 4),
-)  # fmt: skip
+    (superblock, 8),
+    (regions, 3),
+    (line, 6),
+    (many_lines, 4),
+    (slot_header, 3),
+    (manifest_header, 8),
+    (records, 6),
+    (checksums, 1),
+    (state, 24),
+    (state_bytes, 5),
+    (extras, 10),
+    (swapped_manifest, 2),
+    (table, 8),
+    (table_entries, 10),
+    (table_bytes, 3),
+    (unsealed, 4),
+)
 _WHICH, _WEIGHTS = zip(*CHANGES, strict=True)
 
 

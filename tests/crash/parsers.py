@@ -51,8 +51,18 @@ class Inputs:
 
     def draw(self, rng: random.Random) -> tuple[str, Callable[[], str]]:
         """A parser's name, and the call."""
-        draws = [self._superblock, self._line, self._header, self._next, self._manifest, self._table, self._extras,
-                 self._state, self._values, self._random_state]  # fmt: skip
+        draws = [
+            self._superblock,
+            self._line,
+            self._header,
+            self._next,
+            self._manifest,
+            self._table,
+            self._extras,
+            self._state,
+            self._values,
+            self._random_state,
+        ]
         if self._container is not None:
             draws += [self._root] * 3
         chosen = rng.choice(draws)
@@ -115,8 +125,13 @@ class Inputs:
     def _root(self, rng: random.Random) -> None:
         assert self._container is not None
         base = self._container
-        for at, data in ((0, base.header), (container.LAYOUT_AT, base.layout), (container.ROOT_AT, base.where),
-                         (base.root_at, base.root), *container.change(rng, base)):  # fmt: skip
+        for at, data in (
+            (0, base.header),
+            (container.LAYOUT_AT, base.layout),
+            (container.ROOT_AT, base.where),
+            (base.root_at, base.root),
+            *container.change(rng, base),
+        ):
             os.pwrite(self._fd, data, at)
         pmdk_file.read_extents(self._fd, "it", base.file_nbytes)
 

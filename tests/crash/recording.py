@@ -197,8 +197,9 @@ class Recorder:
         self._patches.enter_context(patch.object(FileContainer, "publish", recorded_publish))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._patches.close()
         for number in list(self._open):
             self.unmapped(self._open[number])
@@ -230,8 +231,17 @@ class Recorder:
         superblock = Superblock.unpack(extents.read(file.fd, file.places, 0, SUPERBLOCK_NBYTES))
         slots = tuple(SlotPlace(at, at + superblock.payload_offset, at + n) for at, n in superblock.slots)
         nbytes = os.fstat(file.fd).st_size
-        return Tape(nbytes, file.places, file.pages, file.is_visible, tuple(events), slots, expected, content,
-                    acked if before is not None else None)  # fmt: skip
+        return Tape(
+            nbytes,
+            file.places,
+            file.pages,
+            file.is_visible,
+            tuple(events),
+            slots,
+            expected,
+            content,
+            acked if before is not None else None,
+        )
 
 
 class _RecordingMedium(Medium):

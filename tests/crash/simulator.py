@@ -119,8 +119,18 @@ class _Check:
     violations: list[Violation] = field(default_factory=list)
 
     def report(self) -> Report:
-        return Report(self.model.name, self.events, self.crash_points, self.images, self.distinct, self.recovered,
-                      self.verified, self.went_on, self.outcomes, tuple(self.violations))  # fmt: skip
+        return Report(
+            self.model.name,
+            self.events,
+            self.crash_points,
+            self.images,
+            self.distinct,
+            self.recovered,
+            self.verified,
+            self.went_on,
+            self.outcomes,
+            tuple(self.violations),
+        )
 
     def tape(self, number: int, tape: Tape, events: Sequence[Event]) -> None:
         path = os.path.join(self.simulator.folder, "crashed.pool")
@@ -315,8 +325,13 @@ class _Tape:
                 self._found(how, (), f"a training does not go on: {type(err).__name__}: {err}")
                 return
             acked = outcome.generation if isinstance(outcome, Recovered) else None
-            again = Simulator(recorder.finish(self._tape, acked), folder, recover=simulator.recover,
-                              effort=self._effort.less(), known=simulator.known)  # fmt: skip
+            again = Simulator(
+                recorder.finish(self._tape, acked),
+                folder,
+                recover=simulator.recover,
+                effort=self._effort.less(),
+                known=simulator.known,
+            )
             again.memory = simulator.memory
             report = again.check(self._check.model)
         self._check.add(report)

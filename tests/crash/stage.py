@@ -79,8 +79,7 @@ class Stage:
         """Run ``module:name`` with these arguments in a child, and wait until the process is gone."""
         text = os.path.join(self._texts.name, "stderr")
         assert self._process.stdin is not None
-        request = {"scene": scene, "arguments": arguments, "text": text, "seconds": seconds,
-                   "plant": self.plant}  # fmt: skip
+        request = {"scene": scene, "arguments": arguments, "text": text, "seconds": seconds, "plant": self.plant}
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
         answer = self._answer()
@@ -222,8 +221,12 @@ def _ended(pid: int, read: int, request: Any) -> dict[str, Any]:
         result = b""
     os.close(read)
     text = Path(request["text"]).read_bytes() if os.path.exists(request["text"]) else b""
-    return {"result": json.loads(result) if result else None, "status": status, "hung": hung,
-            "text": text[-2500:].decode("utf-8", "replace")}  # fmt: skip
+    return {
+        "result": json.loads(result) if result else None,
+        "status": status,
+        "hung": hung,
+        "text": text[-2500:].decode("utf-8", "replace"),
+    }
 
 
 if __name__ == "__main__":

@@ -65,8 +65,9 @@ class Follow:
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any) -> Any:
         self._tell("attaches", 0)
         if self._path is not None:
-            self.session = lightck.attach(model, self._path, optimizer=optimizer, state=state, resume=True,
-                                          **self._options)  # fmt: skip
+            self.session = lightck.attach(
+                model, self._path, optimizer=optimizer, state=state, resume=True, **self._options
+            )
         self._update = self.session.step
         self._tell("attached", self._update)
         return self.session
@@ -88,8 +89,16 @@ def _fixed(*shape: int, seed: int = 7) -> torch.Tensor:
 
 def convolution(follow: Follow) -> None:
     """SGD with momentum, BatchNorm, dropout, a scheduler per epoch, a shuffled loader that is killed in mid-pass."""
-    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3),
-                          nn.Linear(8 * 36, 64), nn.ReLU(), nn.Linear(64, 4))  # fmt: skip
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(8 * 36, 64),
+        nn.ReLU(),
+        nn.Linear(64, 4),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
     session = follow.attach(model, optimizer, scheduler=scheduler)
@@ -177,8 +186,9 @@ def adapters(follow: Follow) -> None:
 
 def layer_by_layer(follow: Follow) -> None:
     """Each layer is updated, and begins to be copied, inside the backward pass; gradients of two micro-batches."""
-    model = nn.Sequential(nn.Linear(40, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.Dropout(0.1),
-                          nn.Linear(64, 40))  # fmt: skip
+    model = nn.Sequential(
+        nn.Linear(40, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 40)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     early.PART_NBYTES_MIN = 1  # or all of so small a model would be one part
     layers = lightck.layerwise(model, optimizer)

@@ -43,8 +43,15 @@ class Bench:
             assert not (quiet and outcome.warnings), f"after {outcome.kill}: a false alarm: {outcome.warnings}"
         return outcomes
 
-    def exact_or_told(self, name: str, warning: str, *, kills: Sequence[Kill] | None = None,
-                      quiet: bool = False, shown_by: str = "the one that followed") -> list[Outcome]:  # fmt: skip
+    def exact_or_told(
+        self,
+        name: str,
+        warning: str,
+        *,
+        kills: Sequence[Kill] | None = None,
+        quiet: bool = False,
+        shown_by: str = "the one that followed",
+    ) -> list[Outcome]:
         """A resumed run that differs said so: a warning matches the pattern ``warning``. At least one run was told so.
         ``quiet``: a run that is not killed is not warned. A kill within a commit, or at a moment of the clock, may come
         before what shows the difference: then that cannot be compared, which docs/guarantees.md says, and the resume

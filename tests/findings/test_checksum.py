@@ -23,18 +23,21 @@ def changed(tensor: torch.Tensor, at: int) -> torch.Tensor:
     return other
 
 
-@pytest.mark.parametrize(("one", "other"), [
-    (torch.zeros(4, 2), torch.zeros(2, 4)),
-    (torch.zeros(4), torch.zeros(4, dtype=torch.int32)),
-    (torch.zeros(4), torch.zeros(8)),
-    (np.zeros((2, 3)), np.zeros((3, 2))),
-    (np.float32(1), np.float64(1)),
-    ((torch.ones(3), 1), (torch.ones(3), 2)),
-    ({"x": [torch.ones(3), {"y": "a"}]}, {"x": [torch.ones(3), {"y": "b"}]}),
-    (torch.ones(3, 4).t(), torch.ones(4, 3) * 2),
-    (torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))),
-    ([torch.ones(1)] * 20, [torch.ones(1)] * 21),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(4, 2), torch.zeros(2, 4)),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.int32)),
+        (torch.zeros(4), torch.zeros(8)),
+        (np.zeros((2, 3)), np.zeros((3, 2))),
+        (np.float32(1), np.float64(1)),
+        ((torch.ones(3), 1), (torch.ones(3), 2)),
+        ({"x": [torch.ones(3), {"y": "a"}]}, {"x": [torch.ones(3), {"y": "b"}]}),
+        (torch.ones(3, 4).t(), torch.ones(4, 3) * 2),
+        (torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))),
+        ([torch.ones(1)] * 20, [torch.ones(1)] * 21),
+    ],
+)
 def test_batches_that_differ(one: Any, other: Any) -> None:
     assert differ(seen(one), seen(other))
     assert not differ(seen(one), seen(one))

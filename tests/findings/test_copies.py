@@ -123,9 +123,7 @@ def test_nothing_is_left_when_the_last_session_of_a_class_ends(folder):
     gc.collect()
     assert torch.nn.Sequential not in copyreg.dispatch_table
     models = [net(seed=seed) for seed in range(2)]
-    sessions = [
-        lightck.attach(model, folder / f"{n}.pool", optimizer=adam(model)) for n, model in enumerate(models)
-    ]
+    sessions = [lightck.attach(model, folder / f"{n}.pool", optimizer=adam(model)) for n, model in enumerate(models)]
     sessions[0].close()
     assert not copy.deepcopy(models[1])._forward_hooks
     del sessions, models  # the other one is forgotten

@@ -20,8 +20,9 @@ from lightck.state import values
 class Script:
     """Builds a training; ``edits`` are what its second run builds otherwise."""
 
-    def __init__(self, *, scheduler: dict[str, Any] | None = None, frozen: tuple[int, ...] = (), groups: int = 1,
-                 **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self, *, scheduler: dict[str, Any] | None = None, frozen: tuple[int, ...] = (), groups: int = 1, **options: Any
+    ) -> None:
         self.model = net()
         for i in frozen:
             self.model[i].requires_grad_(False)

@@ -34,11 +34,19 @@ Told: TypeAlias = "Callable[[], dict[str, list[str]]]"
 TOLD = r"first (batch|update) after the resume is not the one that followed step \d+"
 
 
-@pytest.mark.parametrize("name", [
-    "drawn-ahead", "list-of-a-session-loader", "hidden-state",
-    "hidden-state-beside-a-session-loader", "counter-that-starts-over", "walk", "unwrapped-data-loader",
-    "every-third-step-fetched-ahead",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "drawn-ahead",
+        "list-of-a-session-loader",
+        "hidden-state",
+        "hidden-state-beside-a-session-loader",
+        "counter-that-starts-over",
+        "walk",
+        "unwrapped-data-loader",
+        "every-third-step-fetched-ahead",
+    ],
+)
 def test_other_data_after_a_resume_are_told(name: str, bench: Bench) -> None:
     bench.exact_or_told(name, TOLD, quiet=True)
 
@@ -50,22 +58,39 @@ def test_a_batch_fetched_ahead_from_a_session_loader_is_told(bench: Bench) -> No
 
 def test_a_loop_without_an_optimizer(bench: Bench) -> None:
     """Its copies end in ``end_step()``, so a kill in that commit comes before the next batch: nothing is compared."""
-    bench.exact_or_told("fetched-ahead-without-an-optimizer", TOLD, quiet=True,
-                        kills=[Kill("place", "update", nth) for nth in (2, 7, 13)])  # fmt: skip
+    bench.exact_or_told(
+        "fetched-ahead-without-an-optimizer",
+        TOLD,
+        quiet=True,
+        kills=[Kill("place", "update", nth) for nth in (2, 7, 13)],
+    )
 
 
-@pytest.mark.parametrize("name", [
-    "fetched-at-the-top", "fetched-ahead-and-saved", "fetched-behind-the-update", "carried-hidden-state",
-    "walk-in-state", "updates-counted",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fetched-at-the-top",
+        "fetched-ahead-and-saved",
+        "fetched-behind-the-update",
+        "carried-hidden-state",
+        "walk-in-state",
+        "updates-counted",
+    ],
+)
 def test_the_recipes_are_exact(name: str, bench: Bench) -> None:
     bench.exact(name)
 
 
-@pytest.mark.parametrize("name", [
-    "two-loaders-accumulation-evaluation", "batches-without-tensors", "looks-before-the-loop", "workers",
-    "every-third-step",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two-loaders-accumulation-evaluation",
+        "batches-without-tensors",
+        "looks-before-the-loop",
+        "workers",
+        "every-third-step",
+    ],
+)
 def test_right_loops_are_quiet(name: str, bench: Bench) -> None:
     bench.exact(name)
 
@@ -120,8 +145,15 @@ def test_other_batches_are_a_warning_with_causes_and_cure(pool: Path, told: Told
     said = told()
     assert set(said) == {"WARNING"}
     (line,) = said["WARNING"]
-    for word in ("step 3", "fetched ahead by hand", "between attach and the loop", "session.loader", "end_step",
-                 "docs/loops.md", "strict_data=True"):  # fmt: skip
+    for word in (
+        "step 3",
+        "fetched ahead by hand",
+        "between attach and the loop",
+        "session.loader",
+        "end_step",
+        "docs/loops.md",
+        "strict_data=True",
+    ):
         assert word in line
 
 
@@ -129,8 +161,10 @@ def test_strict_data_raises_before_anything_is_changed(pool: Path, told: Told) -
     trained(pool, range(4))
     model = net(seed=5)
     optimizer = adam(model)
-    with pytest.raises(DataMismatchError, match="not the one that followed step 3"), \
-            lightck.attach(model, pool, optimizer=optimizer, resume=True, strict_data=True) as session:  # fmt: skip
+    with (
+        pytest.raises(DataMismatchError, match="not the one that followed step 3"),
+        lightck.attach(model, pool, optimizer=optimizer, resume=True, strict_data=True) as session,
+    ):
         before = everything(model, optimizer)
         for _ in range(2):
             with pytest.raises(ValueError, match="strict_data"):
@@ -227,8 +261,9 @@ def test_a_pass_that_only_looks_asks_for_no_training_batch(how: str, pool: Path,
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_processor_of_another_vendor_is_told(is_known: bool, pool: Path, caplog: pytest.LogCaptureFixture,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_a_processor_of_another_vendor_is_told(
+    is_known: bool, pool: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It draws a dropout's mask otherwise. An older pool does not know its own."""
     now = snapshot.fingerprint()
     then = now | {"vendor": "another"} if is_known else {key: now[key] for key in now if key != "vendor"}
@@ -417,9 +452,15 @@ def test_a_pmdk_pool(pool: Path, told: Told, pmdk: None) -> None:
 # -- session loaders -----------------------------------------------------------------------------------------------
 
 
-def looped(path: Path, data: Sequence[torch.Tensor], stop: int, *,
-           before: Callable[[Any, nn.Module], None] | None = None,
-           wrap: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **options: Any) -> None:  # fmt: skip
+def looped(
+    path: Path,
+    data: Sequence[torch.Tensor],
+    stop: int,
+    *,
+    before: Callable[[Any, nn.Module], None] | None = None,
+    wrap: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    **options: Any,
+) -> None:
     """Loop over a session loader until this step, and abandon the session."""
     model = net()
     optimizer = adam(model)

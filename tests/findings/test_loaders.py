@@ -60,11 +60,14 @@ def test_a_renamed_loader_is_refused(bench: Bench, folder: Path) -> None:
     assert re.search(r"loader 'b' began at its beginning instead.*anew=True", error)
 
 
-@pytest.mark.parametrize(("name", "warning"), [
-    ("dropped", r"position of loader 'a' \(epoch \d, \d batches given\).*not gone on from"),
-    ("cycle", r"an update was made after the pass over it ended|saved after updates on batches of a pass"),
-    ("stateful-iterable-dataset", r"batch \d of the pass is not the one that was given before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "warning"),
+    [
+        ("dropped", r"position of loader 'a' \(epoch \d, \d batches given\).*not gone on from"),
+        ("cycle", r"an update was made after the pass over it ended|saved after updates on batches of a pass"),
+        ("stateful-iterable-dataset", r"batch \d of the pass is not the one that was given before"),
+    ],
+)
 def test_exact_or_told(name: str, warning: str, bench: Bench) -> None:
     bench.exact_or_told(name, warning)
 
@@ -90,9 +93,16 @@ def test_persistent_workers_that_are_restored_or_draw_nothing(name: str, bench: 
 
 def test_persistent_workers_outside_the_session_are_told_once_they_had_started(bench: Bench) -> None:
     warning = r"DataLoader with persistent workers \(over a Augmented, batch size 15\).*Wrap it"
-    before, *_, after = bench.exact_or_told("persistent-evaluation-outside", warning, quiet=True, kills=[
-        Kill("place", "update", 2), Kill("place", "update", 8), Kill("place", "update", 12),
-    ])  # fmt: skip
+    before, *_, after = bench.exact_or_told(
+        "persistent-evaluation-outside",
+        warning,
+        quiet=True,
+        kills=[
+            Kill("place", "update", 2),
+            Kill("place", "update", 8),
+            Kill("place", "update", 12),
+        ],
+    )
     assert not before.warnings, "no evaluation had come, so the resumed run draws where the run before would have"
     assert after.difference is not None
 

@@ -173,9 +173,18 @@ class Normalises(Meter):
     """All that is no difference: order, added keys, containers and numbers of other types, a wider dtype, a clock."""
 
     def __init__(self) -> None:
-        self.values: Any = {"pair": (1, 2), "queue": deque([1.0, 2.0]), "number": np.float32(0.5), "nan": float("nan"),
-                            "mean": torch.zeros(2, dtype=torch.bfloat16), "zero": torch.tensor(2.0), "none": None,
-                            "kinds": defaultdict(None, a=[1]), "set": {1, 2}, "array": np.arange(3)}  # fmt: skip
+        self.values: Any = {
+            "pair": (1, 2),
+            "queue": deque([1.0, 2.0]),
+            "number": np.float32(0.5),
+            "nan": float("nan"),
+            "mean": torch.zeros(2, dtype=torch.bfloat16),
+            "zero": torch.tensor(2.0),
+            "none": None,
+            "kinds": defaultdict(None, a=[1]),
+            "set": {1, 2},
+            "array": np.arange(3),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.values, "seconds": time.monotonic(), "clock": {"at": [time.monotonic()]}}

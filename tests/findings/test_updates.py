@@ -30,20 +30,37 @@ def test_what_an_epochs_top_does_twice_is_named(name: str, warning: str, bench: 
 
 @pytest.mark.parametrize(
     "name",
-    ["teacher-outside", "number-of-a-module", "number-behind-an-embedding", "generator-of-the-loss",
-     "target-of-one-side", "gradients-that-are-never-cleared"],
-)  # fmt: skip
+    [
+        "teacher-outside",
+        "number-of-a-module",
+        "number-behind-an-embedding",
+        "generator-of-the-loss",
+        "target-of-one-side",
+        "gradients-that-are-never-cleared",
+    ],
+)
 def test_what_the_loss_depends_on_and_no_checkpoint_holds_is_told(name: str, bench: Bench) -> None:
     bench.exact_or_told(name, GRADIENT, quiet=True, shown_by="the gradients of the first update")
 
 
 @pytest.mark.parametrize(
     "name",
-    ["top-steps-scheduler-at-begin-only", "top-sets-lr-by-epoch", "teacher-in-state", "zeroed-gradients",
-     "two-optimizers", "closures-of-lbfgs", "clipped-and-accumulated", "pointer-that-the-loop-sets", "logged-forward",
-     "evaluated-on-fake-tensors", "channels-last-behind-attach", "scheduler-set-to-the-epoch-at-top",
-     "experts-and-zeroed-gradients"],
-)  # fmt: skip
+    [
+        "top-steps-scheduler-at-begin-only",
+        "top-sets-lr-by-epoch",
+        "teacher-in-state",
+        "zeroed-gradients",
+        "two-optimizers",
+        "closures-of-lbfgs",
+        "clipped-and-accumulated",
+        "pointer-that-the-loop-sets",
+        "logged-forward",
+        "evaluated-on-fake-tensors",
+        "channels-last-behind-attach",
+        "scheduler-set-to-the-epoch-at-top",
+        "experts-and-zeroed-gradients",
+    ],
+)
 def test_right_loops_are_exact_and_nothing_is_said(name: str, bench: Bench) -> None:
     bench.exact(name)
 

@@ -349,8 +349,13 @@ def test_weights_that_are_swapped_and_put_back_do_not_count(pool, caplog):
     assert not warnings(caplog)
 
 
-def resumed(pool: Path, counter: Any, use: Callable[[nn.Module, Any], None], caplog: pytest.LogCaptureFixture,
-            ends: Callable[[Any], None] = lambda session: None) -> list[str]:  # fmt: skip
+def resumed(
+    pool: Path,
+    counter: Any,
+    use: Callable[[nn.Module, Any], None],
+    caplog: pytest.LogCaptureFixture,
+    ends: Callable[[Any], None] = lambda session: None,
+) -> list[str]:
     """What is warned of in a run that goes on from a kill, and changes something before its first forward."""
     model = net()
     optimizer = adam(model)
@@ -468,8 +473,11 @@ def test_phases_of_several_optimizers_are_told_once(pool, caplog):
         for number in range(120):
             steps(model, number, other)
     (said,) = warnings(caplog)
-    assert re.search(r"AdamW of '0.weight' and 1 more made 100 updates.*SGD of '2.weight' and 1 more none.*"
-                     r"optimizer=\[\.\.\.\].*end_step\(\)", said)  # fmt: skip
+    assert re.search(
+        r"AdamW of '0.weight' and 1 more made 100 updates.*SGD of '2.weight' and 1 more none.*"
+        r"optimizer=\[\.\.\.\].*end_step\(\)",
+        said,
+    )
 
 
 @pytest.mark.parametrize("cure", ["end_step", "optimizer", "paused", "critic", "interval"])
@@ -500,8 +508,7 @@ def test_run_that_does_not_call_end_step_as_the_one_before_it_did(pool, caplog):
     with lightck.attach(model, pool, resume=True) as session:
         train(model, optimizer, 1002)
         assert session.committed == 1
-    assert any(re.search(r"1000 updates.*run before called session.end_step\(\)", said)
-               for said in warnings(caplog))  # fmt: skip
+    assert any(re.search(r"1000 updates.*run before called session.end_step\(\)", said) for said in warnings(caplog))
 
 
 def test_dozens_of_skipped_steps_are_no_alarm(pool, caplog):

@@ -124,10 +124,12 @@ def expected(path: Path) -> dict[str, Any]:
         "model": plain(dict(checkpoint.model)),
         "optimizer": plain(checkpoint.optimizer),
         "state": plain(checkpoint.state),
-        "lines": [[at, line.generation, line.incarnation, line.step, line.payload_generation, line.kind, line.slot]
-                  for at, line in lines],
+        "lines": [
+            [at, line.generation, line.incarnation, line.step, line.payload_generation, line.kind, line.slot]
+            for at, line in lines
+        ],
         "versions": [[v.step, v.line.generation, sorted(v.entries)] for v in versions],
-    }  # fmt: skip
+    }
 
 
 def make(path: Path) -> None:

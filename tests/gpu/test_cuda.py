@@ -134,8 +134,12 @@ class Changing(torch.nn.Module):
         return self.out(self.norm(self.conv(x)).mean((2, 3)).to(torch.bfloat16))
 
 
-def each_version_is_exact(pool: Path, finish: Callable[[lightck.Session, Callable[[], None]], None],
-                          make: Callable[[Any], Any] = adam, **options: Any) -> None:  # fmt: skip
+def each_version_is_exact(
+    pool: Path,
+    finish: Callable[[lightck.Session, Callable[[], None]], None],
+    make: Callable[[Any], Any] = adam,
+    **options: Any,
+) -> None:
     """Train ``Changing`` for eight steps. Nothing but lightck ever waits for the device, so it is as far behind as it
     may be. ``finish(session, update)`` is all of a step after the backward pass; it calls ``update`` once."""
     torch.manual_seed(0)
@@ -276,8 +280,9 @@ def test_tensors_on_both_sides(pool):
 def test_a_killed_training_goes_on_with_the_same_bits(pool, kill_at):
     def run(path: Path, upto: int, kill: int = 0) -> int:
         environment = {**os.environ, "PYTHONPATH": str(Path(lightck.__file__).parents[1])}
-        return subprocess.run([sys.executable, "-c", SCRIPT, str(path), str(upto), str(kill)], env=environment,
-                              check=False).returncode  # fmt: skip
+        return subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(path), str(upto), str(kill)], env=environment, check=False
+        ).returncode
 
     whole = pool.with_name("whole.pool")
     assert run(whole, 9) == 0

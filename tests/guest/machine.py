@@ -20,9 +20,21 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CACHE_VARIABLE = "LIGHTCK_GUEST_CACHE"
 MODULES = (
-    "virtio_pci", "9pnet_virtio", "9p", "overlay", "crc32c_generic", "libcrc32c", "ext4", "nfit", "nd_btt", "nd_pmem",
-    "nd_e820", "virtio_pmem", "device_dax", "dax_pmem",
-)  # fmt: skip
+    "virtio_pci",
+    "9pnet_virtio",
+    "9p",
+    "overlay",
+    "crc32c_generic",
+    "libcrc32c",
+    "ext4",
+    "nfit",
+    "nd_btt",
+    "nd_pmem",
+    "nd_e820",
+    "virtio_pmem",
+    "device_dax",
+    "dax_pmem",
+)
 
 
 class Unavailable(Exception):
@@ -158,10 +170,24 @@ def accelerator() -> tuple[str, str]:
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         return ("tcg", "max")
     command = [
-        tool("qemu-system-x86_64", "qemu-system-x86"), "-nodefaults", "-no-reboot", "-display", "none", "-serial",
-        "stdio", "-accel", kvm[0], "-cpu", kvm[1], "-m", "512M", "-kernel", str(kernel().image),
-        "-append", "console=ttyS0 panic=-1",
-    ]  # fmt: skip
+        tool("qemu-system-x86_64", "qemu-system-x86"),
+        "-nodefaults",
+        "-no-reboot",
+        "-display",
+        "none",
+        "-serial",
+        "stdio",
+        "-accel",
+        kvm[0],
+        "-cpu",
+        kvm[1],
+        "-m",
+        "512M",
+        "-kernel",
+        str(kernel().image),
+        "-append",
+        "console=ttyS0 panic=-1",
+    ]
     try:  # without a root file system the kernel panics, and that ends qemu
         tried = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
@@ -183,14 +209,38 @@ def boot(
     initramfs(linux, job, image)
     memory = f"memory-backend-file,id=pm,share=on,mem-path={nvdimm},size={nvdimm.stat().st_size},align=2M"
     command = [
-        qemu, "-nodefaults", "-no-reboot", "-display", "none", "-serial", f"file:{out / 'console'}",
-        "-accel", accel, "-cpu", cpu, "-smp", "2", "-m", "3G,slots=4,maxmem=32G",
-        "-machine", f"pc,nvdimm=on,nvdimm-persistence={persistence}",
-        "-object", memory, "-device", "nvdimm,id=nv,memdev=pm",
-        "-kernel", str(linux.image), "-initrd", str(image), "-append", f"console=ttyS0 panic=-1 quiet {append}",
-        "-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap",
-        "-virtfs", f"local,path={out},mount_tag=out,security_model=none",
+        qemu,
+        "-nodefaults",
+        "-no-reboot",
+        "-display",
+        "none",
+        "-serial",
+        f"file:{out / 'console'}",
+        "-accel",
+        accel,
+        "-cpu",
+        cpu,
+        "-smp",
+        "2",
+        "-m",
+        "3G,slots=4,maxmem=32G",
+        "-machine",
+        f"pc,nvdimm=on,nvdimm-persistence={persistence}",
+        "-object",
+        memory,
+        "-device",
+        "nvdimm,id=nv,memdev=pm",
+        "-kernel",
+        str(linux.image),
+        "-initrd",
+        str(image),
+        "-append",
+        f"console=ttyS0 panic=-1 quiet {append}",
+        "-virtfs",
+        "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap",
+        "-virtfs",
+        f"local,path={out},mount_tag=out,security_model=none",
         *extra,
-    ]  # fmt: skip
+    ]
     with (out / "qemu.log").open("wb") as log:
         return Boot(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log), out)

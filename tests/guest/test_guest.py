@@ -35,9 +35,14 @@ def _can_boot() -> None:
         pytest.skip("takes minutes: LIGHTCK_GUEST=1 boots a guest, LIGHTCK_REQUIRE_GUEST=1 insists on it")
     try:
         for name, package in (
-            ("qemu-system-x86_64", "qemu-system-x86"), ("busybox", "busybox-static"), ("ndctl", "ndctl"),
-            ("mkfs.ext4", "e2fsprogs"), ("filefrag", "e2fsprogs"), ("bash", "bash"), ("cc", "gcc"),
-        ):  # fmt: skip
+            ("qemu-system-x86_64", "qemu-system-x86"),
+            ("busybox", "busybox-static"),
+            ("ndctl", "ndctl"),
+            ("mkfs.ext4", "e2fsprogs"),
+            ("filefrag", "e2fsprogs"),
+            ("bash", "bash"),
+            ("cc", "gcc"),
+        ):
             machine.tool(name, package)
         machine.kernel()
     except machine.Unavailable as why:
@@ -70,10 +75,14 @@ def flush_test(tmp_path: Path) -> Path:
 def job(domain: str, *lines: str) -> str:
     """A shell script for the guest: the prelude, the environment of the suite, then these lines."""
     environment = {
-        "HOME": "/tmp", "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        "PYTHONDONTWRITEBYTECODE": "1", "LIGHTCK_TEST_DIR": "/pm", "LIGHTCK_GUEST_DOMAIN": domain,
+        "HOME": "/tmp",
+        "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "LIGHTCK_TEST_DIR": "/pm",
+        "LIGHTCK_GUEST_DOMAIN": domain,
         "PYTHON": sys.executable,
-    }  # fmt: skip
+    }
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     return "\n".join(["set -eo pipefail", f". {GUEST / 'prelude.sh'}", *exports, f"cd {ROOT}", *lines]) + "\n"
 
@@ -96,15 +105,25 @@ def test_the_suite_holds_on_persistent_memory(tmp_path, nvdimm, flush_test):
     suite = "tests/guest/on_dax.py tests/test_backend_conformance.py tests/test_session.py tests/test_recover.py"
     booted = machine.boot(
         job(
-            "memory_controller", "make_fsdax", "make_and_mount ACPI.NFIT /pm", "make_and_mount e820 /memmap",
-            "make_and_mount virtio-pmem /virtio", "export LIGHTCK_GUEST_MEMMAP=/memmap LIGHTCK_GUEST_VIRTIO=/virtio",
+            "memory_controller",
+            "make_fsdax",
+            "make_and_mount ACPI.NFIT /pm",
+            "make_and_mount e820 /memmap",
+            "make_and_mount virtio-pmem /virtio",
+            "export LIGHTCK_GUEST_MEMMAP=/memmap LIGHTCK_GUEST_VIRTIO=/virtio",
             "export LIGHTCK_GUEST_FLUSH=/out/test_flush",
             f"{pytest_command} {suite} >/out/pytest 2>&1",
         ),
-        out, nvdimm, append="memmap=256M!1G",
-        extra=("-object", f"memory-backend-file,id=vp,share=on,mem-path={virtio},size=256M",
-               "-device", "virtio-pmem-pci,id=vpp,memdev=vp"),
-    )  # fmt: skip
+        out,
+        nvdimm,
+        append="memmap=256M!1G",
+        extra=(
+            "-object",
+            f"memory-backend-file,id=vp,share=on,mem-path={virtio},size=256M",
+            "-device",
+            "virtio-pmem-pci,id=vpp,memdev=vp",
+        ),
+    )
     status = booted.wait(SUITE_S)
     report = out / "pytest"
     assert status == 0, report.read_text()[-6000:] if report.exists() else booted.console[-3000:]
@@ -122,8 +141,9 @@ def test_a_training_survives_a_power_cut_on_persistent_memory(tmp_path, nvdimm):
     out = tmp_path / "out"
     script = f"$PYTHON {GUEST / 'endless.py'}"
     train = f"{script} train /pm/run.pool /out/committed >/out/train 2>&1"
-    booted = machine.boot(job("cpu_cache", "make_fsdax", "make_and_mount ACPI.NFIT /pm", train), out, nvdimm,
-                          persistence="cpu")  # fmt: skip
+    booted = machine.boot(
+        job("cpu_cache", "make_fsdax", "make_and_mount ACPI.NFIT /pm", train), out, nvdimm, persistence="cpu"
+    )
     try:
         committed = _wait_for(booted, out / "committed", 6)
     finally:

@@ -181,11 +181,20 @@ class Odd(Simple):
 
     def update(self, p, group, state):
         if not state:
-            state.update({
-                "nested": {"inner": [torch.zeros_like(p), {"deep": (torch.zeros(2), None)}], 3: "three"},
-                "none": None, "flag": False, "note": "begun", "empty": [], "a/b": torch.zeros_like(p), 7: torch.ones(3),
-                ("pair", 1): 1.5, "history": OrderedDict(), "scalar": torch.tensor(0, dtype=torch.int64),
-            })  # fmt: skip
+            state.update(
+                {
+                    "nested": {"inner": [torch.zeros_like(p), {"deep": (torch.zeros(2), None)}], 3: "three"},
+                    "none": None,
+                    "flag": False,
+                    "note": "begun",
+                    "empty": [],
+                    "a/b": torch.zeros_like(p),
+                    7: torch.ones(3),
+                    ("pair", 1): 1.5,
+                    "history": OrderedDict(),
+                    "scalar": torch.tensor(0, dtype=torch.int64),
+                }
+            )
         state["nested"]["inner"][0].add_(p.grad)
         state["nested"]["inner"][1]["deep"][0].add_(1)
         state["flag"] = not state["flag"]

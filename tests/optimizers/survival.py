@@ -111,8 +111,14 @@ def open_session(training: Training, pool: Path, **options: Any) -> lightck.Sess
     return lightck.attach(training.model, pool, **options)
 
 
-def survives(pool: Path, training: Training, *, attach: Callable[[Training], Options] = lambda training: {},
-             steps: int = STEPS, more: int = MORE) -> lightck.Checkpoint:  # fmt: skip
+def survives(
+    pool: Path,
+    training: Training,
+    *,
+    attach: Callable[[Training], Options] = lambda training: {},
+    steps: int = STEPS,
+    more: int = MORE,
+) -> lightck.Checkpoint:
     """Assert that it does. The checkpoint that the training went on from."""
     never_killed = Training(training.make, training.iterate, training.build, training.seed)
     never_killed.learn(0, steps + more)
@@ -139,8 +145,14 @@ def wait_for(session: lightck.Session, step: int) -> None:
         time.sleep(0.0005)
 
 
-def goes_on(image: Path, training: Training, never_killed: Training, step: int,
-            attach: Callable[[Training], Options], held: Mapping[int, Any] | None = None) -> None:  # fmt: skip
+def goes_on(
+    image: Path,
+    training: Training,
+    never_killed: Training,
+    step: int,
+    attach: Callable[[Training], Options],
+    held: Mapping[int, Any] | None = None,
+) -> None:
     """A fresh process on this pool begins at ``step`` and ends as the other did."""
     with open_session(training, image, resume=True, **attach(training)) as session:
         assert session.step == step
@@ -150,8 +162,14 @@ def goes_on(image: Path, training: Training, never_killed: Training, step: int,
     assert_same(training, never_killed, "the resumed training differs")
 
 
-def survives_kill_9(pool: Path, training: Training, *, attach: Callable[[Training], Options] = lambda training: {},
-                    steps: int = STEPS, more: int = MORE) -> None:  # fmt: skip
+def survives_kill_9(
+    pool: Path,
+    training: Training,
+    *,
+    attach: Callable[[Training], Options] = lambda training: {},
+    steps: int = STEPS,
+    more: int = MORE,
+) -> None:
     """As ``survives``, with a process that really dies."""
     never_killed = Training(training.make, training.iterate, training.build, training.seed)
     never_killed.learn(0, steps + more)

@@ -14,8 +14,19 @@ from toys import crashed, net, same
 
 import lightck
 
-KINDS = [wild.Lion, wild.Factored, wild.Soap, wild.Sophia, wild.EightBit, wild.Odd, wild.Global, wild.Late, wild.Wider,
-         wild.NotADict, wild.Overriding]  # fmt: skip
+KINDS = [
+    wild.Lion,
+    wild.Factored,
+    wild.Soap,
+    wild.Sophia,
+    wild.EightBit,
+    wild.Odd,
+    wild.Global,
+    wild.Late,
+    wild.Wider,
+    wild.NotADict,
+    wild.Overriding,
+]
 
 
 def with_lr(kind: Callable[..., Any], lr: float = 0.02) -> Callable[[nn.Module], Sequence[Any]]:
@@ -38,8 +49,11 @@ def test_state_of_any_shape_survives_a_real_kill(pool, kind):
     survives_kill_9(pool, Training(with_lr(kind)))
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in (wild.Wider, wild.Odd, wild.EightBit, wild.NotADict)],
-                         ids=lambda kind: kind.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [k for k in KINDS if k not in (wild.Wider, wild.Odd, wild.EightBit, wild.NotADict)],
+    ids=lambda kind: kind.__name__,
+)
 def test_their_own_load_state_dict_takes_the_checkpoint(pool, kind):
     run = Training(with_lr(kind))
     loads_by_itself(survives(pool, run), run)

@@ -28,9 +28,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "RAdam": [{}, {"decoupled_weight_decay": True, "weight_decay": 0.01}],
     "RMSprop": [{}, {"centered": True, "momentum": 0.5, "weight_decay": 0.01}, {"momentum": 0.9, "maximize": True}],
     "Rprop": [{}, {"etas": (0.4, 1.3), "maximize": True}],
-    "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-            {"momentum": 0.8, "dampening": 0.3, "maximize": True}],
-}  # fmt: skip
+    "SGD": [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        {"momentum": 0.8, "dampening": 0.3, "maximize": True},
+    ],
+}
 REFUSED = {"SparseAdam"}
 IMPLEMENTATIONS = ("foreach", "fused")
 

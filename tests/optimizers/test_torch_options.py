@@ -109,8 +109,14 @@ def grouped(model: nn.Module) -> Sequence[Any]:
     """Every group its own numbers; the parameters are named; two implementations side by side."""
     weights = [(n, p) for n, p in model.named_parameters() if p.dim() == 2]
     biases = [(n, p) for n, p in model.named_parameters() if p.dim() == 1]
-    return [torch.optim.AdamW([{"params": weights, "lr": 0.02, "amsgrad": True, "weight_decay": 0.1},
-                               {"params": biases, "lr": 0.01, "betas": (0.8, 0.95), "foreach": True}])]  # fmt: skip
+    return [
+        torch.optim.AdamW(
+            [
+                {"params": weights, "lr": 0.02, "amsgrad": True, "weight_decay": 0.1},
+                {"params": biases, "lr": 0.01, "betas": (0.8, 0.95), "foreach": True},
+            ]
+        )
+    ]
 
 
 def test_groups_with_different_options_and_names(pool):
@@ -340,8 +346,10 @@ def test_muon_and_adamw_share_a_model(pool):
     """Muon takes matrices only: two optimizers, one update."""
 
     def make(model: nn.Module) -> Sequence[Any]:
-        return [torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01),
-                torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=0.01)]  # fmt: skip
+        return [
+            torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01),
+            torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=0.01),
+        ]
 
     run = Training(make)
     checkpoint = survives(pool, run, attach=lambda training: {"optimizer": None})

@@ -156,8 +156,12 @@ def test_checkpoint_has_a_state_dict_for_each(pool):
 
 
 def test_scheduler_on_the_wrapper_or_on_what_it_wraps_is_found(pool):
-    for make, scheduled in ((sam, lambda outer: outer), (sam, lambda outer: outer.base_optimizer),
-                            (lookahead, lambda outer: outer), (lookahead, lambda outer: outer.optimizer)):  # fmt: skip
+    for make, scheduled in (
+        (sam, lambda outer: outer),
+        (sam, lambda outer: outer.base_optimizer),
+        (lookahead, lambda outer: outer),
+        (lookahead, lambda outer: outer.optimizer),
+    ):
         run = Training(make)
         scheduler = torch.optim.lr_scheduler.StepLR(scheduled(run.optimizers[0]), 1)
         with lightck.attach(run.model, pool, overwrite=True) as session:

@@ -124,10 +124,15 @@ class Runner:
         script = folder / self.program.script
         request = {
             "folder": str(folder / self.program.folder if self.program.folder else script.parent),
-            "script": str(script), "argv": self.program.argv.split(), "paths": list(self.program.paths), "seed": seed,
-            "with_lightck": variant == "ours", "environment": self.program.environment, "sees_frozen": False,
+            "script": str(script),
+            "argv": self.program.argv.split(),
+            "paths": list(self.program.paths),
+            "seed": seed,
+            "with_lightck": variant == "ours",
+            "environment": self.program.environment,
+            "sees_frozen": False,
             "kill": asdict(kill) if kill and not kill.delay else None,
-        }  # fmt: skip
+        }
         if self.program.paths == (".",):
             request["folder"] = str(folder)
         server = self._servers[variant]
@@ -246,9 +251,14 @@ def kills_for(reference: Told, draw: random.Random) -> list[list[Kill]]:
 def run(runner: Runner, seed: int, most: int | None) -> dict[str, Any]:
     program = runner.program
     result: dict[str, Any] = {
-        "program": program.name, "repository": program.repository, "commit": COMMITS.get(program.repository, ""),
-        "script": program.script, "wiring": program.wiring, "seed": seed, "lightck": _version(),
-    }  # fmt: skip
+        "program": program.name,
+        "repository": program.repository,
+        "commit": COMMITS.get(program.repository, ""),
+        "script": program.script,
+        "wiring": program.wiring,
+        "seed": seed,
+        "lightck": _version(),
+    }
     try:
         runner.prepare()
         result["lines"] = runner.lines

@@ -138,8 +138,14 @@ def _die_with_parent() -> None:
 class ForkServer:
     """The server as its client sees it. A context manager; the server ends with it."""
 
-    def __init__(self, *, compiles: bool = False, environment: dict[str, str] | None = None,
-                 without_lightck: bool = False, programs: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        compiles: bool = False,
+        environment: dict[str, str] | None = None,
+        without_lightck: bool = False,
+        programs: str = "",
+    ) -> None:
         """``programs``: a module with ``run_child``, by its name from the folder of tests; scenarios by default.
         ``without_lightck``: its children never import lightck, so they run nothing but reference runs."""
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -122,9 +122,15 @@ class Survival:
 class Training:
     """One scenario with its fork server and a folder: runs single processes of it."""
 
-    def __init__(self, server: ForkServer, scenario: Scenario, folder: Path,
-                 options: Mapping[str, Any] | None = None, sabotage: str | None = None,
-                 sees_frozen: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        server: ForkServer,
+        scenario: Scenario,
+        folder: Path,
+        options: Mapping[str, Any] | None = None,
+        sabotage: str | None = None,
+        sees_frozen: bool = False,
+    ) -> None:
         self.scenario = scenario
         self.folder = folder
         self.log = folder / f"{scenario.name}.log"

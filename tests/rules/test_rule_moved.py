@@ -217,8 +217,9 @@ def before_the_copies(monkeypatch):
     return work
 
 
-def test_data_write_before_the_copy_costs_its_checkpoint_and_the_next_one_is_right(pool, before_the_copies, caplog,
-                                                                                  monkeypatch):  # fmt: skip
+def test_data_write_before_the_copy_costs_its_checkpoint_and_the_next_one_is_right(
+    pool, before_the_copies, caplog, monkeypatch
+):
     """It moves no version counter: what was read at the boundary tells. The training goes on."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
     model = Writer("none")

@@ -124,14 +124,22 @@ def test_new_state_and_loaded_tensors_have_the_saved_memory_format(pool):
 def test_every_kind_of_tensor_survives(pool):
     model = net()
     kinds = {
-        "half": torch.rand(5).half(), "double": torch.rand(5).double(), "flags": torch.tensor([True, False]),
-        "complex": torch.rand(3, dtype=torch.complex64), "bytes": torch.arange(9, dtype=torch.uint8),
-        "scalar": torch.tensor(3), "empty": torch.zeros(0, 4), "float8": torch.rand(6).to(torch.float8_e4m3fn),
-        "nan": torch.tensor([float("nan"), -0.0, float("inf")]), "view": torch.arange(12.0).reshape(3, 4).T,
+        "half": torch.rand(5).half(),
+        "double": torch.rand(5).double(),
+        "flags": torch.tensor([True, False]),
+        "complex": torch.rand(3, dtype=torch.complex64),
+        "bytes": torch.arange(9, dtype=torch.uint8),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+        "float8": torch.rand(6).to(torch.float8_e4m3fn),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "view": torch.arange(12.0).reshape(3, 4).T,
         "strided": torch.arange(12.0)[::2],
         "conj": torch.rand(3, dtype=torch.complex64).conj(),
-        "big": torch.rand(3000, 3), "big view": torch.rand(3000, 3).T, "big strided": torch.rand(6000, 3)[::2],
-    }  # fmt: skip
+        "big": torch.rand(3000, 3),
+        "big view": torch.rand(3000, 3).T,
+        "big strided": torch.rand(6000, 3)[::2],
+    }
     for name, tensor in kinds.items():
         model.register_buffer(f"a_{name}".replace(" ", "_"), tensor)
     optimizer = adam(model)
@@ -228,8 +236,9 @@ def test_nothing_changes_where_the_check_fails(pool):
 
 def test_optimizer_options_and_state_are_matched_by_name(pool):
     model = net()
-    optimizer = torch.optim.AdamW([{"params": list(model.parameters())[:2], "lr": 0.5},
-                                   {"params": list(model.parameters())[2:]}])  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.parameters())[:2], "lr": 0.5}, {"params": list(model.parameters())[2:]}]
+    )
     with lightck.attach(model, pool, optimizer=optimizer):
         train(model, optimizer, 2)
         optimizer.param_groups[1]["weight_decay"] = 0.25

@@ -37,15 +37,38 @@ def counting_up() -> Any:
 
 
 VALUES = {
-    "none": None, "true": True, "false": False, "zero": 0, "int": -5, "huge": -(1 << 200), "float": 0.1,
-    "minus zero": -0.0, "infinity": float("inf"), "text": "ß\n\0", "bytes": b"\x00\xff", "list": [1, [2]],
-    "tuple": (1, (2,)), "dict": {"a": 1, 2: "b", (1, "x"): None, 3.5: True}, "ordered": OrderedDict(b=1, a=2),
-    "counter": Counter("hello"), "default": counting_up(), "set": {1, "a", (2, 3)}, "frozen": frozenset({1}),
-    "deque": deque([1, 2, 3], maxlen=4), "array": np.arange(6, dtype=np.int16).reshape(2, 3), "scalar": np.float32(0.1),
-    "numpy int": np.int64(7), "numpy bool": np.bool_(True), "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-    "tensor": torch.tensor([1.5, -0.0]), "bf16": torch.ones(3).bfloat16(), "empty tensor": torch.zeros(0, 3),
-    "large": torch.rand(5000), "large bools": torch.rand(5000) > 0.5, "large array": np.random.rand(3000),
-}  # fmt: skip
+    "none": None,
+    "true": True,
+    "false": False,
+    "zero": 0,
+    "int": -5,
+    "huge": -(1 << 200),
+    "float": 0.1,
+    "minus zero": -0.0,
+    "infinity": float("inf"),
+    "text": "ß\n\0",
+    "bytes": b"\x00\xff",
+    "list": [1, [2]],
+    "tuple": (1, (2,)),
+    "dict": {"a": 1, 2: "b", (1, "x"): None, 3.5: True},
+    "ordered": OrderedDict(b=1, a=2),
+    "counter": Counter("hello"),
+    "default": counting_up(),
+    "set": {1, "a", (2, 3)},
+    "frozen": frozenset({1}),
+    "deque": deque([1, 2, 3], maxlen=4),
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "scalar": np.float32(0.1),
+    "numpy int": np.int64(7),
+    "numpy bool": np.bool_(True),
+    "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "tensor": torch.tensor([1.5, -0.0]),
+    "bf16": torch.ones(3).bfloat16(),
+    "empty tensor": torch.zeros(0, 3),
+    "large": torch.rand(5000),
+    "large bools": torch.rand(5000) > 0.5,
+    "large array": np.random.rand(3000),
+}
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -61,8 +61,15 @@ BACKENDS = ("file", "pmdk")
 _SLOT_MAGIC = b"LCKSLOT1"
 _GROUPS = ("before the sync", "commit", "after the commit", "batch that follows")
 
-MACHINE = {"torch": "2", "python": "3", "machine": "any", "cpu": "any", "threads": 1, "deterministic": False,
-           "cuda": None}  # fmt: skip
+MACHINE = {
+    "torch": "2",
+    "python": "3",
+    "machine": "any",
+    "cpu": "any",
+    "threads": 1,
+    "deterministic": False,
+    "cuda": None,
+}
 Written = dict[int, int]
 """Offset -> the byte that was stored there last."""
 
@@ -241,8 +248,12 @@ def _one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -
 
 @contextmanager
 def _exact() -> Iterator[None]:
-    with patch.object(snapshot, "fingerprint", lambda: MACHINE), patch.object(recorded, "one_step", _one_step), \
-            patch.object(workloads, "one_step", _one_step), patch.object(workloads, "build", _build):  # fmt: skip
+    with (
+        patch.object(snapshot, "fingerprint", lambda: MACHINE),
+        patch.object(recorded, "one_step", _one_step),
+        patch.object(workloads, "one_step", _one_step),
+        patch.object(workloads, "build", _build),
+    ):
         yield
 
 

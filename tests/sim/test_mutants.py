@@ -107,12 +107,16 @@ def damaged_slot_protected() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("bug", "workload"), [
-    (slot_reused_too_early, plain(2, 2)),
-    (manifest_updated_in_place, plain(2, 2)),
-    (line_overwritten_in_place, plain(2, 3)),
-    (damaged_slot_protected, media_error(2)),
-], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    ("bug", "workload"),
+    [
+        (slot_reused_too_early, plain(2, 2)),
+        (manifest_updated_in_place, plain(2, 2)),
+        (line_overwritten_in_place, plain(2, 3)),
+        (damaged_slot_protected, media_error(2)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_a_bug_in_the_writer_is_found(
     bug: Callable[[], AbstractContextManager[object]], workload: Workload, folder: Path
 ) -> None:

@@ -158,11 +158,15 @@ def neither_header_nor_blocks() -> Iterator[None]:
 # -- crash images ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bug", "workload"), [
-    (older_version_preferred, "two slots"),
-    (timelines_not_told_apart, "going back, three slots"),
-    (blocks_not_checked, "media error"),
-], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    ("bug", "workload"),
+    [
+        (older_version_preferred, "two slots"),
+        (timelines_not_told_apart, "going back, three slots"),
+        (blocks_not_checked, "media error"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_a_crash_image_finds_it(bug: Planted, workload: str, recorded: Recorded, folder: Path) -> None:
     recording, _ = recorded(workload)
     for model in (PersistentMemory(), Adversary(), BlockDevice()):
@@ -284,16 +288,20 @@ def test_no_flipped_bit_does_harm(workload: str, recorded: Recorded) -> None:
     assert not harm_of_flips(path, two_newest(recording))
 
 
-@pytest.mark.parametrize(("bug", "workload"), [
-    (line_not_checked, "two slots"),
-    (manifest_not_checked, "two slots"),
-    (table_not_checked, "two slots"),
-    (superblock_not_checked, "two slots"),
-    (second_superblock_not_tried, "two slots"),
-    (second_table_not_tried, "two slots"),
-    (blocks_not_checked, "two slots"),
-    (dead_lines_used, "going back, no step"),
-], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    ("bug", "workload"),
+    [
+        (line_not_checked, "two slots"),
+        (manifest_not_checked, "two slots"),
+        (table_not_checked, "two slots"),
+        (superblock_not_checked, "two slots"),
+        (second_superblock_not_tried, "two slots"),
+        (second_table_not_tried, "two slots"),
+        (blocks_not_checked, "two slots"),
+        (dead_lines_used, "going back, no step"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_a_flipped_bit_finds_it(bug: Planted, workload: str, recorded: Recorded) -> None:
     recording, path = recorded(workload)
     with bug():

@@ -76,8 +76,17 @@ def batch_norm(model: nn.Sequential) -> None:
     model.insert(1, nn.BatchNorm1d(model[0].out_features))
 
 
-CHANGES = [parametrized, weight_norm, old_weight_norm, spectral_norm, old_spectral_norm, orthogonal, parameter_class,
-           buffer_class, batch_norm]  # fmt: skip
+CHANGES = [
+    parametrized,
+    weight_norm,
+    old_weight_norm,
+    spectral_norm,
+    old_spectral_norm,
+    orthogonal,
+    parameter_class,
+    buffer_class,
+    batch_norm,
+]
 
 
 def built(change: Callable[[nn.Sequential], None], width: int, seed: int) -> tuple[nn.Module, Any]:

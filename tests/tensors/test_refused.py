@@ -63,7 +63,8 @@ KINDS: dict[str, tuple[Callable[[], torch.Tensor], str, str]] = {
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested", "Keep its parts"),
     "jagged": (
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-        "NestedTensor", "plain tensors",
+        "NestedTensor",
+        "plain tensors",
     ),
     "per tensor": (lambda: torch.quantize_per_tensor(torch.rand(5000), 0.1, 0, torch.qint8), "scale", "int_repr"),
     "freed": (freed, "freed", "has its memory"),
@@ -71,7 +72,7 @@ KINDS: dict[str, tuple[Callable[[], torch.Tensor], str, str]] = {
     "fake": (fake, "FakeTensor", "plain tensors"),
     "wrapper": (lambda: TwoTensor(torch.ones(3000), torch.ones(3000)), "TwoTensor", "plain tensors"),
     "dtensor": (distributed, "DTensor", "one process"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("role", PLACES)

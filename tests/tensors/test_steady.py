@@ -105,10 +105,25 @@ def state_under_a_string(t: Steady) -> None:
     t.optimizer.state["history"] = {"losses": [1.0, 2.0]}
 
 
-CHANGES = [another_parameter, other_data, other_dtype, other_strides, a_buffer_where_none_was, a_buffer_less,
-           a_parameter_where_none_was, a_module_more, a_tied_parameter, frozen, state_under_a_new_key,
-           a_state_tensor_replaced, a_state_tensor_that_is_a_number_now, a_number_in_the_state, a_group_more,
-           state_taken_away, state_under_a_string]  # fmt: skip
+CHANGES = [
+    another_parameter,
+    other_data,
+    other_dtype,
+    other_strides,
+    a_buffer_where_none_was,
+    a_buffer_less,
+    a_parameter_where_none_was,
+    a_module_more,
+    a_tied_parameter,
+    frozen,
+    state_under_a_new_key,
+    a_state_tensor_replaced,
+    a_state_tensor_that_is_a_number_now,
+    a_number_in_the_state,
+    a_group_more,
+    state_taken_away,
+    state_under_a_string,
+]
 
 
 @pytest.mark.parametrize("width", [8, BIG], ids=["small", "large"])

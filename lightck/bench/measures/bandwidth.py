@@ -41,9 +41,14 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
         result = {"nbytes": room.nbytes, "buffers": len(sizes), "libpmem": _libpmem() is not None}
         write = _timed(room.writers(), options["rounds"], room.nbytes, room.check_written)
         read = _timed(room.readers(), options["rounds"], room.nbytes, room.check_read)
-    return {**result, "write": write, "read": read, "write_of_nt": _ratio(write, "lightck", "non-temporal"),
-            "write_of_memcpy": _ratio(write, "lightck", "memcpy"),
-            "read_of_memcpy": _ratio(read, "lightck", "memcpy")}  # fmt: skip
+    return {
+        **result,
+        "write": write,
+        "read": read,
+        "write_of_nt": _ratio(write, "lightck", "non-temporal"),
+        "write_of_memcpy": _ratio(write, "lightck", "memcpy"),
+        "read_of_memcpy": _ratio(read, "lightck", "memcpy"),
+    }
 
 
 class _Room:
@@ -158,9 +163,20 @@ class _Room:
             seeds = np.array([lib.lck_block_seed(0, 0, i, 1, block) for block in range(len(crcs))], np.uint32)
             seeded = crcs ^ seeds
             status = lib.lck_read_verified(
-                self.container.fd, places, len(self.container.extents), offset, _pointer(target), len(target),
-                BLOCK_MAX, ffi.cast("uint32_t *", seeded.ctypes.data), 0, 0, i, 1, ffi.NULL,
-            )  # fmt: skip
+                self.container.fd,
+                places,
+                len(self.container.extents),
+                offset,
+                _pointer(target),
+                len(target),
+                BLOCK_MAX,
+                ffi.cast("uint32_t *", seeded.ctypes.data),
+                0,
+                0,
+                i,
+                1,
+                ffi.NULL,
+            )
             check(status, "reading")
 
     def check_read(self, kind: str) -> None:
@@ -186,10 +202,13 @@ def _timed(kinds: Kinds, rounds: int, nbytes: int, verify: Callable[[str], None]
             copy()
             found[name].append((nbytes / (time.perf_counter() - wall), nbytes / (time.thread_time() - cpu)))
     return {
-        name: {"wall": asdict(spread([a for a, _ in pairs])), "cpu": asdict(spread([b for _, b in pairs])),
-               "rounds": [b for _, b in pairs]}
+        name: {
+            "wall": asdict(spread([a for a, _ in pairs])),
+            "cpu": asdict(spread([b for _, b in pairs])),
+            "rounds": [b for _, b in pairs],
+        }
         for name, pairs in found.items()
-    }  # fmt: skip
+    }
 
 
 def _ratio(found: dict[str, Any], ours: str, other: str) -> float:

@@ -140,8 +140,9 @@ def _copied(workers: ThreadPoolExecutor, parts: list[list[tuple[int, int, int]]]
     return time.perf_counter() - began
 
 
-def _result(training: Training, times: dict[str, list[tuple[float, float]]],
-            copies: dict[int, list[float]]) -> dict[str, Any]:  # fmt: skip
+def _result(
+    training: Training, times: dict[str, list[tuple[float, float]]], copies: dict[int, list[float]]
+) -> dict[str, Any]:
     found: dict[str, Any] = {"nbytes": training.nbytes, "memcpy": asdict(spread(copies[1]))}
     for name, pairs in times.items():
         loads, with_pass = zip(*pairs, strict=True)

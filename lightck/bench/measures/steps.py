@@ -114,5 +114,10 @@ def _spread_out(options: dict[str, Any], folder: str, waited_steps: int) -> dict
     loop.check(training, saver, folder)
     _emptied(folder)
     cost = estimate(against_neighbours([w.seconds for w in found.saved], [w.seconds for w in found.plain]))
-    return {"span": span, "seconds": cost.median, "low": cost.low, "high": cost.high,
-            "end_wait_seconds": median(column(found.saved, "end_seconds"))}  # fmt: skip
+    return {
+        "span": span,
+        "seconds": cost.median,
+        "low": cost.low,
+        "high": cost.high,
+        "end_wait_seconds": median(column(found.saved, "end_seconds")),
+    }

@@ -43,8 +43,16 @@ class Workload:
 
 
 def _vision(name: str, model: Callable[[], nn.Module], pixels: int, batch: int, paper_mib: int) -> Workload:
-    return Workload(name, model, vision.momentum_sgd, partial(_images, pixels, 1000), vision.cross_entropy, batch,
-                    f"{pixels} x {pixels}, momentum SGD", paper_mib * MIB)  # fmt: skip
+    return Workload(
+        name,
+        model,
+        vision.momentum_sgd,
+        partial(_images, pixels, 1000),
+        vision.cross_entropy,
+        batch,
+        f"{pixels} x {pixels}, momentum SGD",
+        paper_mib * MIB,
+    )
 
 
 def _images(pixels: int, classes: int, n: int, generator: torch.Generator) -> Batch:
@@ -55,10 +63,19 @@ def _tokens(length: int, vocabulary: int, n: int, generator: torch.Generator) ->
     return language.tokens(n, length, vocabulary, generator)
 
 
-def _language(name: str, model: Callable[[], nn.Module], length: int, vocabulary: int, batch: int,
-              paper_mb: int) -> Workload:  # fmt: skip
-    return Workload(name, model, language.adam, partial(_tokens, length, vocabulary), language.own_loss, batch,
-                    f"{length} tokens, Adam", paper_mb * MB)  # fmt: skip
+def _language(
+    name: str, model: Callable[[], nn.Module], length: int, vocabulary: int, batch: int, paper_mb: int
+) -> Workload:
+    return Workload(
+        name,
+        model,
+        language.adam,
+        partial(_tokens, length, vocabulary),
+        language.own_loss,
+        batch,
+        f"{length} tokens, Adam",
+        paper_mb * MB,
+    )
 
 
 FULL = {
@@ -76,13 +93,21 @@ NAMES = tuple(FULL)
 
 
 def _small_vision(name: str, model: Callable[[], nn.Module], pixels: int) -> Workload:
-    return Workload(name, model, vision.momentum_sgd, partial(_images, pixels, 10), vision.cross_entropy, 2,
-                    f"{pixels} x {pixels}, momentum SGD, small")  # fmt: skip
+    return Workload(
+        name,
+        model,
+        vision.momentum_sgd,
+        partial(_images, pixels, 10),
+        vision.cross_entropy,
+        2,
+        f"{pixels} x {pixels}, momentum SGD, small",
+    )
 
 
 def _small_language(name: str, model: Callable[[], nn.Module]) -> Workload:
-    return Workload(name, model, language.adam, partial(_tokens, 32, 512), language.own_loss, 4,
-                    "32 tokens, Adam, small")  # fmt: skip
+    return Workload(
+        name, model, language.adam, partial(_tokens, 32, 512), language.own_loss, 4, "32 tokens, Adam, small"
+    )
 
 
 _TRANSFORMER = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
@@ -93,12 +118,24 @@ SMALL = {
         _small_vision("vgg16", partial(vgg16, 10, 16, 64, 32), 32),
         _small_vision("inception_v3", partial(inception_v3, 10, 16), 75),
         _small_vision("alexnet", partial(alexnet, 10, 16), 64),
-        _small_language("gpt2", partial(language.gpt2, n_embd=128, n_layer=2, n_head=4, vocab_size=512, n_positions=32,
-                                        bos_token_id=None, eos_token_id=None)),
-        _small_language("bert_large", partial(language.bert_large, vocab_size=512, max_position_embeddings=32,
-                                              **_TRANSFORMER)),
+        _small_language(
+            "gpt2",
+            partial(
+                language.gpt2,
+                n_embd=128,
+                n_layer=2,
+                n_head=4,
+                vocab_size=512,
+                n_positions=32,
+                bos_token_id=None,
+                eos_token_id=None,
+            ),
+        ),
+        _small_language(
+            "bert_large", partial(language.bert_large, vocab_size=512, max_position_embeddings=32, **_TRANSFORMER)
+        ),
     )
-}  # fmt: skip
+}
 
 
 def workload(name: str, size: str = "full") -> Workload:

@@ -63,9 +63,13 @@ def inception_v3(classes: int = 1000, divisor: int = 1) -> nn.Module:
         blocks.append(_figure_5(chain, inputs, pooled))
     blocks.append(Side(chain(288, (384, 3, 2)), chain(288, (64, 1), (96, 3), (96, 3, 2)), nn.MaxPool2d(3, 2)))
     blocks += [_figure_6(chain, middle) for middle in (128, 160, 160, 192)]
-    blocks.append(Side(chain(768, (192, 1), (320, 3, 2)),
-                       chain(768, (192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)),
-                       nn.MaxPool2d(3, 2)))  # fmt: skip
+    blocks.append(
+        Side(
+            chain(768, (192, 1), (320, 3, 2)),
+            chain(768, (192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)),
+            nn.MaxPool2d(3, 2),
+        )
+    )
     blocks += [_figure_7(chain, inputs) for inputs in (1280, 2048)]
     head = (nn.AdaptiveAvgPool2d(1), nn.Dropout(0.5), nn.Flatten(), nn.Linear(chain.of(2048), classes))
     return fan_out_(nn.Sequential(*blocks, *head))
@@ -82,15 +86,23 @@ def _stem(chain: Chain) -> nn.Module:
 
 def _figure_5(chain: Chain, inputs: int, pooled: int) -> nn.Module:
     """On the 35x35 grid: 3x3 twice in place of one 5x5."""
-    return Side(chain(inputs, (64, 1)), chain(inputs, (48, 1), (64, 5)), chain(inputs, (64, 1), (96, 3), (96, 3)),
-                chain.pooled(inputs, pooled))  # fmt: skip
+    return Side(
+        chain(inputs, (64, 1)),
+        chain(inputs, (48, 1), (64, 5)),
+        chain(inputs, (64, 1), (96, 3), (96, 3)),
+        chain.pooled(inputs, pooled),
+    )
 
 
 def _figure_6(chain: Chain, middle: int) -> nn.Module:
     """On the 17x17 grid: 7x7 as 1x7 and 7x1."""
     long = ((middle, 1), (middle, (7, 1)), (middle, (1, 7)), (middle, (7, 1)), (192, (1, 7)))
-    return Side(chain(768, (192, 1)), chain(768, (middle, 1), (middle, (1, 7)), (192, (7, 1))), chain(768, *long),
-                chain.pooled(768, 192))  # fmt: skip
+    return Side(
+        chain(768, (192, 1)),
+        chain(768, (middle, 1), (middle, (1, 7)), (192, (7, 1))),
+        chain(768, *long),
+        chain.pooled(768, 192),
+    )
 
 
 def _figure_7(chain: Chain, inputs: int) -> nn.Module:
@@ -99,5 +111,9 @@ def _figure_7(chain: Chain, inputs: int) -> nn.Module:
     def fan() -> nn.Module:
         return Side(chain(384, (384, (1, 3))), chain(384, (384, (3, 1))))
 
-    return Side(chain(inputs, (320, 1)), nn.Sequential(chain(inputs, (384, 1)), fan()),
-                nn.Sequential(chain(inputs, (448, 1), (384, 3)), fan()), chain.pooled(inputs, 192))  # fmt: skip
+    return Side(
+        chain(inputs, (320, 1)),
+        nn.Sequential(chain(inputs, (384, 1)), fan()),
+        nn.Sequential(chain(inputs, (448, 1), (384, 3)), fan()),
+        chain.pooled(inputs, 192),
+    )

@@ -24,9 +24,11 @@ class Residual(nn.Module):
             nn.BatchNorm2d(outputs),
         )
         is_same = inputs == outputs and stride == 1
-        self.shortcut = nn.Identity() if is_same else nn.Sequential(
-            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-        )  # fmt: skip
+        self.shortcut = (
+            nn.Identity()
+            if is_same
+            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.relu(self.body(x) + self.shortcut(x))

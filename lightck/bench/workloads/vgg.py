@@ -20,9 +20,16 @@ def vgg16(classes: int = 1000, divisor: int = 1, fully_connected: int = 4096, pi
         layers.append(nn.MaxPool2d(2))
     side = pixels >> len(STAGES)
     wide = fully_connected
-    return fan_out_(nn.Sequential(
-        *layers, nn.Flatten(),
-        nn.Linear(inputs * side * side, wide), nn.ReLU(inplace=True), nn.Dropout(0.5),
-        nn.Linear(wide, wide), nn.ReLU(inplace=True), nn.Dropout(0.5),
-        nn.Linear(wide, classes),
-    ))  # fmt: skip
+    return fan_out_(
+        nn.Sequential(
+            *layers,
+            nn.Flatten(),
+            nn.Linear(inputs * side * side, wide),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.5),
+            nn.Linear(wide, wide),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.5),
+            nn.Linear(wide, classes),
+        )
+    )

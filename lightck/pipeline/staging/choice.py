@@ -90,8 +90,11 @@ class Choice:
         self._left = [way for way in self._ways if way is not self.way]
         if len(self._ways) > 1:
             costs = ", ".join(f"{kind} {1e3 * seconds:.2f} ms" for kind, seconds in self._found.items())
-            log.info("lightck: tensors leave their device by %s from here on (a version held the training up: %s)",
-                     self.way.kind, costs)  # fmt: skip
+            log.info(
+                "lightck: tensors leave their device by %s from here on (a version held the training up: %s)",
+                self.way.kind,
+                costs,
+            )
 
     def _cost(self, way: Way) -> float:
         return self._found.get(way.kind, math.inf)

@@ -151,6 +151,7 @@ def _host_memory(lane: Lane, nbytes: int) -> torch.Tensor:
         try:
             return lane.memory(nbytes)
         except RuntimeError as err:
-            log.info("lightck: %d bytes of host memory cannot be pinned (%s): devices write to it more slowly", nbytes,
-                     err)  # fmt: skip
+            log.info(
+                "lightck: %d bytes of host memory cannot be pinned (%s): devices write to it more slowly", nbytes, err
+            )
             return torch.empty(nbytes, dtype=torch.uint8)

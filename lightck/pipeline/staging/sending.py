@@ -34,8 +34,9 @@ class Staging:
     ``runs_behind``: versions may commit after the next update, so that a way need not be as fast as a step.
     """
 
-    def __init__(self, meter: Meter, kind: Kind | None = None, *, runs_behind: bool = False,
-                 is_on: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self, meter: Meter, kind: Kind | None = None, *, runs_behind: bool = False, is_on: bool = True
+    ) -> None:
         self.is_on = is_on
         self._meter = meter
         self._kind, self._runs_behind = kind, runs_behind
@@ -45,8 +46,9 @@ class Staging:
         self._pump: Pump | None = None
 
     @contextmanager
-    def sending(self, writer: PoolWriter, slot: Slot, split: Split, draft: Draft | None,
-                room: int) -> Iterator[tuple[Draft | None, npt.NDArray[np.int64]]]:  # fmt: skip
+    def sending(
+        self, writer: PoolWriter, slot: Slot, split: Split, draft: Draft | None, room: int
+    ) -> Iterator[tuple[Draft | None, npt.NDArray[np.int64]]]:
         """Send what a version has on devices, while it is begun: its draft, and the numbers of the records that are
         under way. What finds no room in the engine (``room`` jobs) is copied at the boundary itself. A draft that was
         made here is given up where the version cannot be begun."""

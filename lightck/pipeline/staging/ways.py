@@ -156,8 +156,9 @@ class DeviceWay:
         self._ring.forget()
 
 
-def through(segment: Segment, draft: Draft, tensors: list[Staged], sources: list[torch.Tensor],
-            in_order: bool) -> Group | None:  # fmt: skip
+def through(
+    segment: Segment, draft: Draft, tensors: list[Staged], sources: list[torch.Tensor], in_order: bool
+) -> Group | None:
     """A group by host memory; None where the engine has no room."""
     offsets, _ = laid_out(tensors)
     places = [segment.memory[at : at + one.record.nbytes] for at, one in zip(offsets, tensors, strict=True)]

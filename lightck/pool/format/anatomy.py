@@ -54,8 +54,9 @@ def versions_of(reader: PoolReader) -> list[Version]:
     """Every version whose manifest checks: those that recovery would try, newest first, then the dead ones."""
     ring = reader.ring()
     found: dict[tuple[int, int], Version] = {}
-    for line in sorted(ring.lines.values(), key=lambda ln: (not is_dead(ln, ring), ln.incarnation, ln.generation),
-                       reverse=True):  # fmt: skip
+    for line in sorted(
+        ring.lines.values(), key=lambda ln: (not is_dead(ln, ring), ln.incarnation, ln.generation), reverse=True
+    ):
         try:
             found.setdefault((line.slot, line.payload_generation), reader.version(line))
         except DamagedError:

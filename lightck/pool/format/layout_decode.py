@@ -80,9 +80,15 @@ def _items(data: bytes, *, is_table: bool) -> Iterator[Any]:
     """What the list of entries holds, one by one: msgpack makes room for as many items as a list says it has, so the
     long list is not left to it, and the lists in an entry are short."""
     unpacker = msgpack.Unpacker(
-        raw=False, strict_map_key=True, max_ext_len=0, max_bin_len=0, max_str_len=NAME_NBYTES_MAX,
-        max_array_len=NDIM_MAX, max_map_len=len(_KEYS), max_buffer_size=len(data),
-    )  # fmt: skip
+        raw=False,
+        strict_map_key=True,
+        max_ext_len=0,
+        max_bin_len=0,
+        max_str_len=NAME_NBYTES_MAX,
+        max_array_len=NDIM_MAX,
+        max_map_len=len(_KEYS),
+        max_buffer_size=len(data),
+    )
     try:
         unpacker.feed(data)
         if is_table and (unpacker.read_map_header() != 1 or unpacker.unpack() != "entries"):

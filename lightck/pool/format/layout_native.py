@@ -15,8 +15,9 @@ from lightck._native import ffi, lib
 from lightck.pool.format.layout import ITEM_NBYTES, ROLES, Entry
 from lightck.pool.format.structures import EXTENT_ALIGN
 
-_ROW = np.dtype([("nbytes", "<u8"), ("offset", "<u8"), ("layer", "<i8"), ("numel", "<u8"),
-                 ("ndim", "<u4"), ("aliased", "<u4")])  # fmt: skip
+_ROW = np.dtype(
+    [("nbytes", "<u8"), ("offset", "<u8"), ("layer", "<i8"), ("numel", "<u8"), ("ndim", "<u4"), ("aliased", "<u4")]
+)
 """``lck_row``."""
 _DIM_NBYTES = 8
 """Of a table, for each dimension of a shape or stride in it: in the tables of trainings it is twice that."""
@@ -38,9 +39,18 @@ def read(table: bytes, low: int, high: int) -> tuple[Entry, ...] | None:
         return None
     shapes = _cut(rows["ndim"], dims)
     columns = zip(
-        names, roles, dtypes, shapes[0::2], shapes[1::2], rows["nbytes"].tolist(), devices, rows["offset"].tolist(),
-        rows["layer"].tolist(), (alias or None for alias in aliases), strict=True,
-    )  # fmt: skip
+        names,
+        roles,
+        dtypes,
+        shapes[0::2],
+        shapes[1::2],
+        rows["nbytes"].tolist(),
+        devices,
+        rows["offset"].tolist(),
+        rows["layer"].tolist(),
+        (alias or None for alias in aliases),
+        strict=True,
+    )
     return tuple(map(Entry._make, columns))
 
 
@@ -51,9 +61,15 @@ def _taken_apart(table: bytes) -> tuple[Any, tuple[int, ...], list[str]] | None:
     texts = np.empty(len(table), "u1")
     count, nbytes = ffi.new("uint64_t *"), ffi.new("uint64_t *")
     status = lib.lck_table_read(
-        ffi.from_buffer(table), len(table), ffi.cast("lck_row *", rows.ctypes.data), count,
-        ffi.cast("int64_t *", dims.ctypes.data), len(dims), ffi.cast("char *", texts.ctypes.data), nbytes,
-    )  # fmt: skip
+        ffi.from_buffer(table),
+        len(table),
+        ffi.cast("lck_row *", rows.ctypes.data),
+        count,
+        ffi.cast("int64_t *", dims.ctypes.data),
+        len(dims),
+        ffi.cast("char *", texts.ctypes.data),
+        nbytes,
+    )
     if status != lib.LCK_OK:
         return None
     rows = rows[: count[0]]

@@ -96,11 +96,29 @@ class Superblock:
 
     def pack(self) -> bytes:
         head = _SUPER.pack(
-            MAGIC, ENDIAN_TAG, MAJOR, MINOR, self.compat, self.ro_compat, 0, self.uuid, self.nbytes,
-            self.ring_offset, self.ring_lines, self.ring_stride, *self.table_offsets, self.table_nbytes,
-            self.table_hash, self.block, self.manifest_offset, self.manifest_nbytes, self.payload_offset,
-            self.reserve_offset, len(self.slots), 0,
-        )  # fmt: skip
+            MAGIC,
+            ENDIAN_TAG,
+            MAJOR,
+            MINOR,
+            self.compat,
+            self.ro_compat,
+            0,
+            self.uuid,
+            self.nbytes,
+            self.ring_offset,
+            self.ring_lines,
+            self.ring_stride,
+            *self.table_offsets,
+            self.table_nbytes,
+            self.table_hash,
+            self.block,
+            self.manifest_offset,
+            self.manifest_nbytes,
+            self.payload_offset,
+            self.reserve_offset,
+            len(self.slots),
+            0,
+        )
         regions = b"".join(_REGION.pack(REGION_SLOT, i, off, n, 0) for i, (off, n) in enumerate(self.slots))
         body = (head + regions).ljust(SUPERBLOCK_NBYTES - 8, b"\0")
         return body + _U64.pack(crc64(body))
@@ -117,9 +135,31 @@ class Superblock:
 
     @classmethod
     def _from_checked(cls, body: bytes) -> Superblock:
-        (_, endian, major, minor, compat, ro_compat, incompat, uuid, nbytes, ring_offset, ring_lines, ring_stride,
-         table_a, table_b, table_nbytes, table_hash, block, manifest_offset, manifest_nbytes, payload_offset,
-         reserve_offset, n_regions, _zero) = _SUPER.unpack_from(body)  # fmt: skip
+        (
+            _,
+            endian,
+            major,
+            minor,
+            compat,
+            ro_compat,
+            incompat,
+            uuid,
+            nbytes,
+            ring_offset,
+            ring_lines,
+            ring_stride,
+            table_a,
+            table_b,
+            table_nbytes,
+            table_hash,
+            block,
+            manifest_offset,
+            manifest_nbytes,
+            payload_offset,
+            reserve_offset,
+            n_regions,
+            _zero,
+        ) = _SUPER.unpack_from(body)
         if endian != ENDIAN_TAG:
             raise FormatError("the pool was written with another byte order. Read it on such a machine.")
         if major != MAJOR or incompat & ~INCOMPAT_KNOWN:
@@ -134,9 +174,24 @@ class Superblock:
             kind, index, off, length, _ = _REGION.unpack_from(body, _SUPER.size + i * _REGION.size)
             if kind == REGION_SLOT and index == len(slots):
                 slots.append((off, length))
-        sb = cls(uuid, nbytes, (table_a, table_b), table_nbytes, table_hash, block, manifest_offset,
-                 manifest_nbytes, payload_offset, reserve_offset, tuple(slots), ring_offset, ring_lines,
-                 ring_stride, compat, ro_compat)  # fmt: skip
+        sb = cls(
+            uuid,
+            nbytes,
+            (table_a, table_b),
+            table_nbytes,
+            table_hash,
+            block,
+            manifest_offset,
+            manifest_nbytes,
+            payload_offset,
+            reserve_offset,
+            tuple(slots),
+            ring_offset,
+            ring_lines,
+            ring_stride,
+            compat,
+            ro_compat,
+        )
         sb._check_geometry()
         return sb
 
@@ -206,8 +261,19 @@ class CommitLine:
     manifest_index: int
 
     def pack(self, uuid: bytes) -> bytes:
-        body = _LINE.pack(self.generation, self.incarnation, self.step, self.payload_generation, self.manifest_hash,
-                          self.manifest_nbytes, self.kind, self.slot, self.manifest_index, 0, 0)  # fmt: skip
+        body = _LINE.pack(
+            self.generation,
+            self.incarnation,
+            self.step,
+            self.payload_generation,
+            self.manifest_hash,
+            self.manifest_nbytes,
+            self.kind,
+            self.slot,
+            self.manifest_index,
+            0,
+            0,
+        )
         return body + _U64.pack(crc64(uuid + body))
 
     @classmethod
@@ -323,10 +389,26 @@ class ManifestHeader:
 
     def pack(self) -> bytes:
         return _MANIFEST.pack(
-            MANIFEST_MAGIC, self.generation, self.incarnation, self.step, self.iteration, self.table_hash, self.origin,
-            self.n_records, self.n_table, MANIFEST_HEADER_NBYTES, RECORD_NBYTES, self.crcs_offset, self.crcs_count,
-            self.extras_offset, self.extras_nbytes, self.state_offset, self.state_nbytes, self.slot, 0,
-        ).ljust(MANIFEST_HEADER_NBYTES, b"\0")  # fmt: skip
+            MANIFEST_MAGIC,
+            self.generation,
+            self.incarnation,
+            self.step,
+            self.iteration,
+            self.table_hash,
+            self.origin,
+            self.n_records,
+            self.n_table,
+            MANIFEST_HEADER_NBYTES,
+            RECORD_NBYTES,
+            self.crcs_offset,
+            self.crcs_count,
+            self.extras_offset,
+            self.extras_nbytes,
+            self.state_offset,
+            self.state_nbytes,
+            self.slot,
+            0,
+        ).ljust(MANIFEST_HEADER_NBYTES, b"\0")
 
     @classmethod
     def unpack(cls, manifest: bytes, nbytes: int | None = None) -> ManifestHeader:
@@ -334,9 +416,27 @@ class ManifestHeader:
         ``DamagedError``."""
         if len(manifest) < MANIFEST_HEADER_NBYTES or manifest[:8] != MANIFEST_MAGIC:
             raise DamagedError("manifest signature")
-        (_, generation, incarnation, step, iteration, table_hash, origin, n_records, n_table, records_offset,
-         record_nbytes, crcs_offset, crcs_count, extras_offset, extras_nbytes, state_offset, state_nbytes, slot,
-         _) = _MANIFEST.unpack_from(manifest)  # fmt: skip
+        (
+            _,
+            generation,
+            incarnation,
+            step,
+            iteration,
+            table_hash,
+            origin,
+            n_records,
+            n_table,
+            records_offset,
+            record_nbytes,
+            crcs_offset,
+            crcs_count,
+            extras_offset,
+            extras_nbytes,
+            state_offset,
+            state_nbytes,
+            slot,
+            _,
+        ) = _MANIFEST.unpack_from(manifest)
         parts = (
             (records_offset, n_records * record_nbytes),
             (crcs_offset, 4 * crcs_count),
@@ -350,8 +450,23 @@ class ManifestHeader:
             raise DamagedError("manifest geometry")
         if max(generation, incarnation, step, iteration) >= NUMBER_MAX:
             raise DamagedError("manifest numbers")
-        return cls(generation, incarnation, step, iteration, table_hash, origin, n_records, n_table, crcs_offset,
-                   crcs_count, extras_offset, extras_nbytes, state_offset, state_nbytes, slot)  # fmt: skip
+        return cls(
+            generation,
+            incarnation,
+            step,
+            iteration,
+            table_hash,
+            origin,
+            n_records,
+            n_table,
+            crcs_offset,
+            crcs_count,
+            extras_offset,
+            extras_nbytes,
+            state_offset,
+            state_nbytes,
+            slot,
+        )
 
 
 def manifest_hash(uuid: bytes, manifest: bytes) -> int:

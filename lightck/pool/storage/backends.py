@@ -76,8 +76,10 @@ def pool_path(path: str | os.PathLike[str]) -> str:
     if not text:
         raise PoolPathError("The pool's path is empty. Name a file, as 'run.pool'.")
     if text.startswith("~") and not os.path.lexists(text.split(os.sep)[0]):
-        raise PoolPathError(f"The path {text!r} begins with ~, which the shell expands and Python does not. Use "
-                            "os.path.expanduser(path).")  # fmt: skip
+        raise PoolPathError(
+            f"The path {text!r} begins with ~, which the shell expands and Python does not. Use "
+            "os.path.expanduser(path)."
+        )
     if "\0" in text:
         raise PoolPathError(f"The path {text!r} has a NUL in it. No name of a file can have one. Choose another path.")
     absolute = Path(os.path.abspath(text))

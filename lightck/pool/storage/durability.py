@@ -20,9 +20,18 @@ _WITH_OWN_DEVICES = {0x2FC12FC1: "zfs", 0xCA451A4E: "bcachefs"}
 _DAX_CAPABLE = ("ext2/3/4", "xfs")
 _OVERLAY = 0x794C7630
 _REMOTE = {
-    0x6969: "nfs", 0xFF534D42: "cifs", 0xFE534D42: "smb", 0x517B: "smb", 0x65735546: "fuse", 0x01021997: "9p",
-    0x00C36400: "ceph", 0x0BD00BD0: "lustre", 0x47504653: "gpfs", 0x19830326: "beegfs", 0x5346414F: "afs",
-}  # fmt: skip
+    0x6969: "nfs",
+    0xFF534D42: "cifs",
+    0xFE534D42: "smb",
+    0x517B: "smb",
+    0x65735546: "fuse",
+    0x01021997: "9p",
+    0x00C36400: "ceph",
+    0x0BD00BD0: "lustre",
+    0x47504653: "gpfs",
+    0x19830326: "beegfs",
+    0x5346414F: "afs",
+}
 _REAL, _HOSTED = ("ACPI.NFIT", "CXL"), "virtio-pmem"
 _PRETENDED = ("e820", "nfit_test")
 """Providers on the NVDIMM bus: the firmware's persistent memory; a file of a virtual machine's host; and those (or how
@@ -270,9 +279,15 @@ def _persistent_memory(name: str, seen: tuple[str, ...], regions: list[Region], 
         evidence.append("this is a virtual machine: its host answers for what its persistent memory is")
     nodes = {region.numa_node for region in regions}
     return Durability(
-        True, True, all(map(_is_power_safe, regions)), False, f"persistent memory ({name})", tuple(evidence),
-        TIER_PM_EADR if is_eadr else TIER_PM, nodes.pop() if len(nodes) == 1 else None,
-    )  # fmt: skip
+        True,
+        True,
+        all(map(_is_power_safe, regions)),
+        False,
+        f"persistent memory ({name})",
+        tuple(evidence),
+        TIER_PM_EADR if is_eadr else TIER_PM,
+        nodes.pop() if len(nodes) == 1 else None,
+    )
 
 
 def _is_power_safe(region: Region) -> bool:

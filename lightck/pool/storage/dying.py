@@ -115,8 +115,13 @@ class Wait:
             return False
         if self.seconds > _SECONDS_QUIET and not self._said:
             self._said = True
-            log.warning("lightck: the process that had %r (pid %d) was killed and has not ended yet. Waiting for it, "
-                        "%.0f seconds at most", self._pool_path, pid, SECONDS_MAX)  # fmt: skip
+            log.warning(
+                "lightck: the process that had %r (pid %d) was killed and has not ended yet. Waiting for it, "
+                "%.0f seconds at most",
+                self._pool_path,
+                pid,
+                SECONDS_MAX,
+            )
         hasten(pid)
         time.sleep(_PAUSE_SECONDS)
         return True

@@ -34,18 +34,42 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("optane-1", 2_300_000_000, 6_500_000_000, 100, 256,
-                f"a sixth of optane-6: bandwidth grows with the number of modules ({_IZRAELEVITZ})"),
-        Profile("optane-6", 13_900_000_000, 39_400_000_000, 100, 256,
-                f"six interleaved modules: {_IZRAELEVITZ}. 100 ns per fence: assumed, a store's way to the controller"),
-        Profile("cxl-ssd", 2_000_000_000, 6_000_000_000, 1_500, 4096,
-                "a memory-semantic SSD whose cache is full. Latency: below 1.5 us on average (Zeng et al., Samsung CXL "
-                "Memory Module Hybrid Prototype, 2025). Bandwidth and unit: assumed, those of NAND behind PCIe"),
-        Profile("dram", 128_000_000_000, 128_000_000_000, 0, 64,
-                "nominal rate of six channels of DDR4-2666: most machines do not reach it. For comparison: with it "
-                "nothing but the label should change"),
+        Profile(
+            "optane-1",
+            2_300_000_000,
+            6_500_000_000,
+            100,
+            256,
+            f"a sixth of optane-6: bandwidth grows with the number of modules ({_IZRAELEVITZ})",
+        ),
+        Profile(
+            "optane-6",
+            13_900_000_000,
+            39_400_000_000,
+            100,
+            256,
+            f"six interleaved modules: {_IZRAELEVITZ}. 100 ns per fence: assumed, a store's way to the controller",
+        ),
+        Profile(
+            "cxl-ssd",
+            2_000_000_000,
+            6_000_000_000,
+            1_500,
+            4096,
+            "a memory-semantic SSD whose cache is full. Latency: below 1.5 us on average (Zeng et al., Samsung CXL "
+            "Memory Module Hybrid Prototype, 2025). Bandwidth and unit: assumed, those of NAND behind PCIe",
+        ),
+        Profile(
+            "dram",
+            128_000_000_000,
+            128_000_000_000,
+            0,
+            64,
+            "nominal rate of six channels of DDR4-2666: most machines do not reach it. For comparison: with it "
+            "nothing but the label should change",
+        ),
     )
-}  # fmt: skip
+}
 
 _used: Profile | None = None
 _is_chosen = False

@@ -27,8 +27,20 @@ _CURES = {
 }
 TRANSIENT = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)
 """Errors that do not answer a question, rather than answering it with no."""
-OF_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EBUSY,
-           errno.ETXTBSY, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # fmt: skip
+OF_PATH = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENOTEMPTY,
+    errno.EBUSY,
+    errno.ETXTBSY,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 """Errors about a path, and who may do what there; all others are the system's."""
 
 

@@ -278,8 +278,11 @@ class PoolLock:
         holder = _asked(self._fd)
         if _conflict(self._fd) == -1:
             self._refuse_dying(dying.dying_of_mine() if holder is None or holder.pid is None else holder.pid)
-        who = "its pid is not visible from here" if holder is None or holder.pid is None else (
-            f"pid {holder.pid}: {holder.command}")  # fmt: skip
+        who = (
+            "its pid is not visible from here"
+            if holder is None or holder.pid is None
+            else (f"pid {holder.pid}: {holder.command}")
+        )
         raise PoolLockedError(
             f"The pool {self._pool_path!r} is open in another process ({who}). A pool has one writer. "
             "Wait for it, end it, or use another pool; lightck.recover() can read meanwhile."
@@ -330,8 +333,11 @@ class PoolLock:
                 raise self._lost() from err
             _held.pop(old_key, None)
             _close(old_fd)
-        log.warning("lightck: the lock file %r was removed while its pool is in use, and is made again. It keeps other "
-                    "trainings out: keep cleaners of temporary files away from it", self.path)  # fmt: skip
+        log.warning(
+            "lightck: the lock file %r was removed while its pool is in use, and is made again. It keeps other "
+            "trainings out: keep cleaners of temporary files away from it",
+            self.path,
+        )
 
     def _lost(self) -> BackgroundError:
         error = BackgroundError(

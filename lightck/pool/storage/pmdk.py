@@ -234,5 +234,6 @@ def _tell(path: str, durability: Durability) -> None:
     log.warning(
         "lightck: the PMDK pool %s is not on persistent memory: libpmemobj calls msync for each change of its own "
         "structures, when the pool is made, opened and closed. What lightck writes is as durable as in a file: %s",
-        path, durability,
-    )  # fmt: skip
+        path,
+        durability,
+    )

@@ -211,9 +211,13 @@ class System:
         bus, region = "/".join(parts[: at + 1]), "/".join(parts[: at + 2])
         domain = self._read(f"{region}/persistence_domain").strip()
         node = self._read(f"{region}/numa_node").strip()
-        return Region(parts[at + 1], parts[at], self._read(f"{bus}/provider").strip(),
-                      domain if domain in ("cpu_cache", "memory_controller") else "",
-                      int(node) if node.isdecimal() else None)  # fmt: skip
+        return Region(
+            parts[at + 1],
+            parts[at],
+            self._read(f"{bus}/provider").strip(),
+            domain if domain in ("cpu_cache", "memory_controller") else "",
+            int(node) if node.isdecimal() else None,
+        )
 
     def _read(self, path: str, limit: int = 4096) -> str:
         """A file's text; "" where it cannot be read."""

@@ -156,12 +156,14 @@ def _spin() -> None:
 def _attached(life: Life, training: Training) -> Any:
     import lightck
 
-    return lightck.attach(training.model, life.pool, optimizer=training.optimizer, state={"box": training.box},
-                          backend=life.backend)  # fmt: skip
+    return lightck.attach(
+        training.model, life.pool, optimizer=training.optimizer, state={"box": training.box}, backend=life.backend
+    )
 
 
-def _at(training: Training, place: str, k: int, error: type[BaseException] | None,
-        work: Callable[[], None] | None = None) -> Callable[[], None]:  # fmt: skip
+def _at(
+    training: Training, place: str, k: int, error: type[BaseException] | None, work: Callable[[], None] | None = None
+) -> Callable[[], None]:
     """Raise, or do the work, once, at this call of a hook of the user's. Returns what takes the hook away."""
     calls = 0
 

@@ -234,8 +234,13 @@ def _container(good: bytes) -> tuple[tuple[int, int], ...]:
     if not good.startswith(SIGNATURE):
         return ()
     base = container.Base.of(good)
-    return ((0, container.HEADER_NBYTES), (container.LAYOUT_AT, container.LAYOUT_NBYTES), (container.ROOT_AT, 8),
-            (container.ROOT_AT + 16, 8), (base.root_at, len(base.root)))  # fmt: skip
+    return (
+        (0, container.HEADER_NBYTES),
+        (container.LAYOUT_AT, container.LAYOUT_NBYTES),
+        (container.ROOT_AT, 8),
+        (container.ROOT_AT + 16, 8),
+        (base.root_at, len(base.root)),
+    )
 
 
 # -- what has to hold --------------------------------------------------------------------------------------------------

@@ -176,8 +176,14 @@ def _read_only(folder: str, backend: str, kind: str) -> dict[str, Any]:
     for name in ("run.pool", "new.pool"):
         training = Training()
         try:
-            lightck.attach(training.model, os.path.join(folder, name), optimizer=training.optimizer, resume=True,
-                           state={"box": training.box}, backend=backend).close()  # fmt: skip
+            lightck.attach(
+                training.model,
+                os.path.join(folder, name),
+                optimizer=training.optimizer,
+                resume=True,
+                state={"box": training.box},
+                backend=backend,
+            ).close()
             if kind == "read-only" or name == "new.pool":  # a pool that is there needs no room in its folder
                 broken.append(f"{name} was opened for writing")
         except PoolError as err:

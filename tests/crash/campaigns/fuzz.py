@@ -50,8 +50,9 @@ def make_pool(path: str, backend: str) -> None:
     backends.BACKENDS["pmdk"] = pmdk.PmdkBackend(arena_nbytes=4 * MIB)
     for first, last in ((1, 3), (4, STEPS)):
         model, optimizer, kept = parts()
-        with lightck.attach(model, path, optimizer=optimizer, state={"kept": kept}, slots=2, backend=backend,
-                            resume=first > 1) as session:  # fmt: skip
+        with lightck.attach(
+            model, path, optimizer=optimizer, state={"kept": kept}, slots=2, backend=backend, resume=first > 1
+        ) as session:
             for step in range(first, last + 1):
                 kept.value = {"at": step, "large": torch.full((40, 40), float(step)), "list": [(1, 2.5), {"a"}, b"x"]}
                 optimizer.zero_grad()

@@ -28,8 +28,14 @@ def run(order: Order) -> Tally:
     with alone(order.backend), small_heap():
         for trial in order.trials:
             sequence = chosen[trial % len(chosen)]
-            effort = Effort(LOOK, again_every=400, verify_every=500, goes_on_every=4000, violations_max=5,
-                            seed=order.seed + trial // len(chosen))  # fmt: skip
+            effort = Effort(
+                LOOK,
+                again_every=400,
+                verify_every=500,
+                goes_on_every=4000,
+                violations_max=5,
+                seed=order.seed + trial // len(chosen),
+            )
             _play(order, trial, sequence, effort, known, tally)
             order.say(f"trial {trial}, {sequence}: {tally.counts['distinct images']} distinct images so far")
     return tally
@@ -46,8 +52,9 @@ def _play(order: Order, trial: int, sequence: Sequence, effort: Effort, known: K
     gc.freeze()  # what was found out so far is nothing that an attach has to search
     try:
         recording = record(workload, path)
-        simulator = Simulator(recording, order.folder, goes_on=workload.goes_on, verify=disagreement, effort=effort,
-                              known=known)  # fmt: skip
+        simulator = Simulator(
+            recording, order.folder, goes_on=workload.goes_on, verify=disagreement, effort=effort, known=known
+        )
         for model in MODELS:
             _count(tally, trial, sequence, simulator.check(model))
     except Exception as err:

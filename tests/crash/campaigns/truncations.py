@@ -36,8 +36,14 @@ STEPS = 4
 _HERE = "crash.campaigns.truncations"
 _MEMORY_SPARE = 256 << 20
 """Address space that a reader may take beyond what a process with torch has: far more than the file is long."""
-_FIELDS = {"endianness": (8, "<I", 0x04030201), "major": (12, "<H", 2), "minor": (14, "<H", 9), "compat": (16, "<Q", 8),
-           "ro_compat": (24, "<Q", 8), "incompat": (32, "<Q", 8)}  # fmt: skip
+_FIELDS = {
+    "endianness": (8, "<I", 0x04030201),
+    "major": (12, "<H", 2),
+    "minor": (14, "<H", 9),
+    "compat": (16, "<Q", 8),
+    "ro_compat": (24, "<Q", 8),
+    "incompat": (32, "<Q", 8),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +218,9 @@ def made(path: str, backend: str) -> str:
     from crash.life import Training
 
     training = Training()
-    with lightck.attach(training.model, path, optimizer=training.optimizer, state={"box": training.box},
-                        backend=backend):  # fmt: skip
+    with lightck.attach(
+        training.model, path, optimizer=training.optimizer, state={"box": training.box}, backend=backend
+    ):
         for step in range(STEPS):
             training.update(step)
     return "made"
@@ -289,8 +296,14 @@ def _resumed(path: str, backend: str) -> tuple[str, str]:
 
     training = Training(seed=1)
     try:
-        lightck.attach(training.model, path, optimizer=training.optimizer, state={"box": training.box}, resume=True,
-                       backend=backend).close()  # fmt: skip
+        lightck.attach(
+            training.model,
+            path,
+            optimizer=training.optimizer,
+            state={"box": training.box},
+            resume=True,
+            backend=backend,
+        ).close()
     except LightckError as err:
         return type(err).__name__, ""
     return "exact", training.digest()

@@ -138,8 +138,9 @@ def worker_lives_on(life: Life, rng: random.Random, counts: Counter[str]) -> Non
         counts["workers outlived their parent, and the restart attached at once"] += 1
 
 
-def _fork_worker(after: int, forked: list[int], step: int, session: lightck.Session, model: Known,
-                 optimizer: torch.optim.Optimizer) -> None:  # fmt: skip
+def _fork_worker(
+    after: int, forked: list[int], step: int, session: lightck.Session, model: Known, optimizer: torch.optim.Optimizer
+) -> None:
     forked.append(step)
     if len(forked) != after:
         return

@@ -155,17 +155,34 @@ def of_torch() -> Iterator[tuple[str, Make]]:
 
 ALL: dict[str, Make] = {
     **dict(of_torch()),
-    **{kind.__name__: grouped(kind) for kind in (
-        wild.Lion, wild.Factored, wild.Soap, wild.Sophia, wild.EightBit, wild.Odd, wild.Late, wild.Wider,
-        wild.NotADict, wild.Overriding, Rectified, Counters, CountsOnTheClass, HasSideEffects, OfTorch, over_a_list(),
-    )},
+    **{
+        kind.__name__: grouped(kind)
+        for kind in (
+            wild.Lion,
+            wild.Factored,
+            wild.Soap,
+            wild.Sophia,
+            wild.EightBit,
+            wild.Odd,
+            wild.Late,
+            wild.Wider,
+            wild.NotADict,
+            wild.Overriding,
+            Rectified,
+            Counters,
+            CountsOnTheClass,
+            HasSideEffects,
+            OfTorch,
+            over_a_list(),
+        )
+    },
     "Global": lambda model: wild.Global(model.parameters()),
     "ScheduleFree": lambda model: wild.ScheduleFree(model.parameters()),
     "Sam": lambda model: wild.Sam(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9),
     "Lookahead": lambda model: wild.Lookahead(Rectified(model.parameters())),
     "Accelerated": lambda model: wild.Accelerated(Counters(model.parameters())),
     "Patched": patched,
-}  # fmt: skip
+}
 
 
 def train(run: Run, make: Make) -> None:

@@ -101,8 +101,11 @@ def preview_with_a_generator_and_workers(run: Run) -> None:
 
 @program()
 def probe_with_persistent_workers(run: Run) -> None:
-    preview(run, lambda: DataLoader(Augmented(noise=False), BATCH, shuffle=True, num_workers=1,
-                                    persistent_workers=True), fetches=False)  # fmt: skip
+    preview(
+        run,
+        lambda: DataLoader(Augmented(noise=False), BATCH, shuffle=True, num_workers=1, persistent_workers=True),
+        fetches=False,
+    )
 
 
 @program()

@@ -11,9 +11,12 @@ from . import UPDATES, Run, program
 def mlp(width: int = 48) -> torch.nn.Sequential:
     """48 x 48 floats are 9 KiB: more than what is copied at once at the boundary."""
     return torch.nn.Sequential(
-        torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh(),
+        torch.nn.Linear(8, width),
+        torch.nn.Tanh(),
+        torch.nn.Linear(width, width),
+        torch.nn.Tanh(),
         torch.nn.Linear(width, 4),
-    )  # fmt: skip
+    )
 
 
 @program()

@@ -29,60 +29,92 @@ _AHEAD = (
     '        X, Y = state["X"], state["Y"]\n'
 )
 for _name, _wiring, _ours in (
-    ("nanoGPT", "iter_num = session.step", (
-        after("^checkpoint = None", ATTACH.format(more="") + "\niter_num = session.step"), *_NANO_LOOP)),
-    ("nanoGPT, end_step", "iter_num = session.step, end_step()", (
-        after("^checkpoint = None", ATTACH.format(more="") + "\niter_num = session.step"), *_NANO_LOOP, _END)),
-    ("nanoGPT, batch in state", "the batch that was fetched ahead in state, end_step()", (
-        after(r"^X, Y = get_batch\('train'\)", _AHEAD + ATTACH.format(more=', state={"ahead": Ahead()}')
-              + "\niter_num = session.step"), *_NANO_LOOP, _END)),
-):  # fmt: skip
+    (
+        "nanoGPT",
+        "iter_num = session.step",
+        (after("^checkpoint = None", ATTACH.format(more="") + "\niter_num = session.step"), *_NANO_LOOP),
+    ),
+    (
+        "nanoGPT, end_step",
+        "iter_num = session.step, end_step()",
+        (after("^checkpoint = None", ATTACH.format(more="") + "\niter_num = session.step"), *_NANO_LOOP, _END),
+    ),
+    (
+        "nanoGPT, batch in state",
+        "the batch that was fetched ahead in state, end_step()",
+        (
+            after(
+                r"^X, Y = get_batch\('train'\)",
+                _AHEAD + ATTACH.format(more=', state={"ahead": Ahead()}') + "\niter_num = session.step",
+            ),
+            *_NANO_LOOP,
+            _END,
+        ),
+    ),
+):
     program(
-        _name, _wiring, "karpathy/nanoGPT", "train.py", _NANO, take=_NANO_TAKE,
-        common=(before(r"^if ddp:$", "finished(model, [optimizer])", place=(3, 3)),), ours=_ours,
+        _name,
+        _wiring,
+        "karpathy/nanoGPT",
+        "train.py",
+        _NANO,
+        take=_NANO_TAKE,
+        common=(before(r"^if ddp:$", "finished(model, [optimizer])", place=(3, 3)),),
+        ours=_ours,
         data=made_up.tokens("data/made", {"train.bin": 3000, "val.bin": 600}, 50, meta=True),
-    )  # fmt: skip
+    )
 
 # ---- minGPT
 
 for _workers in (0, 2):
     program(
-        f"minGPT, {_workers} workers", "session.loader in the trainer, iter_num = session.step", "karpathy/minGPT",
+        f"minGPT, {_workers} workers",
+        "session.loader in the trainer, iter_num = session.step",
+        "karpathy/minGPT",
         "projects/chargpt/chargpt.py",
         "--model.model_type=None --model.n_layer=2 --model.n_head=2 --model.n_embd=32 --trainer.max_iters=14 "
         f"--trainer.batch_size=4 --trainer.num_workers={_workers} --data.block_size=16 --trainer.device=cpu",
-        take=("mingpt", "projects/chargpt"), paths=("../..",),
+        take=("mingpt", "projects/chargpt"),
+        paths=("../..",),
         data=made_up.file("projects/chargpt/input.txt", "O God, O God! What a made up text this is. " * 40),
         common=(
-            sub("% 500 == 0", "% 4 == 0"), sub(r"generate\(x, 500", "generate(x, 12"),
+            sub("% 500 == 0", "% 4 == 0"),
+            sub(r"generate\(x, 500", "generate(x, 12"),
             at_end("    finished(model, [trainer.optimizer])"),
         ),
         ours=(
-            before(r"^        data_iter = iter", ATTACH.format(more="") +
-                   "\ntrain_loader = session.loader(train_loader)\nself.iter_num = session.step", "mingpt/trainer.py"),
+            before(
+                r"^        data_iter = iter",
+                ATTACH.format(more="") + "\ntrain_loader = session.loader(train_loader)\nself.iter_num = session.step",
+                "mingpt/trainer.py",
+            ),
             sub(r"while True:", "while self.iter_num < config.max_iters:", "mingpt/trainer.py"),
             at_end("        session.close()", "mingpt/trainer.py"),
         ),
-    )  # fmt: skip
+    )
 
 # ---- makemore
 
 program(
-    "makemore", "session.loader around the loader inside InfiniteDataLoader, step = session.step", "karpathy/makemore",
+    "makemore",
+    "session.loader around the loader inside InfiniteDataLoader, step = session.step",
+    "karpathy/makemore",
     "makemore.py",
     "--num-workers 0 --max-steps 14 --n-layer 2 --n-head 2 --n-embd 16 --batch-size 4 --type transformer",
     data=made_up.words("", {"names.txt": 90}, per_line=1),
     common=(
-        sub("step % 500 == 0", "step % 4 == 0"), sub("step % 200 == 0", "step % 5 == 0"),
+        sub("step % 500 == 0", "step % 4 == 0"),
+        sub("step % 200 == 0", "step % 5 == 0"),
         at_end("    finished(model, [optimizer])"),
     ),
     ours=(
         before(r"^    # init dataloader", ATTACH.format(more="")),
         sub(r"self\.train_loader = (DataLoader\(.*\))", r"self.train_loader = session.loader(\1)"),
-        sub("^    step = 0", "    step = session.step"), sub("^    while True:", "    while step < args.max_steps:"),
+        sub("^    step = 0", "    step = session.step"),
+        sub("^    while True:", "    while step < args.max_steps:"),
         at_end("    session.close()"),
     ),
-)  # fmt: skip
+)
 
 # ---- build-nanogpt: a loader of its own
 
@@ -100,14 +132,20 @@ _HELLASWAG = (
     "    return None, tokens, torch.ones(4, 12), example\n"
 )
 _LITE_SMALL = (
-    sub("total_batch_size = 524288", "total_batch_size = 64"), sub("^B = 64", "B = 2"), sub("^T = 1024", "T = 16"),
-    sub("max_steps = 19073", "max_steps = 12"), sub("warmup_steps = 715", "warmup_steps = 3"),
+    sub("total_batch_size = 524288", "total_batch_size = 64"),
+    sub("^B = 64", "B = 2"),
+    sub("^T = 1024", "T = 16"),
+    sub("max_steps = 19073", "max_steps = 12"),
+    sub("warmup_steps = 715", "warmup_steps = 3"),
     sub(r"GPTConfig\(vocab_size=50304\)", "GPTConfig(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=32)"),
-    sub("^    if step % 250 == 0", "    if step % 4 == 0"), sub("max_length = 32", "max_length = 12"),
+    sub("^    if step % 250 == 0", "    if step % 4 == 0"),
+    sub("max_length = 32", "max_length = 12"),
     before(r"^if ddp:$", "finished(model, [optimizer])", place=(3, 3)),
-)  # fmt: skip
-_LITE_LOOP = (sub(r"range\(max_steps\)", "range(session.step, max_steps)"),
-              before(r"^if ddp:$", "session.close()", place=(3, 3)))  # fmt: skip
+)
+_LITE_LOOP = (
+    sub(r"range\(max_steps\)", "range(session.step, max_steps)"),
+    before(r"^if ddp:$", "session.close()", place=(3, 3)),
+)
 _LITE_STATE = before(
     r"^    def reset\(self\):",
     "def state_dict(self):\n"
@@ -126,19 +164,31 @@ def _lite(more: str) -> Edit:
 for _name, _wiring, _ours in (
     ("build-nanogpt", "range(session.step, max_steps)", (_lite(""), *_LITE_LOOP)),
     ("build-nanogpt, end_step", "range(session.step, max_steps), end_step()", (_lite(""), *_LITE_LOOP, _LITE_END)),
-    ("build-nanogpt, loader in state", "the loader in state",
-     (_LITE_STATE, _lite(", state={'data': train_loader}"), *_LITE_LOOP)),
-    ("build-nanogpt, loader in state, end_step", "the loader in state, end_step()",
-     (_LITE_STATE, _lite(", state={'data': train_loader}"), *_LITE_LOOP, _LITE_END)),
-):  # fmt: skip
+    (
+        "build-nanogpt, loader in state",
+        "the loader in state",
+        (_LITE_STATE, _lite(", state={'data': train_loader}"), *_LITE_LOOP),
+    ),
+    (
+        "build-nanogpt, loader in state, end_step",
+        "the loader in state, end_step()",
+        (_LITE_STATE, _lite(", state={'data': train_loader}"), *_LITE_LOOP, _LITE_END),
+    ),
+):
     program(
-        _name, _wiring, "karpathy/build-nanogpt", "train_gpt2.py", take=("train_gpt2.py",), common=_LITE_SMALL,
+        _name,
+        _wiring,
+        "karpathy/build-nanogpt",
+        "train_gpt2.py",
+        take=("train_gpt2.py",),
+        common=_LITE_SMALL,
         ours=_ours,
         data=made_up.several(
             made_up.tokens("edu_fineweb10B", {"train_0.npy": 300, "train_1.npy": 500, "val_0.npy": 900}, 64),
-            made_up.file("tiktoken.py", _TIKTOKEN), made_up.file("hellaswag.py", _HELLASWAG),
+            made_up.file("tiktoken.py", _TIKTOKEN),
+            made_up.file("hellaswag.py", _HELLASWAG),
         ),
-    )  # fmt: skip
+    )
 
 # ---- llama2.c: a generator over a loader, one batch ahead
 
@@ -150,19 +200,29 @@ _LLAMA = (
 _LLAMA_ATTACH = after("^checkpoint = None", ATTACH.format(more="") + "\niter_num = session.step")
 for _name, _wiring, _more in (
     ("llama2.c", "iter_num = session.step", ()),
-    ("llama2.c, session.loader", "iter_num = session.step, session.loader around the training loader", (
-        sub(r"^        for x, y in dl:", "        for x, y in wrap(dl):", "tinystories.py"),
-        sub(r"def iter_batches\(", "def iter_batches(wrap, ", "tinystories.py"),
-        sub(r"^        batch_iter = iter_batches\(", "        batch_iter = iter_batches(lambda dl: dl, "),
-        sub(r"^train_batch_iter = iter_batches\(", "train_batch_iter = iter_batches(session.loader, "))),
-):  # fmt: skip
+    (
+        "llama2.c, session.loader",
+        "iter_num = session.step, session.loader around the training loader",
+        (
+            sub(r"^        for x, y in dl:", "        for x, y in wrap(dl):", "tinystories.py"),
+            sub(r"def iter_batches\(", "def iter_batches(wrap, ", "tinystories.py"),
+            sub(r"^        batch_iter = iter_batches\(", "        batch_iter = iter_batches(lambda dl: dl, "),
+            sub(r"^train_batch_iter = iter_batches\(", "train_batch_iter = iter_batches(session.loader, "),
+        ),
+    ),
+):
     program(
-        _name, _wiring, "karpathy/llama2.c", "train.py", _LLAMA,
+        _name,
+        _wiring,
+        "karpathy/llama2.c",
+        "train.py",
+        _LLAMA,
         take=("train.py", "tinystories.py", "model.py", "export.py", "configurator.py"),
         data=made_up.several(
             made_up.tokens("data/tok64", {f"data{n:02d}.bin": 700 for n in range(3)}, 64),
-            made_up.file("tokenizer.py", "Tokenizer = None\n"), made_up.file("sentencepiece.py", ""),
+            made_up.file("tokenizer.py", "Tokenizer = None\n"),
+            made_up.file("sentencepiece.py", ""),
         ),
         common=(before(r"^if ddp:$", "finished(model, [optimizer])", place=(3, 3)),),
         ours=(_LLAMA_ATTACH, *_NANO_LOOP, *_more),
-    )  # fmt: skip
+    )

@@ -46,10 +46,17 @@ torch.manual_seed(5)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
 data = Sentences(32)
 settings = {
-    "output_dir": "out", "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "use_cpu": True,
-    "report_to": [], "save_strategy": "no", "eval_strategy": "epoch", "logging_steps": 3, "disable_tqdm": True,
+    "output_dir": "out",
+    "per_device_train_batch_size": BATCH,
+    "per_device_eval_batch_size": BATCH,
+    "use_cpu": True,
+    "report_to": [],
+    "save_strategy": "no",
+    "eval_strategy": "epoch",
+    "logging_steps": 3,
+    "disable_tqdm": True,
     "seed": 5,
-}  # fmt: skip
+}
 updates = EPOCHS * len(data) // BATCH
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = get_scheduler("linear", optimizer, num_warmup_steps=3, num_training_steps=updates)

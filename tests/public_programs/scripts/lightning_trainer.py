@@ -62,9 +62,14 @@ if lightck is not None:
     training = session.loader(training)
     done = training.epoch
 trainer = lightning.Trainer(
-    max_epochs=EPOCHS - done, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False, num_sanity_val_steps=2,
-)  # fmt: skip
+    max_epochs=EPOCHS - done,
+    accelerator="cpu",
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    num_sanity_val_steps=2,
+)
 if done < EPOCHS:
     trainer.fit(module, training, validation)
 if lightck is not None:

@@ -32,14 +32,26 @@ model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_l
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = get_scheduler("linear", optimizer, num_warmup_steps=3, num_training_steps=EPOCHS * len(texts) // BATCH)
 config = SFTConfig(
-    output_dir="out", per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, use_cpu=True, report_to=[],
+    output_dir="out",
+    per_device_train_batch_size=BATCH,
+    num_train_epochs=EPOCHS,
+    use_cpu=True,
+    report_to=[],
     max_length=16,
-    save_strategy="no", disable_tqdm=True, seed=5, bf16=False, gradient_checkpointing=False, dataset_num_proc=None,
-)  # fmt: skip
+    save_strategy="no",
+    disable_tqdm=True,
+    seed=5,
+    bf16=False,
+    gradient_checkpointing=False,
+    dataset_num_proc=None,
+)
 both = {
-    "model": model, "args": config, "train_dataset": data, "processing_class": tokenizer,
+    "model": model,
+    "args": config,
+    "train_dataset": data,
+    "processing_class": tokenizer,
     "optimizers": (optimizer, scheduler),
-}  # fmt: skip
+}
 if lightck is None:
     SFTTrainer(**both).train()
 else:

@@ -102,10 +102,14 @@ def plain_loader(run: Run, workers: int, generator: bool = False, followed: bool
 
 _PLAIN: dict[str, Any] = {
     "places": (
-        "in mid-epoch", "in evaluation", "after evaluation in mid-epoch", "behind the pass", "after scheduler.step"
+        "in mid-epoch",
+        "in evaluation",
+        "after evaluation in mid-epoch",
+        "behind the pass",
+        "after scheduler.step",
     ),
     "sees": {"evaluation": 6, "lr moved": 2},
-}  # fmt: skip
+}
 add("plain loader", partial(plain_loader, workers=0), **_PLAIN)
 add("plain loader with 2 workers", partial(plain_loader, workers=2), **_PLAIN)
 add("plain loader with a generator of its own", partial(plain_loader, workers=0, generator=True), **_PLAIN)

@@ -317,8 +317,12 @@ def extra_state(run: Run, call_root: bool) -> None:
 
 
 add("extra state", partial(extra_state, call_root=True), places=("after forward",))
-add("root forward never called", partial(extra_state, call_root=False), places=("after forward",),
-    logs=("forward hook does not fire",))  # fmt: skip
+add(
+    "root forward never called",
+    partial(extra_state, call_root=False),
+    places=("after forward",),
+    logs=("forward hook does not fire",),
+)
 
 
 class TiedConv(nn.Module):

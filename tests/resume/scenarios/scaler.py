@@ -66,12 +66,24 @@ _PLACES = ("between step and scaler.update", "after a skip")
 for _fused in (False, True):
     _kind = "fused" if _fused else "unfused"
     add(f"gradscaler {_kind}", partial(natural_skips, fused=_fused), places=_PLACES, sees={"skip": 6})
-    add(f"gradscaler {_kind} forced skips", partial(forced_skips, fused=_fused, explicit=False), places=_PLACES,
-        sees={"skip": 4})  # fmt: skip
-    add(f"gradscaler {_kind} forced skips with end_step", partial(forced_skips, fused=_fused, explicit=True),
-        places=_PLACES, sees={"skip": 4})  # fmt: skip
+    add(
+        f"gradscaler {_kind} forced skips",
+        partial(forced_skips, fused=_fused, explicit=False),
+        places=_PLACES,
+        sees={"skip": 4},
+    )
+    add(
+        f"gradscaler {_kind} forced skips with end_step",
+        partial(forced_skips, fused=_fused, explicit=True),
+        places=_PLACES,
+        sees={"skip": 4},
+    )
 
 _BLIND: dict[str, Any] = {"places": _PLACES, "sees": {"skip": 6}, "logs": ("forward hook does not fire",)}
 add("gradscaler fused while the root is never called", partial(natural_skips, fused=True, call_root=False), **_BLIND)
-add("gradscaler unfused while the root is never called", partial(natural_skips, fused=False, call_root=False),
-    listed=False, **_BLIND)  # fmt: skip
+add(
+    "gradscaler unfused while the root is never called",
+    partial(natural_skips, fused=False, call_root=False),
+    listed=False,
+    **_BLIND,
+)

@@ -18,8 +18,10 @@ class Gan(nn.Module):
         self.d = nn.Sequential(nn.Linear(FEATURES, 48), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(48, 1))
 
 
-@scenario(places=("between critic steps", "before the generator's step", "before end_step", "after end_step"),
-          sees={"critic step": 42})  # fmt: skip
+@scenario(
+    places=("between critic steps", "before the generator's step", "before end_step", "after end_step"),
+    sees={"critic step": 42},
+)
 def gan_with_several_critic_steps_and_end_step(run: Run) -> None:
     """WGAN: three critic steps with a clamp, then one of the generator, each with a scheduler's rate of its own."""
     run.seed()

@@ -168,14 +168,30 @@ def ema_swap(run: Run, when: str, by_data: bool, paused: bool) -> None:
     run.finished(model, [opt], {"ema": ema})
 
 
-add("ema swapped in after the update", partial(ema_swap, when="after the update", by_data=False, paused=False),
-    places=("during the swap", "after the swap"), sees={"swapped": 6})  # fmt: skip
-add("ema swapped in before the batch", partial(ema_swap, when="before the batch", by_data=False, paused=False),
-    places=("during the swap",), sees={"swapped": 6})  # fmt: skip
-add("ema swapped in by data after the update", partial(ema_swap, when="after the update", by_data=True, paused=False),
-    places=("during the swap", "after the swap"), sees={"swapped": 6})  # fmt: skip
-add("ema swapped in by data while paused", partial(ema_swap, when="before the batch", by_data=True, paused=True),
-    places=("during the swap",), sees={"swapped": 6})  # fmt: skip
+add(
+    "ema swapped in after the update",
+    partial(ema_swap, when="after the update", by_data=False, paused=False),
+    places=("during the swap", "after the swap"),
+    sees={"swapped": 6},
+)
+add(
+    "ema swapped in before the batch",
+    partial(ema_swap, when="before the batch", by_data=False, paused=False),
+    places=("during the swap",),
+    sees={"swapped": 6},
+)
+add(
+    "ema swapped in by data after the update",
+    partial(ema_swap, when="after the update", by_data=True, paused=False),
+    places=("during the swap", "after the swap"),
+    sees={"swapped": 6},
+)
+add(
+    "ema swapped in by data while paused",
+    partial(ema_swap, when="before the batch", by_data=True, paused=True),
+    places=("during the swap",),
+    sees={"swapped": 6},
+)
 
 
 def ema_swap_behind_a_boundary(run: Run, paused: bool) -> None:
@@ -220,8 +236,12 @@ _BEHIND: dict[str, Any] = {
 }
 add("ema swapped in behind a boundary while paused", partial(ema_swap_behind_a_boundary, paused=True), **_BEHIND)
 # Where a copy was made of the swapped weights, the version is given up: nothing shows that they are back as they were.
-add("ema swapped in behind a boundary unannounced", partial(ema_swap_behind_a_boundary, paused=False), loses=2,
-    **_BEHIND)  # fmt: skip
+add(
+    "ema swapped in behind a boundary unannounced",
+    partial(ema_swap_behind_a_boundary, paused=False),
+    loses=2,
+    **_BEHIND,
+)
 
 
 class Contrast(nn.Module):

@@ -1,0 +1,92 @@
+"""What a caller of ``attach`` said, checked before anything is looked for, opened or changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightck import sessions
+from lightck.errors import SessionError
+from lightck.pipeline.staging.kinds import Kind, check_kind
+from lightck.pool.format.structures import SLOTS_MAX
+from lightck.restore.checkpoint import (
+    refuse_other_than_bool,
+    refuse_other_than_mapping,
+    refuse_other_than_module,
+)
+from lightck.restore.resume import is_poisoned
+from lightck.session.interval import Auto, Cadence, cadence
+from lightck.state.ranks import is_one_of_several
+from lightck.strategy.full import FullState
+from lightck.tiers.keep import Keep
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """How often, in what form and under which conditions versions are saved."""
+
+    interval: int | str | Auto
+    strategy: FullState | None
+    slots: int | None
+    keep: Keep | None
+    pause_on_nonfinite: bool
+    staging: Kind | None
+    strict_data: bool
+
+    def check(self) -> Cadence:
+        """Raises ``TypeError`` or ``ValueError``. How often a version is saved."""
+        refuse_other_than_bool(strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite)
+        if self.strategy is not None and not isinstance(self.strategy, FullState):
+            raise TypeError(f"strategy is a {type(self.strategy).__name__}. Pass lightck.FullState().")
+        slots, keep = self.slots, self.keep
+        if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
+            raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")
+        if keep is not None and not isinstance(keep, Keep):
+            raise TypeError(f"keep is a {type(keep).__name__}. Pass lightck.Keep(every=1000, last=3, to=folder).")
+        if keep is not None and slots == SLOTS_MAX:
+            raise ValueError(f"slots={slots} and keep=: a pool has {SLOTS_MAX} slots, and keep= needs one of them.")
+        check_kind(self.staging)
+        return cadence(self.interval)
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """In the words of :func:`lightck.attach`, which documents them."""
+
+    model: nn.Module
+    pool_path: str | os.PathLike[str]
+    optimizer: Any
+    state: Mapping[str, Any] | None
+    resume: bool
+    overwrite: bool
+    backend: str
+    require: str | None
+    how: Saving
+
+    @property
+    def declined(self) -> frozenset[str]:
+        """Names in ``state`` that the user said no to."""
+        return frozenset(name for name, obj in (self.state or {}).items() if obj is None)
+
+    def check(self) -> Cadence:
+        """Raises ``TypeError``, ``ValueError`` or ``SessionError``. How often a version is saved."""
+        refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
+        refuse_other_than_module(self.model)
+        refuse_other_than_mapping(self.state)
+        if self.resume and self.overwrite:
+            raise ValueError(
+                "resume=True and overwrite=True exclude each other: go on from the checkpoint, or discard it."
+            )
+        sessions.refuse_open(self.model)
+        if is_poisoned(self.model):
+            raise SessionError(
+                "A restore into this model failed half-way, and its parameters are NaN so that nobody trains on a mix. "
+                "Build the model anew, or restore another checkpoint into it."
+            )
+        pace = self.how.check()
+        is_one_of_several()
+        return pace
