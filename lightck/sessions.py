@@ -4,29 +4,59 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from torch import nn
 
 from lightck.errors import SessionError
 
-M = TypeVar("M", bound=Callable[..., Any])
 
-_open: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+class OpenSession(Protocol):
+    """What anybody may do with a session that he did not make: a :class:`lightck.Session`."""
+
+    @property
+    def path(self) -> str:
+        """Its pool."""
+        ...
+
+    def abandon(self) -> None:
+        """End it as an exception does, without its open version."""
+        ...
 
 
-def opened(model: nn.Module, session: Any) -> None:
-    _open[model] = weakref.ref(session)
+class Followed(Protocol):
+    """A training that is followed: a session without what its user sees of it."""
+
+    session: OpenSession
+
+    @property
+    def model(self) -> nn.Module | None: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def is_forked(self) -> bool: ...
+
+    def follows_optimizer(self, optimizer: Any) -> bool: ...
+
+
+living: weakref.WeakSet[Followed] = weakref.WeakSet()
+"""Every session that still exists, from the moment at which its hooks are in; open or closed."""
+
+
+def _open() -> Iterator[tuple[nn.Module, Followed]]:
+    for one in list(living):
+        model = one.model if one.is_open else None
+        if model is not None:
+            yield model, one
 
 
 def has_open_session(model: nn.Module, *, parts_of_it: bool = False) -> bool:
     """Whether an open session saves this module, a part of it, or a module that it is a part of. ``parts_of_it``: or
     any module or parameter that is also one of this model."""
-    sessions = ((other, ref()) for other, ref in list(_open.items()))
-    others = [other for other, session in sessions if session is not None and session.is_open]
+    others = [other for other, _ in _open()]
     if not others:
         return False
     mine = set(model.modules())
@@ -43,10 +73,7 @@ def has_open_session(model: nn.Module, *, parts_of_it: bool = False) -> bool:
 def refuse_open(model: nn.Module) -> None:
     """Raises ``SessionError`` where an open session saves this module, a part of it, or one that it is a part of."""
     mine = {module: name for name, module in model.named_modules()}
-    for other, ref in list(_open.items()):
-        session = ref()
-        if session is None or not session.is_open:
-            continue
+    for other, one in _open():
         theirs = {module: name for name, module in other.named_modules()}
         if other is model:
             what = "This model has"
@@ -57,7 +84,7 @@ def refuse_open(model: nn.Module) -> None:
         else:
             continue
         raise SessionError(
-            f"{what} an open session already, on {str(session.path)!r}. A parameter is saved by one session. Close "
+            f"{what} an open session already, on {one.session.path!r}. A parameter is saved by one session. Close "
             "that one first: session.close(). Where no name holds it any more: "
             "for session in lightck.sessions.open_sessions(): session.abandon()."
         )
@@ -65,74 +92,17 @@ def refuse_open(model: nn.Module) -> None:
 
 def is_followed(optimizer: Any) -> bool:
     """Whether an open session follows this optimizer."""
-    sessions = [session for ref in list(_open.values()) if (session := ref()) is not None and session.is_open]
-    return any(session.follows(optimizer) for session in sessions)
+    return any(one.follows_optimizer(optimizer) for _, one in _open())
 
 
-_living: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def abandon_at_exit(session: Any) -> None:
-    """Its ``abandon`` is called when the interpreter ends, if it lives until then."""
-    _living.add(session)
-
-
-def open_sessions() -> list[Any]:
+def open_sessions() -> list[OpenSession]:
     """The open sessions of this process: each a :class:`lightck.Session`, also one that only a traceback holds.
     ``session.path`` is its pool; ``session.abandon()`` ends it as an exception does, without its open version."""
-    found = [session for session in list(_living) if session.is_open and not session.is_forked]
-    return sorted(found, key=lambda session: str(session.path))
+    found = [one.session for one in list(living) if one.is_open and not one.is_forked]
+    return sorted(found, key=lambda session: session.path)
 
 
 @atexit.register
 def _at_exit() -> None:
-    for session in list(_living):
-        session.abandon()
-
-
-def in_turn(method: M) -> M:
-    """For a method of a session: one thread at a time is inside. In a forked child nobody else is."""
-
-    @wraps(method)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.is_forked else self.turn:
-            return method(self, *args, **kwargs)
-
-    return cast(M, called)
-
-
-class Proxy:
-    """What hooks and loaders hold: the session while it is open and in its own process, else nothing happens.
-
-    So a session lives as long as the model that carries its hooks, also where nobody keeps what ``attach`` returned;
-    and a forked child never touches the mapping that it does not have.
-    """
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-
-    def _live(self) -> Any:
-        return self._session if self._session.is_open and not self._session.is_forked else None
-
-    def __getattr__(self, name: str) -> Any:
-        session = self._live()
-        return partial(_in_its_turn, session, getattr(session, name)) if session is not None else _nothing
-
-    @property
-    def updates(self) -> int:
-        updates: int = self._session.updates
-        return updates
-
-    def loader_gave(self, *args: Any) -> None:
-        """At each batch, and nothing in it minds another thread: so it takes no turn."""
-        if self._live() is not None:
-            self._session.loader_gave(*args)
-
-
-def _in_its_turn(session: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with session.turn:  # another thread may be closing it
-        return method(*args, **kwargs) if session.is_open else None
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+    for one in list(living):
+        one.session.abandon()

@@ -99,6 +99,11 @@ class Meter:
                 if self.observer is not None:
                     self.observer.stalled(what, wall, now)
 
+    def note_state(self, step: int, began: float) -> None:
+        """The state of a step was read, from ``began`` (``time.perf_counter``) until now."""
+        if self.observer is not None:
+            self.observer.stalled(f"state of step {step}", began, time.perf_counter(), is_state=True)
+
     @contextmanager
     def wait(self) -> Iterator[None]:
         start = time.perf_counter()

@@ -10,7 +10,7 @@ from lightck.pipeline import pipeline
 from lightck.pool import engine, reader
 from lightck.pool.storage import extents, file
 from lightck.pool.storage.lock import PoolLock
-from lightck.session import session
+from lightck.session import commits, session
 
 
 def short_reads_are_believed() -> None:
@@ -28,7 +28,7 @@ def a_failed_sync_is_good() -> None:
 
 
 def a_failure_is_told_once() -> None:
-    session.Session._raise_failure = lambda self: None
+    commits.Commits.raise_failure = lambda self: None
 
 
 def nothing_is_allocated() -> None:

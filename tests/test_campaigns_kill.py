@@ -18,7 +18,7 @@ from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import PoolWriter
 from lightck.restore.contents import MemorySource
 from lightck.restore.resume import Resumed
-from lightck.session.session import Session
+from lightck.session.commits import Commits
 
 
 def play(name: str, folder: Path, backend: str = "file", trials: range | None = None) -> Tally:
@@ -86,7 +86,7 @@ def test_a_slot_that_is_reused_too_early_is_found(folder, monkeypatch):
 
 
 def test_a_flush_that_waits_for_nothing_is_found(folder, slow_memory, monkeypatch):
-    monkeypatch.setattr(Session, "_finish", lambda self, timeout, deadline: None)
+    monkeypatch.setattr(Commits, "_finish", lambda self, timeout, deadline: None)
     (reason,) = found("kill-writer", folder, range(6))
     assert "has to be there" in reason or "were possible" in reason
 

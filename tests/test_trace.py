@@ -278,18 +278,18 @@ def test_nothing_of_it_is_left_and_nothing_of_it_was_there_before(pool, out):
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 1)
-        before = hooks_of(model), session._hooks.listener, session._meter.observer
+        before = hooks_of(model), session._steps.events.listeners, session._steps.meter.observer
         assert before[2] is None
         with session.trace(out):
             train(model, optimizer, 2)
             assert hooks_of(model) != before[0]
-        assert (hooks_of(model), session._hooks.listener, session._meter.observer) == before
+        assert (hooks_of(model), session._steps.events.listeners, session._steps.meter.observer) == before
         loss = forward(model)
         with session.trace(out, overwrite=True):
             loss.backward()
             pending = forward(model)
         pending.backward()  # its graph still has the hooks, which do nothing
-        assert (hooks_of(model), session._hooks.listener, session._meter.observer) == before
+        assert (hooks_of(model), session._steps.events.listeners, session._steps.meter.observer) == before
 
 
 def test_training_and_pool_are_the_same_with_and_without(pool, folder, out):
@@ -445,11 +445,11 @@ def test_a_full_queue_of_the_engine_is_counted(pool, out, monkeypatch):
 def test_no_memory_for_it_is_an_error_before_it_begins(pool, out, monkeypatch):
     model = net()
     with lightck.attach(model, pool) as session:
-        before = hooks_of(model), session._hooks.listener
+        before = hooks_of(model), session._steps.events.listeners
         monkeypatch.setattr(spans, "_CELLS", 3)  # not a power of two: refused like a failed allocation
         with pytest.raises(TraceError):
             session.trace(out)
-        assert (hooks_of(model), session._hooks.listener, session._meter.observer) == (*before, None)
+        assert (hooks_of(model), session._steps.events.listeners, session._steps.meter.observer) == (*before, None)
         monkeypatch.undo()
         session.trace(out).close()
     assert out.exists()

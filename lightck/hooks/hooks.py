@@ -1,8 +1,8 @@
 """The hooks by which a training tells us where it is: forward of the root, step of each optimizer.
 
-Installs and removes them, and translates torch's calls into the few events of ``Listener``. It decides nothing. Inside
-a graph that torch.compile traces the hooks are empty, so they neither break the graph nor run when it does; the session
-notices that they do not fire.
+Installs and removes them, and translates torch's calls into the step events of ``events.py``. It decides nothing.
+Inside a graph that torch.compile traces the hooks are empty, so they neither break the graph nor run when it does; the
+session notices that they do not fire.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lightck.events import StepListener
 from lightck.hooks.calls import ModuleHook, closure_of, is_called_by, weakly
 from lightck.hooks.copies import CleanCopies
 from lightck.hooks.layerwise import layerwise_of
@@ -30,37 +31,11 @@ _DUMMY_STEP = "_init_optim_state"
 """torch.distributed.checkpoint.state_dict makes optimizer state by a step that changes nothing."""
 
 
-class Listener(Protocol):
-    """What the hooks report to."""
-
-    def before_step(self, index: int, by_hand: bool, *, has_gradients: bool) -> None: ...
-
-    def gate(self) -> None: ...
-
-    def after_step(self, index: int) -> None: ...
-
-    def after_step_hooks(self) -> None: ...
-
-    def skipped_step(self, index: int) -> None: ...
-
-    def forward_begins(self, inputs: tuple[Any, ...]) -> None: ...
-
-    def forward_ended(self) -> None: ...
-
-    def unknown_optimizer(self, optimizer: Optimizer) -> None: ...
-
-    def layers_begin(self, index: int) -> None: ...
-
-    def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None: ...
-
-    def layers_forgotten(self, index: int) -> None: ...
-
-
 class Hooks:
     """All hooks of one session."""
 
-    def __init__(self, listener: Listener, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._listener = listener
+    def __init__(self, events: StepListener, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._events = events
         self._optimizers: list[Optimizer] = []
         self._roots: list[int] = []
         """For each optimizer the position of the one whose step is its update: a wrapper and what it wraps are one."""
@@ -94,15 +69,6 @@ class Hooks:
         """torch's handles of all hooks, now and later: ``remove`` takes them out without needing this object."""
         return self._handles
 
-    @property
-    def listener(self) -> Listener:
-        return self._listener
-
-    def relay(self, listener: Listener) -> Listener:
-        """Report to another listener from now on, which passes on what it hears to the one that is returned."""
-        before, self._listener = self._listener, listener
-        return before
-
     def follow(self, optimizer: Any) -> bool:
         """Whether this one's steps are seen."""
         return any(o is optimizer for o in self._optimizers)
@@ -120,13 +86,13 @@ class Hooks:
     # -- layers (a layer-wise update) --------------------------------------------------------------------
 
     def layers_begin(self, optimizer: Optimizer) -> None:
-        self._listener.layers_begin(self._index(optimizer))
+        self._events.layers_begin(self._index(optimizer))
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._listener.layer_updated(name, begin, tensors)
+        self._events.layer_updated(name, begin, tensors)
 
     def layers_forgotten(self, optimizer: Optimizer) -> None:
-        self._listener.layers_forgotten(self._index(optimizer))
+        self._events.layers_forgotten(self._index(optimizer))
 
     # -- forward -----------------------------------------------------------------------------------------
 
@@ -134,34 +100,35 @@ class Hooks:
         if module.training and torch.is_grad_enabled() and not self._in_closure:
             self._stepping.clear()  # a step that raised left its frame, and with it all that its caller held
             self._counted = None
-            self._listener.forward_begins(inputs)
+            self._events.before_forward(inputs)
+            self._events.forward_begins()
 
     def _forward_post(self, module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled():
-            self._listener.forward_ended()
+            self._events.forward_ended()
 
     # -- step --------------------------------------------------------------------------------------------
 
     def _any_step_pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.follow(optimizer):
-            self._listener.unknown_optimizer(optimizer)
+            self._events.unknown_optimizer(optimizer)
 
     def _step_pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if _is_dummy(kwargs):
-            self._listener.gate()
+            self._events.gate()
             return None
         index, wrapper = self._index(optimizer), sys._getframe(1)
         if self._is_inside(index, wrapper):
             return None
         self._stepping[index] = wrapper
         closure, put_back = closure_of(args, kwargs)
-        self._listener.before_step(index, self._optimizers[index] is not optimizer, has_gradients=closure is None)
+        self._events.before_step(index, self._optimizers[index] is not optimizer, has_gradients=closure is None)
         if closure is None:
-            self._listener.gate()
+            self._events.gate()
             return None
         waits = type(optimizer).__module__.startswith("torch.optim.")
         if not waits:
-            self._listener.gate()
+            self._events.gate()
         return put_back(self._wrapped(closure, gate_after_first=waits))
 
     def _is_inside(self, index: int, frame: FrameType | None) -> bool:
@@ -188,7 +155,7 @@ class Hooks:
                 self._in_closure -= 1
             if waiting:
                 waiting = False
-                self._listener.gate()
+                self._events.gate()
             return result
 
         return wrapped
@@ -201,9 +168,9 @@ class Hooks:
             return
         self._stepping.pop(index, None)
         if _changed_nothing(optimizer):
-            self._listener.skipped_step(index)
+            self._events.skipped_step(index)
         else:
-            self._listener.after_step(index)
+            self._events.after_step(index)
             if len(optimizer._optimizer_step_post_hooks) > 1:
                 self._counted = wrapper
 
@@ -211,7 +178,7 @@ class Hooks:
         """Behind the user's own post hooks, which may draw random numbers and write buffers: as part of the update."""
         if self._counted is not None and self._counted is sys._getframe(2):
             self._counted = None
-            self._listener.after_step_hooks()
+            self._events.after_step_hooks()
 
 
 def remove(handles: list[Any]) -> None:

@@ -1,8 +1,8 @@
 """``session.trace(path)``: what a training does in its next steps, recorded and written as one file.
 
-Stands between the session and its hooks while it records, and is gone afterwards: without a recording nothing of this
-runs. Invariant: no failure in here, of a hook or of the file, reaches the training loop; it is raised where the
-recording is closed. It reads no tensor and writes to no pool.
+One more listener of the step events while it records, and gone afterwards: without a recording nothing of this runs.
+Invariant: no failure in here, of a hook or of the file, reaches the training loop; it is raised where the recording is
+closed. It reads no tensor and writes to no pool.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from lightck.errors import ExportError, ExportExistsError, LightckError, SessionError, TraceError
+from lightck.events import StepEvents, StepListener
 from lightck.export.atomic import file_path, refuse_existing, written
-from lightck.hooks.hooks import Hooks, Listener
 from lightck.pool.engine import Engine
 from lightck.profiler import events
 from lightck.profiler.events import COMMUNICATION, STALL, STATE, STEP, UPDATE, Event, Trace
@@ -45,7 +45,7 @@ class Recording:
         overwrite: bool,
         *,
         model: nn.Module,
-        hooks: Hooks,
+        told_by: StepEvents,
         engine: Engine,
         meter: Meter,
         about: Mapping[str, Any],
@@ -60,7 +60,7 @@ class Recording:
         self._dropped = 0
         self._rows: set[str] = set()
         self._failure: LightckError | None = None
-        self._hooks, self._meter = hooks, meter
+        self._told_by, self._meter = told_by, meter
         self._update_since = 0
         self._start = self._step_since = time.monotonic_ns()
         self.is_on = False
@@ -72,7 +72,8 @@ class Recording:
         except Exception as err:
             self._layers.remove()
             raise _error(self.path, err) from err
-        self._inner = hooks.relay(_Relay(self, hooks.listener))
+        self._listener = _Steps(self)
+        told_by.add(self._listener)
         meter.observer = self
         self.is_on = True
 
@@ -190,7 +191,7 @@ class Recording:
 
     def _stop(self) -> None:
         self._meter.observer = None
-        self._hooks.relay(self._inner)
+        self._told_by.remove(self._listener)
         try:
             self._layers.remove()
             self._spans.stop()
@@ -239,8 +240,8 @@ class Recording:
 class Traces:
     """The recordings of one session: one at a time."""
 
-    def __init__(self, hooks: Hooks, engine: Engine, meter: Meter) -> None:
-        self._hooks, self._engine, self._meter = hooks, engine, meter
+    def __init__(self, told_by: StepEvents, engine: Engine, meter: Meter) -> None:
+        self._told_by, self._engine, self._meter = told_by, engine, meter
         self._newest: Recording | None = None
 
     def start(
@@ -257,7 +258,14 @@ class Traces:
                 f"A trace is being recorded already, into {self._newest.path!r}. One at a time can be. Close it first."
             )
         self._newest = Recording(
-            path, steps, overwrite, model=model, hooks=self._hooks, engine=self._engine, meter=self._meter, about=about
+            path,
+            steps,
+            overwrite,
+            model=model,
+            told_by=self._told_by,
+            engine=self._engine,
+            meter=self._meter,
+            about=about,
         )
         return self._newest
 
@@ -271,27 +279,27 @@ class Traces:
             self._newest.close()
 
 
-class _Relay:
-    """What the hooks report to while a trace is recorded: notes the time and passes the event on."""
+class _Steps(StepListener):
+    """What a recording hears of the steps. Whatever fails in it is the recording's failure, and not the training's."""
 
-    def __init__(self, recording: Recording, inner: Listener) -> None:
-        self._inner = inner
+    def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        tell = recording._guarded
-        self._backward_over = tell(recording.backward_over)
-        self._update_begins, self._update_ended = tell(recording.update_begins), tell(recording.update_ended)
-        self._step_ended, self._layer_updated = tell(recording.step_ended), tell(recording.layer_updated)
-        self._forward_begins, self._forward_ended = tell(recording.forward_begins), tell(recording.forward_ended)
-        self._steps: int | None = None
+        guarded = recording._guarded
+        self._layers_begin, self._layers_end = guarded(recording.forward_begins), guarded(recording.forward_ended)
+        self._backward_over = guarded(recording.backward_over)
+        self._update_begins, self._update_ended = guarded(recording.update_begins), guarded(recording.update_ended)
+        self._step_ended, self._layer_updated = guarded(recording.step_ended), guarded(recording.layer_updated)
 
-    def before_step(self, index: int, by_hand: bool, *, has_gradients: bool) -> None:
+    def forward_begins(self) -> None:
+        self._layers_begin()
+
+    def forward_ended(self) -> None:
+        self._layers_end()
+
+    def before_step(self, index: int, by_hand: bool, has_gradients: bool) -> None:
         self._backward_over()
-        if self._steps is None:
-            self._steps = self._updates()
-        self._inner.before_step(index, by_hand, has_gradients=has_gradients)
 
-    def gate(self) -> None:
-        self._inner.gate()
+    def update_begins(self) -> None:
         if self._recording.is_full:
             self._recording.end()
         else:
@@ -299,42 +307,15 @@ class _Relay:
 
     def after_step(self, index: int) -> None:
         self._update_ended(index)
-        self._inner.after_step(index)
-        if self._updates() != self._steps:
-            self._steps = self._updates()
-            self._step_ended(self._steps)
-
-    def after_step_hooks(self) -> None:
-        self._inner.after_step_hooks()
 
     def skipped_step(self, index: int) -> None:
         self._update_ended(index)
-        self._inner.skipped_step(index)
 
-    def forward_begins(self, inputs: tuple[Any, ...]) -> None:
-        self._inner.forward_begins(inputs)
-        self._forward_begins()
+    def step_ended(self, step: int) -> None:
+        self._step_ended(step)
 
-    def forward_ended(self) -> None:
-        self._forward_ended()
-        self._inner.forward_ended()
-
-    def unknown_optimizer(self, optimizer: Any) -> None:
-        self._inner.unknown_optimizer(optimizer)
-
-    def layers_begin(self, index: int) -> None:
-        self._inner.layers_begin(index)
-
-    def layer_updated(self, name: str, begin: int, tensors: Any) -> None:
+    def layer_updated(self, name: str, begin: int, tensors: Sequence[Any]) -> None:
         self._layer_updated(name, begin)
-        self._inner.layer_updated(name, begin, tensors)
-
-    def layers_forgotten(self, index: int) -> None:
-        self._inner.layers_forgotten(index)
-
-    def _updates(self) -> int:
-        updates: int = self._inner.updates  # type: ignore[attr-defined]
-        return updates
 
 
 def _check(path: str, steps: Any, overwrite: bool) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightck import sessions
 from lightck.errors import (
     UnsupportedError,
 )
@@ -36,6 +35,7 @@ from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile
 from lightck.session.session import Session
 from lightck.session.snapshot import Capture
+from lightck.session.steps import Steps
 from lightck.state.objects import check_objects
 from lightck.state.ranks import of_several
 from lightck.state.scaler import enabled
@@ -118,19 +118,19 @@ def _attached(said: Arguments) -> Session:
             resumed = file.open(pipeline)
             if resumed is not None:
                 first.restored_now(resumed.knows_options)
-            session = Session(
+            steps = Steps(
                 model,
                 found,
                 capture,
                 pipeline,
-                lock,
                 meter,
                 cadence=pace,
                 resumed=resumed,
                 first_step=first,
                 strict_data=said.how.strict_data,
             )
-    _begin(model, session, path, resumed)
+            session = Session(steps, lock, found.found)
+    _begin(session, path, resumed)
     return session
 
 
@@ -170,11 +170,10 @@ def _first_step(found: Found, said: Arguments) -> FirstStep:
     return FirstStep(found.optimizers, found.state, "scheduler" in said.declined, chosen, of_several() is not None)
 
 
-def _begin(model: nn.Module, session: Session, path: str, resumed: Resumed | None) -> None:
+def _begin(session: Session, path: str, resumed: Resumed | None) -> None:
     """The loop comes next. One line: what was found, and where the training stands."""
     if resumed is not None:
         resumed.set_rng()
-    sessions.opened(model, session)
     found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items()) or "nothing"
     start = f"resumed at step {resumed.step}" if resumed is not None else "fresh start"
     log.info("lightck: %s, %s (%s); found %s", path, start, session.durability, found)

@@ -114,7 +114,7 @@ class Recorder:
     def note(self, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any) -> None:
         """This is the state that the version of the session's present step has to hold."""
         assert self._session is not None
-        self._notes[self._sessions, self._session._boundary.step] = truth(model, optimizer, **state)
+        self._notes[self._sessions, self._session._steps.updates] = truth(model, optimizer, **state)
 
     def damage(self, offset: int, data: bytes, left: int) -> None:
         """The medium lost bytes: these lie there now, and generation ``left`` is what a recovery has to give. Between

@@ -218,14 +218,14 @@ def two_passes(attached: Attached, until: int, *, ends_where_empty: bool = False
     """Up to that many updates. ``ends_where_empty``: the loop ends where a pass has no batch left."""
     model, optimizer, session, loader = attached
     for _ in range(loader.epoch, 2):
-        before = session.updates
+        before = session._steps.updates
         for x in loader:
             optimizer.zero_grad()
             model(x).square().sum().backward()
             optimizer.step()
-            if session.updates == until:
+            if session._steps.updates == until:
                 return session
-        if session.updates == before and ends_where_empty:
+        if session._steps.updates == before and ends_where_empty:
             break
     return session
 

@@ -95,7 +95,7 @@ class Run:
             logging.getLogger("lightck").setLevel(logging.INFO)
             self._arm("attach-site")
             self.session = self._attach(model, arguments)
-            self.updates = self.session.updates  # not what a loop asks: whether one does is noted
+            self.updates = self.session._steps.updates  # not what a loop asks: whether one does is noted
         self.send(start=self.updates)
         self._arm("site")
         return self.session

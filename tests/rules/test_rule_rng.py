@@ -136,7 +136,7 @@ def test_forward_state_is_set_before_the_first_training_forward(pool):
 
 def test_forward_state_is_not_set_by_an_evaluation_and_set_only_once(pool):
     def evaluate(session: Any) -> None:
-        model = session._model()
+        model = session._steps.model
         model.eval()
         model(torch.zeros(1, 4))
         model.train()

@@ -208,9 +208,9 @@ def _two_epochs_and_a_resume(recorder: Recorder) -> None:
                     loss.backward()
                     for optimizer in optimizers:
                         optimizer.step()
-                    if session.updates >= ends_at:
+                    if session._steps.updates >= ends_at:
                         break
-                if session.updates >= ends_at:
+                if session._steps.updates >= ends_at:
                     break
                 scheduler.step()
                 model.eval()

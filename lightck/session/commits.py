@@ -1,0 +1,134 @@
+"""From a closed version to its commit: whether it is saved, who waits for it, and what failed behind the loop's back.
+
+Invariant: whatever goes wrong in the background is remembered, raised at the next step, and again at ``close``; nothing
+here loses a committed version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lightck.errors import BackgroundError, FlushTimeoutError
+from lightck.events import Event, Turn
+from lightck.following.following import Recorder
+from lightck.hooks.boundary import Boundary
+from lightck.interrupts import resumed
+from lightck.pipeline.pipeline import Pipeline
+from lightck.session.interval import Cadence
+from lightck.session.snapshot import Capture
+from lightck.stats import Meter
+
+
+class Commits:
+    """Of one session. ``saved_step``: the last step whose version was handed to the pipeline."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        pipeline: Pipeline,
+        boundary: Boundary,
+        cadence: Cadence,
+        recorder: Recorder,
+        meter: Meter,
+        turn: Turn,
+        done_at: int | None,
+    ) -> None:
+        """``done_at``: the step at which the training has come to its end, as the version restored says."""
+        self.pipeline, self.cadence = pipeline, cadence
+        self._capture, self._boundary, self._recorder = capture, boundary, recorder
+        self._meter, self._turn = meter, turn
+        self.failure: BaseException | None = None
+        self.paused = 0
+        """How many ``paused()`` blocks the loop is in."""
+        self.saved_step = boundary.step
+        self._is_done_saved = False  # in the last version
+        self._done_at = done_at
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the training has come to its end at this step."""
+        return self._done_at == self._boundary.step
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no version is due or under way."""
+        is_saved = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
+        return is_saved and not self._boundary.is_due(Event.FORWARD)
+
+    # -- a version closes --------------------------------------------------------------------------------
+
+    def closed(self, event: Event, step: int) -> None:
+        """The version of this step was closed: save it where it is due."""
+        is_saved = event is Event.FLUSH or self.cadence.is_due(step, self.saved_step)
+        self.cadence.passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
+        self._capture.within.boundary(event, step, is_saved)
+        if is_saved:
+            self._save(event, step)
+        else:
+            self._recorder.closed_unsaved()
+
+    def _save(self, event: Event, step: int) -> None:
+        began = time.perf_counter()
+        self.saved_step, self._is_done_saved = step, self._capture.is_done
+        self.guard(self.pipeline.audit)
+        closing = self._capture.close(
+            event,
+            step,
+            self._boundary.iteration,
+            explicit=self._boundary.explicit,
+            never_rest=self.pipeline.resting.never,
+            stale_after=self.pipeline.stale.after,
+        )
+        self._meter.note_state(step, began)
+        self._recorder.closes()
+        self.guard(lambda: self.pipeline.close_version(closing))
+        self._recorder.closed(event)
+
+    # -- what the user waits for -------------------------------------------------------------------------
+
+    def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
+        """Bring the version of the current step, which was closed just now, to its commit. Where it was closed before
+        and not saved (``interval``) or given up, the state as it is now is saved as this step."""
+        self.guard(lambda: self._finish(timeout, deadline))
+        step = self._boundary.step
+        if self.pipeline.committed != step and not self.paused and (step or also_step_0):
+            self._save(Event.FLUSH, step)
+            self.guard(lambda: self._finish(timeout, deadline))
+
+    def commit_done(self) -> None:
+        """With the fact that it is the last one; once more where this step was committed without it."""
+        if self.is_done:
+            return
+        if not self._is_done_saved and not self.paused:
+            self._save(Event.FLUSH, self._boundary.step)
+            self.guard(lambda: self._finish(None, None))
+        if self.pipeline.committed == self._boundary.step:
+            self._done_at = self._boundary.step
+
+    def _finish(self, timeout: float | None, deadline: float | None) -> None:
+        if not self.pipeline.finish(deadline):
+            raise FlushTimeoutError(
+                f"Step {self._boundary.step} was not durable within {timeout} seconds. Its copies go on in the "
+                "background. Wait longer, or look at the speed of the pool's medium."
+            )
+
+    # -- what failed -------------------------------------------------------------------------------------
+
+    def guard(self, work: Callable[[], object]) -> None:
+        """Run; remember a failure of the background for every later step and for close. A wait in it is left for a
+        signal, whose handler may close the session."""
+        try:
+            resumed(lambda: work() if self._turn.is_open else None)
+        except BackgroundError as err:
+            self.failure = err
+            raise
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def raise_keep_failure(self) -> None:
+        """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end it."""
+        if self.pipeline.keeper is not None:
+            self.pipeline.keeper.raise_failure(at_close=not self._turn.is_open)

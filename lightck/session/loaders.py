@@ -1,0 +1,88 @@
+"""What a session does for its loaders: a boundary at each ``next()``, and the restored random state."""
+
+from __future__ import annotations
+
+import threading
+
+from lightck.dataloader.batch import Read
+from lightck.dataloader.loader import SessionLoader
+from lightck.dataloader.passes import LoaderHost, Pass
+from lightck.errors import SessionError
+from lightck.events import Event
+from lightck.session.steps import Steps
+from lightck.state.rng import RngState
+
+
+class LoaderEvents(LoaderHost):
+    """Of one session. Where it is closed, or belongs to the parent process, its loaders are plain loaders."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps, self._turn = steps, steps.turn
+
+    @property
+    def updates(self) -> int:
+        return self._steps.boundary.step
+
+    def loader_next(self, loader: SessionLoader) -> None:
+        if self._turn.is_live:
+            with self._turn:
+                if self._turn.is_open:
+                    self._next(loader)
+
+    def _next(self, loader: SessionLoader) -> None:
+        steps, model = self._steps, self._steps.model
+        steps.capture.within.fetches(loader, model is not None and not model.training)
+        steps.capture.positions.fetches(loader)
+        if steps.commits.paused:
+            return
+        if steps.steps_on not in (None, threading.get_ident()):
+            raise SessionError(
+                f"loader {loader.name!r}: next() was called on another thread than optimizer.step(). It is where a "
+                "version closes, and the training would change it meanwhile. Iterate in the training loop; let the "
+                "DataLoader fetch ahead: num_workers=, prefetch_factor=."
+            )
+        if loader.in_eval and not loader.is_training:
+            return  # an evaluation: the version stays open until the training goes on
+        with steps.meter.stall("next"):
+            steps.commits.raise_failure()
+            if steps.top is not None:
+                steps.top.fetches(loader)
+            steps.event(Event.NEXT)
+            steps.commits.guard(steps.pipeline.poll)
+
+    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
+        """At each batch, and nothing in it minds another thread: so it takes no turn."""
+        if not self._turn.is_live or self._steps.commits.paused or (loader.in_eval and not loader.is_training):
+            return
+        self._steps.follows.gave(loader.name, of, batch, checksum, read)
+
+    def loader_pass_ended(self, loader: SessionLoader) -> None:
+        """An evaluation with swapped weights may follow, so the copies end first."""
+        if self._turn.is_live:
+            with self._turn:
+                if self._turn.is_open:
+                    self._pass_ended(loader)
+
+    def _pass_ended(self, loader: SessionLoader) -> None:
+        steps = self._steps
+        steps.capture.positions.pass_ended(loader)
+        if loader.is_training and not (loader.in_eval or steps.commits.paused):
+            steps.follows.pass_ended()
+        if steps.commits.failure is None:
+            with steps.meter.stall("pass ended"):
+                steps.commits.guard(steps.pipeline.copies_done)
+
+    def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
+        if not self._turn.is_live:
+            return None
+        with self._turn:
+            return self._restored_rng(loader, pass_) if self._turn.is_open else None
+
+    def _restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
+        resumed = self._steps.resumed
+        if resumed is None or self.updates > resumed.step:
+            return None  # the training went on from it without a loader
+        state = resumed.take_rng(loader, pass_)
+        for other in self._steps.capture.loaders if state is not None and resumed.closed_by_next else ():
+            other.put_back()
+        return state
