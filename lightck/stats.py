@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Protocol
 
 from lightck.interrupts import deferred
 
@@ -56,8 +56,6 @@ class Observer(Protocol):
     """What a trace wants to know as it happens. Times in seconds of ``time.perf_counter``."""
 
     def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None: ...
-
-    def version(self, generation: int, step: int, entries: Sequence[Any]) -> None: ...
 
 
 class Meter:

@@ -31,7 +31,6 @@ ROOMS = {
     "stats": {"interrupts"},
     "_lck_ffi": set(),  # made by the build
     "_native": {"_lck_ffi"},
-    "strategy": set(),
     "pool": BASE,
     "state": BASE | {"pool.format"},
     "dataloader": BASE | {"state"},
@@ -41,7 +40,8 @@ ROOMS = {
     "export": LOW | {"restore"},
     "tiers": LOW | {"export", "restore"},
     "profiler": LOW | {"export", "hooks"},
-    "pipeline": LOW | {"tiers"},
+    "pipeline": LOW,
+    "strategy": {"state", "pipeline.plan", "pipeline.write_table"},  # the words in which it says what is written
     "session": LOW | {"dataloader", "following", "hooks", "pipeline", "profiler", "restore", "strategy", "tiers"},
     "": BASE | {"export", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
     "demo": BASE | {""},
@@ -51,7 +51,7 @@ ROOMS = {
     "__main__": {"cli"},
 }
 
-WITHOUT_TORCH = ("pool", "errors", "events", "stats", "strategy", "_native")
+WITHOUT_TORCH = ("pool", "errors", "events", "stats", "_native")
 """Byte-level and plain parts: they never import torch."""
 
 LINES_MAX, FUNCTION_LINES_MAX = 600, 70

@@ -17,7 +17,7 @@ import lightck
 from lightck import _native
 from lightck._native import lib
 from lightck.errors import BackgroundError
-from lightck.pipeline import pipeline
+from lightck.pipeline import guard
 
 OPERATIONS = [(_native.OP_COPY, errno.EIO), (_native.OP_SYNC, errno.EIO), (_native.OP_COPY, errno.ENOSPC)]
 IDS = ["copy", "sync", "copy, no space"]
@@ -251,7 +251,7 @@ def test_errors_while_versions_are_begun_take_no_slots(pool, monkeypatch):
         forward(model, 1).sum().backward()
         optimizer.step()
         with monkeypatch.context() as patched, pytest.raises(MemoryError):
-            patched.setattr(pipeline, "Watched", fails)
+            patched.setattr(guard, "Watched", fails)
             session.flush()
     assert session.flush() == 5
     train(model, optimizer, 2, start=5)

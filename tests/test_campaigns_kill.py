@@ -10,7 +10,7 @@ import pytest
 from crash import campaigns
 from crash.campaign import Order, Tally
 
-from lightck.pipeline.pipeline import Pipeline
+from lightck.pipeline.current_pool import CurrentPool
 from lightck.pool.reader import Version
 from lightck.pool.slots import Slot, Slots
 from lightck.pool.storage.file import FileBackend, FileContainer
@@ -77,7 +77,7 @@ def test_a_pool_that_others_touch_is_never_written_by_two_and_never_the_end_of_t
 
 
 def test_a_slot_that_is_reused_too_early_is_found(folder, monkeypatch):
-    def choose(self: Slots) -> Slot | None:
+    def choose(self: Slots, held: frozenset[int]) -> Slot | None:
         return self.slots[self.protected or 0]
 
     monkeypatch.setattr(Slots, "choose", choose)
@@ -98,14 +98,14 @@ def test_a_resume_that_skips_the_random_states_is_found(folder, monkeypatch):
 
 
 def test_a_new_file_that_is_published_before_its_first_version_is_found(folder, monkeypatch):
-    new_writer, publish = Pipeline._new_writer, FileContainer.publish
+    new_writer, publish = CurrentPool._new_writer, FileContainer.publish
 
-    def publishing(self: Pipeline, *arguments: Any, **options: Any) -> PoolWriter:
+    def publishing(self: CurrentPool, *arguments: Any, **options: Any) -> PoolWriter:
         writer = new_writer(self, *arguments, **options)
         writer.reader.container.publish()
         return writer
 
-    monkeypatch.setattr(Pipeline, "_new_writer", publishing)
+    monkeypatch.setattr(CurrentPool, "_new_writer", publishing)
     monkeypatch.setattr(FileContainer, "publish", lambda self: publish(self) if self._lock_fd is not None else None)
     (reason,) = found("kill-twice", folder, (2, 9))
     assert "has to be there" in reason

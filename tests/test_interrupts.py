@@ -19,7 +19,7 @@ from toys import BIG, adam, everything, in_child, is_step, net, train
 import lightck
 from lightck.errors import SessionError
 from lightck.pipeline import pipeline
-from lightck.pipeline.pipeline import Pipeline
+from lightck.pipeline.current_pool import CurrentPool
 from lightck.pool.engine import Engine, Medium
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.durability import TIER_CACHE
@@ -321,14 +321,14 @@ def test_a_wait_that_is_left_for_a_signal_keeps_what_was_asked_for(pool, trainin
     train(model, optimizer, 1)
     session.close()
     told: list[int] = []
-    moved = Pipeline._move
+    moved = CurrentPool.move
 
     def move(*args: Any) -> Any:
         if not told:
             os.kill(os.getpid(), signal.SIGUSR1)
         return moved(*args)
 
-    monkeypatch.setattr(Pipeline, "_move", move)
+    monkeypatch.setattr(CurrentPool, "move", move)
     with (
         handled(signal.SIGUSR1, lambda: told.append(1)),
         lightck.attach(model, pool, optimizer=optimizer, resume=True, slots=4),

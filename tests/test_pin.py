@@ -27,7 +27,7 @@ from toys import (
 
 import lightck
 from lightck.errors import CorruptPoolError, NoSpaceError, SessionError
-from lightck.pipeline import pipeline
+from lightck.pipeline.current_pool import CurrentPool
 
 
 def started(pool: Any, width: int = 8, **options: Any) -> tuple[Any, Any, Any]:
@@ -309,39 +309,24 @@ def test_nothing_is_left_after_close(pool):
     assert not left_since(before)
 
 
-class _Told:
-    """A writer's slots; what another thread tells them of holds waits."""
-
-    def __init__(self, slots: Any) -> None:
-        self.__dict__.update(real=slots, waits=threading.Event(), goes=threading.Event())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "held" and threading.current_thread().name == "releasing":
-            self.waits.set()
-            self.goes.wait(0.5)  # one that holds a lock here keeps the training thread out
-        setattr(self.real, name, value)
-
-
 def test_a_release_on_another_thread_leaves_a_pin_that_is_taken_meanwhile(pool):
+    """What is held is asked when a slot is taken, so a release beside a pin can hide neither from the other."""
     model, optimizer, session = started(pool, slots=4)
     train(model, optimizer, 1)
     one = session.pin()
     session.pin().release()  # the pool has room for two now
-    train(model, optimizer, 1)
-    writer = session._pipeline.writer
-    writer.slots = told = _Told(writer.slots)
-    releasing = threading.Thread(target=one.release, name="releasing")
-    releasing.start()
-    assert told.waits.wait(60)
-    two = session.pin()
-    told.goes.set()
-    releasing.join()
-    train(model, optimizer, 5, start=2)
+    holds, writer = session._steps.commits.beside.holds, session._pipeline.pool.writer
+    for number in range(1, 30):
+        train(model, optimizer, 1, start=number)
+        releasing = threading.Thread(target=one.release)
+        releasing.start()
+        two = session.pin()
+        releasing.join()
+        assert holds.held(writer) == {two._hold.line.slot}
+        one = two
+    train(model, optimizer, 5, start=30)
     session.flush()
-    assert two.step in held(pool)
+    assert one.step in held(pool)
     session.close()
 
 
@@ -349,7 +334,7 @@ def test_a_pin_released_while_the_pool_gets_its_new_file_holds_nothing_there(poo
     model, optimizer, session = started(pool)
     train(model, optimizer, 1)
     one = session.pin()
-    moved = pipeline.move
+    moved = CurrentPool.move
 
     def move(*args: Any) -> Any:
         result = moved(*args)
@@ -358,10 +343,11 @@ def test_a_pin_released_while_the_pool_gets_its_new_file_holds_nothing_there(poo
         releasing.join()
         return result
 
-    monkeypatch.setattr(pipeline, "move", move)
+    monkeypatch.setattr(CurrentPool, "move", move)
     train(model, optimizer, 1)
     two = session.pin()
-    assert session._pipeline.writer.slots.held == {two._hold.line.slot}
+    holds, writer = session._steps.commits.beside.holds, session._pipeline.pool.writer
+    assert holds.held(writer) == {two._hold.line.slot}
     two.release()
-    assert not session._pipeline.writer.slots.held
+    assert not holds.held(writer)
     session.close()

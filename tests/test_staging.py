@@ -28,10 +28,10 @@ from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 
 import lightck
 from lightck.errors import BackgroundError
-from lightck.pipeline.split import Split
 from lightck.pipeline.staging import groups
 from lightck.pipeline.staging.choice import Choice
 from lightck.pipeline.staging.pump import Pump
+from lightck.pipeline.submission import Submission
 from lightck.pool.engine import COPIED
 from lightck.pool.storage import emulation
 from lightck.pool.storage.emulation import Profile
@@ -550,7 +550,7 @@ def test_a_send_that_fails_half_way_leaves_nothing_under_way(pool, monkeypatch):
 def test_with_many_versions_under_way_there_is_room_for_each(pool, lane, small_groups, monkeypatch, kind, slots):
     """The engine holds so many jobs; what finds no room there would be read at once, and wait for the device."""
     read_at_once = []
-    monkeypatch.setattr(Split, "copy_at_once", lambda self, tensors: read_at_once.extend(tensors))
+    monkeypatch.setattr(Submission, "copy_at_once", lambda self, tensors: read_at_once.extend(tensors))
     before = emulation.used()
     emulation.use(Profile("slow to fence", 1_000_000_000, 1_000_000_000, 15_000_000, 64, "made up"))
     try:

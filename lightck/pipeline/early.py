@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.pipeline.split import NONE, Columns, Record
 from lightck.pipeline.watch import Look, look
+from lightck.pipeline.write_table import NONE, Columns, Record
 from lightck.pool.draft import Draft
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
@@ -51,14 +51,17 @@ class Early:
         self._never: set[str] = set()
         """Names of tensors that something writes to after their update."""
 
-    def copy(self, writer: PoolWriter | None, tensors: Iterable[torch.Tensor], room: int) -> None:
+    def copy(
+        self, writer: PoolWriter, tensors: Iterable[torch.Tensor], room: int, held: Callable[[], frozenset[int]]
+    ) -> None:
         """These are what they will be in the version to come: their copies begin now, where they can.
 
-        ``room``: how many jobs of the engine this version may take beside the one that commits it.
+        ``room``: how many jobs of the engine this version may take beside the one that commits it. ``held``: slots that
+        may not be written.
         """
-        columns = None if writer is None else writer.columns
-        if self._begun is None and writer is not None and isinstance(columns, Columns) and columns.background:
-            slot = writer.slots.choose() if room > 0 else None
+        columns = writer.columns
+        if self._begun is None and isinstance(columns, Columns) and columns.background:
+            slot = writer.slots.choose(held()) if room > 0 else None
             self._begun = None if slot is None else _Begun(writer, slot, columns, self._is_doubted)
         if self._begun is not None:
             self._begun.add(tensors, min(room, PARTS_MAX), self._never)

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from lightck.pipeline.decision import CommitDecision
 from lightck.pool.format.layout import is_dense
+from lightck.pool.writer import PoolWriter
 from lightck.state.closing import Closing
 from lightck.state.inventory import Live
 from lightck.state.scaler import enabled
@@ -28,12 +30,12 @@ BLOCK = 1 << 18
 """Values of the one tensor whose turn it is."""
 
 
-class Finite:
+class Finite(CommitDecision):
     """What a session saves, looked at before it is saved."""
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
+    def __init__(self, objects: Mapping[str, Any], meter: Meter) -> None:
         """``objects``: what is saved by name; GradScalers among them."""
-        self._objects = objects
+        self._objects, self._meter = objects, meter
         self._exempt: set[str] | None = None
         self._turn = 0
         self._at: tuple[int, int] = (0, 0)
@@ -41,13 +43,16 @@ class Finite:
         self.reason: str | None = None
         """Why nothing is committed now, or None."""
 
-    def refuses(self, closing: Closing, meter: Meter) -> bool:
-        """Whether this version must not be committed. Told in the log when it begins and when it ends."""
+    def held(self, writer: PoolWriter) -> frozenset[int]:
+        return frozenset()
+
+    def may_commit(self, closing: Closing) -> bool:
+        """Whether the values of this version are finite. Told in the log when they are not, and when they are again."""
         before, self.reason = self.reason, self._find(closing.lives)
         if self.reason is None:
             if before is not None:
                 log.warning("lightck: step %d is finite again: versions are committed again", closing.step)
-            return False
+            return True
         if before is None:
             log.warning(
                 "lightck: step %d is not committed: %s. The last good version stays in the pool, and nothing "
@@ -56,9 +61,9 @@ class Finite:
                 closing.step,
                 self.reason,
             )
-        meter.skipped += closing.step != self._refused
+        self._meter.skipped += closing.step != self._refused
         self._refused = closing.step
-        return True
+        return False
 
     def _find(self, lives: list[Live]) -> str | None:
         for name, obj in enabled(self._objects).items():

@@ -31,12 +31,6 @@ class Flight:
         """Entries of the engine that it takes."""
         return 1 + len(self.pending.job.parts)
 
-    def moved(self) -> tuple[list[str], str]:
-        """Names of the sources that no longer look as they did at the boundary, and who must have written them."""
-        names = [self.watched.lives[i].name for i in self.watched.moved()]
-        seen = self.watched.forward_seen
-        return names, f"{'a forward' if seen else 'something between the boundary and the next forward'} wrote to it"
-
     def audit(self, writer: PoolWriter, turn: int, whole: bool) -> list[str]:
         """As ``Watched.audit``, of what was copied. Its copies are done."""
         of_record = partial(writer.raw_crcs, self.pending.slot)

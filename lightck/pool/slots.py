@@ -73,8 +73,6 @@ class Slots:
     slots: list[Slot]
     protected: int | None = None
     """Index of the slot that must not be written."""
-    held: frozenset[int] = frozenset()
-    """Indexes of slots whose versions somebody asked to keep."""
     dead: tuple[int, int] = (0, 0)
     """Payload generations strictly between these two were left behind by an adoption."""
 
@@ -83,9 +81,10 @@ class Slots:
         """How many can be written at all."""
         return sum(not slot.is_bad for slot in self.slots)
 
-    def choose(self) -> Slot | None:
-        """The slot for the next version: one with dead or unknown content first, then the oldest. None: all taken."""
-        kept = self.held | {self.protected}
+    def choose(self, held: frozenset[int] = frozenset()) -> Slot | None:
+        """The slot for the next version: one with dead or unknown content first, then the oldest. None: all taken.
+        ``held``: indexes of slots whose versions somebody asked to keep."""
+        kept = held | {self.protected}
         free = [s for s in self.slots if s.index not in kept and not s.is_bad and not s.in_flight]
         return min(free, key=self._rank, default=None)
 

@@ -21,6 +21,8 @@ from lightck.errors import ExportError, ExportExistsError, LightckError, Session
 from lightck.events import StepEvents, StepListener
 from lightck.export.atomic import file_path, refuse_existing, written
 from lightck.pool.engine import Engine
+from lightck.pool.format.layout import Entry
+from lightck.pool.listener import CommitEvents, CommitListener
 from lightck.profiler import events
 from lightck.profiler.events import COMMUNICATION, STALL, STATE, STEP, UPDATE, Event, Trace
 from lightck.profiler.layers import Layers
@@ -46,6 +48,7 @@ class Recording:
         *,
         model: nn.Module,
         told_by: StepEvents,
+        commits: CommitEvents,
         engine: Engine,
         meter: Meter,
         about: Mapping[str, Any],
@@ -60,7 +63,7 @@ class Recording:
         self._dropped = 0
         self._rows: set[str] = set()
         self._failure: LightckError | None = None
-        self._told_by, self._meter = told_by, meter
+        self._told_by, self._commits, self._meter = told_by, commits, meter
         self._update_since = 0
         self._start = self._step_since = time.monotonic_ns()
         self.is_on = False
@@ -74,6 +77,8 @@ class Recording:
             raise _error(self.path, err) from err
         self._listener = _Steps(self)
         told_by.add(self._listener)
+        self._begun = _Begun(self)
+        commits.add(self._begun)
         meter.observer = self
         self.is_on = True
 
@@ -135,8 +140,8 @@ class Recording:
         """From the session's meter, in seconds of CLOCK_MONOTONIC."""
         self.add(STATE if is_state else STALL, what, round(begin * 1e9), round(end * 1e9), {})
 
-    def version(self, generation: int, step: int, entries: Sequence[Any]) -> None:
-        self._guarded(self._spans.version)(generation, step, entries)
+    def version(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
+        self._spans.version(generation, step, entries)
 
     def forward_begins(self) -> None:
         self._layers.forward_begins()
@@ -192,6 +197,7 @@ class Recording:
     def _stop(self) -> None:
         self._meter.observer = None
         self._told_by.remove(self._listener)
+        self._commits.remove(self._begun)
         try:
             self._layers.remove()
             self._spans.stop()
@@ -240,8 +246,8 @@ class Recording:
 class Traces:
     """The recordings of one session: one at a time."""
 
-    def __init__(self, told_by: StepEvents, engine: Engine, meter: Meter) -> None:
-        self._told_by, self._engine, self._meter = told_by, engine, meter
+    def __init__(self, told_by: StepEvents, commits: CommitEvents, engine: Engine, meter: Meter) -> None:
+        self._told_by, self._commits, self._engine, self._meter = told_by, commits, engine, meter
         self._newest: Recording | None = None
 
     def start(
@@ -263,6 +269,7 @@ class Traces:
             overwrite,
             model=model,
             told_by=self._told_by,
+            commits=self._commits,
             engine=self._engine,
             meter=self._meter,
             about=about,
@@ -316,6 +323,16 @@ class _Steps(StepListener):
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[Any]) -> None:
         self._layer_updated(name, begin)
+
+
+class _Begun(CommitListener):
+    """What a recording hears of checkpoints: which step each generation is of."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._version = recording._guarded(recording.version)
+
+    def begun(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
+        self._version(generation, step, entries)
 
 
 def _check(path: str, steps: Any, overwrite: bool) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightck import sessions
 from lightck.errors import SessionError
+from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import Kind, check_kind
 from lightck.pool.format.structures import SLOTS_MAX
 from lightck.restore.checkpoint import (
@@ -21,7 +22,6 @@ from lightck.restore.checkpoint import (
 from lightck.restore.resume import is_poisoned
 from lightck.session.interval import Auto, Cadence, cadence
 from lightck.state.ranks import is_one_of_several
-from lightck.strategy.full import FullState
 from lightck.tiers.keep import Keep
 
 
@@ -30,7 +30,7 @@ class Saving:
     """How often, in what form and under which conditions versions are saved."""
 
     interval: int | str | Auto
-    strategy: FullState | None
+    strategy: Strategy | None
     slots: int | None
     keep: Keep | None
     pause_on_nonfinite: bool
@@ -40,7 +40,7 @@ class Saving:
     def check(self) -> Cadence:
         """Raises ``TypeError`` or ``ValueError``. How often a version is saved."""
         refuse_other_than_bool(strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite)
-        if self.strategy is not None and not isinstance(self.strategy, FullState):
+        if self.strategy is not None and not isinstance(self.strategy, Strategy):
             raise TypeError(f"strategy is a {type(self.strategy).__name__}. Pass lightck.FullState().")
         slots, keep = self.slots, self.keep
         if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):

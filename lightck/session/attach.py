@@ -22,6 +22,7 @@ from lightck.errors import (
 from lightck.hooks.layerwise import layerwise_of
 from lightck.pipeline.finite import Finite
 from lightck.pipeline.pipeline import Pipeline
+from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import Kind
 from lightck.pool.storage import durability
 from lightck.pool.storage.backends import backend_for
@@ -29,6 +30,7 @@ from lightck.pool.storage.backends import pool_path as _pool_path
 from lightck.restore.memory import ordinary_tensors
 from lightck.restore.resume import Resumed
 from lightck.session.arguments import Arguments, Saving
+from lightck.session.beside import Beside
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Auto
@@ -42,6 +44,7 @@ from lightck.state.scaler import enabled
 from lightck.stats import Meter
 from lightck.strategy.full import FullState
 from lightck.tiers.keep import Keep, Keeper
+from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
 CHECK_VARIABLE = "LIGHTCK_CHECK"
@@ -57,7 +60,7 @@ def attach(
     interval: int | str | Auto = 1,
     resume: bool = False,
     overwrite: bool = False,
-    strategy: FullState | None = None,
+    strategy: Strategy | None = None,
     backend: str = "auto",
     require: str | None = None,
     slots: int | None = None,
@@ -106,13 +109,14 @@ def _attached(said: Arguments) -> Session:
     file = PoolFile(said, path, kind, found, capture)
     lock = file.lock()
     meter = Meter()
-    finite = Finite(found.state) if said.how.pause_on_nonfinite else None
+    strategy = said.how.strategy or FullState()
     is_checked = os.environ.get(CHECK_VARIABLE) == "1"
     with _undone(lock.release):
         slots = said.how.slots or 2
-        pipeline = Pipeline(path, kind, durable, slots, meter, finite, said.how.staging, check=is_checked, lock=lock)
+        pipeline = Pipeline(path, kind, durable, slots, meter, strategy, said.how.staging, check=is_checked, lock=lock)
         with _undone(pipeline.close):
-            pipeline.keep(Keeper(said.how.keep, path, meter) if said.how.keep is not None else None)
+            beside = _beside(said.how, found, path, meter)
+            beside.join(pipeline)
             kind.remove_stale(path)
             first = _first_step(found, said)
             resumed = file.open(pipeline)
@@ -124,6 +128,7 @@ def _attached(said: Arguments) -> Session:
                 capture,
                 pipeline,
                 meter,
+                beside,
                 cadence=pace,
                 resumed=resumed,
                 first_step=first,
@@ -132,6 +137,12 @@ def _attached(said: Arguments) -> Session:
             session = Session(steps, lock, found.found)
     _begin(session, path, resumed)
     return session
+
+
+def _beside(how: Saving, found: Found, path: str, meter: Meter) -> Beside:
+    holds = Holds()
+    keeper = Keeper(how.keep, path, meter, holds) if how.keep is not None else None
+    return Beside(holds, keeper, Finite(found.state, meter) if how.pause_on_nonfinite else None)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from lightck.following.following import Recorder
 from lightck.hooks.boundary import Boundary
 from lightck.interrupts import resumed
 from lightck.pipeline.pipeline import Pipeline
+from lightck.session.beside import Beside
 from lightck.session.interval import Cadence
 from lightck.session.snapshot import Capture
 from lightck.stats import Meter
@@ -32,10 +33,11 @@ class Commits:
         recorder: Recorder,
         meter: Meter,
         turn: Turn,
+        beside: Beside,
         done_at: int | None,
     ) -> None:
         """``done_at``: the step at which the training has come to its end, as the version restored says."""
-        self.pipeline, self.cadence = pipeline, cadence
+        self.pipeline, self.cadence, self.beside = pipeline, cadence, beside
         self._capture, self._boundary, self._recorder = capture, boundary, recorder
         self._meter, self._turn = meter, turn
         self.failure: BaseException | None = None
@@ -77,8 +79,8 @@ class Commits:
             step,
             self._boundary.iteration,
             explicit=self._boundary.explicit,
-            never_rest=self.pipeline.resting.never,
-            stale_after=self.pipeline.stale.after,
+            never_rest=self.pipeline.guard.never,
+            stale_after=self.pipeline.guard.stale_after,
         )
         self._meter.note_state(step, began)
         self._recorder.closes()
@@ -130,5 +132,5 @@ class Commits:
 
     def raise_keep_failure(self) -> None:
         """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end it."""
-        if self.pipeline.keeper is not None:
-            self.pipeline.keeper.raise_failure(at_close=not self._turn.is_open)
+        if self.beside.keeper is not None:
+            self.beside.keeper.raise_failure(at_close=not self._turn.is_open)

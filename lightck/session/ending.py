@@ -15,7 +15,7 @@ from lightck.pool.storage.lock import PoolLock
 def end(pipeline: Pipeline, lock: PoolLock, handles: list[Any]) -> None:
     """Once, by ``close`` or by garbage collection. A collector runs anywhere, also on a thread that is waited for here:
     then on another one."""
-    if pipeline.staging.is_here or (pipeline.keeper is not None and pipeline.keeper.is_here):
+    if pipeline.is_here:
         threading.Thread(target=_end, args=(pipeline, lock, handles), name="lightck-end").start()
     else:
         _end(pipeline, lock, handles)

@@ -16,7 +16,6 @@ from lightck.errors import (
     SessionError,
 )
 from lightck.pipeline.pipeline import Pipeline
-from lightck.pipeline.table import in_order_of_need
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import CommitLine, DamagedError
 from lightck.pool.reader import PoolReader, Version, open_pool
@@ -84,7 +83,7 @@ class PoolFile:
             return None
         contents, line = checkpoint
         recorded = reader.next_batches(line)
-        pipeline.open(reader).adopt(line)
+        pipeline.pool.open(reader).adopt(line)
         pipeline.adopted(
             contents.step, contents.at_once, self.said.how.slots, line.payload_generation, contents.stale_after
         )
@@ -184,7 +183,7 @@ class PoolFile:
         forget(self.said.model)  # what it was restored from elsewhere: it trains on now
         entries = self._foreseen()
         if entries is not None:
-            pipeline.create(in_order_of_need(entries.values()), self.capture.expected_state_nbytes)
+            pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)
         elif self.said.overwrite:
             self.backend.discard(self.path)  # or a crash before the first version would bring it back
 

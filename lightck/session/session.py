@@ -53,7 +53,7 @@ class Session:
         """What attach found by itself: name -> class."""
         self._steps, self._pipeline = steps, steps.pipeline
         self._loaders = LoaderEvents(steps)
-        self._traces = Traces(steps.events, steps.pipeline.engine, steps.meter)
+        self._traces = Traces(steps.events, steps.pipeline.events, steps.pipeline.engine, steps.meter)
         self._finalizer = weakref.finalize(self, end, steps.pipeline, lock, steps.hooks.handles)
         self._finalizer.atexit = False
         steps.session = self
@@ -98,7 +98,8 @@ class Session:
     @property
     def paused_reason(self) -> str | None:
         """Why nothing is committed now (``pause_on_nonfinite``), or None."""
-        return self._pipeline.finite.reason if self._pipeline.finite is not None else None
+        finite = self._steps.commits.beside.finite
+        return finite.reason if finite is not None else None
 
     def stats(self) -> Stats:
         """The session's counters as of now."""
@@ -175,11 +176,12 @@ class Session:
         file. With ``pause_on_nonfinite`` the last good version is held.
         """
         self.flush()
+        beside = self._steps.commits.beside
         with self._steps.meter.stall("pin"):
             pinned: list[Hold] = []
-            self._steps.commits.guard(lambda: pinned.append(self._pipeline.pin()))
+            self._steps.commits.guard(lambda: pinned.append(beside.pin(self._pipeline)))
         self._check_usable()
-        return Pin(pinned[0], self._pipeline.holds.release)
+        return Pin(pinned[0], beside.holds.release)
 
     @_in_turn
     def close(self, *, done: bool = False) -> None:

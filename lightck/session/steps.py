@@ -26,6 +26,7 @@ from lightck.hooks.half import HalfUpdated
 from lightck.hooks.hooks import Hooks
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
+from lightck.session.beside import Beside
 from lightck.session.commits import Commits
 from lightck.session.discover import Found, drives, late, live_optimizers
 from lightck.session.first_step import FirstStep
@@ -53,6 +54,7 @@ class Steps(StepListener):
         capture: Capture,
         pipeline: Pipeline,
         meter: Meter,
+        beside: Beside,
         *,
         cadence: Cadence,
         resumed: Resumed | None,
@@ -72,7 +74,7 @@ class Steps(StepListener):
         self.boundary = Boundary(found.updating, *start)
         self.follows = _follows(found, capture, pipeline, resumed, strict_data)
         recorder = self.follows.recorder
-        self.commits = Commits(capture, pipeline, self.boundary, cadence, recorder, meter, self.turn, done_at)
+        self.commits = Commits(capture, pipeline, self.boundary, cadence, recorder, meter, self.turn, beside, done_at)
         self.watch = SavedWatch(capture, self.boundary, self._follow_live)
         self.top: LoopTop | None = LoopTop(capture, None if resumed is None else (resumed.event, resumed.step))
         self._declines_optimizers = found.declined

@@ -26,6 +26,7 @@ from lightck.export.choice import check_what, choose
 from lightck.export.tensors import check_dtype
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import CommitLine, DamagedError
+from lightck.pool.listener import CommitListener
 from lightck.pool.reader import PoolReader
 from lightck.pool.writer import PoolWriter
 from lightck.restore.contents import load_tensor
@@ -74,16 +75,16 @@ def refuse_unkept(keep: Keep, entries: Iterable[Entry]) -> None:
             check_dtype(entry.name, entry.dtype, _BY_HAND)
 
 
-class Keeper:
-    """The exports of one session."""
+class Keeper(CommitListener):
+    """The exports of one session: a listener that exports what is due."""
 
-    def __init__(self, keep: Keep, pool_path: str, meter: Meter) -> None:
+    def __init__(self, keep: Keep, pool_path: str, meter: Meter, holds: Holds) -> None:
         """Makes the folder and removes what a kill left there. Raises ``KeepError``. The pool's lock is held."""
         self._keep = keep
         self._folder = Path(os.path.abspath(keep.to))
         self._mark = blake2b(os.fsencode(os.path.realpath(pool_path)), digest_size=8).hexdigest()
         self._temporary = self._folder / f".lightck-{self._mark}.tmp"
-        self._meter = meter
+        self._meter, self._holds = meter, holds
         self._last = self._newest = 0
         self._thread: threading.Thread | None = None
         self._hold: Hold | None = None
@@ -101,8 +102,8 @@ class Keeper:
         except OSError as err:
             raise _error(f"Versions cannot be kept in {str(self._folder)!r}", err.strerror or str(err), err) from err
 
-    def start_at(self, step: int) -> None:
-        """Go on counting where the exports up to this step left off."""
+    def adopted(self, writer: PoolWriter, step: int) -> None:
+        """Go on counting where the exports up to this step left off. Raises ``KeepError``."""
         try:
             self._last = max((at for at, _ in self._own() if at <= step), default=0)
         except OSError as err:
@@ -116,32 +117,30 @@ class Keeper:
 
     # -- on the training thread --------------------------------------------------------------------------
 
-    def committed(self, writer: PoolWriter, holds: Holds, step: int) -> None:
-        """A version was committed, and no newer one is yet taken note of."""
+    def committed(self, writer: PoolWriter, step: int) -> None:
         self._newest = step
         if self._thread is not None and self._thread.is_alive():
             return
-        self._collect(holds)
+        self._collect()
         if self._is_due(step):
             with self._told(step):
-                self._start(writer, holds)
+                self._start(writer)
 
-    def wait(self, holds: Holds) -> None:
-        """Until no export reads the pool."""
+    def stop_reading(self) -> None:
         if self._thread is not None:
             self._thread.join()
-        self._collect(holds)
+        self._collect()
 
-    def end(self, writer: PoolWriter | None, holds: Holds) -> None:
+    def closing(self, writer: PoolWriter | None) -> None:
         """Finish what is running and what is due. In a forked child, where there is no thread, nothing happens."""
         if os.getpid() != self._pid:
             return
-        self.wait(holds)
+        self.stop_reading()
         if writer is not None and writer.slots.protected is not None and self._is_due(self._newest):
             with self._told(self._newest):
-                self._hold = hold = holds.take(writer)
+                self._hold = hold = self._holds.take(writer)
                 self._run(writer.reader, hold.line)  # here: an interpreter that ends starts no threads
-            self._collect(holds)
+            self._collect()
 
     def raise_failure(self, *, at_close: bool) -> None:
         """Once at a step for each export that failed; at close where no later one went well."""
@@ -153,8 +152,8 @@ class Keeper:
     def _is_due(self, step: int) -> bool:
         return step // self._keep.every > self._last // self._keep.every
 
-    def _start(self, writer: PoolWriter, holds: Holds) -> None:
-        self._hold = hold = holds.take(writer)
+    def _start(self, writer: PoolWriter) -> None:
+        self._hold = hold = self._holds.take(writer)
         thread = threading.Thread(
             target=self._run_named, args=(writer.reader, hold.line), name="lightck-keep", daemon=True
         )
@@ -174,10 +173,10 @@ class Keeper:
         reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
         self._is_told, self._failure = False, _error(f"Step {step} could not be kept", reason, err)
 
-    def _collect(self, holds: Holds) -> None:
+    def _collect(self) -> None:
         self._thread = None
         if self._hold is not None:
-            holds.release(self._hold)
+            self._holds.release(self._hold)
             self._hold = None
 
     # -- on the thread -----------------------------------------------------------------------------------

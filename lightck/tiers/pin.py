@@ -7,11 +7,11 @@ that it exports. Invariant: two slots beside the held ones stay for the training
 from __future__ import annotations
 
 import errno
+import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,13 +19,14 @@ import torch
 from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.engine import ENDED
 from lightck.pool.format.structures import SLOTS_MAX, CommitLine, DamagedError
+from lightck.pool.listener import CommitListener
 from lightck.pool.plan import VersionPlan
 from lightck.pool.reader import Version
 from lightck.pool.storage.failures import io_error
 from lightck.pool.writer import PoolWriter
 from lightck.restore.contents import load_tensors
 
-Moving: TypeAlias = "list[tuple[Hold, Version]]"
+log = logging.getLogger("lightck")
 
 
 @dataclass(slots=True, eq=False)
@@ -39,14 +40,19 @@ class Hold:
     """The generation in which the training made it. When the pool moves it gets another one."""
 
 
-class Holds:
-    """All holds of a session. Any thread may release; the rest is the training thread's."""
+class Holds(CommitListener):
+    """All holds of a session: a listener that takes them along to a new file, and a decision about slots.
+
+    Any thread may release; the rest is the training thread's.
+    """
 
     def __init__(self) -> None:
         self._held: list[Hold] = []
-        self._writer: PoolWriter | None = None  # of the file in which they lie
+        self._carried: list[tuple[Hold, Version]] = []
+        self._moving: list[tuple[Hold, CommitLine]] = []
+        self._new: PoolWriter | None = None
+        """While the pool moves: what is to come along, what lies in the new file already, and that file."""
         self._lock = threading.Lock()
-        """What is held, and what the writer was told of it, go together."""
 
     @property
     def pins(self) -> int:
@@ -71,8 +77,6 @@ class Holds:
         hold = Hold(line.step, line, is_pin, slot.made_at or line.payload_generation)
         with self._lock:
             self._held.append(hold)
-            self._writer = writer
-            self._tell()
         return hold
 
     def release(self, hold: Hold) -> None:
@@ -80,62 +84,77 @@ class Holds:
         with self._lock:
             if hold in self._held:
                 self._held.remove(hold)
-            self._tell()
 
-    def struck(self, slots: Iterable[int]) -> list[int]:
-        """What lies in these slots is nobody's any more. Returns the steps that a pin held there."""
+    # -- a decision about slots
+
+    def may_commit(self, closing: object) -> bool:
+        return True
+
+    def held(self, writer: PoolWriter) -> frozenset[int]:
+        with self._lock:
+            if writer is self._new:
+                return frozenset(line.slot for _, line in self._moving)
+            return frozenset(hold.line.slot for hold in self._held)
+
+    # -- a listener
+
+    def struck(self, slots: Sequence[int]) -> None:
         with self._lock:
             gone = [hold for hold in self._held if hold.line.slot in set(slots)]
             self._held = [hold for hold in self._held if hold not in gone]
-            self._tell()
-        return sorted(hold.step for hold in gone if hold.is_pin)
+        pinned = sorted(hold.step for hold in gone if hold.is_pin)
+        if pinned:
+            log.warning(
+                "lightck: the pinned checkpoints of steps %s are struck: they hold old bytes of a tensor that was "
+                "written unannounced",
+                ", ".join(map(str, pinned)),
+            )
 
-    def _tell(self) -> None:
-        if self._writer is not None:
-            self._writer.slots.held = frozenset(hold.line.slot for hold in self._held)
-
-    def versions(self, writer: PoolWriter) -> Moving:
+    def to_carry(self, old: PoolWriter) -> Sequence[Version]:
         """The held versions, oldest first. Raises ``CorruptPoolError`` where one cannot be read any more."""
-        found: Moving = []
+        self._carried = []
         for hold in sorted(self._held, key=lambda h: h.line.generation):
             try:
-                found.append((hold, writer.reader.version(hold.line)))
+                self._carried.append((hold, old.reader.version(hold.line)))
             except DamagedError as err:
                 raise _damaged(hold, err) from err
-        return found
+        return [version for _, version in self._carried]
 
-    def moved(self, lines: Iterable[tuple[Hold, CommitLine]], writer: PoolWriter) -> None:
-        """The pool's new file has its name now, and the held versions lie there."""
+    def carry(self, new: PoolWriter) -> None:
+        """Each once. The slot that it gets is held from then on."""
+        self._new = new
+        done: dict[int, CommitLine] = {}
+        for hold, version in self._carried:
+            generation = version.header.generation
+            if generation not in done:
+                done[generation] = _carry(version, hold, new, self.held(new))
+            with self._lock:
+                self._moving.append((hold, done[generation]))
+
+    def moved(self, new: PoolWriter) -> None:
         with self._lock:
-            for hold, line in lines:
+            for hold, line in self._moving:
                 hold.line = line
-            self._writer = writer
-            self._tell()
+        self.not_moved()
 
-    def end(self) -> None:
-        """The pool is no longer written to: nothing is held."""
+    def not_moved(self) -> None:
         with self._lock:
-            self._held, self._writer = [], None
+            self._carried, self._moving, self._new = [], [], None
+
+    def closed(self) -> None:
+        with self._lock:
+            self._held = []
 
 
-def carry_all(moving: Moving, writer: PoolWriter) -> list[tuple[Hold, CommitLine]]:
-    """Commit the held versions into a new file, oldest first, each once."""
-    done: dict[int, CommitLine] = {}
-    for hold, version in moving:
-        if version.header.generation not in done:
-            done[version.header.generation] = _carry(version, hold, writer)
-    return [(hold, done[version.header.generation]) for hold, version in moving]
-
-
-def _carry(version: Version, hold: Hold, writer: PoolWriter) -> CommitLine:
-    """Verified as it is read. The slot that it gets is held."""
+def _carry(version: Version, hold: Hold, writer: PoolWriter, held: frozenset[int]) -> CommitLine:
+    """Verified as it is read."""
     numbers = _numbers(version, writer)
     try:
         tensors = load_tensors(version, [name for name, entry in version.entries.items() if entry.nbytes])
     except DamagedError as err:
         raise _damaged(hold, err) from err
     plan = _plan(version, numbers, tensors)
-    slot = writer.slots.choose()
+    slot = writer.slots.choose(held)
     assert slot is not None, "a new pool has room for what is held"
     pending = writer.begin(plan, slot, tensors)
     pending.job.release()
@@ -145,7 +164,6 @@ def _carry(version: Version, hold: Hold, writer: PoolWriter) -> CommitLine:
         writer.store_next(slot, pending.line.generation, recorded)
     writer.committed(pending)
     slot.made_at = hold.made_at
-    writer.slots.held |= {slot.index}
     pending.job.forget()
     return _line_of(writer, slot.index, pending.line.generation)
 

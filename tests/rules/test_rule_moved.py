@@ -13,8 +13,8 @@ from toys import BIG, adam, crashed, damage, everything, forward, is_step, net, 
 
 import lightck
 from lightck.errors import CorruptPoolError, NoCheckpointError, StateChangedError
-from lightck.pipeline import pipeline
-from lightck.pipeline.strike import Stale
+from lightck.pipeline import guard
+from lightck.pipeline.guard import WriteGuard
 from lightck.pipeline.watch import Resting
 from lightck.pool.engine import COPIED
 from lightck.pool.reader import Version, open_pool
@@ -248,7 +248,7 @@ def test_data_write_is_found_in_turn_in_a_large_model(pool, before_the_copies, c
     """Beyond the first checkpoints so many bytes are read for each; in time they meet the culprit. The older ones,
     which may hold such bytes too, are struck when a right one is there."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
-    monkeypatch.setattr(pipeline, "BUDGET_NBYTES", 1)
+    monkeypatch.setattr(guard, "BUDGET_NBYTES", 1)
     model = Writer("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.ones(2, 4)
@@ -442,7 +442,7 @@ def test_name_of_the_tensor_is_known_to_the_very_checkpoint_that_holds_its_new_b
 def test_all_that_were_written_are_found_at_once_even_where_few_bytes_are_read(pool, caplog, monkeypatch):
     """A target network that follows by ``.data``: one is found in its turn, and then all."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
-    monkeypatch.setattr(pipeline, "BUDGET_NBYTES", 1)
+    monkeypatch.setattr(guard, "BUDGET_NBYTES", 1)
     model, optimizer, session = frozen_run(pool)
     with session:
         for _ in range(5):
@@ -472,7 +472,7 @@ def test_stale_checkpoints_are_struck_when_the_right_one_is_committed_and_not_be
     model, optimizer, session = stale_run(pool, monkeypatch)
     with session:
         monkeypatch.undo()
-        monkeypatch.setattr(Stale, "committed", lambda *args: None)  # a crash between the commit and the strike
+        monkeypatch.setattr(WriteGuard, "committed", lambda *args: None)  # a crash between the commit and the strike
         written(model, optimizer, session)
         seen = everything(model, optimizer)
         assert held_steps(pool) == [8, 7, 6, 5]

@@ -70,7 +70,7 @@ def test_a_bug_in_the_trace_is_found(
 
 
 def slot_reused_too_early() -> AbstractContextManager[object]:
-    def protected_too(slots: Slots) -> Slot | None:
+    def protected_too(slots: Slots, held: frozenset[int]) -> Slot | None:
         free = [s for s in slots.slots if not s.is_bad and not s.in_flight]
         return free[0] if free else None
 
@@ -80,7 +80,7 @@ def slot_reused_too_early() -> AbstractContextManager[object]:
 def manifest_updated_in_place() -> AbstractContextManager[object]:
     """The version is kept in its slot, and its manifest written over the one before."""
 
-    def same(slots: Slots) -> Slot | None:
+    def same(slots: Slots, held: frozenset[int]) -> Slot | None:
         slot = slots.slots[0]
         slot.manifest_index = 0
         return None if slot.in_flight else slot

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightck.pipeline.split import Staged
+from lightck.pipeline.write_table import Staged
 from lightck.pool.engine import Job
 from lightck.state.lanes import Arrival, Lane
 

@@ -11,12 +11,13 @@ import numpy.typing as npt
 
 from lightck.errors import BackgroundError
 from lightck.interrupts import leave_if_noted
-from lightck.pipeline.split import NONE, Split, Staged
 from lightck.pipeline.staging.choice import Choice
 from lightck.pipeline.staging.groups import GROUPS_MAX, Group, laid_out, parted
 from lightck.pipeline.staging.kinds import Direct, Host, Kind
 from lightck.pipeline.staging.pump import Pump
 from lightck.pipeline.staging.ways import DeviceWay, DirectWay, HostWay, UnavailableError, Way
+from lightck.pipeline.submission import Submission
+from lightck.pipeline.write_table import NONE, Staged
 from lightck.pool.draft import Draft
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
@@ -47,30 +48,30 @@ class Staging:
 
     @contextmanager
     def sending(
-        self, writer: PoolWriter, slot: Slot, split: Split, draft: Draft | None, room: int
+        self, writer: PoolWriter, slot: Slot, submission: Submission, draft: Draft | None, room: int
     ) -> Iterator[tuple[Draft | None, npt.NDArray[np.int64]]]:
         """Send what a version has on devices, while it is begun: its draft, and the numbers of the records that are
         under way. What finds no room in the engine (``room`` jobs) is copied at the boundary itself. A draft that was
         made here is given up where the version cannot be begun."""
         if self._way is not None and self._way.settles:
             self._settle(leave_if_noted)
-        if not self.is_on or not split.staged or room < 1:
-            split.copy_at_once(split.staged)
+        if not self.is_on or not submission.staged or room < 1:
+            submission.copy_at_once(submission.staged)
             yield draft, NONE
             return
         own = draft or writer.draft(slot)
         try:
-            yield own, self._send(writer, own, split, room)
+            yield own, self._send(writer, own, submission, room)
         except BaseException:
             if own is not draft:
                 own.drop()
             raise
 
-    def _send(self, writer: PoolWriter, draft: Draft, split: Split, room: int) -> npt.NDArray[np.int64]:
+    def _send(self, writer: PoolWriter, draft: Draft, submission: Submission, room: int) -> npt.NDArray[np.int64]:
         try:
-            way = self._prepared(writer, split.staged)
-            groups, left = _groups(way, draft, split.staged, room)
-            split.copy_at_once(left)
+            way = self._prepared(writer, submission.staged)
+            groups, left = _groups(way, draft, submission.staged, room)
+            submission.copy_at_once(left)
             self._start(groups)
         except RuntimeError as err:
             raise BackgroundError(
@@ -78,7 +79,7 @@ class Staging:
                 "before are intact. Look at the device (its log, its memory), then start again with resume=True."
             ) from err
         if way.beside:
-            split.follow([one for group in groups if not group.in_order for one in group.tensors])
+            submission.follow([one for group in groups if not group.in_order for one in group.tensors])
         return np.array([one.record.number for group in groups for one in group.tensors], np.int64)
 
     # -- by which way

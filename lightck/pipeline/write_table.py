@@ -1,12 +1,12 @@
-"""How each tensor of a version gets into its slot: at once, in the background, or not at all.
+"""Which record of the pool each tensor has, and how it is copied: worked out once, and used while nothing moves.
 
-Small tensors, buffers and what moved unannounced before are copied at the boundary itself; a still parameter that rests
-stays as it lies in the slot; all others are left to the copy threads. Reads no bytes.
+Small tensors, buffers and what moved unannounced before are copied at the boundary itself; what lies on a device is
+sent; all others are left to the copy threads, but for still parameters, which a strategy may leave out. Reads no bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.pipeline.watch import Resting
 from lightck.pool.format.layout import Entry
-from lightck.pool.plan import VersionPlan
-from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.closing import Closing
-from lightck.state.inventory import Live, entry_of, is_plain, memory_of, staged
+from lightck.state.inventory import Live, entry_of, is_plain, memory_of
 from lightck.state.lanes import Lane, lane_of
 from lightck.state.looks import Reading, reading_of
 
@@ -55,13 +52,19 @@ class Record:
         return self.tensor is live.tensor and self.alias == live.alias and self.reading == reading_of(live.tensor)
 
 
-def records_of(
-    writer: PoolWriter, lives: Sequence[Live], settle: Callable[[], object], present: Sequence[Live]
-) -> list[Record]:
-    """The record of each tensor, with an extent that fits it as it is now. Raises ``FullError``.
+class NoPlaceError(Exception):
+    """Tensors appeared, or changed their kind, and have no extent in the pool yet. Internal: extents are added where
+    nothing is in flight, and the tables worked out again."""
 
-    ``present``: all tensors of the version. ``settle`` ends all versions in flight: called before new extents move
-    the manifests in memory.
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        super().__init__(f"no extents for {[entry.name for entry in entries[:3]]}")
+        self.entries = entries
+
+
+def records_of(writer: PoolWriter, lives: Sequence[Live], present: Sequence[Live]) -> list[Record]:
+    """The record of each tensor, with an extent that fits it as it is now. Raises ``NoPlaceError``.
+
+    ``present``: all tensors of the version.
     """
     known = writer.known
     if len(known) > len(present):  # what is gone is not kept alive
@@ -73,12 +76,9 @@ def records_of(
         for i, (live, record) in enumerate(zip(lives, records, strict=True))
         if record is None or not record.describes(live)
     }
-    if not changed:
-        return records
     new = [entry for entry in changed.values() if not writer.fits(entry)]
     if new:
-        settle()
-        writer.add(new, {live.name for live in present})
+        raise NoPlaceError(new)
     for i, entry in changed.items():
         records[i] = known[entry.name] = _record(writer.numbers[entry.name], lives[i], entry)
     return records
@@ -171,103 +171,13 @@ def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], t
     )
 
 
-def columns_of(writer: PoolWriter, closing: Closing, never: set[str], settle: Callable[[], object]) -> list[Columns]:
-    """All tensors of a version in columns: those of its roster, and the rest. Raises ``FullError``; ``settle`` as in
-    ``records_of``."""
-    roster, known = closing.roster, writer.columns
+def tables_of(writer: PoolWriter, closing: Closing, never: set[str]) -> list[Columns]:
+    """All tensors of a version in columns: those of its roster, and the rest. Raises ``NoPlaceError``."""
+    roster, known, lives = closing.roster, writer.columns, closing.lives
     n = 0 if roster is None else len(roster.lives)
     if isinstance(known, Columns) and roster is not None and (known.token, known.never) == (roster.token, len(never)):
-        rest = closing.lives[n:]
-        return [known, columns(rest, records_of(writer, rest, settle, closing.lives), never)]
-    records = records_of(writer, closing.lives, settle, closing.lives)
-    first = columns(closing.lives[:n], records[:n], never, None if roster is None else roster.token)
+        return [known, columns(lives[n:], records_of(writer, lives[n:], lives), never)]
+    records = records_of(writer, lives, lives)
+    first = columns(lives[:n], records[:n], never, None if roster is None else roster.token)
     writer.columns = first
-    return [first, columns(closing.lives[n:], records[n:], never)]
-
-
-class Split:
-    """The tensors of one version, sorted by how they are written."""
-
-    def __init__(self, resting: Resting, writer: PoolWriter, slot: Slot, parts: Sequence[Columns]) -> None:
-        self._parts = parts
-        self._keep: list[object] = []
-        self.stills: list[tuple[Live, int]] = []
-        self.left_out: list[Live] = []
-        self.background = [live for part in parts for live in part.background]
-        self.background_numbers = [number for part in parts for number in part.background_numbers]
-        self._numbers: list[int] = []
-        self._sources: list[int] = []
-        self._kept: list[int] = []
-        self.staged = [one for part in parts for one in part.staged]
-        self.n_followed = 0
-        """How many of ``background``, the last ones, are on their way from a device."""
-        for part in parts:
-            for live, record in part.single:
-                if live.still and _rests(resting, writer, slot, live, record.number):
-                    self._kept.append(record.number)
-                    self.left_out.append(live)
-                else:
-                    self._copy(live, record)
-
-    def _copy(self, live: Live, record: Record) -> None:
-        """At the boundary."""
-        source, address = live.tensor, record.address
-        if not record.plain:
-            source = staged(live.tensor)
-            address = source.data_ptr()
-        self._numbers.append(record.number)
-        self._sources.append(address)
-        self._keep.append(memory_of(source))
-        if live.still:
-            self.stills.append((live, record.number))
-
-    def copy_at_once(self, tensors: Sequence[Staged]) -> None:
-        """These do not wait for their device: they are read now."""
-        for one in tensors:
-            self._copy(one.live, one.record)
-
-    def follow(self, tensors: Sequence[Staged]) -> None:
-        """These are on their way, and read until the copies are done."""
-        self.n_followed += len(tensors)
-        self.background = [*self.background, *(one.live for one in tensors)]  # new lists: others have the old ones
-        self.background_numbers = [*self.background_numbers, *(one.record.number for one in tensors)]
-
-    def blocks(self, writer: PoolWriter) -> Blocks:
-        """The blocks of ``background``, in its order, without what lies on devices."""
-        found = NO_BLOCKS
-        for part in self._parts:
-            found = found.and_then(part.blocks(writer))
-        return found
-
-    @property
-    def keep(self) -> tuple[list[object], ...]:
-        """The memory that the copies read from."""
-        return (*(part.keep for part in self._parts), self._keep)
-
-    def plan(self, closing: Closing, *early: npt.NDArray[np.int64]) -> VersionPlan:
-        """``early``: records whose copies are under way already, or whose bytes are."""
-        parts, begun = self._parts, np.concatenate([NONE, *early])
-        numbers = np.concatenate([*(part.numbers for part in parts), np.array(self._numbers, np.int64)])
-        sources = np.concatenate([*(part.sources for part in parts), np.array(self._sources, np.uint64)])
-        now = np.concatenate([*(part.now for part in parts), np.ones(len(self._numbers), np.bool_)])
-        present = np.array([number for part in parts for number in part.present], np.int64)
-        if len(begun):
-            left = np.isin(numbers, begun, invert=True)
-            numbers, sources, now = numbers[left], sources[left], now[left]
-        return VersionPlan(
-            closing.step,
-            closing.iteration,
-            numbers,
-            sources,
-            now,
-            np.array(self._kept, np.int64),
-            np.concatenate([present, begun]),
-            closing.state,
-        )
-
-
-def _rests(resting: Resting, writer: PoolWriter, slot: Slot, live: Live, number: int) -> bool:
-    """Whether the slot holds this still tensor's bytes already."""
-    crcs = resting.crcs_at_rest(live)
-    in_slot = bool(slot.image.in_slot[number])
-    return crcs is not None and in_slot and np.array_equal(crcs, writer.raw_crcs(slot, number))
+    return [first, columns(lives[n:], records[n:], never)]

@@ -1,0 +1,125 @@
+"""What each strategy has to keep: every tensor has one place in the plan, nothing is left out that the slot lacks, and
+planning changes nothing. A new strategy is one more line in ``STRATEGIES``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toys import BIG, adam, everything, is_step, net, train
+
+import lightck
+from lightck.pipeline.plan import IsStored, Strategy, WritePlan
+from lightck.pipeline.write_table import Columns, Record
+from lightck.state.closing import Closing
+from lightck.state.inventory import Live
+
+STRATEGIES = [lightck.FullState()]
+
+
+class Watched:
+    """A strategy whose plans are looked at."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.plans: list[WritePlan] = []
+        self.stored: list[set[int]] = []
+
+    def plan(self, closing: Closing, tables: Sequence[Columns], is_stored: IsStored) -> WritePlan:
+        stored: set[int] = set()
+
+        def asked(live: Live, record: Record) -> bool:
+            if is_stored(live, record):
+                stored.add(record.number)
+            return record.number in stored
+
+        before = copy.deepcopy([numbers(table) for table in tables])
+        plan = self.strategy.plan(closing, tables, asked)
+        again = self.strategy.plan(closing, tables, asked)
+        assert described(plan) == described(again), "it was asked twice of one step, and said two things"
+        assert [numbers(table) for table in tables] == before, "it changed what it was given"
+        self.plans.append(plan)
+        self.stored.append(stored)
+        return plan
+
+
+def numbers(table: Columns) -> list[int]:
+    """Records that have their place in the table itself."""
+    return [*table.numbers.tolist(), *table.present, *(one.record.number for one in table.staged)]
+
+
+def described(plan: WritePlan) -> tuple[Any, ...]:
+    """By record numbers: in tables, at the boundary, left out."""
+    in_tables = sorted(number for table in plan.tables for number in numbers(table))
+    return in_tables, sorted(r.number for _, r in plan.now), sorted(r.number for _, r in plan.unchanged)
+
+
+@pytest.fixture(params=STRATEGIES, ids=repr)
+def run(request: pytest.FixtureRequest, pool: Path) -> tuple[Watched, nn.Module, torch.optim.Optimizer]:
+    """Twelve steps of a model with a large layer, a frozen one, a buffer and an empty tensor."""
+    torch.manual_seed(0)
+    model = net(BIG)
+    model.append(nn.BatchNorm1d(2))
+    model.register_buffer("empty", torch.zeros(0))
+    model[0].weight.requires_grad_(False)
+    optimizer = adam(model)
+    watched = Watched(request.param)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=watched):
+        train(model, optimizer, 12)
+    return watched, model, optimizer
+
+
+def test_every_tensor_has_one_place(run):
+    watched, _, _ = run
+    assert len(watched.plans) == 12
+    for plan in watched.plans:
+        in_tables, now, unchanged = described(plan)
+        single = sorted(record.number for table in plan.tables for _, record in table.single)
+        assert sorted(now + unchanged) == single
+        everywhere = in_tables + now + unchanged
+        assert len(everywhere) == len(set(everywhere)) == len(plan.closing.lives)
+
+
+def test_what_is_left_out_lies_in_the_slot(run):
+    watched, _, _ = run
+    for plan, stored in zip(watched.plans, watched.stored, strict=True):
+        assert {record.number for _, record in plan.unchanged} <= stored
+    assert any(plan.unchanged for plan in watched.plans), "the frozen layer rests, and the test would see nothing"
+
+
+def test_a_plan_is_frozen(run):
+    (plan, *_), _, _ = run[0].plans, *run[1:]
+    with pytest.raises(AttributeError):
+        plan.now = ()
+
+
+def test_what_is_recovered_is_the_state(run, pool):
+    _, model, optimizer = run
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_a_strategy_decides_what_is_written(pool):
+    """One that says that nothing is left out: then nothing is."""
+
+    class Whole:
+        def plan(self, closing: Closing, tables: Sequence[Columns], is_stored: IsStored) -> WritePlan:
+            return WritePlan(closing, tuple(tables), tuple(one for table in tables for one in table.single), ())
+
+    model = net(BIG)
+    model[0].weight.requires_grad_(False)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Whole()) as session:
+        train(model, optimizer, 8)
+        session.flush()
+        assert session.stats().left_out == 0
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_what_is_no_strategy_is_refused(pool):
+    with pytest.raises(TypeError, match=r"Pass lightck.FullState\(\)"):
+        lightck.attach(net(), pool, strategy="full")
