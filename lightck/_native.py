@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span", "lck_row")
+_STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span")
 """By the numbers that lck_sizeof knows them by."""
 _REBUILD = "Run `pip install .` in the source folder (or reinstall the wheel) to build both anew."
 

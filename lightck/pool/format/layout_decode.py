@@ -1,7 +1,6 @@
 """A layout table back from its bytes, which are untrusted: everything is checked before anyone allocates by it.
 
-A table in the form in which lightck writes it is read natively (``layout_native``). Any other is read here, item by
-item: a damaged one, to say what is wrong with it, and one that somebody else wrote in another form of the same msgpack.
+It is read item by item, in any form of msgpack, and each entry is checked as it comes.
 """
 
 from __future__ import annotations
@@ -9,12 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter, itemgetter
 
 import msgpack
 
-from lightck.pool.format import layout_native
 from lightck.pool.format.layout import (
     ENTRIES_MAX,
     INT_MAX,
@@ -29,24 +26,18 @@ from lightck.pool.format.layout import (
 from lightck.pool.format.structures import EXTENT_ALIGN, DamagedError
 
 _VALUES = itemgetter(*Entry._fields)
+_INT = {int}
 _KEYS = {*Entry._fields} | {"global_shape", "placements", "mesh", "offsets"}
 
 
 def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
     """The entries of a layout table; every extent lies in [low, high) of a slot. Raises ``DamagedError``."""
-    entries = layout_native.read(table, low, high)
-    if entries is None:
-        entries = by_item(table, low, high)
+    entries = _checked(_items(table, is_table=True), low, high)
     names = {e.name: e for e in entries}
     if len(names) != len(entries):
         raise DamagedError("layout table: a name occurs twice")
     check_aliases(names)
     return entries
-
-
-def by_item(table: bytes, low: int, high: int) -> tuple[Entry, ...]:
-    """The same in any form of msgpack, names and aliases aside. Raises ``DamagedError`` with what is wrong."""
-    return _checked(_items(table, is_table=True), low, high)
 
 
 def decode_extras(data: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
@@ -76,7 +67,7 @@ def _kind(entry: Entry) -> tuple[str, tuple[int, ...]]:
     return entry.dtype, entry.shape
 
 
-def _items(data: bytes, *, is_table: bool) -> Iterator[Any]:
+def _items(data: bytes, *, is_table: bool) -> Iterator[object]:
     """What the list of entries holds, one by one: msgpack makes room for as many items as a list says it has, so the
     long list is not left to it, and the lists in an entry are short."""
     unpacker = msgpack.Unpacker(
@@ -106,29 +97,31 @@ def _items(data: bytes, *, is_table: bool) -> Iterator[Any]:
         raise DamagedError(f"layout table: {err or type(err).__name__}") from err
 
 
-def _checked(items: Iterator[Any], low: int, high: int) -> tuple[Entry, ...]:
+def _checked(items: Iterator[object], low: int, high: int) -> tuple[Entry, ...]:
     entries = tuple(map(_entry, items))
     at = low
-    for entry in sorted((e for e in entries if e.nbytes), key=lambda e: e.offset):
+    for entry in sorted((e for e in entries if e.nbytes), key=attrgetter("offset")):
         if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:
             raise DamagedError(f"layout table: extent of {entry.name!r} is out of place")
         at = entry.offset + entry.nbytes
     return entries
 
 
-def _entry(item: Any) -> Entry:
+def _entry(item: object) -> Entry:
     if not isinstance(item, dict) or item.keys() != _KEYS:
         raise DamagedError("layout table: an entry has the wrong keys")
     name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
     for text in (name, device) if alias is None else (name, device, alias):
         if type(text) is not str or not is_name(text):
             raise DamagedError("layout table: bad text")
-    for number, low in ((nbytes, 0), (offset, 0), (layer, -1)):
-        if type(number) is not int or not low <= number < INT_MAX:
-            raise DamagedError("layout table: bad number")
-    shape, stride = _ints(shape), _ints(stride)
+    is_whole = type(nbytes) is type(offset) is type(layer) is int
+    if not is_whole or not 0 <= nbytes < INT_MAX or not 0 <= offset < INT_MAX or not -1 <= layer < INT_MAX:
+        raise DamagedError("layout table: bad number")
+    if not type(shape) is type(stride) is list or not _INT.issuperset(map(type, shape + stride)):
+        raise DamagedError("layout table: bad list of numbers")
     if not (type(role) is type(dtype) is str and role in ROLES and dtype in ITEM_NBYTES and len(shape) == len(stride)):
         raise DamagedError(f"layout table: entry {name!r} has an unknown role, dtype or stride")
+    shape, stride = tuple(shape), tuple(stride)
     numel = _dense_numel(shape, stride)
     if numel is None or nbytes != (0 if alias is not None else numel * ITEM_NBYTES[dtype]):
         raise DamagedError(f"layout table: shape, stride and size of {name!r} do not go together")
@@ -138,16 +131,9 @@ def _entry(item: Any) -> Entry:
 @lru_cache(maxsize=64)  # few: a hostile table may be made of keys that share a hash, each compared with all others
 def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     """Elements of a dense tensor; None where there can be no such tensor. Cached: the layers of a model are alike."""
+    if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
+        return None
     numel = math.prod(shape)
     if (numel or math.prod(filter(None, shape))) >= INT_MAX or not is_dense(shape, stride):
         return None
     return numel
-
-
-def _ints(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > NDIM_MAX:
-        raise DamagedError("layout table: bad list of numbers")
-    for one in value:
-        if type(one) is not int or not 0 <= one < INT_MAX:
-            raise DamagedError("layout table: bad number")
-    return tuple(value)
