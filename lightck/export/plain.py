@@ -20,7 +20,7 @@ from lightck.errors import StateValueError
 from lightck.export.tensors import Planned
 from lightck.restore.checkpoint import Checkpoint
 from lightck.restore.contents import Contents, named
-from lightck.state.dtypes import dtype_name
+from lightck.state.storable import dtype_name
 
 if TYPE_CHECKING:
     from lightck.export.choice import Chosen

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from lightck.pool.format.layout import is_dense
-from lightck.state.closing import Closing
 from lightck.state.inventory import Live
-from lightck.state.scaler import enabled
+from lightck.state.looks import Closing
+from lightck.state.nest import enabled
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")

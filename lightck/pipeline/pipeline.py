@@ -37,8 +37,8 @@ from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import FullError, PoolWriter
 from lightck.state.blocks import BUDGET_NBYTES, WHOLE_CHECKPOINTS, Turn
-from lightck.state.closing import Closing
 from lightck.state.inventory import entry_of
+from lightck.state.looks import Closing
 from lightck.stats import Meter
 from lightck.tiers.keep import Keeper
 from lightck.tiers.pin import Hold, Holds

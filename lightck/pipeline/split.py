@@ -20,10 +20,9 @@ from lightck.pool.plan import VersionPlan
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
-from lightck.state.closing import Closing
 from lightck.state.inventory import Live, entry_of, is_plain, memory_of, staged
 from lightck.state.lanes import Lane, lane_of
-from lightck.state.looks import Reading, reading_of
+from lightck.state.looks import Closing, Reading, reading_of
 
 NONE = np.array([], np.int64)
 NOW_NBYTES = 4096

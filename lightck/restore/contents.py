@@ -18,8 +18,8 @@ from lightck.errors import CorruptPoolError, NoTensorError
 from lightck.pool.format.layout import Entry
 from lightck.state import values
 from lightck.state.built import Built
-from lightck.state.dtypes import dtype_from_name
 from lightck.state.rng import RngState
+from lightck.state.storable import dtype_from_name
 
 
 class Source(Protocol):

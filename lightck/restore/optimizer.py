@@ -15,8 +15,8 @@ from lightck.pool.format.layout import Entry
 from lightck.restore import memory
 from lightck.restore.contents import Contents, OptimizerContents, empty_for, tensor_reader, unpack_dict
 from lightck.restore.fill import Fills
-from lightck.state.dtypes import dtype_from_name
 from lightck.state.inventory import OptimizerView
+from lightck.state.storable import dtype_from_name
 
 
 def read_state(

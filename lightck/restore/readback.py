@@ -22,7 +22,7 @@ from lightck.restore import memory
 from lightck.state import rng, values
 from lightck.state.inventory import OptimizerView
 from lightck.state.lanes import bytes_in_order
-from lightck.state.objects import is_loader
+from lightck.state.storable import is_loader
 
 log = logging.getLogger("lightck")
 _SEQUENCES = (list, tuple, deque)

@@ -23,10 +23,8 @@ from lightck.restore.fill import Fills
 from lightck.restore.optimizer import read_state, set_state
 from lightck.restore.readback import ObjectCheck, check_optimizer, fits
 from lightck.state import values
-from lightck.state.dtypes import dtype_from_name
 from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_views
-from lightck.state.objects import class_name_of
-from lightck.state.storable import refuse_unstorable
+from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable
 
 _Names = tuple[str, ...]
 

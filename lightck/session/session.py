@@ -50,9 +50,8 @@ from lightck.session.saved import SavedWatch
 from lightck.session.snapshot import Capture
 from lightck.session.top import LoopTop
 from lightck.sessions import Proxy, abandon_at_exit, in_turn, is_followed
-from lightck.state.nest import places
+from lightck.state.nest import ScalerWatch, places
 from lightck.state.rng import RngState
-from lightck.state.scaler import ScalerWatch
 from lightck.stats import Meter, Stats
 from lightck.tiers.pin import Hold, Pin
 

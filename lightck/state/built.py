@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightck.errors import CorruptPoolError, StateValueError
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView
-from lightck.state.roster import Roster
+from lightck.state.looks import Roster
 
 
 @dataclass(slots=True)

@@ -15,10 +15,9 @@ from torch import nn
 
 from lightck.errors import StateValueError
 from lightck.pool.format.layout import Entry
-from lightck.state.dtypes import dtype_name
 from lightck.state.lanes import lies_dense
 from lightck.state.nest import Place, has_own_state, inner_of, places
-from lightck.state.storable import refuse_hidden_state, refuse_script, refuse_unstorable
+from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_script, refuse_unstorable
 
 _WRAPPERS = {
     "DataParallel": "module",

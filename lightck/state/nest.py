@@ -2,7 +2,8 @@
 
 A wrapper holds other optimizers as attributes and shares their parameters. Each optimizer that has state or step hooks
 of its own is *followed*; wrappers that only pass calls on (Accelerate's) are not. An *update* is one step of the
-outermost followed optimizer whose hooks run. Nothing is read here but attributes, and nothing is changed.
+outermost followed optimizer whose hooks run. Nothing is read here but attributes, and nothing is changed. A GradScaler
+(``ScalerWatch``) may skip updates.
 """
 
 from __future__ import annotations
@@ -148,3 +149,31 @@ def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
     elif depth and isinstance(value, (list, tuple, Mapping)):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors_in(one, depth - 1)
+
+
+class ScalerWatch:
+    """What the enabled GradScalers among the objects of ``state`` tell of skipped updates, looked at once per boundary:
+    with an unfused optimizer one that skips calls no step, and only its state moves."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = objects
+        self._seen: tuple[tuple[float, int], ...] | None = None
+        self._stepped = False
+        self.skipped()
+
+    def stepped(self) -> None:
+        """An optimizer stepped."""
+        self._stepped = True
+
+    def skipped(self) -> bool:
+        """Whether one was updated since the last look without a step in between."""
+        scalers = enabled(self._objects).values()
+        seen = tuple((float(scaler.get_scale()), int(scaler._get_growth_tracker())) for scaler in scalers)
+        stepped, self._stepped = self._stepped, False
+        moved, self._seen = seen != self._seen, seen
+        return moved and not stepped and bool(seen)
+
+
+def enabled(objects: Mapping[str, Any]) -> dict[str, torch.amp.GradScaler]:
+    """The GradScalers that scale, by name."""
+    return {n: obj for n, obj in objects.items() if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()}

@@ -22,8 +22,8 @@ import torch
 
 from lightck.pool.format.layout import Entry
 from lightck.state import rng
-from lightck.state.dtypes import dtype_name
 from lightck.state.inventory import OptimizerView, contiguous_stride, state_name
+from lightck.state.storable import dtype_name
 
 log = logging.getLogger("lightck")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)

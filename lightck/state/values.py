@@ -20,9 +20,17 @@ import numpy as np
 import torch
 
 from lightck.errors import CorruptPoolError, StateValueError
-from lightck.state.dtypes import DTYPES, dtype_name
-from lightck.state.keys import INT_NBYTES_MAX, NUMPY_CODES, NUMPY_SCALARS, PLAIN, collide, is_key
-from lightck.state.storable import why_not
+from lightck.state.storable import (
+    DTYPES,
+    INT_NBYTES_MAX,
+    NUMPY_CODES,
+    NUMPY_SCALARS,
+    PLAIN,
+    collide,
+    dtype_name,
+    is_key,
+    why_not,
+)
 
 STATE_VERSION = 1
 """Of what the small state consists of."""
