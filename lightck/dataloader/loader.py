@@ -19,18 +19,24 @@ from typing import Any
 
 import torch
 
-from lightck.dataloader import accelerated
 from lightck.dataloader.batch import Read, checksum_of, differ
-from lightck.dataloader.generators import OwnGenerators, States
-from lightck.dataloader.owned import Owned
+from lightck.dataloader.owned import Owned, OwnGenerators, States
 from lightck.dataloader.passes import Batches, LoaderHost, Pass, moment
 from lightck.dataloader.position import Mark, Position, corrupt, same
 from lightck.dataloader.positions import UsedAgain
 from lightck.dataloader.preview import Previews, is_only_asked, tell_lightning_counts
-from lightck.dataloader.replay import EndedEarly, Progress, replay
+from lightck.dataloader.replay import FACT, EndedEarly, Progress, iterate_behind, replay
 from lightck.dataloader.sampler import Watch, watch
-from lightck.dataloader.skip import FACT, iterate_behind
-from lightck.dataloader.under import core_of, fetches_here, is_loader_of_torch, may_run_ahead
+from lightck.dataloader.under import (
+    core_of,
+    fetches_here,
+    is_loader_of_torch,
+    keeps_state,
+    may_run_ahead,
+    passes_of,
+    renew,
+    set_passes,
+)
 from lightck.dataloader.wrapped import (
     DRAWS_IN_ITEMS,
     TAKEN_BEFORE,
@@ -94,7 +100,7 @@ class SessionLoader:
         self._host = host
         self._name = name
         self._stateful = is_stateful(dl)
-        self._keeps_state = accelerated.keeps_state(dl)
+        self._keeps_state = keeps_state(dl)
         self._skips = skips
         self._owned = Owned(dl, name, {} if self._stateful else objects or {}, restored is not None)
         self._generators = OwnGenerators(dl)
@@ -240,7 +246,7 @@ class SessionLoader:
             before_last=pass_.before_last if pass_ else None,
             objects=pass_.objects if pass_ else {},
             raised=pass_.raised if pass_ else {},
-            passes=pass_.passes if pass_ else accelerated.passes_of(self._dl),
+            passes=pass_.passes if pass_ else passes_of(self._dl),
             previews=previews,
             previews_in_loop=in_loop,
             used_again=self.used.is_told,
@@ -291,7 +297,7 @@ class SessionLoader:
         self._generators.set_states(position.generators)
         if position.live:
             self._rng_at_next = position.generators
-        accelerated.set_passes(self._dl, position.passes)
+        set_passes(self._dl, position.passes)
         return position
 
     def _compare_length(self, position: Position) -> None:
@@ -339,7 +345,7 @@ class SessionLoader:
         self._pass, self._pending, self._epoch = None, position, position.epoch
         self._at_base = position.at_base if self._persistent else None
         self._generators.set_states(position.generators)
-        accelerated.set_passes(self._dl, position.passes)
+        set_passes(self._dl, position.passes)
         self._owned.put_back()
         if self._persistent and self._core is not None:
             self._core._iterator = None  # its workers' random streams have moved
@@ -373,7 +379,7 @@ class SessionLoader:
         self._identity = identity_of(self._dl, self._stateful)
         if self._has_one_pass and self._taken:
             self._identity[TAKEN_BEFORE] = self._taken
-        pass_.at_iter, pass_.passes = self._generators.now(), accelerated.passes_of(self._dl)
+        pass_.at_iter, pass_.passes = self._generators.now(), passes_of(self._dl)
         if self._keeps_state:
             pass_.inner = copy.deepcopy(self._own_state()) if position is None or self._is_begun else position.inner
         pass_.objects = self._owned.now()
@@ -434,7 +440,7 @@ class SessionLoader:
             self._owned.load(position.objects)
             reused = self._start_workers(position)
             if self._keeps_state:
-                accelerated.renew(self._core) if position.inner is None else self._prepare(position)
+                renew(self._core) if position.inner is None else self._prepare(position)
             self._generators.restore(position.at_iter)
             if self._stateful:
                 self._load(position.inner)

@@ -161,7 +161,7 @@ def refuse_own(loader: object, name: str) -> None:
 
 def is_stateful(loader: object) -> bool:
     if is_accelerated(loader):
-        return False  # its loaders have the methods, but their state does not bring a pass back: see accelerated.py
+        return False  # its loaders have the methods, but their state does not bring a pass back: see under.py
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 

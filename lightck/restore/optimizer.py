@@ -14,7 +14,7 @@ import torch
 from lightck.pool.format.layout import Entry
 from lightck.restore import memory
 from lightck.restore.contents import Contents, OptimizerContents, empty_for, tensor_reader, unpack_dict
-from lightck.restore.fill import Fills
+from lightck.restore.memory import Fills
 from lightck.state.inventory import OptimizerView
 from lightck.state.storable import dtype_from_name
 

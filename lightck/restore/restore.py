@@ -19,7 +19,7 @@ from lightck.errors import DriftError, LightckError, listed
 from lightck.pool.format.layout import Entry
 from lightck.restore import edited, memory
 from lightck.restore.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
-from lightck.restore.fill import Fills
+from lightck.restore.memory import Fills
 from lightck.restore.optimizer import read_state, set_state
 from lightck.restore.readback import ObjectCheck, check_optimizer, fits
 from lightck.state import values

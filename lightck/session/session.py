@@ -24,12 +24,11 @@ from lightck.dataloader.batch import Read
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import Pass
 from lightck.dataloader.positions import Positions
-from lightck.dataloader.skip import wants_skip
+from lightck.dataloader.replay import wants_skip
 from lightck.dataloader.wrapped import name_of
 from lightck.errors import BackgroundError, FlushTimeoutError, NothingSavedError, SessionError
 from lightck.events import Event
-from lightck.following.counted import Counted
-from lightck.following.following import Comparison, Follows, Recorder
+from lightck.following.following import Comparison, Counted, Follows, Recorder
 from lightck.following.update import UpdateParts
 from lightck.hooks.boundary import BY_HAND, Boundary
 from lightck.hooks.forward import ForwardSeen

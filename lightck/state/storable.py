@@ -148,7 +148,7 @@ def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str
             )
 
 
-# -- keys, which are hashed by their value, to the bottom ----------------------------------------------------------------
+# -- keys, which are hashed by their value, to the bottom --------------------------------------------------------------
 
 NUMPY_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 NUMPY_SCALARS: dict[type, str] = {np.dtype(code).type: np.dtype(code).str for code in NUMPY_CODES}
