@@ -46,8 +46,7 @@ from toys import (
 
 import lightck
 from lightck import errors
-from lightck.pool.format.checksum import crc64
-from lightck.pool.format.structures import SUPERBLOCK_NBYTES
+from lightck.pool.format.structures import SUPERBLOCK_NBYTES, crc64
 from lightck.pool.storage import temporary
 from lightck.pool.storage.file import FileBackend
 from lightck.pool.storage.lock import PoolLock

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from torch import nn
 
 import lightck
 from lightck.errors import FormatError, NotAPoolError
-from lightck.pool.format import layout, layout_decode
-from lightck.pool.format.checksum import block_seed, crc64
+from lightck.pool.format import layout
 from lightck.pool.format.layout import ITEM_NBYTES, Entry
 from lightck.pool.format.structures import (
     KIB,
@@ -40,6 +38,8 @@ from lightck.pool.format.structures import (
     NextBatch,
     Superblock,
     align_up,
+    block_seed,
+    crc64,
     layout_hash,
     next_key,
     pack_next,
@@ -340,7 +340,7 @@ def test_a_line_counts_below_2_to_the_63(field: str) -> None:
     good = CommitLine(*[2**63 - 1] * 4, 2**64 - 1, 128, 1, 0, 0)
     assert CommitLine.unpack(good.pack(UUID), UUID) == good
     with pytest.raises(DamagedError, match="numbers"):
-        CommitLine.unpack(replace(good, **{field: 2**63}).pack(UUID), UUID)
+        CommitLine.unpack(good._replace(**{field: 2**63}).pack(UUID), UUID)
 
 
 def test_a_slot_header_and_a_superblock_count_below_2_to_the_63() -> None:
@@ -498,11 +498,11 @@ def entries(draw: st.DrawFn) -> list[Entry]:
 @given(entries())
 def test_a_layout_comes_back_and_does_not_overlap(plain: list[Entry]) -> None:
     placed, end = layout.place(plain, 20 * KIB)
-    assert layout_decode.decode(layout.encode(placed), low=20 * KIB, high=end) == tuple(placed)
+    assert layout.decode(layout.encode(placed), low=20 * KIB, high=end) == tuple(placed)
     ends = [e.offset + e.nbytes for e in placed if e.nbytes]
     if ends:
         with pytest.raises(DamagedError):
-            layout_decode.decode(layout.encode(placed), low=20 * KIB, high=max(ends) - 1)
+            layout.decode(layout.encode(placed), low=20 * KIB, high=max(ends) - 1)
 
 
 @st.composite
@@ -527,7 +527,7 @@ def named_entries(draw: st.DrawFn) -> list[Entry]:
 @given(named_entries())
 def test_a_table_is_read_as_it_was_written(plain: list[Entry]) -> None:
     placed, end = layout.place(plain, 20 * KIB)
-    assert layout_decode.decode_extras(layout.encode_extras(placed), low=20 * KIB, high=end) == tuple(placed)
+    assert layout.decode_extras(layout.encode_extras(placed), low=20 * KIB, high=end) == tuple(placed)
 
 
 def test_large_numbers_and_long_names_are_read() -> None:
@@ -539,7 +539,7 @@ def test_large_numbers_and_long_names_are_read() -> None:
     ]
     placed, end = layout.place(many, 0)
     assert end > 2**36
-    assert layout_decode.decode(layout.encode(placed), low=0, high=end) == tuple(placed)
+    assert layout.decode(layout.encode(placed), low=0, high=end) == tuple(placed)
 
 
 @settings(max_examples=500)
@@ -551,9 +551,7 @@ def test_a_table_with_changed_bytes_is_read_or_damaged(data: st.DataObject) -> N
         table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))
     high = data.draw(st.sampled_from([end, end - 256, MIB]))
     with contextlib.suppress(DamagedError):
-        read = layout_decode.decode(
-            bytes(table[: data.draw(st.none() | st.integers(0, len(table)))]), low=256, high=high
-        )
+        read = layout.decode(bytes(table[: data.draw(st.none() | st.integers(0, len(table)))]), low=256, high=high)
         assert all(256 <= entry.offset <= high - entry.nbytes for entry in read if entry.nbytes)
 
 
@@ -585,7 +583,7 @@ def test_a_table_with_changed_bytes_is_read_or_damaged(data: st.DataObject) -> N
 def test_an_impossible_entry_is_read_or_damaged(changed: list[dict[str, Any]]) -> None:
     table = msgpack.packb({"entries": [entry_map(**one) for one in changed]}, unicode_errors="surrogatepass")
     with contextlib.suppress(DamagedError):
-        for entry in layout_decode.decode(table, low=256, high=MIB):
+        for entry in layout.decode(table, low=256, high=MIB):
             assert entry.nbytes == (0 if entry.alias is not None else 6 * 4), "what is taken goes together"
 
 
@@ -619,9 +617,9 @@ def entry_map(**changes: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_an_impossible_entry_is_damaged(changes: dict[str, Any]) -> None:
-    layout_decode.decode(msgpack.packb({"entries": [entry_map()]}), low=256, high=MIB)
+    layout.decode(msgpack.packb({"entries": [entry_map()]}), low=256, high=MIB)
     with pytest.raises(DamagedError):
-        layout_decode.decode(msgpack.packb({"entries": [entry_map(**changes)]}), low=256, high=MIB)
+        layout.decode(msgpack.packb({"entries": [entry_map(**changes)]}), low=256, high=MIB)
 
 
 @pytest.mark.parametrize(
@@ -640,7 +638,7 @@ def test_an_impossible_entry_is_damaged(changes: dict[str, Any]) -> None:
 )
 def test_an_impossible_table_is_damaged(table: bytes) -> None:
     with pytest.raises(DamagedError):
-        layout_decode.decode(table, low=256, high=MIB)
+        layout.decode(table, low=256, high=MIB)
 
 
 LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5)
@@ -652,7 +650,7 @@ TREES = st.recursive(
 @settings(max_examples=300)
 @given(st.binary(max_size=200) | TREES.map(lambda tree: msgpack.packb({"entries": tree})))
 def test_a_hostile_table_is_damaged_or_empty(data: bytes) -> None:
-    for decode in (layout_decode.decode, layout_decode.decode_extras):
+    for decode in (layout.decode, layout.decode_extras):
         try:
             found = decode(data, low=0, high=MIB)
         except DamagedError:
@@ -667,7 +665,7 @@ def test_a_table_with_any_changed_byte_is_damaged_or_in_bounds(data: st.DataObje
     table = bytearray(layout.encode(placed))
     table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = layout_decode.decode(bytes(table), low=256, high=end)
+        found = layout.decode(bytes(table), low=256, high=end)
     except DamagedError:
         return
     assert all(e.offset >= 256 and e.offset + e.nbytes <= end for e in found if e.nbytes)

@@ -19,7 +19,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from lightck.cli import output
-from lightck.cli.text import clean, say_json
+from lightck.cli.text import Facts, clean, say_json
 from lightck.errors import CorruptPoolError, ExportExistsError, LightckError, PoolTruncatedError
 
 OK, BAD, TROUBLE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
@@ -36,7 +36,7 @@ def complain(message: str) -> None:
     click.echo(click.style("error: ", fg="red") + clean(" ".join(message.split("\n"))), err=True)
 
 
-def error_facts(error: Exception) -> dict[str, Any]:
+def error_facts(error: Exception) -> Facts:
     """An error as ``--json`` shows it."""
     name = "UsageError" if isinstance(error, click.UsageError) else type(error).__name__
     return {"error": {"class": name, "message": told(error), "reasons": list(getattr(error, "reasons", ()))}}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightck.cli.text import Facts
 from lightck.pool.format.layout import Entry
 from lightck.restore.contents import Contents, Source, load_tensor
 from lightck.state import values
@@ -93,7 +94,7 @@ def _add_numbers(found: Distance, x: torch.Tensor, y: torch.Tensor, differs: tor
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[Facts]:
     """One map for each tensor of either version that is not the same in both."""
     for name in dict.fromkeys((*a.entries, *b.entries)):
         one, other = a.entries.get(name), b.entries.get(name)
@@ -124,7 +125,7 @@ def _said(value: Any) -> str:
     return "nothing" if value is None else str(value)
 
 
-def _plain(found: Distance) -> dict[str, Any]:
+def _plain(found: Distance) -> Facts:
     """For JSON, which has no infinity."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(found).items()}
 
@@ -139,7 +140,7 @@ def small_state(a: Contents, b: Contents) -> Iterator[dict[str, str]]:
         yield {"path": path, "change": change}
 
 
-def _as_tree(contents: Contents) -> dict[str, Any]:
+def _as_tree(contents: Contents) -> Facts:
     many = len(contents.optimizers) > 1
     optimizers = {
         f"optimizer.{i}" if many else "optimizer": {

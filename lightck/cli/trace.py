@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from lightck.cli.base import OK, Command, json_option, refuse_existing, trouble
-from lightck.cli.text import columns, count, say, say_json, size
+from lightck.cli.text import Facts, columns, count, say, say_json, size
 from lightck.profiler.events import EVENTS_MAX, Trace, read
 from lightck.profiler.summary import StepFacts, facts, median_step
 
@@ -51,7 +51,7 @@ def command(
     return OK
 
 
-def _about(trace: Trace) -> dict[str, Any]:
+def _about(trace: Trace) -> Facts:
     """What is known of the recording, as plain text and numbers."""
     about = trace.about
     dropped = about.get("dropped")
@@ -123,7 +123,7 @@ def _draw(
     begin: float | None,
     end: float | None,
     overwrite: bool,
-) -> dict[str, Any]:
+) -> Facts:
     from lightck.export.atomic import written
     from lightck.profiler.svg import draw
 

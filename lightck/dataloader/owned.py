@@ -1,9 +1,9 @@
 """What a session loader owns: its random generators, and objects of ``state=`` that lie in it (a dataset or a sampler
 with a state of its own). Both are taken, put back, and held still with the global generators.
 
-Fetching moves these objects, and a replay fetches again. So their state before the pass is saved with the pass: a resume
-loads it, replays, and sees to it that each has the checkpoint's own state again. Where workers fetch they have copies,
-which are made when the pass begins: from the same state as then.
+Fetching moves these objects, and a replay fetches again. So their state before the pass is saved with the pass: a
+resume loads it, replays, and sees to it that each has the checkpoint's own state again. Where workers fetch they have
+copies, which are made when the pass begins: from the same state as then.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ import torch
 
 from lightck.pipeline.watch import Resting
 from lightck.pool.format.layout import Entry
-from lightck.pool.plan import VersionPlan
 from lightck.pool.slots import Slot
-from lightck.pool.writer import PoolWriter
+from lightck.pool.writer import PoolWriter, VersionPlan
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.inventory import Live, entry_of, is_plain, memory_of, staged
 from lightck.state.lanes import Lane, lane_of

@@ -19,10 +19,9 @@ import torch
 from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.engine import ENDED
 from lightck.pool.format.structures import SLOTS_MAX, CommitLine, DamagedError
-from lightck.pool.plan import VersionPlan
 from lightck.pool.reader import Version
 from lightck.pool.storage.failures import io_error
-from lightck.pool.writer import PoolWriter
+from lightck.pool.writer import PoolWriter, VersionPlan
 from lightck.restore.contents import load_tensors
 
 Moving: TypeAlias = "list[tuple[Hold, Version]]"

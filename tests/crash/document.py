@@ -11,8 +11,7 @@ import struct
 from dataclasses import dataclass, field
 
 from crash.messages import Node, parse
-from lightck.pool.format import layout_decode
-from lightck.pool.format.checksum import block_seed, crc64
+from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import (
     LINE_NBYTES,
@@ -22,6 +21,8 @@ from lightck.pool.format.structures import (
     SUPERBLOCK_OFFSETS,
     DamagedError,
     Superblock,
+    block_seed,
+    crc64,
     layout_hash,
     manifest_hash,
 )
@@ -155,7 +156,7 @@ class Document:
         self.superblock[_TABLE_HASH_AT : _TABLE_HASH_AT + 16] = digest
         sb = self.base.sb
         try:
-            entries = layout_decode.decode(self.table, low=sb.payload_offset, high=sb.reserve_offset)
+            entries = layout.decode(self.table, low=sb.payload_offset, high=sb.reserve_offset)
         except DamagedError:
             return
         for manifest in self.manifests:
@@ -171,7 +172,7 @@ class Document:
         sb = self.base.sb
         manifest.is_changed = True
         try:
-            extras = layout_decode.decode_extras(manifest.extras, low=sb.reserve_offset, high=sb.slot_nbytes)
+            extras = layout.decode_extras(manifest.extras, low=sb.reserve_offset, high=sb.slot_nbytes)
         except DamagedError:
             return
         self.follow_entries(manifest, (*entries, *extras))

@@ -17,9 +17,8 @@ from lightck.pipeline.staging.groups import GROUPS_MAX, Group, laid_out, parted
 from lightck.pipeline.staging.kinds import Direct, Host, Kind
 from lightck.pipeline.staging.pump import Pump
 from lightck.pipeline.staging.ways import DeviceWay, DirectWay, HostWay, UnavailableError, Way
-from lightck.pool.draft import Draft
 from lightck.pool.slots import Slot
-from lightck.pool.writer import PoolWriter
+from lightck.pool.writer import Draft, PoolWriter
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")

@@ -13,7 +13,7 @@ import errno
 import os
 import re
 import stat
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightck._native import NativeError, check, ffi, lib
 from lightck.errors import (
@@ -31,8 +31,11 @@ from lightck.pool.storage import devdax_head as head_of_device
 from lightck.pool.storage import durability, extents
 from lightck.pool.storage.devdax_head import HEAD_NBYTES, RECORD_NBYTES, RECORD_OFFSETS, Head, Record
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.folder import checked_folder
+from lightck.pool.storage.file import checked_folder
 from lightck.pool.storage.system import DaxDevice, System
+
+if TYPE_CHECKING:
+    from lightck._lck_ffi import CData
 
 _NODE = re.compile(r"/dev/dax\d+\.\d+")
 
@@ -44,7 +47,7 @@ class _Mapping:
         out = ffi.new("const void **")
         check(lib.lck_map(fd, nbytes, out), "mapping the device")
         self._nbytes = nbytes
-        self._start: Any = ffi.cast("const char *", out[0])
+        self._start: CData | None = ffi.cast("const char *", out[0])
         self.address = int(ffi.cast("uintptr_t", out[0]))
 
     def read(self, offset: int, nbytes: int) -> bytes:

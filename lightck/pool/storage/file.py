@@ -3,7 +3,7 @@
 Opening trusts nothing: no symbolic link is followed, and owner, mode, kind and size are read from the descriptor,
 not from the path. A pool of another user may be read by whom its mode allows, and is never written. A new pool is
 allocated in full under a temporary name beside its path (``temporary``), so a full file system is a clean error here
-and never SIGBUS later.
+and never SIGBUS later. Nor is it made in a folder where others who can rename files could swap it for another file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from lightck.pool.format.structures import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OF
 from lightck.pool.storage import durability, extents, lock, temporary
 from lightck.pool.storage.extents import Extents
 from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told, too_long
-from lightck.pool.storage.folder import checked_folder
 from lightck.pool.storage.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
 _HUGE_PAGE, _SLICE, _HUGE_SECONDS = 2 << 20, 256 << 20, 2.0
+_UNMAPPED = "/proc/sys/kernel/overflowuid"
+_ALL = "4294967295"
 _NO_FOLDER = "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool'."
 _NO_FILE = (
     "{path!r} is a pipe, a socket or another special file. A pool is one regular file. Name one, or a path where "
@@ -338,3 +339,57 @@ def _fsync_folder(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# -- the folder ----------------------------------------------------------------------------------------------
+
+
+def checked_folder(path: str) -> str:
+    """The folder of a pool path; an error where it is missing or where others could swap the pool."""
+    folder = os.path.dirname(path)
+    try:
+        st = os.stat(folder)
+    except OSError as err:
+        if err.errno in TRANSIENT:
+            raise io_error(f"The folder of the pool {path!r} cannot be looked at", err.errno, err.strerror) from err
+        if err.errno == errno.ENAMETOOLONG:
+            raise too_long(path) from err
+        raise PoolNotFoundError(
+            f"The pool {path!r} cannot be made: its folder {folder!r} is not there ({err.strerror}). lightck makes "
+            "the file, not the folder. Create the folder first."
+        ) from err
+    if not stat.S_ISDIR(st.st_mode):
+        raise PoolNotFoundError(
+            f"The pool {path!r} cannot be made: {folder!r} is not a folder. Choose a path in an existing folder."
+        )
+    _refuse_shared(folder, st)
+    return folder
+
+
+def _refuse_shared(folder: str, st: os.stat_result) -> None:
+    """A folder of one's own that its group can write to passes: where every user has a group, that is the default."""
+    is_own, is_sticky = st.st_uid == os.geteuid(), bool(st.st_mode & stat.S_ISVTX)
+    others = stat.S_IWOTH if is_own else stat.S_IWOTH | stat.S_IWGRP
+    if not st.st_mode & others or (is_sticky and (is_own or _is_root(st.st_uid))):
+        return
+    if is_sticky:
+        raise PoolPermissionError(
+            f"The folder {folder!r} can be changed by others and belongs to user {st.st_uid}, whom its sticky bit does "
+            "not stop: they could swap the pool for another file. Use a folder of your own."
+        )
+    cure = f"chmod o-w {folder}, or use another folder" if is_own else "Use a folder of your own, or chmod +t this one"
+    raise PoolPermissionError(
+        f"The folder {folder!r} can be changed by others and has no sticky bit. Anybody could swap the pool for "
+        f"another file. {cure}."
+    )
+
+
+def _is_root(owner: int) -> bool:
+    """In a user namespace the system's root may be nobody in particular, and so is the owner of its /tmp."""
+    if owner == 0:
+        return True
+    try:
+        with open(_UNMAPPED) as unmapped, open("/proc/self/uid_map") as mapped:
+            return owner == int(unmapped.read()) and mapped.read().split()[2:] != [_ALL]
+    except (OSError, ValueError):
+        return False
