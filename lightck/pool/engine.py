@@ -39,12 +39,11 @@ def check(status: int, what: str) -> None:
     try:
         _check(status, what)
     except NativeError as err:
-        error = BackgroundError(
+        raise BackgroundError(
             f"The pool could not be written: {err}. The versions committed before are intact. Look at the pool's "
-            "medium (space, health), then start again with resume=True."
-        )
-        error.errno = err.errno
-        raise error from err
+            "medium (space, health), then start again with resume=True.",
+            err.errno,
+        ) from err
 
 
 class Medium:
@@ -298,12 +297,11 @@ class Job:
         if self._why is not None:
             why = f"its tensors did not come from their device ({type(self._why).__name__}: {self._why})"
             cure = "the device (its log, its memory)"
-        error = BackgroundError(
+        raise BackgroundError(
             f"A checkpoint could not be written: {why}. The versions committed before are intact; this one was "
-            f"never called good. Look at {cure}, then start again with resume=True."
-        )
-        error.errno = code or None
-        raise error from self._why
+            f"never called good. Look at {cure}, then start again with resume=True.",
+            code or None,
+        ) from self._why
 
 
 def _together(own: JobInfo, parts: Sequence[JobInfo]) -> JobInfo:

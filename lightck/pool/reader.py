@@ -47,7 +47,7 @@ from lightck.pool.ring import Ring, candidates, read_ring
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import native
-from lightck.pool.storage.failures import io_error, is_of_medium, told
+from lightck.pool.storage.failures import io_error, is_of_medium, told, undone
 
 log = logging.getLogger("lightck")
 RECORD_DTYPE = np.dtype([("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("zero", "<u4")])
@@ -423,11 +423,8 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
 
 
 def _read(container: Container, path: str) -> PoolReader:
-    try:
+    with undone(container.close):
         return PoolReader(container, path)
-    except BaseException:
-        container.close()
-        raise
 
 
 def refuse_unwritable(reader: PoolReader) -> None:

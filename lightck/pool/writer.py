@@ -487,13 +487,12 @@ class PoolWriter:
         ``BackgroundError``."""
         if self.reader.container.is_current():
             return
-        error = BackgroundError(
+        raise BackgroundError(
             f"The pool {self.reader.path!r} was removed, moved, replaced or truncated while it was in use. What is "
             "committed now could not be found after a crash. Keep cleaners of temporary files away from it; close this "
-            "session, and attach again: the training in memory is whole."
+            "session, and attach again: the training in memory is whole.",
+            errno.ENOENT,
         )
-        error.errno = errno.ENOENT
-        raise error
 
     def _refuse_lost_lock(self, *, by_file: bool = False) -> None:
         if self._lock is not None:
@@ -511,12 +510,11 @@ class PoolWriter:
 
 
 def _submit_error(status: int) -> Exception:
-    error = BackgroundError(
+    return BackgroundError(
         f"A checkpoint could not be begun: {reason(status)}. The versions committed before are intact. Look at the "
-        "pool's medium, then start again with resume=True."
+        "pool's medium, then start again with resume=True.",
+        errno_of(status),
     )
-    error.errno = errno_of(status)
-    return error
 
 
 class Draft:

@@ -31,6 +31,7 @@ from lightck.pool.storage import devdax_head as head_of_device
 from lightck.pool.storage import durability, extents
 from lightck.pool.storage.devdax_head import HEAD_NBYTES, RECORD_NBYTES, RECORD_OFFSETS, Head, Record
 from lightck.pool.storage.extents import Extents
+from lightck.pool.storage.failures import undone
 from lightck.pool.storage.file import checked_folder
 from lightck.pool.storage.system import DaxDevice, System
 
@@ -209,24 +210,17 @@ class DevdaxBackend:
 
     def create(self, path: str, nbytes: int) -> DevdaxContainer:
         device = self._opened(path, write=True)
-        try:
-            start = _place(device, nbytes)
-            container = DevdaxContainer(device, start, nbytes)
+        with undone(device.close):
+            container = DevdaxContainer(device, _place(device, nbytes), nbytes)
             with contextlib.closing(Medium(device.fd, container.extents, device.tier)) as medium:
                 medium.zero(0, nbytes)
                 medium.sync()
-        except BaseException:
-            device.close()
-            raise
         return container
 
     def open(self, path: str, *, write: bool) -> DevdaxContainer:
         device = self._opened(path, write=write)
-        try:
+        with undone(device.close):
             record = _checked(device, device.head())
-        except BaseException:
-            device.close()
-            raise
         return DevdaxContainer(device, record.start, record.nbytes, record)
 
     def _opened(self, path: str, *, write: bool) -> _Device:
@@ -237,7 +231,7 @@ class DevdaxBackend:
             fd = os.open(path, flags | (os.O_RDWR if write else os.O_RDONLY))
         except OSError as err:
             raise _cannot_open(path, err) from err
-        try:
+        with undone(lambda: os.close(fd)):
             st = os.fstat(fd)
             facts = self._system.dax_device(st)
             if facts is None:
@@ -245,9 +239,6 @@ class DevdaxBackend:
             _check_owner(path, st)
             tier = durability.probe_device(facts, system=self._system).tier
             return _Device(path, fd, facts, tier)
-        except BaseException:
-            os.close(fd)
-            raise
 
 
 def _place(device: _Device, nbytes: int) -> int:

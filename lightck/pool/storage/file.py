@@ -28,8 +28,9 @@ from lightck.errors import (
 )
 from lightck.pool.format.structures import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 from lightck.pool.storage import durability, extents, lock, temporary
+from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told, too_long
+from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told, too_long, undone
 from lightck.pool.storage.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
@@ -120,23 +121,24 @@ class FileBackend:
             with told(f"The pool {path!r} was removed, but its folder cannot be synced"):
                 _fsync_folder(os.path.dirname(path))
 
-    def create(self, path: str, nbytes: int) -> FileContainer:
+    def create(self, path: str, nbytes: int) -> Container:
+        return self.create_file(path, nbytes)
+
+    def create_file(self, path: str, nbytes: int) -> FileContainer:
+        """A file of so many bytes, which gets its name by ``publish``."""
         checked_folder(path)
         temporary.remove_stale(path)
         with _making(path):
             fd, lock_fd = temporary.make(path)
         container = FileContainer(path, fd, nbytes, lock_fd)
-        try:
+        with undone(container.close):
             with _making(path):
                 _allocate(path, fd, nbytes)
             if durability.probe(os.path.dirname(path), temporary.name_of(path)).is_persistent_memory:
                 _prewrite(path, fd, nbytes)
-        except BaseException:
-            container.close()
-            raise
         return container
 
-    def open(self, path: str, *, write: bool) -> FileContainer:
+    def open(self, path: str, *, write: bool) -> Container:
         if peeked(path, is_pmdk):
             raise NotAPoolError(
                 f"The file {path!r} is a PMDK pool, not a pool in a plain file. Nothing was changed. Use "
@@ -151,12 +153,8 @@ def opened(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> File
         fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
     except OSError as err:
         raise _cannot_open(path, err, write) from err
-    try:
-        with told(f"The pool {path!r} cannot be opened"):
-            return FileContainer(path, fd, _checked_size(path, fd, nbytes_min, write))
-    except BaseException:
-        os.close(fd)
-        raise
+    with undone(lambda: os.close(fd)), told(f"The pool {path!r} cannot be opened"):
+        return FileContainer(path, fd, _checked_size(path, fd, nbytes_min, write))
 
 
 def peeked(path: str, question: Callable[[int], bool]) -> bool:
