@@ -47,10 +47,7 @@ class Line:
 
 
 def software(_: Machine) -> Iterator[Line]:
-    try:
-        version = importlib.metadata.version("lightck")
-    except importlib.metadata.PackageNotFoundError:
-        version = "(a source tree)"
+    version = _installed("lightck") or "(a source tree)"
     yield Line("lightck", OK, f"{version}, Python {platform.python_version()} on {sys.platform} {platform.machine()}")
     yield _torch(_installed("torch"))
 

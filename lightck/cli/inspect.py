@@ -11,6 +11,7 @@ import os
 import shlex
 import struct
 from bisect import bisect_right
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -22,7 +23,7 @@ from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format.structures import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError, Superblock
 from lightck.pool.reader import PoolReader
 from lightck.pool.storage.backends import backend_for
-from lightck.pool.storage.lock import Holder, holder_of
+from lightck.pool.storage.lock import holder_of
 
 ROWS_MAX = 40
 """Lines of modules before they are folded."""
@@ -57,9 +58,10 @@ def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
         shown = survey.newest(wanted, step)
         backend = backend_for(reader.path)
         medium = backend.probe(reader.path)
+        holder = holder_of(reader.path)
         return {
             "pool": _geometry(reader, backend.name),
-            "holder": _holder(holder_of(reader.path)),
+            "holder": None if holder is None else asdict(holder),
             "durability": {name: getattr(medium, name) for name in ("process", "os", "power", "media", "medium")}
             | {"evidence": list(medium.evidence)},
             "versions": [_version(each, each is survey.newest(versions, None)) for each in versions],
@@ -91,10 +93,6 @@ def _format(reader: PoolReader) -> str:
             Superblock.unpack(data)
             return ".".join(map(str, struct.unpack_from("<HH", data, 12)))
     return "unknown"
-
-
-def _holder(holder: Holder | None) -> Facts | None:
-    return None if holder is None else {"pid": holder.pid, "command": holder.command}
 
 
 def _version(each: survey.Held, newest: bool) -> Facts:

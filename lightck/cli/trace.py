@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -149,12 +148,10 @@ def _range(
     known = trace.steps()
     middle = median_step(steps)
     if step is not None and step not in known:
-        trouble(f"The trace holds no whole step {step}. It holds {_held(known)}.")
+        trouble(
+            f"The trace holds no whole step {step}. It holds {f'{min(known)} to {max(known)}' if known else 'none'}."
+        )
     if step is None and middle is None:
         return 0, last, "all of it"
     number = step if step is not None else middle.step if middle is not None else 0
     return known[number].begin, known[number].end, f"step {number}"
-
-
-def _held(known: dict[int, Any]) -> str:
-    return f"{min(known)} to {max(known)}" if known else "none"

@@ -332,14 +332,14 @@ class Version:
         if not entry.nbytes:
             return
         bad = ffi.new("uint64_t *")
-        crcs = ffi.cast("uint32_t *", self._crcs_at(number))
+        first_crc = self.crcs.ctypes.data + 4 * int(record["crc"])
         status = lib.lck_read_verified(
             *self.reader.source,
             self._base + entry.offset,
             ffi.cast("void *", address),
             entry.nbytes,
             self.reader.superblock.block,
-            crcs,
+            ffi.cast("uint32_t *", first_crc),
             *uuid_words(self.header.origin),
             number,
             int(record["generation"]),
@@ -380,10 +380,6 @@ class Version:
     def _base(self) -> int:
         """Where its slot begins in the pool."""
         return self.reader.superblock.slots[self.line.slot][0]
-
-    def _crcs_at(self, number: int) -> int:
-        """Address of the first checksum of a record."""
-        return int(self.crcs.ctypes.data) + 4 * int(self.records[number]["crc"])
 
     def _refuse_bad(self, status: int, name: str, block: int) -> None:
         if status == lib.LCK_ECHECKSUM:

@@ -173,7 +173,8 @@ class Fills:
         self.source.read_many([(name, tensor.data_ptr()) for name, tensor in apart])
         for name, tensor in others:
             _fill(self.source, name, tensor)
-        _announce([tensor for _, tensor in added])
+        # A write by address moves no version counter; autograd, and a session that saves these, have to see it.
+        torch.autograd.graph.increment_version([tensor for _, tensor in added if not tensor.is_inference()])
 
     def _sorted(self, added: list[Named]) -> tuple[list[Named], list[Named]]:
         """Those that can be read straight into their memory at the same time, and the others."""
@@ -186,11 +187,6 @@ class Fills:
             fits = id(tensor) not in shared and _lies_as(entries[name], tensor)
             (apart if fits else others).append((name, tensor))
         return apart, others
-
-
-def _announce(tensors: list[torch.Tensor]) -> None:
-    """A write by address moves no version counter; autograd, and a session that saves these, have to see it."""
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def _fill(source: Source, name: str, tensor: torch.Tensor) -> None:

@@ -128,7 +128,8 @@ def newest(reader: PoolReader, step: int | None, take: Callable[[Version, Conten
                 continue
             try:
                 contents = parse(version)
-                stale_after = _lowest(stale_after, contents.stale_after)
+                known = [each for each in (stale_after, contents.stale_after) if each is not None]
+                stale_after = min(known, default=None)
                 taken = take(version, contents, rejected)
             except DamagedError as err:
                 rejected.append(Rejected(version.step, version.line.generation, str(err)))
@@ -143,10 +144,6 @@ def newest(reader: PoolReader, step: int | None, take: Callable[[Version, Conten
         f"{_ATTEMPTS} times. Nothing is wrong with it. Try again, end the training first, or give it more slots: "
         "attach(..., slots=3)."
     )
-
-
-def _lowest(one: int | None, other: int | None) -> int | None:
-    return one if other is None else other if one is None else min(one, other)
 
 
 def parse(version: Version) -> Contents:

@@ -152,7 +152,7 @@ class _Packer:
         )
 
     def path(self) -> str:
-        return "/".join(map(_segment, self._path))
+        return "/".join(part if type(part) is str else repr(part) for part in self._path)
 
     def integer(self, value: int) -> bytes:
         if -(1 << 63) <= value < 1 << 64:
@@ -259,10 +259,6 @@ class _Packer:
         except RuntimeError as error:
             raise self.refused(value, f"torch cannot copy it ({error})") from error
         return ctypes.string_at(dense.data_ptr(), nbytes) if nbytes else b""
-
-
-def _segment(part: object) -> str:
-    return part if type(part) is str else repr(part)
 
 
 def _why_not(value: object) -> str:

@@ -87,15 +87,11 @@ class _Device:
         before = self.record()
         record = Record(before.sequence + 1 if before is not None else 1, start, nbytes, self.facts.nbytes)
         with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
-            self._repair(medium, before)
+            if before is not None and self.mapping.read(RECORD_OFFSETS[1], RECORD_NBYTES) != before.pack():
+                medium.line(RECORD_OFFSETS[1], before.pack())  # it has to say what holds while the first one is written
             for offset in RECORD_OFFSETS:  # the second one is the old one until the first is whole
                 medium.line(offset, record.pack())
         return record
-
-    def _repair(self, medium: Medium, record: Record | None) -> None:
-        """While the first copy is written, the second one has to say what holds."""
-        if record is not None and self.mapping.read(RECORD_OFFSETS[1], RECORD_NBYTES) != record.pack():
-            medium.line(RECORD_OFFSETS[1], record.pack())
 
     def wipe(self) -> None:
         """Remove what another program left in the head."""
@@ -131,10 +127,8 @@ class DevdaxContainer:
         return self._device.fd
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return b"".join(self._device.mapping.read(at, n) for at, n in extents.runs(self._own(), offset, nbytes))
-
-    def _own(self) -> Extents:
-        return ((self._start, self.nbytes),)
+        own = ((self._start, self.nbytes),)
+        return b"".join(self._device.mapping.read(at, n) for at, n in extents.runs(own, offset, nbytes))
 
     def publish(self) -> None:
         assert self._record is None, "published once"
