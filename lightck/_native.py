@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightck._lck_ffi import FFI, Lib
+    from lightck._lck_ffi import CData as CData
+    from lightck._lck_ffi import Commit as Commit
 
 _STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span")
 """By the numbers that lck_sizeof knows them by."""

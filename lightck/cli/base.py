@@ -63,7 +63,7 @@ class Command(click.Command):
     damage: tuple[type[LightckError], ...] = (CorruptPoolError, PoolTruncatedError)
     """Errors that say that a pool is damaged (exit 1); all others say that nothing could be done (exit 2)."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # no failure: it has an exit status of its own
@@ -102,7 +102,7 @@ class Group(click.Group):
         with _pipe_watched():
             return super().make_context(*args, **kwargs)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         with _pipe_watched():
             return super().invoke(ctx)
 
@@ -112,9 +112,9 @@ class Group(click.Group):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
-        **extra: Any,
+        **extra: object,
     ) -> Any:
-        def run() -> Any:
+        def run() -> object:
             return super(Group, self).main(args, prog_name, complete_var, standalone_mode=False, **extra)
 
         if not standalone_mode:
@@ -128,7 +128,7 @@ class Group(click.Group):
         sys.exit(status)
 
 
-def _exit_status(run: Callable[[], Any], as_json: bool) -> int:
+def _exit_status(run: Callable[[], object], as_json: bool) -> int:
     if sys.stdout is None:
         complain("No answer can be given: the standard output is closed. For the exit status alone, say > /dev/null.")
         return TROUBLE

@@ -11,8 +11,8 @@ import os
 import shlex
 import struct
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 import click
 
@@ -20,6 +20,7 @@ from lightck.cli import survey
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
 from lightck.cli.text import Facts, columns, count, listed, say, say_json, size, survives, verdict
 from lightck.errors import FormatError, NotAPoolError
+from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError, Superblock
 from lightck.pool.reader import PoolReader
 from lightck.pool.storage.backends import backend_for
@@ -133,7 +134,7 @@ def _contents(each: survey.Held, tensors: bool) -> Facts:
     }
 
 
-def _tensor(entry: Any) -> Facts:
+def _tensor(entry: Entry) -> Facts:
     names = ("name", "role", "dtype", "device", "nbytes", "alias")
     return {name: getattr(entry, name) for name in names} | {"shape": list(entry.shape)}
 
@@ -194,7 +195,7 @@ def _show(facts: Facts, step: int | None) -> None:
     _show_next(pool["path"], facts, step)
 
 
-def _head(facts: Facts) -> Any:
+def _head(facts: Facts) -> Iterator[tuple[str, str]]:
     pool, holder, medium = facts["pool"], facts["holder"], facts["durability"]
     yield "pool", pool["path"]
     slots = f"{pool['slots']} slots of {size(pool['slot_nbytes'])}"
@@ -250,7 +251,7 @@ def _show_contents(shown: Facts) -> None:
         _show_layers(shown["layers"])
 
 
-def _parts(shown: Facts) -> Any:
+def _parts(shown: Facts) -> Iterator[tuple[str, str]]:
     elements = sum(row["elements"] for row in shown["layers"])
     model = sum(row["model_nbytes"] for row in shown["layers"])
     yield "model", f"{elements:,} elements in {count(len(shown['layers']), 'module')}, {size(model)}"

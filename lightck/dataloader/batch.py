@@ -22,7 +22,7 @@ from lightck._native import ffi, lib
 from lightck.state.lanes import bytes_in_order
 
 if TYPE_CHECKING:
-    from lightck._lck_ffi import CData
+    from lightck._native import CData
 
 _CHECKED_BYTES = 4 << 10  # of each tensor; a smaller one is read whole
 _CHECKED_TENSORS = 16  # of each batch; of others a few words

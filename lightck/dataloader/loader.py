@@ -69,13 +69,13 @@ class SessionLoader:
 
     def __init__(
         self,
-        dl: Iterable[Any],
+        dl: Iterable[object],
         host: LoaderHost,
         name: str,
-        restored: Mapping[str, Any] | None = None,
+        restored: Mapping[str, object] | None = None,
         rng_at_iter: bool = False,
         is_anew: bool = False,
-        objects: Mapping[str, Any] | None = None,
+        objects: Mapping[str, object] | None = None,
         skips: bool = False,
     ) -> None:
         """Wrap ``dl``.
@@ -215,7 +215,7 @@ class SessionLoader:
             return self._resume(position)
         return self._begin(position)
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> dict[str, object]:
         """Everything that a version saves about this loader: plain data for ``values.pack``.
 
         Pack it before the loader moves: a stateful loader may hand out parts that it changes later.
@@ -252,7 +252,7 @@ class SessionLoader:
             used_again=self.used.is_told,
         ).to_value()
 
-    def _own_state(self) -> Any:
+    def _own_state(self) -> object:
         has_one = (self._stateful or self._keeps_state) and self._is_begun
         return self._dl.state_dict() if has_one else None  # type: ignore[attr-defined]
 
@@ -275,7 +275,7 @@ class SessionLoader:
 
     # -- restoring
 
-    def _adopt(self, value: dict[str, Any]) -> Position:
+    def _adopt(self, value: dict[str, object]) -> Position:
         position = Position.from_value(value)
         self._epoch = self.restored_epoch = position.epoch
         self._previews.restored(position)
@@ -410,7 +410,7 @@ class SessionLoader:
                 self._generators.restore(self._at_base)
                 iter(self._core)
 
-    def _load(self, inner: Any) -> None:
+    def _load(self, inner: object) -> None:
         try:
             self._dl.load_state_dict(copy.deepcopy(inner))  # type: ignore[attr-defined]
         except (KeyError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
@@ -422,7 +422,7 @@ class SessionLoader:
     def _new_pass(self) -> Pass:
         return Pass(self._generators.now(), self._host.updates, begun=moment(), after=self._ended)
 
-    def _enter(self, inner: Iterator[Any], pass_: Pass) -> Batches:
+    def _enter(self, inner: Iterator[object], pass_: Pass) -> Batches:
         self._is_begun = True
         self._pass = pass_
         self.used.begins()
@@ -458,7 +458,7 @@ class SessionLoader:
         pass_.skipped = position.given
         return self._enter(inner, pass_)
 
-    def _iterate_behind(self, position: Position) -> Iterator[Any]:
+    def _iterate_behind(self, position: Position) -> Iterator[object]:
         count = position.given - 1 + sum(n for place, n in position.raised.items() if place < position.given)
         last = position.last
         to_last = (lambda: None) if last is None else partial(self._generators.restore, last)
@@ -489,7 +489,7 @@ class SessionLoader:
         iter(self._core)  # type: ignore[arg-type]
         return True
 
-    def _replay(self, inner: Iterator[Any], position: Position, certain: bool, skips: bool) -> None:
+    def _replay(self, inner: Iterator[object], position: Position, certain: bool, skips: bool) -> None:
         """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
         is_wrapper, given = not is_loader_of_torch(self._dl), position.given
         try:
@@ -528,7 +528,7 @@ class SessionLoader:
 
     # -- one batch
 
-    def _next(self, batches: Batches) -> Any:
+    def _next(self, batches: Batches) -> object:
         if batches.inner is None:
             raise StopIteration
         pass_ = self._pass

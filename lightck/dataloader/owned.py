@@ -66,7 +66,7 @@ class OwnGenerators:
 
 
 def _found(loader: object) -> tuple[torch.Generator, ...]:
-    owners: list[Any] = []
+    owners: list[object] = []
     for one in chain(loader):
         sampler, batches = getattr(one, "sampler", None), getattr(one, "batch_sampler", None)
         owners += (one, sampler, batches, getattr(batches, "sampler", None))

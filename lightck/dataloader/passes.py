@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lightck.dataloader.position import Mark
 from lightck.state.rng import RngState
@@ -47,7 +47,7 @@ class Pass:
     last: Mark | None = None
     before_last: Mark | None = None
     passes: int | None = None
-    inner: Any = None
+    inner: object = None
     objects: dict[str, bytes | None] = field(default_factory=dict)
     raised: dict[int, int] = field(default_factory=dict)
     checksum: int | None = None
@@ -106,18 +106,18 @@ class Batches:
     __slots__ = ("_take", "_updates", "inner", "of")
 
     def __init__(
-        self, take: Callable[[Batches], Any], updates: Callable[[], int], of: Pass, inner: Iterator[Any]
+        self, take: Callable[[Batches], object], updates: Callable[[], int], of: Pass, inner: Iterator[object]
     ) -> None:
         """``take``: gives its next batch. ``updates``: those that are finished."""
         self._take = take
         self._updates = updates
         self.of = of
-        self.inner: Iterator[Any] | None = inner
+        self.inner: Iterator[object] | None = inner
 
     def __iter__(self) -> Batches:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         return self._take(self)
 
     def __del__(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ class Mark:
         self.generators = generators
         self._value: values.Constant | None = None
 
-    def to_value(self) -> dict[str, Any]:
+    def to_value(self) -> dict[str, object]:
         if self._value is None:
             self._value = values.Constant(rng=self.rng.to_value(), generators=_to_bytes(self.generators))
         return self._value
@@ -90,7 +89,7 @@ class Position:
     at_base: Mark | None
     last: Mark | None
     checksum: int | None
-    inner: Any
+    inner: object
     before_last: Mark | None = None
     objects: dict[str, bytes | None] = field(default_factory=dict)
     raised: dict[int, int] = field(default_factory=dict)
@@ -100,7 +99,7 @@ class Position:
     previews_in_loop: bool = False
     used_again: bool = False
 
-    def to_value(self) -> dict[str, Any]:
+    def to_value(self) -> dict[str, object]:
         return {
             "kind": self.kind,
             "epoch": self.epoch,
@@ -229,7 +228,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "previews_in_loop": ((bool,), "bool"),
     "used_again": ((bool,), "bool"),
 }
-_LATER: dict[str, Any] = {
+_LATER: dict[str, object] = {
     "objects": {},
     "raised": [],
     "content": None,

@@ -33,12 +33,12 @@ class EndedEarly(Exception):
 
 
 def replay(
-    inner: Iterator[Any],
+    inner: Iterator[object],
     position: Position,
     set_mark: Callable[[Mark], None],
     progress: Progress,
     tell_healed: Callable[[int], None],
-) -> Any:
+) -> object:
     """Fetch and drop what was given before: each worker's random stream and the prefetching run along. Returns the last
     batch. Fetches that raised, and which the loop passed over, are made again: ``tell_healed`` is called with the place
     of one that gives a batch now. Raises ``EndedEarly``."""
@@ -59,7 +59,7 @@ def replay(
     return batch
 
 
-def _pass_over(inner: Iterator[Any], position: Position, place: int, tell_healed: Callable[[int], None]) -> None:
+def _pass_over(inner: Iterator[object], position: Position, place: int, tell_healed: Callable[[int], None]) -> None:
     """As many errors as were counted behind batch ``place``, and not one more."""
     for _ in range(position.raised.get(place, 0)):
         try:
@@ -110,7 +110,7 @@ def wants_skip(loader: object, replay: object) -> bool:
     return replay == "skip"
 
 
-def iterate_behind(loader: DataLoader[Any], count: int, then: Callable[[], None]) -> Iterator[Any]:
+def iterate_behind(loader: DataLoader[object], count: int, then: Callable[[], None]) -> Iterator[object]:
     """An iterator of the loader's that begins behind ``count`` batches. ``then`` is called where those are drawn."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = loader.__dict__[name]
@@ -130,7 +130,7 @@ class _Behind:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         drawn = iter(self._sampler)
         count, self._count = self._count, 0
         if count:

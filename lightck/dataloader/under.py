@@ -21,7 +21,7 @@ _DEPTH_MAX = 8
 _OF_SEQUENCES: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
-def core_of(loader: object) -> DataLoader[Any] | None:
+def core_of(loader: object) -> DataLoader[object] | None:
     """The DataLoader that fetches: the object itself or what it wraps; None where there is none, or several."""
     for one in chain(loader):
         if is_loader_of_torch(one):
@@ -60,17 +60,17 @@ def _held_by(wrapper: object) -> object | None:
     return loaders[0] if len(loaders) == 1 else None
 
 
-def may_run_ahead(batches: Iterator[Any]) -> bool:
+def may_run_ahead(batches: Iterator[object]) -> bool:
     """Whether it may have fetched more than it gave. What is in a list was made before."""
     return not is_made_by_torch(batches) and type(batches) not in _OF_SEQUENCES
 
 
-def is_made_by_torch(batches: Iterator[Any]) -> bool:
+def is_made_by_torch(batches: Iterator[object]) -> bool:
     """Whether this iterator is a DataLoader's own: it gives what it fetched last, and fetches nothing ahead here."""
     return type(batches).__module__ == "torch.utils.data.dataloader"
 
 
-def fetches_here(loader: object, core: DataLoader[Any] | None, batches: Iterator[Any]) -> bool:
+def fetches_here(loader: object, core: DataLoader[object] | None, batches: Iterator[object]) -> bool:
     """Whether a ``next()`` may draw random numbers for a batch in this process. Where workers fetch, torch's iterators
     and Accelerate's do not; a wrapper of another kind may change the batches here."""
     has_workers = core is not None and core.num_workers > 0

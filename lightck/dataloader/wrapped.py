@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsInt
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -63,7 +63,7 @@ def _class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _plain(count: Any) -> int | None:
+def _plain(count: SupportsInt | None) -> int | None:
     """A count as it was given to a DataLoader, which takes numpy's numbers too."""
     return None if count is None else int(count)
 
@@ -77,7 +77,7 @@ def identity_of(loader: object, stateful: bool) -> Identity:
     return outside if core is None or stateful else {**_built(core), **outside}
 
 
-def _built(loader: DataLoader[Any]) -> Identity:
+def _built(loader: DataLoader[object]) -> Identity:
     sampler = _class_name(loader.sampler)
     if loader.batch_sampler is not None:
         sampler = f"{_class_name(loader.batch_sampler)}({sampler})"

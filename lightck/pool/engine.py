@@ -22,7 +22,7 @@ from lightck.pool.storage.extents import Extents, native
 from lightck.pool.storage.failures import io_error
 
 if TYPE_CHECKING:
-    from lightck._lck_ffi import CData
+    from lightck._native import CData
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")

@@ -42,7 +42,7 @@ from lightck.pool.storage.lock import PoolLock
 from lightck.pool.storage.system import processors_near
 
 if TYPE_CHECKING:
-    from lightck._lck_ffi import Commit
+    from lightck._native import Commit
 
 log = logging.getLogger("lightck")
 COPY_DTYPE = np.dtype(

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from lightck.state import values
 from lightck.state.built import Built
 from lightck.state.rng import RngState
 from lightck.state.storable import dtype_from_name
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -58,7 +60,7 @@ class OptimizerContents:
 
     class_name: str
     names: list[list[str]]
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, object]]
     values: bytes
     rest: bytes
     wraps: bool = False
@@ -84,7 +86,7 @@ class Contents:
     classes: dict[str, str]
     """Name in ``state`` -> class of the object that it was saved from."""
     extra: dict[str, bytes]
-    loaders: dict[str, dict[str, Any]]
+    loaders: dict[str, dict[str, object]]
     at_once: list[str]
     elastic: frozenset[str]
     """Buffers that came, went or changed their size: taken as they were saved."""
@@ -92,7 +94,7 @@ class Contents:
     """What the script had built at attach; None in a pool of an older lightck."""
     frozen: list[str] | None
     """Parameters that need no gradient, where they are not those of ``built``."""
-    fingerprint: dict[str, Any]
+    fingerprint: dict[str, object]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
     """Older versions with a larger generation than this hold old bytes of a tensor. None: none is known to."""
@@ -142,23 +144,23 @@ class Contents:
         return {n.removeprefix("model/"): e for n, e in self.entries.items() if n.startswith("model/")}
 
 
-def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = None) -> dict[Any, Any]:
+def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = None) -> dict[Any, object]:
     """What one of our dicts was packed from. Raises ``CorruptPoolError``; ``tensor`` as in ``values.unpack``."""
-    found: dict[Any, Any] = _typed(values.unpack(packed, tensor=tensor), dict)
-    return found
+    return _typed(values.unpack(packed, tensor=tensor), dict)
 
 
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
+def _typed(value: object, kind: type[T]) -> T:
+    if type(value) is not kind or not isinstance(value, kind):
         raise CorruptPoolError(f"its small state is malformed ({kind.__name__} expected)")
     return value
 
 
-def _bytes_map(value: Any) -> dict[str, bytes]:
+def _bytes_map(value: object) -> dict[str, bytes]:
     return {_typed(k, str): _typed(v, bytes) for k, v in _typed(value, dict).items()}
 
 
-def _optimizer(value: Any) -> OptimizerContents:
+def _optimizer(saved: object) -> OptimizerContents:
+    value = _typed(saved, dict)
     names = [[_typed(n, str) for n in _typed(group, list)] for group in _typed(value["names"], list)]
     groups = [_typed(g, dict) for g in _typed(values.unpack(_typed(value["groups"], bytes)), list)]
     if len(groups) != len(names):
@@ -168,7 +170,7 @@ def _optimizer(value: Any) -> OptimizerContents:
     return OptimizerContents(_typed(value["class"], str), names, groups, packed, rest, wraps)
 
 
-def refuse_unusable(device: Any) -> None:
+def refuse_unusable(device: object) -> None:
     """Raises ``TypeError`` or ``ValueError`` for a device on which no tensor can be made: torch's own words come late,
     in the midst of a version, and as all kinds of errors."""
     if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -57,8 +57,8 @@ def collector_paused() -> Iterator[None]:
 def recover(
     pool_path: str | os.PathLike[str],
     model: nn.Module | None = None,
-    optimizer: Any = None,
-    state: Mapping[str, Any] | None = None,
+    optimizer: object = None,
+    state: Mapping[str, object] | None = None,
     *,
     step: int | None = None,
     device: torch.device | str = "cpu",
@@ -98,7 +98,7 @@ def recover(
         reader.close()
 
 
-def _check_arguments(model: Any, optimizer: Any, state: Any, step: Any) -> None:
+def _check_arguments(model: object, optimizer: object, state: object, step: object) -> None:
     refuse_other_than_mapping(state)
     if step is not None and (isinstance(step, bool) or not isinstance(step, Integral)):
         raise TypeError(f"step={step!r} is a {type(step).__name__}. Pass the number of a step, an int: step=1000.")
@@ -215,8 +215,8 @@ def restore_newest(
     reader: PoolReader,
     step: int | None,
     model: nn.Module,
-    optimizer: Any,
-    state: Mapping[str, Any] | None,
+    optimizer: object,
+    state: Mapping[str, object] | None,
     *,
     strict: bool,
     complete: bool = False,

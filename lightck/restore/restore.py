@@ -67,7 +67,7 @@ class Plan:
     """Buffers that came, went or changed their size while the version was trained: entry name, or None for one that
     was None, and where it belongs."""
     optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, object] = field(default_factory=dict)
     declined: frozenset[str] = frozenset()
     """Names in ``state`` that the user said no to."""
     extra: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -83,7 +83,7 @@ def check(
     contents: Contents,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    objects: Mapping[str, Any],
+    objects: Mapping[str, object],
     *,
     strict: bool,
     complete: bool,
@@ -239,7 +239,7 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
 
 
 def _match_objects(
-    contents: Contents, objects: Mapping[str, Any], plan: Plan, notes: list[str], complete: bool, strict: bool
+    contents: Contents, objects: Mapping[str, object], plan: Plan, notes: list[str], complete: bool, strict: bool
 ) -> None:
     """One of another class (renamed, it may be) is drift; it is taken all the same where it need not be strict, and has
     a state of the same keys."""
@@ -329,7 +329,7 @@ def _set_elastic(plan: Plan, fresh: Mapping[str, torch.Tensor]) -> None:
             plan.held[name] = live.home[live.key]
 
 
-def _load(name: str, obj: Any, value: Any) -> None:
+def _load(name: str, obj: Any, value: object) -> None:
     try:
         obj.load_state_dict(value)
     except LightckError:

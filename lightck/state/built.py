@@ -23,9 +23,9 @@ class Built:
     """groups: for each optimizer the options of its groups. states: for each, how many parameters had state already.
     schedulers: name -> state. frozen: names of the model's parameters that needed no gradient."""
 
-    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    groups: list[list[dict[str, object]]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
-    schedulers: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    schedulers: dict[str, dict[Any, object]] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)
 
     def pack(self) -> bytes:
@@ -55,7 +55,7 @@ class Built:
 class BuiltNow:
     """Of the script that attaches now; as bytes for the small state, and which parameters are frozen since."""
 
-    def __init__(self, model: ModelView, views: Sequence[OptimizerView], objects: Mapping[str, Any]) -> None:
+    def __init__(self, model: ModelView, views: Sequence[OptimizerView], objects: Mapping[str, object]) -> None:
         schedulers = {name: dict(obj.state_dict()) for name, obj in objects.items() if isinstance(obj, LRScheduler)}
         self._set(Built(schedulers=schedulers, frozen=frozen_names(model.tensors(None))))
         self.add(views)

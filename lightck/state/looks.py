@@ -22,12 +22,12 @@ from lightck.state.inventory import Live, OptimizerView, is_direct, storage_of
 _shape, _dtype, _version = attrgetter("shape"), attrgetter("dtype"), attrgetter("_version")
 
 
-def all_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
+def all_same(now: Iterable[object], before: Sequence[object]) -> bool:
     """Whether these are the same objects. As many of them: the caller has made sure of that."""
     return all(map(is_, now, before))
 
 
-def all_equal(now: Iterable[Any], before: Sequence[Any]) -> bool:
+def all_equal(now: Iterable[object], before: Sequence[object]) -> bool:
     """The same for values."""
     return all(map(eq, now, before))
 
@@ -128,7 +128,7 @@ class Roster:
     tensor, and what every place that was empty holds. Made by ``roster_of``."""
 
     def __init__(
-        self, lives: list[Live], vacant: Sequence[tuple[dict[str, Any], str]], views: Sequence[OptimizerView]
+        self, lives: list[Live], vacant: Sequence[tuple[dict[str, object], str]], views: Sequence[OptimizerView]
     ) -> None:
         self.lives = lives
         self.token = object()
@@ -159,7 +159,7 @@ class Roster:
 
 
 def roster_of(
-    lives: list[Live], vacant: Sequence[tuple[dict[str, Any], str]], views: Sequence[OptimizerView]
+    lives: list[Live], vacant: Sequence[tuple[dict[str, object], str]], views: Sequence[OptimizerView]
 ) -> Roster | None:
     """None where some tensor cannot be asked all of it: then everything is named anew each time."""
     try:
@@ -192,11 +192,11 @@ class _StateLook:
         )
 
 
-def _only_tensors(home: Any) -> bool:
+def _only_tensors(home: object) -> bool:
     return isinstance(home, dict) and 0 < len(home) == _n_direct(home)
 
 
-def _n_direct(home: Any) -> int:
+def _n_direct(home: object) -> int:
     return sum(is_direct(key, value) for key, value in home.items()) if isinstance(home, dict) else -1
 
 

@@ -62,7 +62,7 @@ class RngState:
         np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.torch)
 
-    def to_value(self) -> dict[str, Any]:
+    def to_value(self) -> dict[str, object]:
         """The same as data for ``values.pack``: a dict of bytes, ints, floats and small numpy arrays."""
         return {
             "python": [_PYTHON_WORDS.pack(*self.python[1]), self.python[2]],
@@ -130,7 +130,7 @@ def _corrupt(reason: str) -> CorruptPoolError:
     return CorruptPoolError(f"the saved random state is damaged: {reason}; recover an older version")
 
 
-def _read_python(value: object) -> tuple[Any, ...]:
+def _read_python(value: object) -> tuple[object, ...]:
     if type(value) is not list or len(value) != 2:
         raise _corrupt("python's part is no pair")
     words, gauss = value
@@ -144,7 +144,7 @@ def _read_python(value: object) -> tuple[Any, ...]:
     return state
 
 
-def _read_numpy(value: object) -> dict[str, Any]:
+def _read_numpy(value: object) -> dict[str, object]:
     if type(value) is not dict or type(value.get("state")) is not dict:
         raise _corrupt("numpy's part is no dict")
     name = value.get("bit_generator")
@@ -204,8 +204,8 @@ def _as_tensor(value: object) -> Tensor:
 
 # -- torch.random.fork_rng() ------------------------------------------------------------------------------------------
 
-_function: Any = getattr(torch.random.fork_rng, "__wrapped__", None)
-_held: tuple[Any, ...] = (_function, getattr(_function, "__code__", None))
+_function: object = getattr(torch.random.fork_rng, "__wrapped__", None)
+_held: tuple[object, ...] = (_function, getattr(_function, "__code__", None))
 
 
 def _references() -> int:

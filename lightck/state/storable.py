@@ -11,7 +11,6 @@ line there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -177,13 +176,13 @@ def collide(keys: Collection[object]) -> bool:
 # -- objects in state= ------------------------------------------------------------------------------------------------
 
 
-def class_name_of(obj: Any) -> str:
+def class_name_of(obj: object) -> str:
     """Without its module, which may move. A lazy module's is that of what it becomes."""
     kind = type(obj)
     return str((getattr(kind, "cls_to_become", None) or kind).__name__)
 
 
-def is_loader(obj: Any) -> bool:
+def is_loader(obj: object) -> bool:
     """Whether an object in ``state`` gives out batches: its position has to be read right after the update.
 
     DataLoaders, samplers and iterable datasets of torch, and what looks like one: it iterates, and is an iterator or
@@ -194,7 +193,7 @@ def is_loader(obj: Any) -> bool:
     return hasattr(type(obj), "__iter__") and (looks or "IterableDataset" in {c.__name__ for c in type(obj).__mro__})
 
 
-def check_objects(objects: Mapping[str, Any]) -> None:
+def check_objects(objects: Mapping[str, object]) -> None:
     """Refuse what cannot be saved, at attach. Raises ``StateValueError`` by path."""
     for name, obj in objects.items():
         if not isinstance(name, str) or not name or "/" in name:

@@ -13,10 +13,11 @@ import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightck.errors import CorruptPoolError, StateValueError
@@ -32,6 +33,7 @@ from lightck.state.storable import (
     why_not,
 )
 
+T = TypeVar("T")
 STATE_VERSION = 1
 """Of what the small state consists of."""
 TUPLE, DICT, ORDERED_DICT, COUNTER, DEFAULT_DICT, SET, DEQUE = 1, 2, 3, 4, 5, 6, 7
@@ -73,7 +75,7 @@ def pack(
     return _Packer(path, large, large_nbytes).encode(value)
 
 
-class Constant(dict[Any, Any]):
+class Constant(dict[Any, object]):
     """A dict that nobody changes, nor what lies in it: it is packed once. On disk, and when read back, it is a dict."""
 
     __slots__ = ("packed",)
@@ -219,7 +221,7 @@ class _Packer:
         if len(self._path) > MAX_DEPTH:
             raise self.refused(value, f"it lies more than {MAX_DEPTH} deep, or contains itself")
 
-    def array(self, value: np.ndarray[Any, Any]) -> bytes:
+    def array(self, value: npt.NDArray[np.generic]) -> bytes:
         if value.dtype.str not in _NUMPY_DTYPES:
             raise self.refused(value, f"its dtype is {value.dtype}, and only bool, int, float and complex are kept")
         return self.ext(ARRAY, self._array_fields(value.dtype.str, value.shape, value.tobytes()))
@@ -338,7 +340,7 @@ class _Reader:
         if self._pos != self._end:
             raise _corrupt(f"{self._end - self._pos} bytes too many")
 
-    def value(self, depth: int) -> Any:
+    def value(self, depth: int) -> object:
         tag = self._take(1)[0]
         if tag < 0x80:
             return tag
@@ -351,7 +353,7 @@ class _Reader:
             return number.unpack(self._take(number.size))[0]
         return self._sized(tag, depth)
 
-    def _sized(self, tag: int, depth: int) -> Any:
+    def _sized(self, tag: int, depth: int) -> object:
         if 0x90 <= tag < 0xA0:
             return self._list(tag & 0x0F, depth)
         if 0xA0 <= tag < 0xC0:
@@ -380,7 +382,7 @@ class _Reader:
     def _binary(self, count: int, _depth: int) -> bytes:
         return self._take(count)
 
-    def _list(self, count: int, depth: int) -> list[Any]:
+    def _list(self, count: int, depth: int) -> list[object]:
         if depth >= MAX_DEPTH:
             raise _corrupt(f"it is more than {MAX_DEPTH} deep")
         if count > self._end - self._pos:
@@ -395,7 +397,7 @@ class _Reader:
             raise _corrupt("a list is missing")
         return int.from_bytes(self._take(2 if tag == 0xDC else 4), "big")
 
-    def _extension(self, size: int, depth: int) -> Any:
+    def _extension(self, size: int, depth: int) -> object:
         code = self._take(1)[0]
         read = _RAISE.get(code)
         if read is None or depth >= _LEAF:
@@ -410,10 +412,10 @@ class _Reader:
 
     # What the extensions hold. ``sequence`` counts as one container, as it did when it was packed.
 
-    def sequence(self, depth: int) -> list[Any]:
+    def sequence(self, depth: int) -> list[object]:
         return self._list(self._count(), depth)
 
-    def pairs(self, depth: int) -> dict[Any, Any]:
+    def pairs(self, depth: int) -> dict[object, object]:
         if depth >= MAX_DEPTH:
             raise _corrupt(f"it is more than {MAX_DEPTH} deep")
         count = self._count()
@@ -431,7 +433,7 @@ class _Reader:
             raise _corrupt("a dict has a key twice, or too many of one hash")
         return out
 
-    def members(self, depth: int) -> list[Any]:
+    def members(self, depth: int) -> list[object]:
         items = self.sequence(depth)
         if not all(map(is_key, items)) or collide(items) or len(set(items)) != len(items):
             raise _corrupt("a set holds an item twice, or one that cannot be in a set")
@@ -441,9 +443,9 @@ class _Reader:
         if self._count() != count:
             raise _corrupt("a payload has the wrong number of fields")
 
-    def exactly(self, kind: type) -> Any:
+    def exactly(self, kind: type[T]) -> T:
         value = self.value(_LEAF)
-        if type(value) is not kind:
+        if type(value) is not kind or not isinstance(value, kind):
             raise _corrupt(f"a {type(value).__qualname__} stands where a {kind.__qualname__} belongs")
         return value
 
@@ -476,7 +478,7 @@ def _raise_big_int(reader: _Reader, _depth: int) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-def _raise_deque(reader: _Reader, depth: int) -> deque[Any]:
+def _raise_deque(reader: _Reader, depth: int) -> deque[object]:
     reader.fields(2)
     limit = reader.value(_LEAF)
     items = reader.sequence(depth)
@@ -490,7 +492,7 @@ def _check_size(shape: tuple[int, ...], itemsize: int, raw: bytes) -> None:
         raise _corrupt(f"an array of shape {shape} has {len(raw)} bytes")
 
 
-def _raise_array(reader: _Reader, _depth: int) -> np.ndarray[Any, Any]:
+def _raise_array(reader: _Reader, _depth: int) -> npt.NDArray[np.generic]:
     reader.fields(3)
     dtype = _NUMPY_DTYPES.get(reader.exactly(str))
     if dtype is None:
@@ -503,7 +505,7 @@ def _raise_array(reader: _Reader, _depth: int) -> np.ndarray[Any, Any]:
         raise _corrupt(f"numpy cannot make an array of shape {shape} ({error})") from None
 
 
-def _raise_scalar(reader: _Reader, _depth: int) -> Any:
+def _raise_scalar(reader: _Reader, _depth: int) -> object:
     reader.fields(2)
     dtype = _SCALAR_DTYPES.get(reader.exactly(str))
     raw = reader.exactly(bytes)
@@ -534,13 +536,13 @@ _NUMBERS = {
     0xCB: struct.Struct(">d"),
 }
 _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-_SIZED: dict[int, tuple[int, Callable[[_Reader, int, int], Any]]] = {
+_SIZED: dict[int, tuple[int, Callable[[_Reader, int, int], object]]] = {
     **{0xC4 + index: (1 << index, _Reader._binary) for index in range(3)},
     **{0xC7 + index: (1 << index, _Reader._extension) for index in range(3)},
     **{0xD9 + index: (1 << index, _Reader._text) for index in range(3)},
     **{0xDC + index: (2 << index, _Reader._list) for index in range(2)},
 }
-_RAISE: dict[int, Callable[[_Reader, int], Any]] = {
+_RAISE: dict[int, Callable[[_Reader, int], object]] = {
     TUPLE: lambda reader, depth: tuple(reader.sequence(depth)),
     DICT: _Reader.pairs,
     ORDERED_DICT: lambda reader, depth: OrderedDict(reader.pairs(depth)),

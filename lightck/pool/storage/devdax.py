@@ -36,7 +36,7 @@ from lightck.pool.storage.file import checked_folder
 from lightck.pool.storage.system import DaxDevice, System
 
 if TYPE_CHECKING:
-    from lightck._lck_ffi import CData
+    from lightck._native import CData
 
 _NODE = re.compile(r"/dev/dax\d+\.\d+")
 

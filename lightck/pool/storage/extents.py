@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from lightck._native import ffi
 
 if TYPE_CHECKING:
-    from lightck._lck_ffi import CData
+    from lightck._native import CData
 
 Extents: TypeAlias = "tuple[tuple[int, int], ...]"
 """(offset in the file, nbytes) of each run."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lightck._native import errno_of, ffi, lib, reason
 
 if TYPE_CHECKING:
-    from lightck._lck_ffi import CData
+    from lightck._native import CData
 
 LIBRARY_VARIABLE = "LIGHTCK_LIBPMEMOBJ"
 LIBRARY = "libpmemobj.so.1"
