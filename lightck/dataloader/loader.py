@@ -22,7 +22,7 @@ import torch
 from lightck.dataloader.batch import Read, checksum_of, differ
 from lightck.dataloader.owned import Owned, OwnGenerators, States
 from lightck.dataloader.passes import Batches, LoaderHost, Pass, moment
-from lightck.dataloader.position import Mark, Position, corrupt, same
+from lightck.dataloader.position import Mark, Position, Stand, corrupt, same
 from lightck.dataloader.positions import UsedAgain
 from lightck.dataloader.preview import Previews, is_only_asked, tell_lightning_counts
 from lightck.dataloader.replay import FACT, EndedEarly, Progress, iterate_behind, replay
@@ -67,6 +67,23 @@ class SessionLoader:
     in it, or its end is reached: a batch that is taken before the loop, as in the run before, does not use it up.
     """
 
+    restored_epoch = 0
+    told_within = was_asked = False
+    in_eval = False
+    """Whether the model is, as the host says at each ``next()``."""
+    fetched_to_train = 0
+    """The moment of the last ``next()`` in training mode, of any loader."""
+    _runs_ahead = False
+    """It may, as far as can be told from outside."""
+    _is_begun = False
+    """In this process."""
+    _has_trained = False
+    """In an earlier pass."""
+    _taken = 0
+    """Batches, in earlier passes."""
+    _ended = 0
+    """The moment at which the last pass was over."""
+
     def __init__(
         self,
         dl: Iterable[object],
@@ -108,20 +125,13 @@ class SessionLoader:
         self._core = core_of(dl)
         workers = self._core.num_workers if self._core is not None else 0
         self._in_process = workers == 0
-        self._runs_ahead = False  # it may, as far as can be told from outside
         self._persistent = workers > 0 and self._core is not None and self._core.persistent_workers
         self._checks = not self._stateful
         self._read: Read = {}
         self._doubt = replay_doubt(dl)
-        self._epoch = self.restored_epoch = 0
+        self._epoch = 0
         self._pass: Pass | None = None
-        self.told_within = self.was_asked = False
-        self._is_begun = self._has_trained = False  # in this process; in an earlier pass
         self._has_one_pass = has_one_pass(dl)
-        self._taken = 0  # batches, in earlier passes
-        self._ended = 0  # the moment at which the last pass was over
-        self.in_eval = False  # the model, as the host says at each next()
-        self.fetched_to_train = 0  # the moment of the last next() in training mode, of any loader
         self._at_base: Mark | None = None
         self._rng_at_iter = rng_at_iter
         self._rng_at_next: States | None = None  # our own generators, until they are set
@@ -176,7 +186,7 @@ class SessionLoader:
     def trains_from_the_beginning(self) -> bool:
         """Whether batches of a pass that began in this process are trained on."""
         pass_ = self._pass
-        return pass_ is not None and not pass_.restored and pass_.given > 0 and not pass_.evaluates
+        return pass_ is not None and not pass_.restored and pass_.stand.given > 0 and not pass_.evaluates
 
     @property
     def held_pass(self) -> Pass | None:
@@ -195,7 +205,7 @@ class SessionLoader:
         """Batches that the next ``iter()`` skips: 0 unless a version was restored in mid-pass."""
         self.was_asked = True
         self._use_up()
-        return self._pending.given if self._pending is not None else 0
+        return self._pending.stand.given if self._pending is not None else 0
 
     def __len__(self) -> int:
         return len(self._dl)  # type: ignore[arg-type]
@@ -229,24 +239,19 @@ class SessionLoader:
         if pass_ is not None and pass_.is_over(updates):
             epoch += int(pass_.restored or pass_.has_trained(updates))
             pass_ = None
+        if pass_ is None:
+            stand = Stand(inner=self._own_state(), passes=passes_of(self._dl))
+        else:
+            stand = pass_.stand if self._keeps_state else replace(pass_.stand, inner=self._own_state())
         return Position(
             kind="stateful" if self._stateful else "plain",
             epoch=epoch,
-            given=pass_.given if pass_ else 0,
             live=pass_ is not None,
             trained=pass_ is not None and pass_.has_trained(updates),
             identity=self._identity,
             generators=generators,
-            at_iter=pass_.at_iter if pass_ else None,
-            at_first=pass_.at_first if pass_ else None,
             at_base=self._at_base,
-            last=pass_.last if pass_ else None,
-            checksum=pass_.checksum if pass_ else None,
-            inner=pass_.inner if pass_ and self._keeps_state else self._own_state(),
-            before_last=pass_.before_last if pass_ else None,
-            objects=pass_.objects if pass_ else {},
-            raised=pass_.raised if pass_ else {},
-            passes=pass_.passes if pass_ else passes_of(self._dl),
+            stand=stand,
             previews=previews,
             previews_in_loop=in_loop,
             used_again=self.used.is_told,
@@ -287,7 +292,8 @@ class SessionLoader:
             refuse_drift(self._name, position, kind, len(self._generators), self._identity)
         elif position.kind != kind or len(position.generators) != len(self._generators):
             log.warning("loader %r was built otherwise when it was saved: its next pass begins afresh", self._name)
-            position = replace(position, kind=kind, generators=self._generators.states(), at_base=None, inner=None)
+            stand = replace(position.stand, inner=None)
+            position = replace(position, kind=kind, generators=self._generators.states(), at_base=None, stand=stand)
             self._at_base = None
         try:
             for states in (position.generators, *(mark.generators for mark in position.marks())):
@@ -297,7 +303,7 @@ class SessionLoader:
         self._generators.set_states(position.generators)
         if position.live:
             self._rng_at_next = position.generators
-        set_passes(self._dl, position.passes)
+        set_passes(self._dl, position.stand.passes)
         return position
 
     def _compare_length(self, position: Position) -> None:
@@ -345,7 +351,7 @@ class SessionLoader:
         self._pass, self._pending, self._epoch = None, position, position.epoch
         self._at_base = position.at_base if self._persistent else None
         self._generators.set_states(position.generators)
-        set_passes(self._dl, position.passes)
+        set_passes(self._dl, position.stand.passes)
         self._owned.put_back()
         if self._persistent and self._core is not None:
             self._core._iterator = None  # its workers' random streams have moved
@@ -379,13 +385,15 @@ class SessionLoader:
         self._identity = identity_of(self._dl, self._stateful)
         if self._has_one_pass and self._taken:
             self._identity[TAKEN_BEFORE] = self._taken
-        pass_.at_iter, pass_.passes = self._generators.now(), passes_of(self._dl)
+        stand = pass_.stand
+        stand.at_iter, stand.passes = self._generators.now(), passes_of(self._dl)
         if self._keeps_state:
-            pass_.inner = copy.deepcopy(self._own_state()) if position is None or self._is_begun else position.inner
-        pass_.objects = self._owned.now()
+            first = None if self._is_begun else position
+            stand.inner = copy.deepcopy(self._own_state()) if first is None else first.stand.inner
+        stand.objects = self._owned.now()
         inner = iter(self._dl)
-        if self._persistent and self._at_base is None and not same(pass_.at_iter, self._generators.now()):
-            self._at_base = pass_.at_iter  # else a wrapper starts its workers at the first next()
+        if self._persistent and self._at_base is None and not same(stand.at_iter, self._generators.now()):
+            self._at_base = stand.at_iter  # else a wrapper starts its workers at the first next()
         return self._enter(inner, pass_)
 
     def _count_left(self) -> None:
@@ -394,15 +402,15 @@ class SessionLoader:
             pass_.leave(self._host.updates)
             self._previews.left(pass_)
             self._has_trained |= self._is_of_training(pass_)
-            self._taken += pass_.given
+            self._taken += pass_.stand.given
             self._ended = pass_.left
             self._epoch += int(pass_.restored or pass_.has_trained(self._host.updates))
 
     def _prepare(self, position: Position) -> None:
         """What a loader at rest carries from pass to pass: persistent workers, and a stateful loader's own state."""
-        if (self._stateful or self._keeps_state) and position.inner is not None:
+        if (self._stateful or self._keeps_state) and position.stand.inner is not None:
             with self._generators.held():
-                self._load(position.inner)
+                self._load(position.stand.inner)
                 if self._core is not None:
                     iter(self._core)  # torchdata makes the finished pass once more, with draws that the old run lacked
         elif self._persistent and self._at_base is not None and self._core is not None:
@@ -420,7 +428,7 @@ class SessionLoader:
             ) from error
 
     def _new_pass(self) -> Pass:
-        return Pass(self._generators.now(), self._host.updates, begun=moment(), after=self._ended)
+        return Pass(self._host.updates, moment(), self._ended, Stand(self._generators.now()))
 
     def _enter(self, inner: Iterator[object], pass_: Pass) -> Batches:
         self._is_begun = True
@@ -432,35 +440,36 @@ class SessionLoader:
         return Batches(self._next, lambda: self._host.updates, self._pass, inner)
 
     def _resume(self, position: Position) -> Batches:
-        assert position.at_iter is not None  # checked when it was read
+        assert position.stand.at_iter is not None  # checked when it was read
         self._compare_length(position)
         pass_ = self._new_pass()
-        pass_.at_iter = position.at_iter
         with self._generators.held():
-            self._owned.load(position.objects)
+            self._owned.load(position.stand.objects)
             reused = self._start_workers(position)
             if self._keeps_state:
-                renew(self._core) if position.inner is None else self._prepare(position)
-            self._generators.restore(position.at_iter)
+                renew(self._core) if position.stand.inner is None else self._prepare(position)
+            self._generators.restore(position.stand.at_iter)
             if self._stateful:
-                self._load(position.inner)
-            skips = self._skips and position.given > 1
+                self._load(position.stand.inner)
+            skips = self._skips and position.stand.given > 1
             inner = self._iterate_behind(position) if skips else iter(self._dl)
-            if not self._stateful and (position.given or position.raised) and not self._stands_there():
+            if not self._stateful and (position.stand.given or position.stand.raised) and not self._stands_there():
                 self._replay(inner, position, not reused and self._doubt is None, skips)
             self._owned.put_back()
         self._generators.set_states(position.generators)
         self._rng_at_next = position.generators
-        pass_.at_first, pass_.last, pass_.checksum = position.at_first, position.last, position.checksum
-        pass_.before_last, pass_.passes = position.before_last, position.passes
-        pass_.inner, pass_.objects, pass_.raised = position.inner, position.objects, dict(position.raised)
-        pass_.given, pass_.trained, pass_.restored = position.given, position.trained, True
-        pass_.skipped = position.given
+        pass_.stand = replace(position.stand, raised=dict(position.stand.raised))
+        pass_.trained, pass_.restored = position.trained, True
+        pass_.skipped = position.stand.given
         return self._enter(inner, pass_)
 
     def _iterate_behind(self, position: Position) -> Iterator[object]:
-        count = position.given - 1 + sum(n for place, n in position.raised.items() if place < position.given)
-        last = position.last
+        count = (
+            position.stand.given
+            - 1
+            + sum(n for place, n in position.stand.raised.items() if place < position.stand.given)
+        )
+        last = position.stand.last
         to_last = (lambda: None) if last is None else partial(self._generators.restore, last)
         return iterate_behind(self._dl, count, to_last)  # type: ignore[arg-type]
 
@@ -477,7 +486,7 @@ class SessionLoader:
         """Start persistent workers with the seed of their first pass. True where the restored pass is a later one."""
         if self._stateful or not self._persistent or position.at_base is None:
             return False
-        if same(position.at_base, position.at_iter) or same(position.at_base, position.at_first):
+        if same(position.at_base, position.stand.at_iter) or same(position.at_base, position.stand.at_first):
             return False
         if not self._is_begun:
             log.warning(
@@ -491,20 +500,20 @@ class SessionLoader:
 
     def _replay(self, inner: Iterator[object], position: Position, certain: bool, skips: bool) -> None:
         """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
-        is_wrapper, given = not is_loader_of_torch(self._dl), position.given
+        is_wrapper, given = not is_loader_of_torch(self._dl), position.stand.given
         try:
             if skips:
-                self._generators.restore(position.at_first)  # type: ignore[arg-type]
+                self._generators.restore(position.stand.at_first)  # type: ignore[arg-type]
                 position = position.with_last_only()
             batch = replay(
-                inner, position, self._generators.restore, Progress(self._name, position.given), self._tell_healed
+                inner, position, self._generators.restore, Progress(self._name, position.stand.given), self._tell_healed
             )
         except EndedEarly as ended:
-            fact = f"it ended after {ended} of the {position.given} batches given before"
+            fact = f"it ended after {ended} of the {position.stand.given} batches given before"
             raise changed(self._name, fact, is_wrapper) from None
-        if position.checksum is not None and position.given:
+        if position.stand.checksum is not None and position.stand.given:
             checksum = checksum_of(batch)
-            if checksum is not None and differ(position.checksum, checksum):
+            if checksum is not None and differ(position.stand.checksum, checksum):
                 fact = f"batch {given - 1} of the pass is not the one that was given before{FACT if skips else ''}"
                 if certain:
                     raise changed(self._name, fact, is_wrapper)
@@ -539,11 +548,11 @@ class SessionLoader:
             )
         self._host.loader_next(self)
         self._settle(pass_)
-        first = pass_.at_first is None and not self._stateful
+        first = pass_.stand.at_first is None and not self._stateful
         is_marked = self._in_process and (self._checks or self._runs_ahead)
         before = self._generators.now() if first or is_marked else None
         if first:
-            pass_.at_first = before
+            pass_.stand.at_first = before
             if self._persistent and self._at_base is None:
                 self._at_base = before
         if self._watch is not None:
@@ -554,13 +563,15 @@ class SessionLoader:
             self._finish(batches)
             raise
         except Exception:
-            pass_.raised[pass_.given] = pass_.raised.get(pass_.given, 0) + 1  # the loop may pass it over and go on
+            pass_.stand.raised[pass_.stand.given] = (
+                pass_.stand.raised.get(pass_.stand.given, 0) + 1
+            )  # the loop may pass it over and go on
             raise
         if self._watch is not None and (doubt := self._watch.doubt()) is not None:
             self._watch = None
             self._tell_doubt(doubt)
         self._count(pass_, batch, before)
-        self._host.loader_gave(self, pass_, batch, pass_.checksum if self._checks else None, self._read)
+        self._host.loader_gave(self, pass_, batch, pass_.stand.checksum if self._checks else None, self._read)
         return batch
 
     def _settle(self, pass_: Pass) -> None:
@@ -575,23 +586,24 @@ class SessionLoader:
                 "an iterator has one pass, and this one was left and begun again. A new process begins at "
                 "its first batch, and refuses to go on. Pass what makes the iterator"
             )
-        pass_.given += 1
+        stand = pass_.stand
+        stand.given += 1
         self.used.fetched(batch)
         pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
         pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, moment(), self.in_eval
         if self._checks:
             self._read.clear()
-            pass_.checksum = checksum_of(batch, self._read)
-            self._checks = pass_.checksum is not None  # else there is nothing to compare in the next ones either
-        pass_.before_last = pass_.last if self._runs_ahead else None
-        pass_.last = before if self._in_process and (self._checks or self._runs_ahead) else None
+            stand.checksum = checksum_of(batch, self._read)
+            self._checks = stand.checksum is not None  # else there is nothing to compare in the next ones either
+        stand.before_last = stand.last if self._runs_ahead else None
+        stand.last = before if self._in_process and (self._checks or self._runs_ahead) else None
 
     def _finish(self, batches: Batches) -> None:
         batches.inner = None
         self._read.clear()
         self._host.loader_pass_ended(self)
         self._has_trained |= self._is_of_training(batches.of)
-        self._taken += batches.of.given
+        self._taken += batches.of.stand.given
         self._ended = moment()
         self._epoch += 1
         batches.of.has_ended = True

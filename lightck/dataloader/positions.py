@@ -55,7 +55,7 @@ class Positions:
             log.warning(
                 "loader %r begins its pass anew, as anew=True says: %d batches of epoch %d are given again",
                 name,
-                position.given,
+                position.stand.given,
                 position.epoch,
             )
         return position.before_its_pass().to_value()
@@ -197,7 +197,7 @@ def _not_taken(in_pass: Mapping[str, Position], instead: Sequence[str]) -> Drift
 
 
 def _places(left: Mapping[str, Position]) -> str:
-    return ", ".join(f"loader {name!r} (epoch {p.epoch}, {p.given} batches given)" for name, p in left.items())
+    return ", ".join(f"loader {name!r} (epoch {p.epoch}, {p.stand.given} batches given)" for name, p in left.items())
 
 
 def _names(names: Sequence[str]) -> str:

@@ -43,9 +43,9 @@ def replay(
     batch. Fetches that raised, and which the loop passed over, are made again: ``tell_healed`` is called with the place
     of one that gives a batch now. Raises ``EndedEarly``."""
     batch = None
-    if position.at_first is not None:
-        set_mark(position.at_first)
-    for index in range(position.given):
+    if position.stand.at_first is not None:
+        set_mark(position.stand.at_first)
+    for index in range(position.stand.given):
         _pass_over(inner, position, index, tell_healed)
         mark = position.before(index)
         if mark is not None:
@@ -55,13 +55,13 @@ def replay(
         except StopIteration:
             raise EndedEarly(index) from None
         progress.at(index + 1)
-    _pass_over(inner, position, position.given, tell_healed)
+    _pass_over(inner, position, position.stand.given, tell_healed)
     return batch
 
 
 def _pass_over(inner: Iterator[object], position: Position, place: int, tell_healed: Callable[[int], None]) -> None:
     """As many errors as were counted behind batch ``place``, and not one more."""
-    for _ in range(position.raised.get(place, 0)):
+    for _ in range(position.stand.raised.get(place, 0)):
         try:
             next(inner)
         except StopIteration:

@@ -104,9 +104,10 @@ def has_one_pass(loader: object) -> bool:
 def drifted(name: str, drift: Drift, position: Position) -> DriftError:
     text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
     fact = f"loader {name!r} differs from the one that was saved: {text}."
-    if position.given == position.identity.get("length"):
+    given = position.stand.given
+    if given == position.identity.get("length"):
         return DriftError(
-            f"{fact} All {position.given} batches of its pass were given when the checkpoint of it was closed, and the "
+            f"{fact} All {given} batches of its pass were given when the checkpoint of it was closed, and the "
             "loop goes on behind them, at the epoch's end. If that was the end of the training, close it with "
             "session.close(done=True), and do not enter the loop where session.done. Else build the loader as it was; "
             "session.loader(..., anew=True) would train this pass once more.",
