@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lightck
+from lightck._native import lib
 from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format import layout
 from lightck.pool.format.layout import ITEM_NBYTES, Entry
@@ -38,7 +39,6 @@ from lightck.pool.format.structures import (
     NextBatch,
     Superblock,
     align_up,
-    block_seed,
     crc64,
     layout_hash,
     next_key,
@@ -46,6 +46,7 @@ from lightck.pool.format.structures import (
     pack_slot_header,
     unpack_next,
     unpack_slot_header,
+    uuid_words,
 )
 from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.ring import Ring, candidates, is_dead, next_position, read_ring
@@ -261,7 +262,9 @@ def as_reference(value: Any) -> Any:
 @given(st.binary(max_size=300), st.binary(min_size=16, max_size=16), *[st.integers(0, 2**64 - 1)] * 3)
 def test_checksums_agree(data: bytes, uuid: bytes, tensor: int, generation: int, index: int) -> None:
     assert crc64(data) == reference.crc64(data)
-    assert block_seed(uuid, tensor, generation, index) == reference.seed(uuid, tensor, generation, index)
+    assert lib.lck_block_seed(*uuid_words(uuid), tensor, generation, index) == reference.seed(
+        uuid, tensor, generation, index
+    )
 
 
 def test_check_values() -> None:

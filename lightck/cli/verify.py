@@ -18,7 +18,7 @@ from lightck.cli import survey
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
 from lightck.cli.output import bar
 from lightck.cli.text import Facts, columns, count, say, say_json, size, verdict
-from lightck.errors import FormatError, NotAPoolError, PoolLockedError
+from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format.structures import (
     LINE_NBYTES,
     SLOTS_MAX,
@@ -169,10 +169,7 @@ def _versions(reader: PoolReader, step: int | None, deep: bool) -> list[Facts]:
         rows = _checked(reader, held, deep or step is not None)
         if not held or any(row["blocks"] != "overwritten" for row in rows):
             return rows
-    raise PoolLockedError(
-        f"The pool {reader.path!r} is in use, and its versions were overwritten faster than they could be read, "
-        f"{survey.ATTEMPTS} times. Nothing is wrong with it. Try again, or end the training first."
-    )
+    raise survey.overwritten(reader)
 
 
 def _checked(reader: PoolReader, held: tuple[survey.Held, ...], all_blocks: bool) -> list[Facts]:

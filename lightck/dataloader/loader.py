@@ -83,6 +83,7 @@ class SessionLoader:
     """Batches, in earlier passes."""
     _ended = 0
     """The moment at which the last pass was over."""
+    _watch: Watch | None = None
 
     def __init__(
         self,
@@ -142,7 +143,6 @@ class SessionLoader:
         """The restored position, until it is used up."""
         self._adopted = self._pending
         self.is_anew = is_anew
-        self._watch: Watch | None = None
         if self._doubt is not None:
             self._tell_doubt(self._doubt, logging.INFO if self._doubt is DRAWS_IN_ITEMS else logging.WARNING)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -151,7 +152,7 @@ class Position:
             checksum=value["content"],
             inner=value["inner"],
             passes=value["passes"],
-            objects=_read_objects(value["objects"]),
+            objects=_read_map(value["objects"], (bytes, type(None)), "the states of its objects are no bytes"),
             raised=_read_raised(value["raised"], value["given"]),
         )
         position = cls(
@@ -159,7 +160,9 @@ class Position:
             epoch=value["epoch"],
             live=value["live"],
             trained=value["trained"],
-            identity=_read_identity(value["identity"]),
+            identity=_read_map(
+                value["identity"], (str, int, type(None)), "its identity is no dict of names and numbers"
+            ),
             generators=_from_bytes(value["generators"]),
             at_base=Mark.from_value(value["r_base"]),
             stand=stand,
@@ -247,19 +250,9 @@ _LATER: dict[str, object] = {
 _KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)
 
 
-def _read_identity(value: object) -> Identity:
-    if type(value) is not dict or not all(
-        type(key) is str and type(item) in (str, int, type(None)) for key, item in value.items()
-    ):
-        raise corrupt("its identity is no dict of names and numbers")
-    return value
-
-
-def _read_objects(value: object) -> dict[str, bytes | None]:
-    if type(value) is not dict or not all(
-        type(key) is str and type(item) in (bytes, type(None)) for key, item in value.items()
-    ):
-        raise corrupt("the states of its objects are no bytes")
+def _read_map(value: object, kinds: tuple[type, ...], why: str) -> dict[str, Any]:
+    if type(value) is not dict or not all(type(k) is str and type(item) in kinds for k, item in value.items()):
+        raise corrupt(why)
     return value
 
 

@@ -16,6 +16,7 @@ from lightck.errors import CorruptPoolError, StateValueError
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView
 from lightck.state.looks import Roster
+from lightck.state.values import typed
 
 
 @dataclass(slots=True)
@@ -35,21 +36,15 @@ class Built:
     @classmethod
     def parse(cls, packed: object) -> Built:
         """Raises ``CorruptPoolError``."""
-        raw = values.unpack(packed) if type(packed) is bytes else None
-        kinds = {"groups": list, "states": list, "schedulers": dict, "frozen": list}
-        if type(raw) is not dict or {key: type(value) for key, value in raw.items()} != kinds:
+        raw = typed(values.unpack(typed(packed, bytes)), dict)
+        if raw.keys() != {"groups", "states", "schedulers", "frozen"}:
             raise CorruptPoolError("its small state is malformed (options at attach)")
-        groups, states, schedulers, frozen = (raw[key] for key in kinds)
-        fits = (
-            all(type(one) is list and all(type(group) is dict for group in one) for one in groups)
-            and len(states) == len(groups)
-            and all(type(one) is int for one in states)
-            and all(type(name) is str and type(state) is dict for name, state in schedulers.items())
-            and all(type(name) is str for name in frozen)
-        )
-        if not fits:
+        groups = [[typed(group, dict) for group in typed(one, list)] for one in typed(raw["groups"], list)]
+        states = [typed(one, int) for one in typed(raw["states"], list)]
+        schedulers = {typed(k, str): typed(v, dict) for k, v in typed(raw["schedulers"], dict).items()}
+        if len(states) != len(groups):
             raise CorruptPoolError("its small state is malformed (options at attach)")
-        return cls(groups, states, schedulers, frozen)
+        return cls(groups, states, schedulers, [typed(name, str) for name in typed(raw["frozen"], list)])
 
 
 class BuiltNow:

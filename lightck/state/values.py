@@ -317,6 +317,13 @@ def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) 
     return value
 
 
+def typed(value: object, kind: type[T]) -> T:
+    """A value of this very type, unpacked from the small state. Raises ``CorruptPoolError`` where it is of another."""
+    if type(value) is not kind or not isinstance(value, kind):
+        raise CorruptPoolError(f"its small state is malformed ({kind.__name__} expected)")
+    return value
+
+
 def _corrupt(reason: str) -> CorruptPoolError:
     return CorruptPoolError(f"the small state is damaged: {reason}; recover an older version")
 

@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass, field
 
 from crash.messages import Node, parse
+from lightck._native import lib
 from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import (
@@ -21,10 +22,10 @@ from lightck.pool.format.structures import (
     SUPERBLOCK_OFFSETS,
     DamagedError,
     Superblock,
-    block_seed,
     crc64,
     layout_hash,
     manifest_hash,
+    uuid_words,
 )
 from lightck.pool.reader import PoolReader, Version
 
@@ -190,7 +191,7 @@ class Document:
                 continue
             for index, at in enumerate(range(0, entry.nbytes, sb.block)):
                 data = payload[entry.offset + at : entry.offset + min(entry.nbytes, at + sb.block)]
-                crcs.append(crc32c(data) ^ block_seed(base.origin, number, base.generation, index))
+                crcs.append(crc32c(data) ^ lib.lck_block_seed(*uuid_words(base.origin), number, base.generation, index))
         manifest.records, manifest.crcs = b"".join(records), struct.pack(f"<{len(crcs)}I", *crcs)
 
     def patches(self) -> list[Patch]:

@@ -23,7 +23,6 @@ ENDIAN_TAG = 0x01020304
 MAJOR, MINOR = 1, 0
 COMPAT_NEXT = 1
 """Slots may have a record of the batch that follows their version."""
-COMPAT_KNOWN = COMPAT_NEXT
 RO_COMPAT_KNOWN = INCOMPAT_KNOWN = 0
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -72,11 +71,6 @@ def crc64(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
 def uuid_words(uuid: bytes) -> tuple[int, int]:
     """A uuid as the two little-endian words that seed the block checksums."""
     return int.from_bytes(uuid[:8], "little"), int.from_bytes(uuid[8:], "little")
-
-
-def block_seed(uuid: bytes, tensor: int, generation: int, index: int) -> int:
-    """What is xored onto the CRC-32C of a block before it is stored."""
-    return lib.lck_block_seed(*uuid_words(uuid), tensor, generation, index)
 
 
 def layout_hash(table: bytes) -> bytes:
