@@ -19,6 +19,7 @@ from typing import IO
 from lightck.errors import ExportError, ExportExistsError
 from lightck.noting import Noting
 from lightck.pool.storage.backends import is_pool
+from lightck.pool.storage.file import sync_folder
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
@@ -53,7 +54,7 @@ def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iter
             file.flush()
             os.fsync(file.fileno())
         _give_name(temporary, path, overwrite)
-        _sync_folder(os.path.dirname(os.path.abspath(path)))
+        sync_folder(os.path.dirname(os.path.abspath(path)))
     except ExportError:
         raise
     except OSError as err:
@@ -118,14 +119,6 @@ def _give_name(temporary: str, path: str, overwrite: bool) -> None:
                 raise
     refuse_irreplaceable(path)  # it may have come meanwhile
     os.rename(temporary, path)
-
-
-def _sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _exists(path: str) -> ExportExistsError:

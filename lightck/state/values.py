@@ -494,20 +494,26 @@ def _raise_deque(reader: _Reader, depth: int) -> deque[object]:
     return deque(items, limit)
 
 
-def _check_size(shape: tuple[int, ...], itemsize: int, raw: bytes) -> None:
-    if math.prod(shape) * itemsize != len(raw):
+_Dtype = TypeVar("_Dtype", "np.dtype[np.generic]", torch.dtype)
+
+
+def _array_fields(
+    reader: _Reader, dtypes: Mapping[str, _Dtype], kind: str
+) -> tuple[_Dtype, tuple[int, ...], bytearray]:
+    reader.fields(3)
+    dtype = dtypes.get(reader.exactly(str))
+    if dtype is None:
+        raise _corrupt(f"a {kind} has an unknown dtype")
+    shape, raw = reader.shape(), reader.exactly(bytes)
+    if math.prod(shape) * dtype.itemsize != len(raw):
         raise _corrupt(f"an array of shape {shape} has {len(raw)} bytes")
+    return dtype, shape, bytearray(raw)
 
 
 def _raise_array(reader: _Reader, _depth: int) -> npt.NDArray[np.generic]:
-    reader.fields(3)
-    dtype = _NUMPY_DTYPES.get(reader.exactly(str))
-    if dtype is None:
-        raise _corrupt("a numpy array has an unknown dtype")
-    shape, raw = reader.shape(), reader.exactly(bytes)
-    _check_size(shape, dtype.itemsize, raw)
+    dtype, shape, raw = _array_fields(reader, _NUMPY_DTYPES, "numpy array")
     try:
-        return np.frombuffer(bytearray(raw), dtype).reshape(shape)
+        return np.frombuffer(raw, dtype).reshape(shape)
     except (ValueError, OverflowError) as error:
         raise _corrupt(f"numpy cannot make an array of shape {shape} ({error})") from None
 
@@ -522,17 +528,12 @@ def _raise_scalar(reader: _Reader, _depth: int) -> object:
 
 
 def _raise_tensor(reader: _Reader, _depth: int) -> torch.Tensor:
-    reader.fields(3)
-    dtype = DTYPES.get(reader.exactly(str))
-    if dtype is None:
-        raise _corrupt("a tensor has an unknown dtype")
-    shape, raw = reader.shape(), reader.exactly(bytes)
-    _check_size(shape, dtype.itemsize, raw)
+    dtype, shape, raw = _array_fields(reader, DTYPES, "tensor")
     try:
         if not raw:
             return torch.empty(shape, dtype=dtype)
         # The clone is memory of torch's own, aligned and resizable.
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).clone().view(dtype).reshape(shape)
+        return torch.frombuffer(raw, dtype=torch.uint8).clone().view(dtype).reshape(shape)
     except (RuntimeError, ValueError, OverflowError, TypeError) as error:
         raise _corrupt(f"torch cannot make a tensor of shape {shape} ({error})") from None
 

@@ -55,9 +55,9 @@ class FileContainer:
         """``lock_fd``: of a new file, which has its temporary name."""
         self.path = path
         self.fd = fd
-        self.nbytes = nbytes
+        self.nbytes = self.file_nbytes = nbytes
         self.extents: Extents = ((0, nbytes),)
-        self._lock_fd = lock_fd
+        self.lock_fd = lock_fd
         self._pid = os.getpid()
 
     @property
@@ -68,27 +68,27 @@ class FileContainer:
         return extents.read(self.fd, self.extents, offset, nbytes)
 
     def publish(self) -> None:
-        assert self._lock_fd is not None, "published once"
+        assert self.lock_fd is not None, "published once"
         with _making(self.path):
             os.fsync(self.fd)
             os.rename(temporary.name_of(self.path), self.path)
             self._let_go()
-            _fsync_folder(os.path.dirname(self.path))
+            sync_folder(os.path.dirname(self.path))
 
     def is_current(self) -> bool:
-        if self._lock_fd is not None:
+        if self.lock_fd is not None:
             return True
         try:
             there = os.stat(self.path, follow_symlinks=False)
             here = os.fstat(self.fd)
         except OSError as err:
             return err.errno in TRANSIENT  # then it is not known to be lost, and asked again at the next version
-        return (there.st_dev, there.st_ino, here.st_size >= self.nbytes) == (here.st_dev, here.st_ino, True)
+        return (there.st_dev, there.st_ino, here.st_size >= self.file_nbytes) == (here.st_dev, here.st_ino, True)
 
     def close(self) -> None:
         if self.fd < 0:
             return
-        if self._lock_fd is not None and os.getpid() == self._pid:
+        if self.lock_fd is not None and os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 os.unlink(temporary.name_of(self.path))
         self._let_go()
@@ -96,9 +96,9 @@ class FileContainer:
         self.fd = -1
 
     def _let_go(self) -> None:
-        if self._lock_fd is not None:
-            lock.let_go(self._lock_fd)
-            self._lock_fd = None
+        if self.lock_fd is not None:
+            lock.let_go(self.lock_fd)
+            self.lock_fd = None
 
 
 class FileBackend:
@@ -119,7 +119,7 @@ class FileBackend:
     def discard(self, path: str) -> None:
         if temporary.removed(path):
             with told(f"The pool {path!r} was removed, but its folder cannot be synced"):
-                _fsync_folder(os.path.dirname(path))
+                sync_folder(os.path.dirname(path))
 
     def create(self, path: str, nbytes: int) -> Container:
         return self.create_file(path, nbytes)
@@ -331,7 +331,7 @@ def _cannot_write(path: str, err: OSError) -> Exception:
     )
 
 
-def _fsync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -39,43 +39,27 @@ its time between the two."""
 _told = False
 
 
-class PmdkContainer:
-    """An open PMDK pool: its file, and libpmemobj's hold on it (None where it is only read); see ``Container``."""
+class PmdkContainer(FileContainer):
+    """An open PMDK pool: its file, which is this container's from now on, and libpmemobj's hold on it (None where it is
+    only read); see ``Container``."""
 
     def __init__(self, file: FileContainer, places: Extents, pool: pmemobj.Pool | None = None) -> None:
+        super().__init__(file.path, file.fd, file.file_nbytes, file.lock_fd)
         self.nbytes = extents.total(places)
         self.extents = places
-        self._file = file
         self._pool = pool
-
-    @property
-    def fd(self) -> int:
-        return self._file.fd
-
-    @property
-    def source(self) -> tuple[int, Extents]:
-        return self.fd, self.extents
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        return extents.read(self.fd, self.extents, offset, nbytes)
-
-    def publish(self) -> None:
-        self._file.publish()
-
-    def is_current(self) -> bool:
-        return self._file.is_current()
 
     def close(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             (pool.abandon if self._has_lost_bytes() else pool.close)()
-        self._file.close()
+        super().close()
 
     def _has_lost_bytes(self) -> bool:
         """libpmemobj would touch pages that are not there. Where nobody can tell it is asked to close, or the process
         would hold the pool to its end."""
         try:
-            return os.fstat(self.fd).st_size < self._file.nbytes
+            return os.fstat(self.fd).st_size < self.file_nbytes
         except OSError:
             return False
 
