@@ -67,6 +67,10 @@ class SessionLoader:
     in it, or its end is reached: a batch that is taken before the loop, as in the run before, does not use it up.
     """
 
+    loader: Any
+    """The wrapped object."""
+    name: str
+    """The name under which the position is saved."""
     restored_epoch = 0
     told_within = was_asked = False
     in_eval = False
@@ -75,8 +79,8 @@ class SessionLoader:
     """The moment of the last ``next()`` in training mode, of any loader."""
     _runs_ahead = False
     """It may, as far as can be told from outside."""
-    _is_begun = False
-    """In this process."""
+    is_begun = False
+    """Whether it was iterated in this process."""
     _has_trained = False
     """In an earlier pass."""
     _taken = 0
@@ -114,9 +118,9 @@ class SessionLoader:
             DriftError: the position lies in mid-pass of a loader that was built otherwise. (Its length is compared at
                 the first ``iter()``: a sampler's ``set_epoch`` comes before that.)
         """
-        self._dl = dl
+        self.loader = dl
         self._host = host
-        self._name = name
+        self.name = name
         self._stateful = is_stateful(dl)
         self._keeps_state = keeps_state(dl)
         self._skips = skips
@@ -147,25 +151,10 @@ class SessionLoader:
             self._tell_doubt(self._doubt, logging.INFO if self._doubt is DRAWS_IN_ITEMS else logging.WARNING)
 
     @property
-    def loader(self) -> Any:
-        """The wrapped object."""
-        return self._dl
-
-    @property
-    def name(self) -> str:
-        """The name under which the position is saved."""
-        return self._name
-
-    @property
     def has_trained(self) -> bool:
         """Whether updates were made in a pass of it, in this process."""
         pass_ = self._pass
         return self._has_trained or (pass_ is not None and pass_.has_updated(self._host.updates))
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether it was iterated in this process."""
-        return self._is_begun
 
     @property
     def is_training(self) -> bool:
@@ -180,7 +169,7 @@ class SessionLoader:
     def goes_on(self) -> bool:
         """Whether it goes on in the middle of a pass of the run before, in which updates were made."""
         position = self._adopted
-        return self._is_begun and position is not None and position.live and position.trained
+        return self.is_begun and position is not None and position.live and position.trained
 
     @property
     def trains_from_the_beginning(self) -> bool:
@@ -208,16 +197,16 @@ class SessionLoader:
         return self._pending.stand.given if self._pending is not None else 0
 
     def __len__(self) -> int:
-        return len(self._dl)  # type: ignore[arg-type]
+        return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
         """What it has not got itself: the wrapped loader's ``dataset``, ``sampler``, ``batch_size``, ``set_epoch``."""
         refuse_own(self, name)
-        return getattr(self._dl, name)
+        return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         if is_only_asked(sys._getframe(1)):
-            tell_lightning_counts(self._name, self._pending)
+            tell_lightning_counts(self.name, self._pending)
             return iter(())
         self._leave()
         position = self._pending
@@ -240,7 +229,7 @@ class SessionLoader:
             epoch += int(pass_.restored or pass_.has_trained(updates))
             pass_ = None
         if pass_ is None:
-            stand = Stand(inner=self._own_state(), passes=passes_of(self._dl))
+            stand = Stand(inner=self._own_state(), passes=passes_of(self.loader))
         else:
             stand = pass_.stand if self._keeps_state else replace(pass_.stand, inner=self._own_state())
         return Position(
@@ -258,8 +247,8 @@ class SessionLoader:
         ).to_value()
 
     def _own_state(self) -> object:
-        has_one = (self._stateful or self._keeps_state) and self._is_begun
-        return self._dl.state_dict() if has_one else None  # type: ignore[attr-defined]
+        has_one = (self._stateful or self._keeps_state) and self.is_begun
+        return self.loader.state_dict() if has_one else None
 
     def tell_within_batch(self, step: int) -> None:
         """Once: this version's position counts a batch that the step after it is made on."""
@@ -270,13 +259,13 @@ class SessionLoader:
                 "over another session loader inside it, or began this pass in eval mode. A saved position "
                 "counts whole batches, so a resume from such a step leaves out the rest of that batch. Call "
                 "session.end_step() behind the last update on a batch",
-                self._name,
+                self.name,
                 step,
             )
 
     def _tell_doubt(self, doubt: str, level: int = logging.WARNING) -> None:
         self._doubt = doubt
-        log.log(level, "loader %r: a resume in mid-pass may not be exact; %s", self._name, doubt)
+        log.log(level, "loader %r: a resume in mid-pass may not be exact; %s", self.name, doubt)
 
     # -- restoring
 
@@ -289,9 +278,9 @@ class SessionLoader:
         self._at_base = position.at_base if self._persistent else None
         kind = "stateful" if self._stateful else "plain"
         if position.live:
-            refuse_drift(self._name, position, kind, len(self._generators), self._identity)
+            refuse_drift(self.name, position, kind, len(self._generators), self._identity)
         elif position.kind != kind or len(position.generators) != len(self._generators):
-            log.warning("loader %r was built otherwise when it was saved: its next pass begins afresh", self._name)
+            log.warning("loader %r was built otherwise when it was saved: its next pass begins afresh", self.name)
             stand = replace(position.stand, inner=None)
             position = replace(position, kind=kind, generators=self._generators.states(), at_base=None, stand=stand)
             self._at_base = None
@@ -303,15 +292,15 @@ class SessionLoader:
         self._generators.set_states(position.generators)
         if position.live:
             self._rng_at_next = position.generators
-        set_passes(self._dl, position.stand.passes)
+        set_passes(self.loader, position.stand.passes)
         return position
 
     def _compare_length(self, position: Position) -> None:
         """Where the pass goes on, and not before: it may depend on the epoch, which the loop sets until then."""
-        self._identity = identity_of(self._dl, self._stateful)
+        self._identity = identity_of(self.loader, self._stateful)
         was, now = position.identity.get("length"), self._identity.get("length")
         if was != now:
-            raise drifted(self._name, {"length": (was, now)}, position)
+            raise drifted(self.name, {"length": (was, now)}, position)
 
     def _use_up(self) -> None:
         """Forget the restored position where the training went on from it: an update was made in its pass, or it was
@@ -351,7 +340,7 @@ class SessionLoader:
         self._pass, self._pending, self._epoch = None, position, position.epoch
         self._at_base = position.at_base if self._persistent else None
         self._generators.set_states(position.generators)
-        set_passes(self._dl, position.stand.passes)
+        set_passes(self.loader, position.stand.passes)
         self._owned.put_back()
         if self._persistent and self._core is not None:
             self._core._iterator = None  # its workers' random streams have moved
@@ -382,16 +371,16 @@ class SessionLoader:
             self._apply_restored_rng(pass_, None if position is None else position.generators)
         if position is not None:
             self._prepare(position)
-        self._identity = identity_of(self._dl, self._stateful)
+        self._identity = identity_of(self.loader, self._stateful)
         if self._has_one_pass and self._taken:
             self._identity[TAKEN_BEFORE] = self._taken
         stand = pass_.stand
-        stand.at_iter, stand.passes = self._generators.now(), passes_of(self._dl)
+        stand.at_iter, stand.passes = self._generators.now(), passes_of(self.loader)
         if self._keeps_state:
-            first = None if self._is_begun else position
+            first = None if self.is_begun else position
             stand.inner = copy.deepcopy(self._own_state()) if first is None else first.stand.inner
         stand.objects = self._owned.now()
-        inner = iter(self._dl)
+        inner = iter(self.loader)
         if self._persistent and self._at_base is None and not same(stand.at_iter, self._generators.now()):
             self._at_base = stand.at_iter  # else a wrapper starts its workers at the first next()
         return self._enter(inner, pass_)
@@ -420,10 +409,10 @@ class SessionLoader:
 
     def _load(self, inner: object) -> None:
         try:
-            self._dl.load_state_dict(copy.deepcopy(inner))  # type: ignore[attr-defined]
+            self.loader.load_state_dict(copy.deepcopy(inner))
         except (KeyError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
             raise DriftError(
-                f"loader {self._name!r} refuses its saved state ({type(error).__name__}: {error}). It was saved by a "
+                f"loader {self.name!r} refuses its saved state ({type(error).__name__}: {error}). It was saved by a "
                 "loader of another kind or version. Build the loader as it was, or begin its pass anew: anew=True."
             ) from error
 
@@ -431,10 +420,10 @@ class SessionLoader:
         return Pass(self._host.updates, moment(), self._ended, Stand(self._generators.now()))
 
     def _enter(self, inner: Iterator[object], pass_: Pass) -> Batches:
-        self._is_begun = True
+        self.is_begun = True
         self._pass = pass_
         self.used.begins()
-        self._in_process = fetches_here(self._dl, self._core, inner)
+        self._in_process = fetches_here(self.loader, self._core, inner)
         self._runs_ahead = self._in_process and not self._stateful and may_run_ahead(inner)
         self._watch = watch(inner, self._in_process) if self._doubt is None and not self._stateful else None
         return Batches(self._next, lambda: self._host.updates, self._pass, inner)
@@ -452,7 +441,7 @@ class SessionLoader:
             if self._stateful:
                 self._load(position.stand.inner)
             skips = self._skips and position.stand.given > 1
-            inner = self._iterate_behind(position) if skips else iter(self._dl)
+            inner = self._iterate_behind(position) if skips else iter(self.loader)
             if not self._stateful and (position.stand.given or position.stand.raised) and not self._stands_there():
                 self._replay(inner, position, not reused and self._doubt is None, skips)
             self._owned.put_back()
@@ -471,16 +460,16 @@ class SessionLoader:
         )
         last = position.stand.last
         to_last = (lambda: None) if last is None else partial(self._generators.restore, last)
-        return iterate_behind(self._dl, count, to_last)  # type: ignore[arg-type]
+        return iterate_behind(self.loader, count, to_last)
 
     def _stands_there(self) -> bool:
         """Whether a preview has brought an iterator that has one pass to the position already."""
         if self._has_one_pass and self._taken:
             raise DriftError(
-                f"loader {self._name!r} cannot go on in mid-pass: it is an iterator, which has one pass, and batches "
+                f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has one pass, and batches "
                 "were taken from it since it was made. Pass what makes the iterator."
             )
-        return self._has_one_pass and self._is_begun
+        return self._has_one_pass and self.is_begun
 
     def _start_workers(self, position: Position) -> bool:
         """Start persistent workers with the seed of their first pass. True where the restored pass is a later one."""
@@ -488,11 +477,11 @@ class SessionLoader:
             return False
         if same(position.at_base, position.stand.at_iter) or same(position.at_base, position.stand.at_first):
             return False
-        if not self._is_begun:
+        if not self.is_begun:
             log.warning(
                 "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, random "
                 "augmentation inside the workers is not, nor what else they keep; persistent_workers=False makes it so",
-                self._name,
+                self.name,
             )
         self._generators.restore(position.at_base)
         iter(self._core)  # type: ignore[arg-type]
@@ -500,26 +489,26 @@ class SessionLoader:
 
     def _replay(self, inner: Iterator[object], position: Position, certain: bool, skips: bool) -> None:
         """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
-        is_wrapper, given = not is_loader_of_torch(self._dl), position.stand.given
+        is_wrapper, given = not is_loader_of_torch(self.loader), position.stand.given
         try:
             if skips:
                 self._generators.restore(position.stand.at_first)  # type: ignore[arg-type]
                 position = position.with_last_only()
             batch = replay(
-                inner, position, self._generators.restore, Progress(self._name, position.stand.given), self._tell_healed
+                inner, position, self._generators.restore, Progress(self.name, position.stand.given), self._tell_healed
             )
         except EndedEarly as ended:
             fact = f"it ended after {ended} of the {position.stand.given} batches given before"
-            raise changed(self._name, fact, is_wrapper) from None
+            raise changed(self.name, fact, is_wrapper) from None
         if position.stand.checksum is not None and position.stand.given:
             checksum = checksum_of(batch)
             if checksum is not None and differ(position.stand.checksum, checksum):
                 fact = f"batch {given - 1} of the pass is not the one that was given before{FACT if skips else ''}"
                 if certain:
-                    raise changed(self._name, fact, is_wrapper)
+                    raise changed(self.name, fact, is_wrapper)
                 log.warning(
                     "loader %r: %s, so the training goes on with other data than the run before. %s",
-                    self._name,
+                    self.name,
                     fact,
                     self._doubt
                     or "Random augmentation in persistent workers is one reason, "
@@ -531,7 +520,7 @@ class SessionLoader:
             "loader %r: behind batch %d of the pass it raised an error, which the loop passed over, and now it "
             "gives a batch there. It is dropped. Where the fetch that failed had drawn random numbers in a "
             "worker, that worker's next ones differ",
-            self._name,
+            self.name,
             place,
         )
 
@@ -543,7 +532,7 @@ class SessionLoader:
         pass_ = self._pass
         if pass_ is None or pass_ is not batches.of:
             raise SessionError(
-                f"loader {self._name!r} was iterated again, which ended this pass: a session loader has one position. "
+                f"loader {self.name!r} was iterated again, which ended this pass: a session loader has one position. "
                 "Wrap a second DataLoader, or take batches for other purposes from .loader."
             )
         self._host.loader_next(self)

@@ -156,7 +156,7 @@ def refuse_own(loader: object, name: str) -> None:
             f"A session loader has no {name}(): its position is part of every checkpoint already. The state of the "
             "wrapped loader is to be had from .loader."
         )
-    if name.startswith("_"):
+    if name.startswith("_") or name == "loader":  # the latter of one that is not built yet
         raise AttributeError(f"{type(loader).__name__!r} object has no attribute {name!r}")
 
 

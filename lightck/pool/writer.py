@@ -118,7 +118,8 @@ class PoolWriter:
         """name -> what the caller remembers of a tensor whose extent it compared before."""
         self.columns: object = None
         """What the caller remembers of all tensors of the last version."""
-        self._generation: int = self.ring.generation if after is None else after._generation
+        self.generation: int = self.ring.generation if after is None else after.generation
+        """The last one that was given to a checkpoint."""
         self.incarnation: int = self.ring.incarnation + 1 if after is None else after.incarnation
         self._last_position = max(self.ring.lines, key=lambda p: self.ring.lines[p].generation, default=-1)
         self._engine = engine
@@ -138,7 +139,7 @@ class PoolWriter:
         self._index_entries()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
         # Beyond the slots' too: so what a version that never committed left there is older than the adoption, and dead.
-        self._generation = max(self._generation, *(slot.generation or 0 for slot in self.slots.slots))
+        self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
         self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
         if self.durability.tier != TIER_DISK:  # there it would read the whole pool and mark it dirty
             self._engine.populate(self.medium)
@@ -256,8 +257,8 @@ class PoolWriter:
 
     def adopt(self, line: CommitLine) -> None:
         """Go on from this version: a durable adoption line, then its slot is protected."""
-        self._generation += 1
-        adoption = line._replace(generation=self._generation, incarnation=self.incarnation, kind=KIND_ADOPTION)
+        self.generation += 1
+        adoption = line._replace(generation=self.generation, incarnation=self.incarnation, kind=KIND_ADOPTION)
         position = self._next_position()
         self.medium.line(self.superblock.line_offset(position), adoption.pack(self.superblock.uuid))
         self._note_line(position, adoption)
@@ -285,28 +286,23 @@ class PoolWriter:
         for slot in struck:
             assert not slot.in_flight, "nothing of it may be under way"
             assert slot.index != self.slots.protected, "the newest checkpoint is never struck"
-            self._generation += 1
+            self.generation += 1
             self.medium.store(
-                slot.offset, pack_slot_header(self._generation, slot.index, self.superblock.uuid, struck=True)
+                slot.offset, pack_slot_header(self.generation, slot.index, self.superblock.uuid, struck=True)
             )
             self._slot_unknown(slot)
         if struck:
             self.medium.sync()
         return [slot.index for slot in struck]
 
-    @property
-    def generation(self) -> int:
-        """The last one that was given to a checkpoint."""
-        return self._generation
-
     # -- versions ----------------------------------------------------------------------------------------
 
     def draft(self, slot: Slot) -> Draft:
         """Take a slot for a version that is not closed yet."""
         self._refuse_lost_lock()
-        self._generation += 1
-        slot.generation, slot.in_flight, slot.made_at = self._generation, True, None
-        return Draft(self, slot, self._generation)
+        self.generation += 1
+        slot.generation, slot.in_flight, slot.made_at = self.generation, True, None
+        return Draft(self, slot, self.generation)
 
     def begin(self, plan: VersionPlan, slot: Slot, keep: object, draft: Draft | None = None) -> Pending:
         """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``FullError`` before that.
@@ -315,9 +311,9 @@ class PoolWriter:
         """
         if draft is None:
             self._refuse_lost_lock()
-        generation = self._generation + 1 if draft is None else draft.generation
+        generation = self.generation + 1 if draft is None else draft.generation
         image_nbytes = self._fill_image(slot, plan, generation)
-        self._generation = max(self._generation, generation)
+        self.generation = max(self.generation, generation)
         slot.generation, slot.in_flight, slot.made_at = generation, True, None
         position = self._next_position()
         parts = [] if draft is None else draft.parts
