@@ -6,7 +6,6 @@ The long runs are kept in docs/evidence/.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import mmap
 import os
@@ -378,7 +377,7 @@ def other_numbers(pool: Path, **numbers: int) -> None:
     with contextlib.closing(open_pool(str(pool))) as opened:
         sb, ring = opened.superblock, opened.ring()
     position, line = max(ring.lines.items(), key=lambda item: item[1].generation)
-    changed = dataclasses.replace(line, kind=2, **numbers)
+    changed = line._replace(kind=2, **numbers)
     toys.poke(pool, sb.line_offset(position), changed.pack(sb.uuid))
 
 
