@@ -1,4 +1,4 @@
-"""The native library, loaded and checked: ``ffi``, ``lib`` and its constants.
+"""The native library, loaded and checked: ``ffi`` and ``lib``, whose constants are ``lib.LCK_...``.
 
 Everything that touches ``liblck.so`` goes through this module. Prototypes and structs come from the generated
 ``_lck_ffi``, which was made from the same header as the library; whether the two belong together is checked here
@@ -13,9 +13,14 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
-_STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span", "lck_row")
+if TYPE_CHECKING:
+    from lightck._lck_ffi import FFI, Lib
+    from lightck._lck_ffi import CData as CData
+    from lightck._lck_ffi import Commit as Commit
+
+_STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span")
 """By the numbers that lck_sizeof knows them by."""
 _REBUILD = "Run `pip install .` in the source folder (or reinstall the wheel) to build both anew."
 
@@ -48,11 +53,12 @@ def _bindings() -> ModuleType:
         ) from error
 
 
-def _open_library(bindings: ModuleType) -> Any:
+def _open_library(bindings: ModuleType) -> Lib:
     # Beside the generated module, not beside this file: in an editable install the two lie in different folders.
     path = Path(str(bindings.__file__)).with_name("liblck.so")
     try:
-        return bindings.ffi.dlopen(str(path))
+        opened: Lib = bindings.ffi.dlopen(str(path))
+        return opened
     except OSError as error:
         raise ImportError(
             f"lightck's native library {path} cannot be loaded: {error}. It is missing, or was built for another "
@@ -60,7 +66,7 @@ def _open_library(bindings: ModuleType) -> Any:
         ) from error
 
 
-def _check_abi(ffi: Any, lib: Any) -> None:
+def _check_abi(ffi: FFI, lib: Lib) -> None:
     found = lib.lck_abi_version()
     if found != lib.LCK_ABI_VERSION:
         raise ImportError(
@@ -76,7 +82,7 @@ def _check_abi(ffi: Any, lib: Any) -> None:
             )
 
 
-def _honour_isa(lib: Any, name: str | None) -> None:
+def _honour_isa(lib: Lib, name: str | None) -> None:
     if name and lib.lck_isa_set(name.encode()) != lib.LCK_OK:
         raise ImportError(
             f"LIGHTCK_ISA={name!r} cannot be used: this processor does not support it, or it is not one of auto, "
@@ -84,7 +90,7 @@ def _honour_isa(lib: Any, name: str | None) -> None:
         )
 
 
-def _honour_kill(lib: Any, text: str | None) -> None:
+def _honour_kill(lib: Lib, text: str | None) -> None:
     if not text:
         return
     site, _, nth = text.partition(":")
@@ -96,69 +102,28 @@ def _honour_kill(lib: Any, text: str | None) -> None:
 
 
 _module = _bindings()
-ffi: Any = _module.ffi
-lib: Any = _open_library(_module)
+ffi: FFI = _module.ffi
+lib: Lib = _open_library(_module)
 _check_abi(ffi, lib)
 _honour_isa(lib, os.environ.get("LIGHTCK_ISA"))
 _honour_kill(lib, os.environ.get("LIGHTCK_KILL"))
 
-OK: int = lib.LCK_OK
-EINVAL: int = lib.LCK_EINVAL
-ENOMEM: int = lib.LCK_ENOMEM
-ESYS: int = lib.LCK_ESYS
-EFORK: int = lib.LCK_EFORK
-ETIMEDOUT: int = lib.LCK_ETIMEDOUT
-EBUSY: int = lib.LCK_EBUSY
-ECHECKSUM: int = lib.LCK_ECHECKSUM
-ESHORT: int = lib.LCK_ESHORT
-EDROPPED: int = lib.LCK_EDROPPED
-ESTATE: int = lib.LCK_ESTATE
-EMISSING: int = lib.LCK_EMISSING
-
-TIER_CACHE: int = lib.LCK_TIER_CACHE
-TIER_DISK: int = lib.LCK_TIER_DISK
-TIER_PM: int = lib.LCK_TIER_PM
-TIER_PM_EADR: int = lib.LCK_TIER_PM_EADR
-TIER_PM_EMULATED: int = lib.LCK_TIER_PM_EMULATED
-
-MARK_BEGIN: int = lib.LCK_MARK_BEGIN
-MARK_ACK: int = lib.LCK_MARK_ACK
-MARK_USER: int = lib.LCK_MARK_USER
-
-EV_STORE: int = lib.LCK_EV_STORE
-EV_COPY: int = lib.LCK_EV_COPY
-EV_FLUSH: int = lib.LCK_EV_FLUSH
-EV_FENCE: int = lib.LCK_EV_FENCE
-EV_SYNC: int = lib.LCK_EV_SYNC
-EV_MARK: int = lib.LCK_EV_MARK
-
-OP_COPY: int = lib.LCK_OP_COPY
-OP_SYNC: int = lib.LCK_OP_SYNC
-
-NOW: int = lib.LCK_NOW
-
-JOB_COPYING: int = lib.LCK_JOB_COPYING
-JOB_COPIED: int = lib.LCK_JOB_COPIED
-JOB_COMMITTED: int = lib.LCK_JOB_COMMITTED
-JOB_FAILED: int = lib.LCK_JOB_FAILED
-JOB_DROPPED: int = lib.LCK_JOB_DROPPED
-
 _REASONS = {
-    EINVAL: "an argument is out of range",
-    ENOMEM: "out of memory",
-    EFORK: "called in a forked child, which has no part in its parent's pool",
-    ETIMEDOUT: "timed out",
-    EBUSY: "all entries are in use",
-    ECHECKSUM: "a block does not match its checksum",
-    ESHORT: "the file ends early",
-    EDROPPED: "the version was dropped before it committed",
-    ESTATE: "not possible in this state, or the ticket is unknown",
+    lib.LCK_EINVAL: "an argument is out of range",
+    lib.LCK_ENOMEM: "out of memory",
+    lib.LCK_EFORK: "called in a forked child, which has no part in its parent's pool",
+    lib.LCK_ETIMEDOUT: "timed out",
+    lib.LCK_EBUSY: "all entries are in use",
+    lib.LCK_ECHECKSUM: "a block does not match its checksum",
+    lib.LCK_ESHORT: "the file ends early",
+    lib.LCK_EDROPPED: "the version was dropped before it committed",
+    lib.LCK_ESTATE: "not possible in this state, or the ticket is unknown",
 }
 
 
 def check(status: int, what: str) -> None:
     """Raise `NativeError` unless status is LCK_OK. To be called on the thread that made the native call."""
-    if status == OK:
+    if status == lib.LCK_OK:
         return
     raise NativeError(status, f"{what}: {reason(status)}", errno_of(status))
 
@@ -166,13 +131,13 @@ def check(status: int, what: str) -> None:
 def reason(status: int) -> str:
     """Why a native call failed, for people. On the thread that made it."""
     code = errno_of(status)
-    if status == ESYS and code:
+    if status == lib.LCK_ESYS and code:
         return os.strerror(code)
     return _REASONS.get(status, f"status {status}")
 
 
 def errno_of(status: int) -> int | None:
     """The errno behind a status, if there is one. On the thread that made the call."""
-    if status == ESYS:
-        return int(lib.lck_last_errno()) or None
-    return errno.ENOMEM if status == ENOMEM else None
+    if status == lib.LCK_ESYS:
+        return lib.lck_last_errno() or None
+    return errno.ENOMEM if status == lib.LCK_ENOMEM else None

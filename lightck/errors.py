@@ -57,6 +57,14 @@ class LightckError(Exception):
     """Base of every error that lightck raises."""
 
 
+class _SystemError(LightckError, OSError):
+    """An error of the system behind an error of ours: ``errno`` says which, where there is one."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = code
+
+
 class PoolError(LightckError):
     """Base of the errors about the pool's file."""
 
@@ -77,36 +85,30 @@ class PoolLockedError(PoolError, BlockingIOError):
     """Another session, in this process or another, has the pool open for writing."""
 
 
-class NoSpaceError(PoolError, OSError):
+class NoSpaceError(PoolError, _SystemError):
     """The medium cannot hold the pool. ``errno`` is ``ENOSPC``."""
 
     in_the_way = False
     """It could, once the pool that lies there is discarded."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.errno = errno.ENOSPC
+        super().__init__(message, errno.ENOSPC)
 
 
-class PoolIOError(PoolError, OSError):
+class PoolIOError(PoolError, _SystemError):
     """The system failed a call that the pool needs: a bad medium, or no memory, descriptors or threads left. ``errno``
     says which."""
-
-    def __init__(self, message: str, code: int | None = None) -> None:
-        super().__init__(message)
-        self.errno = code
 
 
 class LibraryMissingError(PoolError, ImportError):
     """A library that writing this kind of pool needs is not installed. Reading does not need it."""
 
 
-class MediumError(PoolError, OSError):
+class MediumError(PoolError, _SystemError):
     """The medium does not survive what ``require=`` asks for. ``errno`` is ``ENOTSUP``."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.errno = errno.ENOTSUP
+        super().__init__(message, errno.ENOTSUP)
 
 
 class NotAPoolError(PoolError, ValueError):
@@ -189,12 +191,15 @@ class StateChangedError(LightckError, RuntimeError):
     it such a version is given up with a warning."""
 
 
-class ExportError(LightckError, OSError):
+class ExportError(_SystemError):
     """A checkpoint could not be written as a file. ``errno`` says why."""
 
 
 class ExportExistsError(ExportError, FileExistsError):
-    """There is a file under that name already, or a pool, which is never replaced."""
+    """There is a file under that name already, or a pool, which is never replaced. ``errno`` is ``EEXIST``."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, errno.EEXIST)
 
 
 class KeepError(ExportError):
@@ -209,7 +214,7 @@ class TraceFormatError(LightckError, ValueError):
     """The file is not a trace that ``session.trace`` wrote, or it is damaged."""
 
 
-class BackgroundError(LightckError, OSError):
+class BackgroundError(_SystemError):
     """A background copy, sync or commit failed. The versions committed before are intact."""
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lightck.pipeline import watch, write_table
-from lightck.state import buffers, devices, lanes
+from lightck.state import buffers, lanes
 from lightck.state.lanes import Arrival, Lane, Pair, raw
 
 Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
@@ -184,5 +184,5 @@ _NOTHING = _passed()
 
 def install(patch: pytest.MonkeyPatch, lane_of: Callable[[torch.Tensor], Lane | None]) -> None:
     """Tensors are on devices, as this says."""
-    for module in (lanes, devices, write_table, watch, buffers):
+    for module in (lanes, write_table, watch, buffers):
         patch.setattr(module, "lane_of", lane_of)

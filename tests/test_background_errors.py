@@ -19,14 +19,18 @@ from lightck._native import lib
 from lightck.errors import BackgroundError
 from lightck.pipeline import guard
 
-OPERATIONS = [(_native.OP_COPY, errno.EIO), (_native.OP_SYNC, errno.EIO), (_native.OP_COPY, errno.ENOSPC)]
+OPERATIONS = [
+    (_native.lib.LCK_OP_COPY, errno.EIO),
+    (_native.lib.LCK_OP_SYNC, errno.EIO),
+    (_native.lib.LCK_OP_COPY, errno.ENOSPC),
+]
 IDS = ["copy", "sync", "copy, no space"]
 
 
 @pytest.fixture(autouse=True)
 def _no_fault_is_left() -> Iterator[None]:
     yield
-    for operation in (_native.OP_COPY, _native.OP_SYNC):
+    for operation in (_native.lib.LCK_OP_COPY, _native.lib.LCK_OP_SYNC):
         lib.lck_fault(operation, 0, 0)
 
 
@@ -148,7 +152,7 @@ def test_exception_of_the_loop_is_not_replaced_by_that_of_the_background(pool):
     model, optimizer, session, _ = started(pool)
     with pytest.raises(ZeroDivisionError), session:
         train(model, optimizer, 1, start=2)
-        inject(_native.OP_SYNC, errno.EIO)
+        inject(_native.lib.LCK_OP_SYNC, errno.EIO)
         forward(model)
         raise ZeroDivisionError
     assert lightck.recover(pool).step == 2
@@ -158,7 +162,7 @@ def test_exception_of_the_loop_is_not_replaced_by_that_of_the_background(pool):
 def test_committed_and_stats_do_not_raise(pool):
     model, optimizer, session, _ = started(pool)
     train(model, optimizer, 1, start=2)
-    inject(_native.OP_SYNC, errno.EIO)
+    inject(_native.lib.LCK_OP_SYNC, errno.EIO)
     forward(model)
     for _ in range(200):
         assert session.committed == 2
@@ -171,7 +175,7 @@ def test_committed_and_stats_do_not_raise(pool):
 
 def test_error_while_the_pool_is_made_leaves_nothing_behind(folder, pool):
     model = net()
-    inject(_native.OP_SYNC, errno.EIO)
+    inject(_native.lib.LCK_OP_SYNC, errno.EIO)
     with pytest.raises(OSError) as caught:
         lightck.attach(model, pool, optimizer=adam(model))
     assert isinstance(caught.value, lightck.LightckError)
@@ -183,7 +187,7 @@ def test_error_during_the_adoption_leaves_the_pool_and_lets_it_be_resumed(pool):
     _, _, session, seen = started(pool)
     session.close()
     other = net(BIG, seed=1)
-    inject(_native.OP_SYNC, errno.EIO)
+    inject(_native.lib.LCK_OP_SYNC, errno.EIO)
     with pytest.raises(OSError) as caught:
         lightck.attach(other, pool, optimizer=adam(other), resume=True)
     assert isinstance(caught.value, lightck.LightckError)
@@ -208,7 +212,7 @@ def test_error_while_the_pool_moves_to_a_new_file_leaves_the_old_one(folder, poo
     model, optimizer, session, seen = started(pool, state={"box": box})
     train(model, optimizer, 1, start=2)
     box.value = torch.zeros(1 << 20)
-    inject(_native.OP_COPY, errno.EIO)
+    inject(_native.lib.LCK_OP_COPY, errno.EIO)
     with pytest.raises(OSError) as caught:
         session.flush()
     assert isinstance(caught.value, lightck.LightckError)

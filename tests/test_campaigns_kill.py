@@ -106,7 +106,7 @@ def test_a_new_file_that_is_published_before_its_first_version_is_found(folder, 
         return writer
 
     monkeypatch.setattr(CurrentPool, "_new_writer", publishing)
-    monkeypatch.setattr(FileContainer, "publish", lambda self: publish(self) if self._lock_fd is not None else None)
+    monkeypatch.setattr(FileContainer, "publish", lambda self: publish(self) if self.lock_fd is not None else None)
     (reason,) = found("kill-twice", folder, (2, 9))
     assert "has to be there" in reason
 

@@ -412,6 +412,6 @@ def test_require_names_the_medium_and_its_evidence(tmp_path):
 def test_tiers_are_those_of_the_native_library():
     from lightck import _native
 
-    assert (TIER_CACHE, TIER_DISK) == (_native.TIER_CACHE, _native.TIER_DISK)
-    assert (TIER_PM, TIER_PM_EADR) == (_native.TIER_PM, _native.TIER_PM_EADR)
+    assert (TIER_CACHE, TIER_DISK) == (_native.lib.LCK_TIER_CACHE, _native.lib.LCK_TIER_DISK)
+    assert (TIER_PM, TIER_PM_EADR) == (_native.lib.LCK_TIER_PM, _native.lib.LCK_TIER_PM_EADR)
     assert lightck.Durability is durability.Durability

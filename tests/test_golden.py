@@ -20,8 +20,7 @@ import toys
 
 import lightck
 from lightck.errors import CheckpointExistsError, FormatError
-from lightck.pool.format.checksum import crc64
-from lightck.pool.format.structures import next_key
+from lightck.pool.format.structures import crc64, next_key
 from lightck.pool.reader import Version, open_pool
 
 HERE = Path(__file__).parent / "golden"

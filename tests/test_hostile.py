@@ -6,7 +6,6 @@ The long runs are kept in docs/evidence/.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import mmap
 import os
@@ -36,7 +35,7 @@ import lightck
 from lightck.cli import verify
 from lightck.errors import CorruptPoolError, LightckError, NoCheckpointError
 from lightck.pool import reader
-from lightck.pool.format import layout, layout_decode
+from lightck.pool.format import layout
 from lightck.pool.format.structures import (
     MIB,
     PAGE,
@@ -218,7 +217,7 @@ def test_a_list_in_a_layout_table_gets_no_room_for_items_that_are_not_there():
     tracemalloc.start()
     try:
         with pytest.raises(DamagedError):
-            layout_decode.decode(table, low=0, high=1 << 40)
+            layout.decode(table, low=0, high=1 << 40)
         assert tracemalloc.get_traced_memory()[1] < 5 * len(table)
     finally:
         tracemalloc.stop()
@@ -378,7 +377,7 @@ def other_numbers(pool: Path, **numbers: int) -> None:
     with contextlib.closing(open_pool(str(pool))) as opened:
         sb, ring = opened.superblock, opened.ring()
     position, line = max(ring.lines.items(), key=lambda item: item[1].generation)
-    changed = dataclasses.replace(line, kind=2, **numbers)
+    changed = line._replace(kind=2, **numbers)
     toys.poke(pool, sb.line_offset(position), changed.pack(sb.uuid))
 
 
@@ -534,7 +533,7 @@ def test_sealed_small_state_of_another_kind_is_refused(pool, tmp_path, change):
 def test_a_shape_that_torch_cannot_count_is_refused_in_an_empty_tensor_too(shape):
     data = layout.encode([layout.Entry("model/x", "param", "float32", shape, (1,) * len(shape), 0, "cpu", 0, -1, None)])
     with pytest.raises(DamagedError, match="shape"):
-        layout_decode.decode(data, low=0, high=1 << 20)
+        layout.decode(data, low=0, high=1 << 20)
 
 
 @pytest.mark.parametrize(("dtype", "numel"), [(torch.float32, 2), (torch.float16, 1000)], ids=["shape", "dtype"])

@@ -108,7 +108,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(PoolWriter, "submit_part", counted)
     yield found
-    lib.lck_fault(_native.OP_COPY, 0, 0)
+    lib.lck_fault(_native.lib.LCK_OP_COPY, 0, 0)
 
 
 def started(pool: Any, width: int = 64, **options: Any) -> tuple[Any, Any, Any]:
@@ -620,7 +620,7 @@ def test_a_failed_early_copy_is_told_and_the_version_before_is_intact(pool, part
         step(model, optimizer, number)
     seen = everything(model, optimizer)
     session.flush()
-    assert lib.lck_fault(_native.OP_COPY, nth, 5) == lib.LCK_OK
+    assert lib.lck_fault(_native.lib.LCK_OP_COPY, nth, 5) == lib.LCK_OK
     with pytest.raises(BackgroundError, match="committed before are intact"):
         for number in range(4, 8):
             step(model, optimizer, number)

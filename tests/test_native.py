@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import subprocess
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 
 from lightck import _native
 from lightck._native import check, ffi, lib
-from lightck.pool.format import layout_native
 from lightck.pool.reader import READ_DTYPE
 from lightck.pool.writer import COPY_DTYPE
 from lightck.profiler.spans import SPAN_DTYPE
@@ -28,14 +28,14 @@ U64 = st.integers(0, MASK)
 ISAS = [
     n
     for n in ("portable", "sse2-table", "sse2", "avx2-narrow", "avx2", "avx512")
-    if lib.lck_isa_set(n.encode()) == _native.OK
+    if lib.lck_isa_set(n.encode()) == _native.lib.LCK_OK
 ]
 lib.lck_isa_set(b"auto")
 
 
 @pytest.mark.parametrize(
     ("dtype", "struct"),
-    [(COPY_DTYPE, "lck_copy"), (READ_DTYPE, "lck_read"), (SPAN_DTYPE, "lck_span"), (layout_native._ROW, "lck_row")],
+    [(COPY_DTYPE, "lck_copy"), (READ_DTYPE, "lck_read"), (SPAN_DTYPE, "lck_span")],
     ids=str,
 )
 def test_an_array_that_the_library_takes_has_the_fields_of_its_struct(dtype, struct):
@@ -144,7 +144,7 @@ def test_crc64_goes_on_where_it_stopped(data: bytes, cut: int) -> None:
 def test_kernels_agree(random: Any, nbytes: int, off: int, shift: int) -> None:
     data = random.randbytes(shift + nbytes)
     view = ffi.from_buffer(data) + shift
-    with Pool(16384, _native.TIER_PM_EMULATED) as pool:
+    with Pool(16384, _native.lib.LCK_TIER_PM_EMULATED) as pool:
         sums = set()
         for name in ISAS:
             check(lib.lck_isa_set(name.encode()), "isa_set")
@@ -167,7 +167,7 @@ def test_block_seed(uuid_lo: int, uuid_hi: int, tensor: int, generation: int, in
     st.binary(max_size=5000),
     st.integers(0, 5),
     st.sampled_from([256, 512, 4096]),
-    st.sampled_from([_native.TIER_CACHE, _native.TIER_DISK]),
+    st.sampled_from([_native.lib.LCK_TIER_CACHE, _native.lib.LCK_TIER_DISK]),
     st.tuples(U64, U64, U64, U64),
 )
 def test_round_trip(data: bytes, place: int, block: int, tier: int, identity: tuple[int, int, int, int]) -> None:
@@ -175,12 +175,12 @@ def test_round_trip(data: bytes, place: int, block: int, tier: int, identity: tu
     with Pool(8192, tier) as pool:
         assert pool.copy(off, data) == lib.lck_crc32c(data, len(data))
         crcs = seeded(data, block, identity)
-        assert read(pool, off, len(data), block, crcs, identity) == (_native.OK, MASK, data)
+        assert read(pool, off, len(data), block, crcs, identity) == (_native.lib.LCK_OK, MASK, data)
         assert (
             lib.lck_read_verified(
                 pool.file.fileno(), pool.extents, 1, off, ffi.NULL, len(data), block, crcs, *identity, ffi.NULL
             )
-            == _native.OK
+            == _native.lib.LCK_OK
         )
 
 
@@ -189,12 +189,12 @@ def test_a_flipped_bit_is_found(data: bytes, draw: st.DataObject) -> None:
     identity = (1, 2, 3, 4)
     at = draw.draw(st.integers(0, len(data) - 1))
     bit = draw.draw(st.integers(0, 7))
-    with Pool(4096, _native.TIER_CACHE) as pool:
+    with Pool(4096, _native.lib.LCK_TIER_CACHE) as pool:
         pool.copy(0, data)
         crcs = seeded(data, 256, identity)
         os.pwrite(pool.file.fileno(), bytes([data[at] ^ 1 << bit]), at)
         status, bad, got = read(pool, 0, len(data), 256, crcs, identity)
-    assert (status, bad) == (_native.ECHECKSUM, at // 256)
+    assert (status, bad) == (_native.lib.LCK_ECHECKSUM, at // 256)
     good, end = at // 256 * 256, min(at // 256 * 256 + 256, len(data))
     assert got == data[:good] + b"\xff" * (end - good) + b"\xee" * (len(data) - end)
 
@@ -202,23 +202,26 @@ def test_a_flipped_bit_is_found(data: bytes, draw: st.DataObject) -> None:
 @pytest.mark.parametrize("word", range(4))
 def test_intact_bytes_under_another_identity_do_not_pass(word: int) -> None:
     data = bytes(range(256)) * 4
-    with Pool(4096, _native.TIER_CACHE) as pool:
+    with Pool(4096, _native.lib.LCK_TIER_CACHE) as pool:
         pool.copy(0, data)
         other = [1, 2, 3, 4]
         other[word] += 1
         crcs = seeded(data, 256, (1, 2, 3, 4))
-        assert read(pool, 0, len(data), 256, crcs, (other[0], other[1], other[2], other[3]))[0] == _native.ECHECKSUM
+        assert (
+            read(pool, 0, len(data), 256, crcs, (other[0], other[1], other[2], other[3]))[0]
+            == _native.lib.LCK_ECHECKSUM
+        )
 
 
 def test_a_short_file_is_an_error() -> None:
     data = bytes(2000)
-    with Pool(4096, _native.TIER_CACHE) as pool:
+    with Pool(4096, _native.lib.LCK_TIER_CACHE) as pool:
         crcs = seeded(data, 512, (1, 2, 3, 4))
-        assert read(pool, 2600, 2000, 512, crcs, (1, 2, 3, 4))[:2] == (_native.ESHORT, 2)
+        assert read(pool, 2600, 2000, 512, crcs, (1, 2, 3, 4))[:2] == (_native.lib.LCK_ESHORT, 2)
 
 
 def test_a_forked_child_can_do_nothing() -> None:
-    with Pool(4096, _native.TIER_CACHE) as pool:
+    with Pool(4096, _native.lib.LCK_TIER_CACHE) as pool:
         out = ffi.new("lck_engine **")
         check(lib.lck_engine_open(1, out), "engine_open")
         engine = out[0]
@@ -233,21 +236,21 @@ def test_a_forked_child_can_do_nothing() -> None:
                 lib.lck_job_wait(engine, 1, 2, 0),
                 lib.lck_engine_close(engine),
             }
-            os._exit(0 if answers == {_native.EFORK} else 1)
+            os._exit(0 if answers == {_native.lib.LCK_EFORK} else 1)
         assert os.waitpid(child, 0)[1] == 0
         check(lib.lck_engine_close(engine), "engine_close")
         assert os.pread(pool.file.fileno(), 1, 0) == b"\0"
 
 
 def test_check_tells_status_and_errno() -> None:
-    check(_native.OK, "nothing")
+    check(_native.lib.LCK_OK, "nothing")
     with pytest.raises(_native.NativeError, match=r"opening: .*descriptor") as caught:
         whole = ffi.new("lck_extent[]", [(0, 4096)])
-        check(lib.lck_medium_open(2**20 + 7, whole, 1, _native.TIER_CACHE, ffi.new("lck_medium **")), "opening")
-    assert (caught.value.status, caught.value.errno) == (_native.ESYS, errno.EBADF)
+        check(lib.lck_medium_open(2**20 + 7, whole, 1, _native.lib.LCK_TIER_CACHE, ffi.new("lck_medium **")), "opening")
+    assert (caught.value.status, caught.value.errno) == (_native.lib.LCK_ESYS, errno.EBADF)
     with pytest.raises(_native.NativeError, match="forked child") as caught:
-        check(_native.EFORK, "storing")
-    assert (caught.value.status, caught.value.errno) == (_native.EFORK, None)
+        check(_native.lib.LCK_EFORK, "storing")
+    assert (caught.value.status, caught.value.errno) == (_native.lib.LCK_EFORK, None)
 
 
 def is_idle(tid: int) -> bool:
@@ -284,3 +287,12 @@ def test_environment() -> None:
     )
     assert in_child({"LIGHTCK_KILL": "word:1"}, line).returncode == -9
     assert in_child({"LIGHTCK_KILL": "word:2"}, line).returncode == 0
+
+
+def test_the_stub_has_what_the_header_has():
+    tree = ast.parse(Path(_native.__file__).with_name("_lck_ffi.pyi").read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Lib")
+    constants = {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
+    functions = {node.name: len(node.args.posonlyargs) - 1 for node in body if isinstance(node, ast.FunctionDef)}
+    assert constants == {name for name in dir(lib) if name.startswith("LCK_")}
+    assert functions == {name: len(ffi.typeof(getattr(lib, name)).args) for name in dir(lib) if name.startswith("lck_")}

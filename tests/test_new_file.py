@@ -98,7 +98,9 @@ def test_a_pool_with_the_longest_name_that_a_lock_file_permits(folder):
 
 
 @pytest.mark.parametrize(
-    ("operation", "code"), [(_native.OP_COPY, errno.ENOSPC), (_native.OP_SYNC, errno.EIO)], ids=["copy", "sync"]
+    ("operation", "code"),
+    [(_native.lib.LCK_OP_COPY, errno.ENOSPC), (_native.lib.LCK_OP_SYNC, errno.EIO)],
+    ids=["copy", "sync"],
 )
 @pytest.mark.parametrize("width", [8, BIG], ids=["copied at once", "copied in the background"])
 def test_a_failure_of_a_move_is_told_as_what_it_is(folder, pool, operation, code, width):

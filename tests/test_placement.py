@@ -13,7 +13,8 @@ from toys import adam, everything, is_step, net, train
 
 import lightck
 from lightck.pool.engine import Engine
-from lightck.pool.storage import durability, placement
+from lightck.pool.storage import durability
+from lightck.pool.storage import system as system_module
 from lightck.pool.storage.system import System
 
 AFFINITY = os.sched_getaffinity
@@ -30,7 +31,7 @@ def machine(tmp_path, monkeypatch):
             folder.mkdir(parents=True)
             (folder / "cpulist").write_text(processors + "\n")
         system = System(sys=str(tmp_path))
-        monkeypatch.setattr(placement, "System", lambda: system)
+        monkeypatch.setattr(system_module, "System", lambda: system)
         probe = durability.probe
         monkeypatch.setattr(durability, "probe", lambda *args, **more: replace(probe(*args, **more), numa_node=1))
         return system
@@ -60,7 +61,7 @@ def test_copies_run_next_to_the_pool_and_the_training_where_it_was(pool, machine
     """The node has processors that only this test knows of: the kernel takes those that it has."""
     machine(node0=f"{MINE[0]}", node1=f"{MINE[-1]},{MINE[-1] + 1}-{MINE[-1] + 8}")
     allowed = {*MINE, *range(MINE[-1] + 1, MINE[-1] + 9)}
-    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda pid: allowed if pid == 0 else AFFINITY(pid))
+    monkeypatch.setattr(system_module.os, "sched_getaffinity", lambda pid: allowed if pid == 0 else AFFINITY(pid))
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:

@@ -16,8 +16,8 @@ from toys import BIG, adam, everything, is_step, net, train
 import lightck
 from lightck.pipeline.plan import IsStored, Strategy, WritePlan
 from lightck.pipeline.write_table import Columns, Record
-from lightck.state.closing import Closing
 from lightck.state.inventory import Live
+from lightck.state.looks import Closing
 
 STRATEGIES = [lightck.FullState()]
 

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightck.errors import CorruptPoolError, StateValueError
-from lightck.state import dtypes, values
+from lightck.state import values
+from lightck.state.storable import DTYPES, dtype_from_name, dtype_name
 
 
 def same(left: object, right: object) -> bool:
@@ -112,10 +113,10 @@ def test_ints(value):
     assert same(there_and_back(value), value)
 
 
-@pytest.mark.parametrize("name", sorted(dtypes.DTYPES))
+@pytest.mark.parametrize("name", sorted(DTYPES))
 def test_every_torch_dtype(name):
-    dtype = dtypes.dtype_from_name(name)
-    assert dtypes.dtype_name(dtype) == name
+    dtype = dtype_from_name(name)
+    assert dtype_name(dtype) == name
     raw = torch.randint(0, 2 if name == "bool" else 256, (3 * dtype.itemsize,), dtype=torch.uint8)
     for value in (raw.view(dtype), raw.view(dtype)[:1].reshape(()), raw.view(dtype)[:0]):
         assert same(there_and_back(value), value)
@@ -124,10 +125,10 @@ def test_every_torch_dtype(name):
 @pytest.mark.parametrize("name", ["qint8", "quint4x2", "int3", "uint7", "nn", "Tensor", "", "float33"])
 def test_no_such_dtype(name):
     with pytest.raises(ValueError, match="dtype"):
-        dtypes.dtype_from_name(name)
+        dtype_from_name(name)
     if isinstance(getattr(torch, name, None), torch.dtype):
         with pytest.raises(ValueError, match="cannot be stored"):
-            dtypes.dtype_name(getattr(torch, name))
+            dtype_name(getattr(torch, name))
 
 
 def test_views_become_dense_and_own_their_memory():

@@ -19,7 +19,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from lightck.cli import output
-from lightck.cli.text import clean, say_json
+from lightck.cli.text import Facts, clean, say_json
 from lightck.errors import CorruptPoolError, ExportExistsError, LightckError, PoolTruncatedError
 
 OK, BAD, TROUBLE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
@@ -36,7 +36,7 @@ def complain(message: str) -> None:
     click.echo(click.style("error: ", fg="red") + clean(" ".join(message.split("\n"))), err=True)
 
 
-def error_facts(error: Exception) -> dict[str, Any]:
+def error_facts(error: Exception) -> Facts:
     """An error as ``--json`` shows it."""
     name = "UsageError" if isinstance(error, click.UsageError) else type(error).__name__
     return {"error": {"class": name, "message": told(error), "reasons": list(getattr(error, "reasons", ()))}}
@@ -63,7 +63,7 @@ class Command(click.Command):
     damage: tuple[type[LightckError], ...] = (CorruptPoolError, PoolTruncatedError)
     """Errors that say that a pool is damaged (exit 1); all others say that nothing could be done (exit 2)."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # no failure: it has an exit status of its own
@@ -102,7 +102,7 @@ class Group(click.Group):
         with _pipe_watched():
             return super().make_context(*args, **kwargs)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         with _pipe_watched():
             return super().invoke(ctx)
 
@@ -112,9 +112,9 @@ class Group(click.Group):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
-        **extra: Any,
+        **extra: object,
     ) -> Any:
-        def run() -> Any:
+        def run() -> object:
             return super(Group, self).main(args, prog_name, complete_var, standalone_mode=False, **extra)
 
         if not standalone_mode:
@@ -128,7 +128,7 @@ class Group(click.Group):
         sys.exit(status)
 
 
-def _exit_status(run: Callable[[], Any], as_json: bool) -> int:
+def _exit_status(run: Callable[[], object], as_json: bool) -> int:
     if sys.stdout is None:
         complain("No answer can be given: the standard output is closed. For the exit status alone, say > /dev/null.")
         return TROUBLE

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightck.cli.text import Facts
 from lightck.pool.format.layout import Entry
 from lightck.restore.contents import Contents, Source, load_tensor
 from lightck.state import values
@@ -93,7 +94,7 @@ def _add_numbers(found: Distance, x: torch.Tensor, y: torch.Tensor, differs: tor
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[Facts]:
     """One map for each tensor of either version that is not the same in both."""
     for name in dict.fromkeys((*a.entries, *b.entries)):
         one, other = a.entries.get(name), b.entries.get(name)
@@ -120,11 +121,11 @@ def _kind_change(a: Entry, b: Entry) -> str | None:
     return None
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     return "nothing" if value is None else str(value)
 
 
-def _plain(found: Distance) -> dict[str, Any]:
+def _plain(found: Distance) -> Facts:
     """For JSON, which has no infinity."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(found).items()}
 
@@ -139,7 +140,7 @@ def small_state(a: Contents, b: Contents) -> Iterator[dict[str, str]]:
         yield {"path": path, "change": change}
 
 
-def _as_tree(contents: Contents) -> dict[str, Any]:
+def _as_tree(contents: Contents) -> Facts:
     many = len(contents.optimizers) > 1
     optimizers = {
         f"optimizer.{i}" if many else "optimizer": {
@@ -166,7 +167,7 @@ def _as_tree(contents: Contents) -> dict[str, Any]:
 class _Blob:
     """Values of which only their being equal means something: a generator's state."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.packed = values.pack(value, path="rng")
 
 
@@ -174,7 +175,7 @@ class _Elsewhere:
     """Stands for a large tensor, which is compared as such."""
 
 
-def _unpacked(packed: bytes) -> Any:
+def _unpacked(packed: bytes) -> object:
     return values.unpack(packed, tensor=lambda _: _Elsewhere())  # type: ignore[arg-type, return-value]
 
 
@@ -191,7 +192,7 @@ def _walk(a: Any, b: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, "differs" if isinstance(a, (_Blob, bytes)) else f"{_short(a)} -> {_short(b)}"
 
 
-def _walk_map(a: Mapping[Any, Any], b: Mapping[Any, Any], path: str) -> Iterator[tuple[str, str]]:
+def _walk_map(a: Mapping[object, object], b: Mapping[object, object], path: str) -> Iterator[tuple[str, str]]:
     for key in dict.fromkeys((*a, *b)):
         inner = f"{path}/{key}" if path else str(key)
         if key not in a or key not in b:
@@ -200,7 +201,7 @@ def _walk_map(a: Mapping[Any, Any], b: Mapping[Any, Any], path: str) -> Iterator
             yield from _walk(a[key], b[key], inner)
 
 
-def _walk_list(a: list[Any], b: list[Any], path: str) -> Iterator[tuple[str, str]]:
+def _walk_list(a: list[object], b: list[object], path: str) -> Iterator[tuple[str, str]]:
     if len(a) != len(b):
         yield path, f"{len(a)} items -> {len(b)} items"
     for i, (one, other) in enumerate(zip(a, b, strict=False)):
@@ -220,7 +221,7 @@ def _walk_tensor(a: torch.Tensor, b: torch.Tensor, path: str) -> Iterator[tuple[
             yield path, f"{share}, by at most {found.max_abs:.3g}"
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: Any) -> bool:
     if isinstance(a, _Blob):
         return bool(a.packed == b.packed)
     if isinstance(a, float) and not isinstance(a, np.generic):
@@ -230,7 +231,7 @@ def _equal(a: Any, b: Any) -> bool:
     return isinstance(a, _Elsewhere) or bool(a == b)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, _Elsewhere):
         return "a large tensor"
     if isinstance(value, torch.Tensor):

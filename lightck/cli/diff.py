@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from lightck.cli import survey
 from lightck.cli.base import BAD, OK, POOL, ComparingCommand, json_option, trouble
-from lightck.cli.progress import bar
-from lightck.cli.text import columns, count, say, say_json, verdict
+from lightck.cli.output import bar
+from lightck.cli.text import Facts, columns, count, say, say_json, verdict
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader
@@ -55,7 +55,7 @@ def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bo
 # -- facts -----------------------------------------------------------------------------------------------------------
 
 
-def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> dict[str, Any]:
+def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
     """What ``--json`` prints; docs/tools.md names the keys."""
     with ExitStack() as stack:
         readers = [stack.enter_context(survey.reading(path)) for path in (a, b)]
@@ -88,7 +88,7 @@ def _side(reader: PoolReader, step: int | None) -> survey.Held:
     )
 
 
-def _compared(sides: list[survey.Held]) -> dict[str, Any]:
+def _compared(sides: list[survey.Held]) -> Facts:
     from lightck.cli import compare
 
     contents = [side.contents for side in sides]
@@ -127,7 +127,7 @@ def _source(side: survey.Held) -> Source:
     return source
 
 
-def _named(side: survey.Held) -> dict[str, Any]:
+def _named(side: survey.Held) -> Facts:
     assert side.version is not None
     return {"pool": side.version.reader.path, "step": side.step, "generation": side.generation}
 
@@ -149,7 +149,7 @@ def _refuse_damage(sides: list[survey.Held], error: DamagedError) -> NoReturn:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def _show(facts: dict[str, Any], most: int | None) -> None:
+def _show(facts: Facts, most: int | None) -> None:
     for name in ("a", "b"):
         say(f"{name.upper()}  step {facts[name]['step']} of {facts[name]['pool']}")
     say()
@@ -171,7 +171,7 @@ def _show(facts: dict[str, Any], most: int | None) -> None:
     )
 
 
-def _show_tensors(tensors: list[dict[str, Any]], most: int | None) -> None:
+def _show_tensors(tensors: list[Facts], most: int | None) -> None:
     """What came, went or changed its kind first; then new NaN; then the model before the rest, the farthest first."""
     ordered = sorted(tensors, key=_rank)
     rows = [("tensor", "differing", "max abs", "max rel", "")]
@@ -181,7 +181,7 @@ def _show_tensors(tensors: list[dict[str, Any]], most: int | None) -> None:
     _show_more(len(tensors), most, "tensor")
 
 
-def _rank(each: dict[str, Any]) -> tuple[int, int, float]:
+def _rank(each: Facts) -> tuple[int, int, float]:
     found = each["distance"]
     other_role = int(not each["tensor"].startswith("model/"))
     if found is None:
@@ -190,7 +190,7 @@ def _rank(each: dict[str, Any]) -> tuple[int, int, float]:
     return (1 if found["nan_a"] != found["nan_b"] else 2), other_role, -far
 
 
-def _row(each: dict[str, Any]) -> tuple[str, str, str, str, str]:
+def _row(each: Facts) -> tuple[str, str, str, str, str]:
     found = each["distance"]
     if found is None:
         return each["tensor"], "-", "-", "-", each["change"]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from lightck.cli import backends, checks
+from lightck.cli import checks
 from lightck.cli.base import BAD, OK, Command, json_option
 from lightck.cli.checks import NOTE, PROBLEM, Line
 from lightck.cli.machine import Machine
@@ -38,7 +38,7 @@ def examine(machine: Machine, path: str | None = None) -> Iterator[Line]:
     found = [line for check in checks.CHECKS for line in check(machine)]
     yield from found
     if not any(line.topic == checks.NATIVE and line.level == PROBLEM for line in found):
-        yield from backends.check(machine)
+        yield from checks.backends(machine)
         yield from checks.media(machine, path)
     else:
         yield Line("media", NOTE, "not looked at: that takes the native library", "Mend that first, and ask again.")

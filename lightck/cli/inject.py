@@ -13,12 +13,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import click
 
 from lightck.cli.base import OK, POOL, Command, json_option, trouble
-from lightck.cli.text import listed, say, say_json, size
+from lightck.cli.text import Facts, listed, say, say_json, size
 from lightck.errors import ExportError, ExportExistsError, LightckError, PoolTruncatedError
 from lightck.pool.format import anatomy
 from lightck.pool.format.anatomy import Part
@@ -240,7 +239,7 @@ def _write(reader: PoolReader, offset: int, data: bytes) -> int:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def _show(facts: dict[str, Any], pool: str, copy: str, damage: Damage) -> None:
+def _show(facts: Facts, pool: str, copy: str, damage: Damage) -> None:
     say(f"copied {pool} to {copy}, {size(os.stat(copy).st_size)}; the pool itself was only read")
     say(f"{damage.said} (seed {facts['seed']})")
     say()

@@ -11,18 +11,20 @@ import os
 import shlex
 import struct
 from bisect import bisect_right
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict
 
 import click
 
 from lightck.cli import survey
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
-from lightck.cli.text import columns, count, listed, say, say_json, size, survives, verdict
+from lightck.cli.text import Facts, columns, count, listed, say, say_json, size, survives, verdict
 from lightck.errors import FormatError, NotAPoolError
+from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError, Superblock
 from lightck.pool.reader import PoolReader
 from lightck.pool.storage.backends import backend_for
-from lightck.pool.storage.lock import Holder, holder_of
+from lightck.pool.storage.lock import holder_of
 
 ROWS_MAX = 40
 """Lines of modules before they are folded."""
@@ -49,7 +51,7 @@ def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
 # -- facts -----------------------------------------------------------------------------------------------------------
 
 
-def pool_facts(path: str, step: int | None, tensors: bool) -> dict[str, Any]:
+def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
     """What ``--json`` prints; docs/tools.md names the keys."""
     with survey.reading(path) as reader:
         versions = survey.held(reader)
@@ -57,9 +59,10 @@ def pool_facts(path: str, step: int | None, tensors: bool) -> dict[str, Any]:
         shown = survey.newest(wanted, step)
         backend = backend_for(reader.path)
         medium = backend.probe(reader.path)
+        holder = holder_of(reader.path)
         return {
             "pool": _geometry(reader, backend.name),
-            "holder": _holder(holder_of(reader.path)),
+            "holder": None if holder is None else asdict(holder),
             "durability": {name: getattr(medium, name) for name in ("process", "os", "power", "media", "medium")}
             | {"evidence": list(medium.evidence)},
             "versions": [_version(each, each is survey.newest(versions, None)) for each in versions],
@@ -68,7 +71,7 @@ def pool_facts(path: str, step: int | None, tensors: bool) -> dict[str, Any]:
         }
 
 
-def _geometry(reader: PoolReader, backend: str) -> dict[str, Any]:
+def _geometry(reader: PoolReader, backend: str) -> Facts:
     sb = reader.superblock
     return {
         "path": reader.path,
@@ -93,11 +96,7 @@ def _format(reader: PoolReader) -> str:
     return "unknown"
 
 
-def _holder(holder: Holder | None) -> dict[str, Any] | None:
-    return None if holder is None else {"pid": holder.pid, "command": holder.command}
-
-
-def _version(each: survey.Held, newest: bool) -> dict[str, Any]:
+def _version(each: survey.Held, newest: bool) -> Facts:
     return {
         "step": each.step,
         "iteration": None if each.version is None else each.version.iteration,
@@ -111,7 +110,7 @@ def _version(each: survey.Held, newest: bool) -> dict[str, Any]:
     }
 
 
-def _contents(each: survey.Held, tensors: bool) -> dict[str, Any]:
+def _contents(each: survey.Held, tensors: bool) -> Facts:
     assert each.version is not None
     assert each.contents is not None
     contents, version = each.contents, each.version
@@ -135,18 +134,18 @@ def _contents(each: survey.Held, tensors: bool) -> dict[str, Any]:
     }
 
 
-def _tensor(entry: Any) -> dict[str, Any]:
+def _tensor(entry: Entry) -> Facts:
     names = ("name", "role", "dtype", "device", "nbytes", "alias")
     return {name: getattr(entry, name) for name in names} | {"shape": list(entry.shape)}
 
 
-def _layers(each: survey.Held) -> list[dict[str, Any]]:
+def _layers(each: survey.Held) -> list[Facts]:
     """One map per module, in the model's order: its own tensors, and the optimizer's state for them."""
     from lightck.restore.optimizer import keys_by_param
 
     assert each.contents is not None
-    found: dict[str, dict[str, Any]] = {}
-    by_param: dict[str, dict[str, Any]] = {}
+    found: dict[str, Facts] = {}
+    by_param: dict[str, Facts] = {}
     for saved in each.contents.optimizers:
         by_param |= keys_by_param(each.contents, saved)
     for name, entry in each.contents.model_entries.items():
@@ -160,7 +159,7 @@ def _layers(each: survey.Held) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _optimizers(each: survey.Held) -> list[dict[str, Any]]:
+def _optimizers(each: survey.Held) -> list[Facts]:
     from lightck.restore.optimizer import keys_by_param
 
     assert each.contents is not None
@@ -183,7 +182,7 @@ def _optimizers(each: survey.Held) -> list[dict[str, Any]]:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def _show(facts: dict[str, Any], step: int | None) -> None:
+def _show(facts: Facts, step: int | None) -> None:
     pool, shown = facts["pool"], facts["shown"]
     for line in columns(list(_head(facts))):
         say(line)
@@ -196,7 +195,7 @@ def _show(facts: dict[str, Any], step: int | None) -> None:
     _show_next(pool["path"], facts, step)
 
 
-def _head(facts: dict[str, Any]) -> Any:
+def _head(facts: Facts) -> Iterator[tuple[str, str]]:
     pool, holder, medium = facts["pool"], facts["holder"], facts["durability"]
     yield "pool", pool["path"]
     slots = f"{pool['slots']} slots of {size(pool['slot_nbytes'])}"
@@ -208,7 +207,7 @@ def _head(facts: dict[str, Any]) -> Any:
     yield "", f"({'; '.join(medium['evidence'])})"
 
 
-def _who(holder: dict[str, Any] | None) -> str:
+def _who(holder: Facts | None) -> str:
     if holder is None:
         return "no process"
     if holder["pid"] is None:
@@ -216,7 +215,7 @@ def _who(holder: dict[str, Any] | None) -> str:
     return f"pid {holder['pid']}: {holder['command'] or '(command not readable)'}"
 
 
-def _show_versions(facts: dict[str, Any]) -> None:
+def _show_versions(facts: Facts) -> None:
     rows = [("step", "iteration", "run", "generation", "slot", "size", "state")]
     for v in facts["versions"]:
         iteration = "-" if v["iteration"] is None else str(v["iteration"])
@@ -233,7 +232,7 @@ def _show_versions(facts: dict[str, Any]) -> None:
         say(f"slot {each['slot']}: generation {each['generation']} {why}; it is not committed")
 
 
-def _state(version: dict[str, Any]) -> str:
+def _state(version: Facts) -> str:
     if version["state"] == survey.REJECTED:
         return f"rejected: {version['reason']}"
     if version["state"] == survey.DEAD:
@@ -241,7 +240,7 @@ def _state(version: dict[str, Any]) -> str:
     return "committed, newest" if version["newest"] else "committed"
 
 
-def _show_contents(shown: dict[str, Any]) -> None:
+def _show_contents(shown: Facts) -> None:
     say(f"step {shown['step']} holds {count(shown['tensors'], 'tensor')}, {size(shown['nbytes'])}:")
     for line in columns(list(_parts(shown))):
         say("  " + line)
@@ -252,7 +251,7 @@ def _show_contents(shown: dict[str, Any]) -> None:
         _show_layers(shown["layers"])
 
 
-def _parts(shown: dict[str, Any]) -> Any:
+def _parts(shown: Facts) -> Iterator[tuple[str, str]]:
     elements = sum(row["elements"] for row in shown["layers"])
     model = sum(row["model_nbytes"] for row in shown["layers"])
     yield "model", f"{elements:,} elements in {count(len(shown['layers']), 'module')}, {size(model)}"
@@ -277,7 +276,7 @@ def _short(name: str) -> str:
     return name.removeprefix("model/")
 
 
-def _show_tensors(tensors: list[dict[str, Any]]) -> None:
+def _show_tensors(tensors: list[Facts]) -> None:
     rows = [("tensor", "role", "dtype", "shape", "bytes")]
     for t in tensors:
         shape = "x".join(map(str, t["shape"])) or "scalar"
@@ -287,7 +286,7 @@ def _show_tensors(tensors: list[dict[str, Any]]) -> None:
         say(line)
 
 
-def _show_layers(layers: list[dict[str, Any]]) -> None:
+def _show_layers(layers: list[Facts]) -> None:
     rows = folded(layers)
     names = ("tensors", "elements", "model_nbytes", "optimizer_nbytes")
     table = [("module", "tensors", "elements", "model", "optimizer")]
@@ -301,7 +300,7 @@ def _show_layers(layers: list[dict[str, Any]]) -> None:
         say(f"{len(layers)} modules, folded into {len(rows)}; --tensors lists every tensor")
 
 
-def folded(layers: list[dict[str, Any]], rows_max: int = ROWS_MAX) -> list[dict[str, Any]]:
+def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
     """The same sums over fewer modules: as many components of their names as fit into ``rows_max`` rows."""
     paths = [layer["module"].split(".") for layer in layers]
 
@@ -310,7 +309,7 @@ def folded(layers: list[dict[str, Any]], rows_max: int = ROWS_MAX) -> list[dict[
 
     depths = range(1, max(map(len, paths), default=1) + 1)
     fitting = bisect_right(depths, rows_max, key=lambda depth: len(set(names(depth))))  # deeper is never fewer
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Facts] = {}
     for name, layer in zip(names(max(fitting, 1)), layers, strict=True):
         row = rows.setdefault(name, dict.fromkeys(layer, 0) | {"module": name})
         for key in layer.keys() - {"module"}:
@@ -318,7 +317,7 @@ def folded(layers: list[dict[str, Any]], rows_max: int = ROWS_MAX) -> list[dict[
     return list(rows.values())
 
 
-def _show_next(path: str, facts: dict[str, Any], step: int | None) -> None:
+def _show_next(path: str, facts: Facts, step: int | None) -> None:
     shown, name = facts["shown"], shlex.quote(path)
     if not facts["versions"]:
         say("Nothing to recover yet. A training with attach(..., resume=True) starts here from its beginning.")

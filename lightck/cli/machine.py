@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightck.errors import PoolError
-from lightck.pool.storage.folder import checked_folder
 
 if TYPE_CHECKING:
     from lightck.pool.storage.durability import Durability
+    from lightck.pool.storage.system import Mount
 
 UNLIMITED = 1 << 60
 """No machine has as much memory: version 1 of cgroups writes "no limit" as a number beyond it."""
@@ -49,6 +49,8 @@ def medium_of(folder: str) -> Durability:
 
 def refusal_of(folder: str) -> str | None:
     """Why ``attach`` makes no pool in this folder, or None."""
+    from lightck.pool.storage.file import checked_folder
+
     try:
         checked_folder(os.path.join(folder, "run.pool"))
     except PoolError as error:
@@ -89,16 +91,6 @@ def is_writable(folder: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Mount:
-    """One line of mountinfo."""
-
-    point: str
-    root: str
-    kind: str
-    options: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Machine:
     """This machine, or one that a test made up."""
 
@@ -135,12 +127,9 @@ class Machine:
         return release, (int(found[1]), int(found[2])) if found else (0, 0)
 
     def mounts(self) -> Iterator[Mount]:
-        for line in self.text("/proc/self/mountinfo").splitlines():
-            left, _, right = line.partition(" - ")
-            fields, rest = left.split(), right.split()
-            if len(fields) >= 6 and len(rest) >= 3:
-                options = (*fields[5].split(","), *rest[-1].split(","))
-                yield Mount(_unescaped(fields[4]), _unescaped(fields[3]), rest[0], options)
+        from lightck.pool.storage.system import mounts
+
+        return mounts(self.text("/proc/self/mountinfo"))
 
     def swaps(self) -> list[str]:
         """Devices and files that memory is swapped out to."""
@@ -180,8 +169,3 @@ class Machine:
                 return f"{name} is set"
         found = re.search(r"docker|kubepods|containerd|libpod|lxc", self.text("/proc/1/cgroup"))
         return f"/proc/1/cgroup names {found[0]}" if found else None
-
-
-def _unescaped(text: str) -> str:
-    """mountinfo writes blanks and the like as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

@@ -1,4 +1,5 @@
-"""The streams that a command prints to, as a shell left them: closed, full, without some letters, gone in mid-way."""
+"""The streams that a command prints to, as a shell left them: closed, full, without some letters, gone in mid-way; and
+a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from lightck.noting import Noting
@@ -52,3 +55,22 @@ def leave() -> None:
     """What could not be printed is still there, and Python prints it once more at its end: into nothing."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+LONG_NBYTES = 64 << 20
+
+
+@contextmanager
+def bar(label: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar over ``nbytes``, on a terminal, where the work is long; nothing anywhere else. Gives the function that
+    moves it on by as many."""
+    if nbytes < LONG_NBYTES or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=nbytes)
+        yield lambda more: progress.advance(task, more)

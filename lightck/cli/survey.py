@@ -73,7 +73,11 @@ def held(reader: PoolReader, step: int | None = None) -> tuple[Held, ...]:
         found = tuple(_look(reader, ring))
         if any(each.version for each in found) or reader.ring() == ring:
             return found if step is None else _of_step(reader, found, step)
-    raise PoolLockedError(
+    raise overwritten(reader)
+
+
+def overwritten(reader: PoolReader) -> PoolLockedError:
+    return PoolLockedError(
         f"The pool {reader.path!r} is in use, and its versions were overwritten faster than they could be read, "
         f"{ATTEMPTS} times. Nothing is wrong with it. Try again, or end the training first."
     )

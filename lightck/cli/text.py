@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+Facts = dict[str, Any]
+"""What ``--json`` prints: strings, numbers, lists and maps. docs/tools.md names the keys of each command."""
 SURVIVED = {"process": "a killed process", "os": "a crash of the OS", "power": "a power cut", "media": "a media error"}
 
 
@@ -57,7 +59,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     ]
 
 
-def survives(durability: dict[str, Any]) -> str:
+def survives(durability: Facts) -> str:
     """What a medium promises: "a killed process; not a crash of the OS, a power cut, a media error"."""
     yes = [words for name, words in SURVIVED.items() if durability.get(name)]
     no = [words for name, words in SURVIVED.items() if not durability.get(name)]
@@ -73,6 +75,6 @@ def verdict(text: str, good: bool) -> None:
     click.echo(click.style(clean(text), fg="green" if good else "red"))
 
 
-def say_json(facts: dict[str, Any]) -> None:
+def say_json(facts: Facts) -> None:
     """ASCII only: what a terminal would act on arrives escaped, and loses nothing."""
     click.echo(json.dumps(facts, indent=2, ensure_ascii=True, allow_nan=False))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
 from lightck.cli.base import OK, Command, json_option, refuse_existing, trouble
-from lightck.cli.text import columns, count, say, say_json, size
+from lightck.cli.text import Facts, columns, count, say, say_json, size
 from lightck.profiler.events import EVENTS_MAX, Trace, read
 from lightck.profiler.summary import StepFacts, facts, median_step
 
@@ -51,7 +50,7 @@ def command(
     return OK
 
 
-def _about(trace: Trace) -> dict[str, Any]:
+def _about(trace: Trace) -> Facts:
     """What is known of the recording, as plain text and numbers."""
     about = trace.about
     dropped = about.get("dropped")
@@ -123,7 +122,7 @@ def _draw(
     begin: float | None,
     end: float | None,
     overwrite: bool,
-) -> dict[str, Any]:
+) -> Facts:
     from lightck.export.atomic import written
     from lightck.profiler.svg import draw
 
@@ -149,12 +148,10 @@ def _range(
     known = trace.steps()
     middle = median_step(steps)
     if step is not None and step not in known:
-        trouble(f"The trace holds no whole step {step}. It holds {_held(known)}.")
+        trouble(
+            f"The trace holds no whole step {step}. It holds {f'{min(known)} to {max(known)}' if known else 'none'}."
+        )
     if step is None and middle is None:
         return 0, last, "all of it"
     number = step if step is not None else middle.step if middle is not None else 0
     return known[number].begin, known[number].end, f"step {number}"
-
-
-def _held(known: dict[int, Any]) -> str:
-    return f"{min(known)} to {max(known)}" if known else "none"

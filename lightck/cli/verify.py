@@ -11,15 +11,14 @@ import shlex
 import struct
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import click
 
 from lightck.cli import survey
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
-from lightck.cli.progress import bar
-from lightck.cli.text import columns, count, say, say_json, size, verdict
-from lightck.errors import FormatError, NotAPoolError, PoolLockedError
+from lightck.cli.output import bar
+from lightck.cli.text import Facts, columns, count, say, say_json, size, verdict
+from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format.structures import (
     LINE_NBYTES,
     SLOTS_MAX,
@@ -61,7 +60,7 @@ def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
 # -- facts -----------------------------------------------------------------------------------------------------------
 
 
-def pool_facts(path: str, step: int | None, deep: bool) -> dict[str, Any]:
+def pool_facts(path: str, step: int | None, deep: bool) -> Facts:
     """What ``--json`` prints; docs/tools.md names the keys."""
     with survey.reading(path) as reader:
         structures = list(_structures(reader))
@@ -77,7 +76,7 @@ def pool_facts(path: str, step: int | None, deep: bool) -> dict[str, Any]:
         }
 
 
-def _structures(reader: PoolReader) -> Iterator[dict[str, Any]]:
+def _structures(reader: PoolReader) -> Iterator[Facts]:
     sb = reader.superblock
     for name, offset in zip("AB", SUPERBLOCK_OFFSETS, strict=True):
         yield _structure(f"superblock {name}", _superblock_reason(reader, offset))
@@ -92,7 +91,7 @@ def _structures(reader: PoolReader) -> Iterator[dict[str, Any]]:
         yield _structure(f"header of slot {slot}", *_settled(lambda at=slot: _header_reason(reader, at)))  # type: ignore[misc]
 
 
-def _structure(name: str, reason: str | None, normal: bool = False) -> dict[str, Any]:
+def _structure(name: str, reason: str | None, normal: bool = False) -> Facts:
     return {"name": name, "damaged": reason is not None and not normal, "note": reason}
 
 
@@ -163,20 +162,17 @@ def _header_reason(reader: PoolReader, slot: int) -> Reason:
     return "it fails its check; its version is judged by its manifest and blocks", False
 
 
-def _versions(reader: PoolReader, step: int | None, deep: bool) -> list[dict[str, Any]]:
+def _versions(reader: PoolReader, step: int | None, deep: bool) -> list[Facts]:
     """One map per version held. Where a writer took all their slots meanwhile, the pool is looked at again."""
     for _ in range(survey.ATTEMPTS):
         held = survey.held(reader, step)
         rows = _checked(reader, held, deep or step is not None)
         if not held or any(row["blocks"] != "overwritten" for row in rows):
             return rows
-    raise PoolLockedError(
-        f"The pool {reader.path!r} is in use, and its versions were overwritten faster than they could be read, "
-        f"{survey.ATTEMPTS} times. Nothing is wrong with it. Try again, or end the training first."
-    )
+    raise survey.overwritten(reader)
 
 
-def _checked(reader: PoolReader, held: tuple[survey.Held, ...], all_blocks: bool) -> list[dict[str, Any]]:
+def _checked(reader: PoolReader, held: tuple[survey.Held, ...], all_blocks: bool) -> list[Facts]:
     rows, whole = [], False
     newest = survey.newest_generations(reader.ring())
     total = sum(each.nbytes or 0 for each in held) if all_blocks else max((h.nbytes or 0 for h in held), default=0)
@@ -191,7 +187,7 @@ def _checked(reader: PoolReader, held: tuple[survey.Held, ...], all_blocks: bool
     return rows
 
 
-def _row(reader: PoolReader, each: survey.Held, read: bool, advance: Callable[[int], None]) -> dict[str, Any]:
+def _row(reader: PoolReader, each: survey.Held, read: bool, advance: Callable[[int], None]) -> Facts:
     row = {
         "step": each.step,
         "generation": each.generation,
@@ -212,7 +208,7 @@ def _row(reader: PoolReader, each: survey.Held, read: bool, advance: Callable[[i
     return row | {"blocks": "damaged" if damage else "verified", "damage": damage}
 
 
-def _damage(version: Version, advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+def _damage(version: Version, advance: Callable[[int], None]) -> Iterator[Facts]:
     """Each tensor with a bad block; of a version that is being overwritten only the first one."""
     for name, entry in version.entries.items():
         try:
@@ -227,7 +223,7 @@ def _damage(version: Version, advance: Callable[[int], None]) -> Iterator[dict[s
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def _show(facts: dict[str, Any], path: str) -> None:
+def _show(facts: Facts, path: str) -> None:
     structures = facts["structures"]
     bad = [s for s in structures if s["damaged"]]
     rows = [("structures", "damaged" if bad else "OK", count(len(structures), "structure") + " checked")]
@@ -240,7 +236,7 @@ def _show(facts: dict[str, Any], path: str) -> None:
     _show_verdict(facts, path)
 
 
-def _rows(version: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _rows(version: Facts) -> list[tuple[str, str, str]]:
     name = f"step {version['step']}" + (" (dead)" if version["state"] == survey.DEAD else "")
     damage = [each["reason"] for each in version["damage"]]
     if damage:
@@ -256,7 +252,7 @@ def _rows(version: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(name, "-" if version["blocks"] == "overwritten" else "OK", said[version["blocks"]])]
 
 
-def _show_verdict(facts: dict[str, Any], path: str) -> None:
+def _show_verdict(facts: Facts, path: str) -> None:
     step = facts["recoverable_step"]
     if facts["ok"]:
         if not facts["versions"]:

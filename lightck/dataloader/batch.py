@@ -12,13 +12,17 @@ from collections import UserDict
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightck._native import ffi, lib
 from lightck.state.lanes import bytes_in_order
+
+if TYPE_CHECKING:
+    from lightck._native import CData
 
 _CHECKED_BYTES = 4 << 10  # of each tensor; a smaller one is read whole
 _CHECKED_TENSORS = 16  # of each batch; of others a few words
@@ -156,30 +160,30 @@ def _memory_bytes(item: torch.Tensor, words: int) -> bytes | None:
     if item.untyped_storage().nbytes() < nbytes:
         return None  # its memory was given back
     data = ffi.cast("char *", item.data_ptr())
-    if nbytes <= _CHECKED_BYTES:
-        return int(lib.lck_crc32c(data, nbytes)).to_bytes(4, "little")
-    return _words_crc(data, nbytes, words)
+    return _memory_crc(data, nbytes, words)
 
 
-def _spread_crc(data: Any, nbytes: int) -> bytes:
+def _spread_crc(data: bytes | npt.NDArray[np.uint8], nbytes: int) -> bytes:
     """Of single words and of the last bytes; of few bytes all of them."""
-    return _crc(data, nbytes) if nbytes <= _CHECKED_BYTES else _words_crc(ffi.from_buffer(data), nbytes, _MANY)
+    return _memory_crc(ffi.from_buffer(data), nbytes, _MANY)
 
 
-def _words_crc(data: Any, nbytes: int, words: int) -> bytes:
-    """``data``: a pointer."""
+def _memory_crc(data: CData, nbytes: int, words: int) -> bytes:
+    """Of few bytes all of them."""
+    if nbytes <= _CHECKED_BYTES:
+        return lib.lck_crc32c(data, nbytes).to_bytes(4, "little")
     crc = lib.lck_crc32c_words(data, _numbers(nbytes // _WORD, words), words)
-    return int(crc).to_bytes(4, "little") + bytes(ffi.buffer(data + (nbytes - _WORD), _WORD))
+    return crc.to_bytes(4, "little") + bytes(ffi.buffer(data + (nbytes - _WORD), _WORD))
 
 
 @lru_cache(maxsize=256)
-def _numbers(total: int, count: int) -> Any:
+def _numbers(total: int, count: int) -> CData:
     """`places` as C reads them."""
     return ffi.new("int64_t[]", places(total, count).tolist())
 
 
 @lru_cache(maxsize=256)
-def places(total: int, count: int) -> np.ndarray[Any, Any]:
+def places(total: int, count: int) -> npt.NDArray[np.int64]:
     """``count`` of the numbers below ``total``, which is larger: one in each of as many equal gaps, at a pseudo-random
     distance from its beginning, so that no row length of a batch keeps step with them. For ever the same ones."""
     begins = np.arange(count + 1, dtype=np.int64) * total // count
@@ -191,10 +195,6 @@ def places(total: int, count: int) -> np.ndarray[Any, Any]:
 
 
 @lru_cache(maxsize=16)
-def _coordinates(shape: tuple[int, ...], count: int) -> tuple[np.ndarray[Any, Any], ...]:
+def _coordinates(shape: tuple[int, ...], count: int) -> tuple[npt.NDArray[np.int64], ...]:
     total = math.prod(shape)
     return np.unravel_index(places(total, count) if total > count else np.arange(total), shape)
-
-
-def _crc(data: Any, nbytes: int) -> bytes:
-    return int(lib.lck_crc32c(ffi.from_buffer(data), nbytes)).to_bytes(4, "little")

@@ -19,18 +19,24 @@ from typing import Any
 
 import torch
 
-from lightck.dataloader import accelerated
 from lightck.dataloader.batch import Read, checksum_of, differ
-from lightck.dataloader.generators import OwnGenerators, States
-from lightck.dataloader.owned import Owned
+from lightck.dataloader.owned import Owned, OwnGenerators, States
 from lightck.dataloader.passes import Batches, LoaderHost, Pass, moment
-from lightck.dataloader.position import Mark, Position, corrupt, same
+from lightck.dataloader.position import Mark, Position, Stand, corrupt, same
 from lightck.dataloader.positions import UsedAgain
 from lightck.dataloader.preview import Previews, is_only_asked, tell_lightning_counts
-from lightck.dataloader.replay import EndedEarly, Progress, replay
+from lightck.dataloader.replay import FACT, EndedEarly, Progress, iterate_behind, replay
 from lightck.dataloader.sampler import Watch, watch
-from lightck.dataloader.skip import FACT, iterate_behind
-from lightck.dataloader.under import core_of, fetches_here, is_loader_of_torch, may_run_ahead
+from lightck.dataloader.under import (
+    core_of,
+    fetches_here,
+    is_loader_of_torch,
+    keeps_state,
+    may_run_ahead,
+    passes_of,
+    renew,
+    set_passes,
+)
 from lightck.dataloader.wrapped import (
     DRAWS_IN_ITEMS,
     TAKEN_BEFORE,
@@ -61,15 +67,37 @@ class SessionLoader:
     in it, or its end is reached: a batch that is taken before the loop, as in the run before, does not use it up.
     """
 
+    loader: Any
+    """The wrapped object."""
+    name: str
+    """The name under which the position is saved."""
+    restored_epoch = 0
+    told_within = was_asked = False
+    in_eval = False
+    """Whether the model is, as the host says at each ``next()``."""
+    fetched_to_train = 0
+    """The moment of the last ``next()`` in training mode, of any loader."""
+    _runs_ahead = False
+    """It may, as far as can be told from outside."""
+    is_begun = False
+    """Whether it was iterated in this process."""
+    _has_trained = False
+    """In an earlier pass."""
+    _taken = 0
+    """Batches, in earlier passes."""
+    _ended = 0
+    """The moment at which the last pass was over."""
+    _watch: Watch | None = None
+
     def __init__(
         self,
-        dl: Iterable[Any],
+        dl: Iterable[object],
         host: LoaderHost,
         name: str,
-        restored: Mapping[str, Any] | None = None,
+        restored: Mapping[str, object] | None = None,
         rng_at_iter: bool = False,
         is_anew: bool = False,
-        objects: Mapping[str, Any] | None = None,
+        objects: Mapping[str, object] | None = None,
         skips: bool = False,
     ) -> None:
         """Wrap ``dl``.
@@ -90,11 +118,11 @@ class SessionLoader:
             DriftError: the position lies in mid-pass of a loader that was built otherwise. (Its length is compared at
                 the first ``iter()``: a sampler's ``set_epoch`` comes before that.)
         """
-        self._dl = dl
+        self.loader = dl
         self._host = host
-        self._name = name
+        self.name = name
         self._stateful = is_stateful(dl)
-        self._keeps_state = accelerated.keeps_state(dl)
+        self._keeps_state = keeps_state(dl)
         self._skips = skips
         self._owned = Owned(dl, name, {} if self._stateful else objects or {}, restored is not None)
         self._generators = OwnGenerators(dl)
@@ -102,20 +130,13 @@ class SessionLoader:
         self._core = core_of(dl)
         workers = self._core.num_workers if self._core is not None else 0
         self._in_process = workers == 0
-        self._runs_ahead = False  # it may, as far as can be told from outside
         self._persistent = workers > 0 and self._core is not None and self._core.persistent_workers
         self._checks = not self._stateful
         self._read: Read = {}
         self._doubt = replay_doubt(dl)
-        self._epoch = self.restored_epoch = 0
+        self._epoch = 0
         self._pass: Pass | None = None
-        self.told_within = self.was_asked = False
-        self._is_begun = self._has_trained = False  # in this process; in an earlier pass
         self._has_one_pass = has_one_pass(dl)
-        self._taken = 0  # batches, in earlier passes
-        self._ended = 0  # the moment at which the last pass was over
-        self.in_eval = False  # the model, as the host says at each next()
-        self.fetched_to_train = 0  # the moment of the last next() in training mode, of any loader
         self._at_base: Mark | None = None
         self._rng_at_iter = rng_at_iter
         self._rng_at_next: States | None = None  # our own generators, until they are set
@@ -126,30 +147,14 @@ class SessionLoader:
         """The restored position, until it is used up."""
         self._adopted = self._pending
         self.is_anew = is_anew
-        self._watch: Watch | None = None
         if self._doubt is not None:
             self._tell_doubt(self._doubt, logging.INFO if self._doubt is DRAWS_IN_ITEMS else logging.WARNING)
-
-    @property
-    def loader(self) -> Any:
-        """The wrapped object."""
-        return self._dl
-
-    @property
-    def name(self) -> str:
-        """The name under which the position is saved."""
-        return self._name
 
     @property
     def has_trained(self) -> bool:
         """Whether updates were made in a pass of it, in this process."""
         pass_ = self._pass
         return self._has_trained or (pass_ is not None and pass_.has_updated(self._host.updates))
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether it was iterated in this process."""
-        return self._is_begun
 
     @property
     def is_training(self) -> bool:
@@ -164,13 +169,13 @@ class SessionLoader:
     def goes_on(self) -> bool:
         """Whether it goes on in the middle of a pass of the run before, in which updates were made."""
         position = self._adopted
-        return self._is_begun and position is not None and position.live and position.trained
+        return self.is_begun and position is not None and position.live and position.trained
 
     @property
     def trains_from_the_beginning(self) -> bool:
         """Whether batches of a pass that began in this process are trained on."""
         pass_ = self._pass
-        return pass_ is not None and not pass_.restored and pass_.given > 0 and not pass_.evaluates
+        return pass_ is not None and not pass_.restored and pass_.stand.given > 0 and not pass_.evaluates
 
     @property
     def held_pass(self) -> Pass | None:
@@ -189,19 +194,19 @@ class SessionLoader:
         """Batches that the next ``iter()`` skips: 0 unless a version was restored in mid-pass."""
         self.was_asked = True
         self._use_up()
-        return self._pending.given if self._pending is not None else 0
+        return self._pending.stand.given if self._pending is not None else 0
 
     def __len__(self) -> int:
-        return len(self._dl)  # type: ignore[arg-type]
+        return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
         """What it has not got itself: the wrapped loader's ``dataset``, ``sampler``, ``batch_size``, ``set_epoch``."""
         refuse_own(self, name)
-        return getattr(self._dl, name)
+        return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         if is_only_asked(sys._getframe(1)):
-            tell_lightning_counts(self._name, self._pending)
+            tell_lightning_counts(self.name, self._pending)
             return iter(())
         self._leave()
         position = self._pending
@@ -209,7 +214,7 @@ class SessionLoader:
             return self._resume(position)
         return self._begin(position)
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> dict[str, object]:
         """Everything that a version saves about this loader: plain data for ``values.pack``.
 
         Pack it before the loader moves: a stateful loader may hand out parts that it changes later.
@@ -223,32 +228,27 @@ class SessionLoader:
         if pass_ is not None and pass_.is_over(updates):
             epoch += int(pass_.restored or pass_.has_trained(updates))
             pass_ = None
+        if pass_ is None:
+            stand = Stand(inner=self._own_state(), passes=passes_of(self.loader))
+        else:
+            stand = pass_.stand if self._keeps_state else replace(pass_.stand, inner=self._own_state())
         return Position(
             kind="stateful" if self._stateful else "plain",
             epoch=epoch,
-            given=pass_.given if pass_ else 0,
             live=pass_ is not None,
             trained=pass_ is not None and pass_.has_trained(updates),
             identity=self._identity,
             generators=generators,
-            at_iter=pass_.at_iter if pass_ else None,
-            at_first=pass_.at_first if pass_ else None,
             at_base=self._at_base,
-            last=pass_.last if pass_ else None,
-            checksum=pass_.checksum if pass_ else None,
-            inner=pass_.inner if pass_ and self._keeps_state else self._own_state(),
-            before_last=pass_.before_last if pass_ else None,
-            objects=pass_.objects if pass_ else {},
-            raised=pass_.raised if pass_ else {},
-            passes=pass_.passes if pass_ else accelerated.passes_of(self._dl),
+            stand=stand,
             previews=previews,
             previews_in_loop=in_loop,
             used_again=self.used.is_told,
         ).to_value()
 
-    def _own_state(self) -> Any:
-        has_one = (self._stateful or self._keeps_state) and self._is_begun
-        return self._dl.state_dict() if has_one else None  # type: ignore[attr-defined]
+    def _own_state(self) -> object:
+        has_one = (self._stateful or self._keeps_state) and self.is_begun
+        return self.loader.state_dict() if has_one else None
 
     def tell_within_batch(self, step: int) -> None:
         """Once: this version's position counts a batch that the step after it is made on."""
@@ -259,17 +259,17 @@ class SessionLoader:
                 "over another session loader inside it, or began this pass in eval mode. A saved position "
                 "counts whole batches, so a resume from such a step leaves out the rest of that batch. Call "
                 "session.end_step() behind the last update on a batch",
-                self._name,
+                self.name,
                 step,
             )
 
     def _tell_doubt(self, doubt: str, level: int = logging.WARNING) -> None:
         self._doubt = doubt
-        log.log(level, "loader %r: a resume in mid-pass may not be exact; %s", self._name, doubt)
+        log.log(level, "loader %r: a resume in mid-pass may not be exact; %s", self.name, doubt)
 
     # -- restoring
 
-    def _adopt(self, value: dict[str, Any]) -> Position:
+    def _adopt(self, value: dict[str, object]) -> Position:
         position = Position.from_value(value)
         self._epoch = self.restored_epoch = position.epoch
         self._previews.restored(position)
@@ -278,10 +278,11 @@ class SessionLoader:
         self._at_base = position.at_base if self._persistent else None
         kind = "stateful" if self._stateful else "plain"
         if position.live:
-            refuse_drift(self._name, position, kind, len(self._generators), self._identity)
+            refuse_drift(self.name, position, kind, len(self._generators), self._identity)
         elif position.kind != kind or len(position.generators) != len(self._generators):
-            log.warning("loader %r was built otherwise when it was saved: its next pass begins afresh", self._name)
-            position = replace(position, kind=kind, generators=self._generators.states(), at_base=None, inner=None)
+            log.warning("loader %r was built otherwise when it was saved: its next pass begins afresh", self.name)
+            stand = replace(position.stand, inner=None)
+            position = replace(position, kind=kind, generators=self._generators.states(), at_base=None, stand=stand)
             self._at_base = None
         try:
             for states in (position.generators, *(mark.generators for mark in position.marks())):
@@ -291,15 +292,15 @@ class SessionLoader:
         self._generators.set_states(position.generators)
         if position.live:
             self._rng_at_next = position.generators
-        accelerated.set_passes(self._dl, position.passes)
+        set_passes(self.loader, position.stand.passes)
         return position
 
     def _compare_length(self, position: Position) -> None:
         """Where the pass goes on, and not before: it may depend on the epoch, which the loop sets until then."""
-        self._identity = identity_of(self._dl, self._stateful)
+        self._identity = identity_of(self.loader, self._stateful)
         was, now = position.identity.get("length"), self._identity.get("length")
         if was != now:
-            raise drifted(self._name, {"length": (was, now)}, position)
+            raise drifted(self.name, {"length": (was, now)}, position)
 
     def _use_up(self) -> None:
         """Forget the restored position where the training went on from it: an update was made in its pass, or it was
@@ -339,7 +340,7 @@ class SessionLoader:
         self._pass, self._pending, self._epoch = None, position, position.epoch
         self._at_base = position.at_base if self._persistent else None
         self._generators.set_states(position.generators)
-        accelerated.set_passes(self._dl, position.passes)
+        set_passes(self.loader, position.stand.passes)
         self._owned.put_back()
         if self._persistent and self._core is not None:
             self._core._iterator = None  # its workers' random streams have moved
@@ -370,16 +371,18 @@ class SessionLoader:
             self._apply_restored_rng(pass_, None if position is None else position.generators)
         if position is not None:
             self._prepare(position)
-        self._identity = identity_of(self._dl, self._stateful)
+        self._identity = identity_of(self.loader, self._stateful)
         if self._has_one_pass and self._taken:
             self._identity[TAKEN_BEFORE] = self._taken
-        pass_.at_iter, pass_.passes = self._generators.now(), accelerated.passes_of(self._dl)
+        stand = pass_.stand
+        stand.at_iter, stand.passes = self._generators.now(), passes_of(self.loader)
         if self._keeps_state:
-            pass_.inner = copy.deepcopy(self._own_state()) if position is None or self._is_begun else position.inner
-        pass_.objects = self._owned.now()
-        inner = iter(self._dl)
-        if self._persistent and self._at_base is None and not same(pass_.at_iter, self._generators.now()):
-            self._at_base = pass_.at_iter  # else a wrapper starts its workers at the first next()
+            first = None if self.is_begun else position
+            stand.inner = copy.deepcopy(self._own_state()) if first is None else first.stand.inner
+        stand.objects = self._owned.now()
+        inner = iter(self.loader)
+        if self._persistent and self._at_base is None and not same(stand.at_iter, self._generators.now()):
+            self._at_base = stand.at_iter  # else a wrapper starts its workers at the first next()
         return self._enter(inner, pass_)
 
     def _count_left(self) -> None:
@@ -388,15 +391,15 @@ class SessionLoader:
             pass_.leave(self._host.updates)
             self._previews.left(pass_)
             self._has_trained |= self._is_of_training(pass_)
-            self._taken += pass_.given
+            self._taken += pass_.stand.given
             self._ended = pass_.left
             self._epoch += int(pass_.restored or pass_.has_trained(self._host.updates))
 
     def _prepare(self, position: Position) -> None:
         """What a loader at rest carries from pass to pass: persistent workers, and a stateful loader's own state."""
-        if (self._stateful or self._keeps_state) and position.inner is not None:
+        if (self._stateful or self._keeps_state) and position.stand.inner is not None:
             with self._generators.held():
-                self._load(position.inner)
+                self._load(position.stand.inner)
                 if self._core is not None:
                     iter(self._core)  # torchdata makes the finished pass once more, with draws that the old run lacked
         elif self._persistent and self._at_base is not None and self._core is not None:
@@ -404,107 +407,108 @@ class SessionLoader:
                 self._generators.restore(self._at_base)
                 iter(self._core)
 
-    def _load(self, inner: Any) -> None:
+    def _load(self, inner: object) -> None:
         try:
-            self._dl.load_state_dict(copy.deepcopy(inner))  # type: ignore[attr-defined]
+            self.loader.load_state_dict(copy.deepcopy(inner))
         except (KeyError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
             raise DriftError(
-                f"loader {self._name!r} refuses its saved state ({type(error).__name__}: {error}). It was saved by a "
+                f"loader {self.name!r} refuses its saved state ({type(error).__name__}: {error}). It was saved by a "
                 "loader of another kind or version. Build the loader as it was, or begin its pass anew: anew=True."
             ) from error
 
     def _new_pass(self) -> Pass:
-        return Pass(self._generators.now(), self._host.updates, begun=moment(), after=self._ended)
+        return Pass(self._host.updates, moment(), self._ended, Stand(self._generators.now()))
 
-    def _enter(self, inner: Iterator[Any], pass_: Pass) -> Batches:
-        self._is_begun = True
+    def _enter(self, inner: Iterator[object], pass_: Pass) -> Batches:
+        self.is_begun = True
         self._pass = pass_
         self.used.begins()
-        self._in_process = fetches_here(self._dl, self._core, inner)
+        self._in_process = fetches_here(self.loader, self._core, inner)
         self._runs_ahead = self._in_process and not self._stateful and may_run_ahead(inner)
         self._watch = watch(inner, self._in_process) if self._doubt is None and not self._stateful else None
         return Batches(self._next, lambda: self._host.updates, self._pass, inner)
 
     def _resume(self, position: Position) -> Batches:
-        assert position.at_iter is not None  # checked when it was read
+        assert position.stand.at_iter is not None  # checked when it was read
         self._compare_length(position)
         pass_ = self._new_pass()
-        pass_.at_iter = position.at_iter
         with self._generators.held():
-            self._owned.load(position.objects)
+            self._owned.load(position.stand.objects)
             reused = self._start_workers(position)
             if self._keeps_state:
-                accelerated.renew(self._core) if position.inner is None else self._prepare(position)
-            self._generators.restore(position.at_iter)
+                renew(self._core) if position.stand.inner is None else self._prepare(position)
+            self._generators.restore(position.stand.at_iter)
             if self._stateful:
-                self._load(position.inner)
-            skips = self._skips and position.given > 1
-            inner = self._iterate_behind(position) if skips else iter(self._dl)
-            if not self._stateful and (position.given or position.raised) and not self._stands_there():
+                self._load(position.stand.inner)
+            skips = self._skips and position.stand.given > 1
+            inner = self._iterate_behind(position) if skips else iter(self.loader)
+            if not self._stateful and (position.stand.given or position.stand.raised) and not self._stands_there():
                 self._replay(inner, position, not reused and self._doubt is None, skips)
             self._owned.put_back()
         self._generators.set_states(position.generators)
         self._rng_at_next = position.generators
-        pass_.at_first, pass_.last, pass_.checksum = position.at_first, position.last, position.checksum
-        pass_.before_last, pass_.passes = position.before_last, position.passes
-        pass_.inner, pass_.objects, pass_.raised = position.inner, position.objects, dict(position.raised)
-        pass_.given, pass_.trained, pass_.restored = position.given, position.trained, True
-        pass_.skipped = position.given
+        pass_.stand = replace(position.stand, raised=dict(position.stand.raised))
+        pass_.trained, pass_.restored = position.trained, True
+        pass_.skipped = position.stand.given
         return self._enter(inner, pass_)
 
-    def _iterate_behind(self, position: Position) -> Iterator[Any]:
-        count = position.given - 1 + sum(n for place, n in position.raised.items() if place < position.given)
-        last = position.last
+    def _iterate_behind(self, position: Position) -> Iterator[object]:
+        count = (
+            position.stand.given
+            - 1
+            + sum(n for place, n in position.stand.raised.items() if place < position.stand.given)
+        )
+        last = position.stand.last
         to_last = (lambda: None) if last is None else partial(self._generators.restore, last)
-        return iterate_behind(self._dl, count, to_last)  # type: ignore[arg-type]
+        return iterate_behind(self.loader, count, to_last)
 
     def _stands_there(self) -> bool:
         """Whether a preview has brought an iterator that has one pass to the position already."""
         if self._has_one_pass and self._taken:
             raise DriftError(
-                f"loader {self._name!r} cannot go on in mid-pass: it is an iterator, which has one pass, and batches "
+                f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has one pass, and batches "
                 "were taken from it since it was made. Pass what makes the iterator."
             )
-        return self._has_one_pass and self._is_begun
+        return self._has_one_pass and self.is_begun
 
     def _start_workers(self, position: Position) -> bool:
         """Start persistent workers with the seed of their first pass. True where the restored pass is a later one."""
         if self._stateful or not self._persistent or position.at_base is None:
             return False
-        if same(position.at_base, position.at_iter) or same(position.at_base, position.at_first):
+        if same(position.at_base, position.stand.at_iter) or same(position.at_base, position.stand.at_first):
             return False
-        if not self._is_begun:
+        if not self.is_begun:
             log.warning(
                 "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, random "
                 "augmentation inside the workers is not, nor what else they keep; persistent_workers=False makes it so",
-                self._name,
+                self.name,
             )
         self._generators.restore(position.at_base)
         iter(self._core)  # type: ignore[arg-type]
         return True
 
-    def _replay(self, inner: Iterator[Any], position: Position, certain: bool, skips: bool) -> None:
+    def _replay(self, inner: Iterator[object], position: Position, certain: bool, skips: bool) -> None:
         """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
-        is_wrapper, given = not is_loader_of_torch(self._dl), position.given
+        is_wrapper, given = not is_loader_of_torch(self.loader), position.stand.given
         try:
             if skips:
-                self._generators.restore(position.at_first)  # type: ignore[arg-type]
+                self._generators.restore(position.stand.at_first)  # type: ignore[arg-type]
                 position = position.with_last_only()
             batch = replay(
-                inner, position, self._generators.restore, Progress(self._name, position.given), self._tell_healed
+                inner, position, self._generators.restore, Progress(self.name, position.stand.given), self._tell_healed
             )
         except EndedEarly as ended:
-            fact = f"it ended after {ended} of the {position.given} batches given before"
-            raise changed(self._name, fact, is_wrapper) from None
-        if position.checksum is not None and position.given:
+            fact = f"it ended after {ended} of the {position.stand.given} batches given before"
+            raise changed(self.name, fact, is_wrapper) from None
+        if position.stand.checksum is not None and position.stand.given:
             checksum = checksum_of(batch)
-            if checksum is not None and differ(position.checksum, checksum):
+            if checksum is not None and differ(position.stand.checksum, checksum):
                 fact = f"batch {given - 1} of the pass is not the one that was given before{FACT if skips else ''}"
                 if certain:
-                    raise changed(self._name, fact, is_wrapper)
+                    raise changed(self.name, fact, is_wrapper)
                 log.warning(
                     "loader %r: %s, so the training goes on with other data than the run before. %s",
-                    self._name,
+                    self.name,
                     fact,
                     self._doubt
                     or "Random augmentation in persistent workers is one reason, "
@@ -516,28 +520,28 @@ class SessionLoader:
             "loader %r: behind batch %d of the pass it raised an error, which the loop passed over, and now it "
             "gives a batch there. It is dropped. Where the fetch that failed had drawn random numbers in a "
             "worker, that worker's next ones differ",
-            self._name,
+            self.name,
             place,
         )
 
     # -- one batch
 
-    def _next(self, batches: Batches) -> Any:
+    def _next(self, batches: Batches) -> object:
         if batches.inner is None:
             raise StopIteration
         pass_ = self._pass
         if pass_ is None or pass_ is not batches.of:
             raise SessionError(
-                f"loader {self._name!r} was iterated again, which ended this pass: a session loader has one position. "
+                f"loader {self.name!r} was iterated again, which ended this pass: a session loader has one position. "
                 "Wrap a second DataLoader, or take batches for other purposes from .loader."
             )
         self._host.loader_next(self)
         self._settle(pass_)
-        first = pass_.at_first is None and not self._stateful
+        first = pass_.stand.at_first is None and not self._stateful
         is_marked = self._in_process and (self._checks or self._runs_ahead)
         before = self._generators.now() if first or is_marked else None
         if first:
-            pass_.at_first = before
+            pass_.stand.at_first = before
             if self._persistent and self._at_base is None:
                 self._at_base = before
         if self._watch is not None:
@@ -548,13 +552,15 @@ class SessionLoader:
             self._finish(batches)
             raise
         except Exception:
-            pass_.raised[pass_.given] = pass_.raised.get(pass_.given, 0) + 1  # the loop may pass it over and go on
+            pass_.stand.raised[pass_.stand.given] = (
+                pass_.stand.raised.get(pass_.stand.given, 0) + 1
+            )  # the loop may pass it over and go on
             raise
         if self._watch is not None and (doubt := self._watch.doubt()) is not None:
             self._watch = None
             self._tell_doubt(doubt)
         self._count(pass_, batch, before)
-        self._host.loader_gave(self, pass_, batch, pass_.checksum if self._checks else None, self._read)
+        self._host.loader_gave(self, pass_, batch, pass_.stand.checksum if self._checks else None, self._read)
         return batch
 
     def _settle(self, pass_: Pass) -> None:
@@ -569,23 +575,24 @@ class SessionLoader:
                 "an iterator has one pass, and this one was left and begun again. A new process begins at "
                 "its first batch, and refuses to go on. Pass what makes the iterator"
             )
-        pass_.given += 1
+        stand = pass_.stand
+        stand.given += 1
         self.used.fetched(batch)
         pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
         pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, moment(), self.in_eval
         if self._checks:
             self._read.clear()
-            pass_.checksum = checksum_of(batch, self._read)
-            self._checks = pass_.checksum is not None  # else there is nothing to compare in the next ones either
-        pass_.before_last = pass_.last if self._runs_ahead else None
-        pass_.last = before if self._in_process and (self._checks or self._runs_ahead) else None
+            stand.checksum = checksum_of(batch, self._read)
+            self._checks = stand.checksum is not None  # else there is nothing to compare in the next ones either
+        stand.before_last = stand.last if self._runs_ahead else None
+        stand.last = before if self._in_process and (self._checks or self._runs_ahead) else None
 
     def _finish(self, batches: Batches) -> None:
         batches.inner = None
         self._read.clear()
         self._host.loader_pass_ended(self)
         self._has_trained |= self._is_of_training(batches.of)
-        self._taken += batches.of.given
+        self._taken += batches.of.stand.given
         self._ended = moment()
         self._epoch += 1
         batches.of.has_ended = True

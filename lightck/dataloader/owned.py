@@ -1,19 +1,82 @@
-"""Objects of ``state=`` that lie in a session loader: a dataset or a sampler with a state of its own.
+"""What a session loader owns: its random generators, and objects of ``state=`` that lie in it (a dataset or a sampler
+with a state of its own). Both are taken, put back, and held still with the global generators.
 
-Fetching moves them, and a replay fetches again. So their state before the pass is saved with the pass: a resume loads
-it, replays, and sees to it that each has the checkpoint's own state again. Where workers fetch they have copies, which
-are made when the pass begins: from the same state as then.
+Fetching moves these objects, and a replay fetches again. So their state before the pass is saved with the pass: a
+resume loads it, replays, and sees to it that each has the checkpoint's own state again. Where workers fetch they have
+copies, which are made when the pass begins: from the same state as then.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from lightck.dataloader.position import Mark
 from lightck.dataloader.under import chain
 from lightck.errors import DriftError
 from lightck.state import rng, values
+
+States = tuple[torch.Tensor, ...]
+"""Of a loader's own generators, in the order in which they were found."""
+
+
+class OwnGenerators:
+    """Those of a loader, its sampler and its batch sampler, and of the loaders inside a wrapper, each once. Torch's
+    global one is none of them: it is saved with the other global ones."""
+
+    def __init__(self, loader: object) -> None:
+        self._own = _found(loader)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def states(self) -> States:
+        return tuple(generator.get_state() for generator in self._own)
+
+    def now(self) -> Mark:
+        """The global generators and these, as they are."""
+        return Mark(rng.capture(), self.states())
+
+    def try_states(self, states: States) -> None:
+        """Raises ``RuntimeError`` or ``TypeError`` for states that these do not take. Nothing is changed."""
+        for generator, state in zip(self._own, states, strict=True):
+            torch.Generator(generator.device).set_state(state)
+
+    def set_states(self, states: States) -> None:
+        for generator, state in zip(self._own, states, strict=True):
+            generator.set_state(state)
+
+    def restore(self, mark: Mark) -> None:
+        """The global generators and these, as they were then."""
+        mark.rng.restore()
+        self.set_states(mark.generators)
+
+    @contextmanager
+    def held(self) -> Generator[None, None, None]:
+        """The global generators and these are afterwards as they were before."""
+        before = self.now()
+        try:
+            yield
+        finally:
+            self.restore(before)
+
+
+def _found(loader: object) -> tuple[torch.Generator, ...]:
+    owners: list[object] = []
+    for one in chain(loader):
+        sampler, batches = getattr(one, "sampler", None), getattr(one, "batch_sampler", None)
+        owners += (one, sampler, batches, getattr(batches, "sampler", None))
+    found: dict[int, torch.Generator] = {}
+    for owner in owners:
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
+            found[id(generator)] = generator
+    return tuple(found.values())
+
 
 log = logging.getLogger("lightck")
 _PARTS = (
@@ -31,7 +94,7 @@ _PARTS_MAX = 256
 _NBYTES_MAX = 1 << 20
 """Of one object's state before the pass, which lies in the small state of each checkpoint."""
 
-States = dict[str, "bytes | None"]
+PackedStates = dict[str, "bytes | None"]
 
 
 class Owned:
@@ -45,16 +108,16 @@ class Owned:
         self._at_checkpoint = {key: self._packed(key) for key in self._objects} if is_restored else {}
         self._told = False
 
-    def now(self) -> States:
+    def now(self) -> PackedStates:
         """Their states, before a pass begins; None for one that is too large to be kept."""
-        states: States = {key: self._packed(key) for key in self._objects}
+        states: PackedStates = {key: self._packed(key) for key in self._objects}
         for key, state in states.items():
             if state is not None and len(state) > _NBYTES_MAX:
                 states[key] = None
                 self._tell_large(key, len(state))
         return states
 
-    def load(self, states: States) -> None:
+    def load(self, states: PackedStates) -> None:
         """Before a replay: as it was when the pass began."""
         for key, state in states.items():
             if state is not None and key in self._objects and state != self._packed(key):

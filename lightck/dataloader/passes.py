@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from lightck.dataloader.position import Mark
+from lightck.dataloader.position import Stand
 from lightck.state.rng import RngState
 
 if TYPE_CHECKING:
@@ -29,29 +29,19 @@ class Pass:
 
     ``left_at``: the updates that were finished when the loop let go of its iterator; None while it holds it.
     ``fetched_at``: those that were finished when its last batch was fetched; ``in_eval``: in the model's eval mode.
-    ``passes``, ``inner``, ``objects``, ``raised``: as in ``Position``, of the loader before this pass.
     ``begun``, ``fetched``, ``left``, and ``after``, the end of the pass before it: moments, for which came first.
     ``skipped``: batches that were given before it was restored; ``has_ended``: its last batch was given out;
     ``evaluates``: a batch was fetched in eval mode or without gradients; ``was_preview``: see ``preview.py``.
     """
 
-    at_iter: Mark
     updates: int
     begun: int
     after: int = 0
+    stand: Stand = field(default_factory=Stand)
     fetched: int = 0
     left: int = 0
     fetched_at: int | None = None
     in_eval: bool = False
-    at_first: Mark | None = None
-    last: Mark | None = None
-    before_last: Mark | None = None
-    passes: int | None = None
-    inner: Any = None
-    objects: dict[str, bytes | None] = field(default_factory=dict)
-    raised: dict[int, int] = field(default_factory=dict)
-    checksum: int | None = None
-    given: int = 0
     trained: bool = False
     restored: bool = False
     left_at: int | None = None
@@ -63,7 +53,7 @@ class Pass:
     @property
     def fetched_here(self) -> int:
         """Batches that it gave in this process."""
-        return self.given - self.skipped
+        return self.stand.given - self.skipped
 
     @property
     def is_fruitless(self) -> bool:
@@ -106,18 +96,18 @@ class Batches:
     __slots__ = ("_take", "_updates", "inner", "of")
 
     def __init__(
-        self, take: Callable[[Batches], Any], updates: Callable[[], int], of: Pass, inner: Iterator[Any]
+        self, take: Callable[[Batches], object], updates: Callable[[], int], of: Pass, inner: Iterator[object]
     ) -> None:
         """``take``: gives its next batch. ``updates``: those that are finished."""
         self._take = take
         self._updates = updates
         self.of = of
-        self.inner: Iterator[Any] | None = inner
+        self.inner: Iterator[object] | None = inner
 
     def __iter__(self) -> Batches:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         return self._take(self)
 
     def __del__(self) -> None:

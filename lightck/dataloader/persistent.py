@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightck")
 
 
-def draws_once(loader: Any) -> bool:
+def draws_once(loader: object) -> bool:
     """Whether its first pass draws from the global generator, and its later ones do not."""
     return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "generator", None) is None
 
@@ -30,13 +30,13 @@ def draws_once(loader: Any) -> bool:
 class PersistentLoaders:
     """Of one session: those that lived at attach."""
 
-    def __init__(self, loaders: Sequence[SessionLoader], objects: Mapping[str, Any]) -> None:
+    def __init__(self, loaders: Sequence[SessionLoader], objects: Mapping[str, object]) -> None:
         self._loaders, self._objects = loaders, objects
-        self._found: list[weakref.ref[DataLoader[Any]]] = []
+        self._found: list[weakref.ref[DataLoader[object]]] = []
         self.had_started = False
         """In the run before, when the restored version was closed."""
 
-    def follow(self, found: Iterable[DataLoader[Any]]) -> None:
+    def follow(self, found: Iterable[DataLoader[object]]) -> None:
         self._found = [weakref.ref(loader) for loader in found]
 
     def have_started(self) -> bool:
@@ -59,7 +59,7 @@ class PersistentLoaders:
                 loader.batch_size,
             )
 
-    def _outside(self) -> Iterator[DataLoader[Any]]:
+    def _outside(self) -> Iterator[DataLoader[object]]:
         followed = [*(loader.loader for loader in self._loaders), *self._objects.values()]
         known = {id(one) for loader in followed for one in chain(loader)}
         for ref in self._found:

@@ -29,7 +29,7 @@ class Mark:
         self.generators = generators
         self._value: values.Constant | None = None
 
-    def to_value(self) -> dict[str, Any]:
+    def to_value(self) -> dict[str, object]:
         if self._value is None:
             self._value = values.Constant(rng=self.rng.to_value(), generators=_to_bytes(self.generators))
         return self._value
@@ -59,20 +59,38 @@ def corrupt(reason: str) -> CorruptPoolError:
     return CorruptPoolError(f"the saved position of a loader is damaged: {reason}; recover an older version")
 
 
+@dataclass(slots=True)
+class Stand:
+    """How far a pass has come, and what a replay needs to come there again.
+
+    The random states: ``at_iter``, from which the pass's ``iter()`` drew its order and the workers' seeds;
+    ``at_first``, from which the first batch was fetched, since a loop may draw in between; ``last``, before the
+    ``next()`` that gave the last batch (None where a worker fetched it); ``before_last``, the one before that, for a
+    loader that fetches a batch ahead of those that it gives. ``checksum`` is of the last batch given (saved as
+    "content"; what older versions saved as "checksum" was computed otherwise and is not compared). ``inner`` is a
+    stateful loader's own state; for one of Accelerate's that before the pass, and ``passes`` is the number by which it
+    tells samplers the epoch. ``objects``: packed states of objects in ``state=`` that lie in the loader, before the
+    pass; ``raised``: batches given before a ``next()`` that raised -> how often it did.
+    """
+
+    at_iter: Mark | None = None
+    at_first: Mark | None = None
+    last: Mark | None = None
+    before_last: Mark | None = None
+    given: int = 0
+    checksum: int | None = None
+    inner: object = None
+    passes: int | None = None
+    objects: dict[str, bytes | None] = field(default_factory=dict)
+    raised: dict[int, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """What a version says about one loader.
 
-    A replay needs random states: ``at_iter``, from which the pass's ``iter()`` drew its order and the workers' seeds;
-    ``at_first``, from which the first batch was fetched, since a loop may draw in between; ``at_base``, the ``at_iter``
-    of the pass that started persistent workers. ``trained``: updates were made in this pass. ``checksum`` is of the
-    last batch given (saved as "content"; what older versions saved as "checksum" was computed otherwise and is not
-    compared), and ``last`` the random state before the ``next()`` that gave it (None where a worker fetched it);
-    ``before_last`` is the one before that, for a loader that fetches a batch ahead of those that it gives.
-    ``inner`` is a stateful loader's own state; for one of Accelerate's that before the pass, and ``passes`` is the
-    number by which it tells samplers the epoch. ``objects``: packed states of objects in ``state=`` that lie in the
-    loader, before the pass; ``raised``: batches given before a ``next()`` that raised -> how often it did.
-    ``version`` is 1 where the pool is older than `VERSION`.
+    ``trained``: updates were made in this pass. ``at_base``: the ``at_iter`` of the pass that started persistent
+    workers. ``version`` is 1 where the pool is older than `VERSION`.
     ``previews``: passes without an update that the process had begun and left before its first update;
     ``previews_in_loop``: later ones came too. ``used_again``: updates were made on batches of the last pass after it
     ended.
@@ -80,47 +98,38 @@ class Position:
 
     kind: str
     epoch: int
-    given: int
     live: bool
     trained: bool
     identity: Identity
     generators: tuple[torch.Tensor, ...]
-    at_iter: Mark | None
-    at_first: Mark | None
     at_base: Mark | None
-    last: Mark | None
-    checksum: int | None
-    inner: Any
-    before_last: Mark | None = None
-    objects: dict[str, bytes | None] = field(default_factory=dict)
-    raised: dict[int, int] = field(default_factory=dict)
-    passes: int | None = None
+    stand: Stand
     version: int = VERSION
     previews: int = 0
     previews_in_loop: bool = False
     used_again: bool = False
 
-    def to_value(self) -> dict[str, Any]:
+    def to_value(self) -> dict[str, object]:
         return {
             "kind": self.kind,
             "epoch": self.epoch,
-            "given": self.given,
+            "given": self.stand.given,
             "live": self.live,
             "trained": self.trained,
             "identity": self.identity,
             "generators": _to_bytes(self.generators),
-            "r_iter": self.at_iter and self.at_iter.to_value(),
-            "r_first": self.at_first and self.at_first.to_value(),
+            "r_iter": self.stand.at_iter and self.stand.at_iter.to_value(),
+            "r_first": self.stand.at_first and self.stand.at_first.to_value(),
             "r_base": self.at_base and self.at_base.to_value(),
-            "r_last": self.last and self.last.to_value(),
+            "r_last": self.stand.last and self.stand.last.to_value(),
             "checksum": None,
-            "content": self.checksum,
-            "inner": self.inner,
+            "content": self.stand.checksum,
+            "inner": self.stand.inner,
             "version": self.version,
-            "objects": self.objects,
-            "raised": [[place, count] for place, count in self.raised.items()],
-            "r_before_last": self.before_last and self.before_last.to_value(),
-            "passes": self.passes,
+            "objects": self.stand.objects,
+            "raised": [[place, count] for place, count in self.stand.raised.items()],
+            "r_before_last": self.stand.before_last and self.stand.before_last.to_value(),
+            "passes": self.stand.passes,
             "previews": self.previews,
             "previews_in_loop": self.previews_in_loop,
             "used_again": self.used_again,
@@ -134,24 +143,29 @@ class Position:
         for key, (kinds, why) in _TYPES.items():
             if type(value[key]) not in kinds or (type(value[key]) is int and not 0 <= value[key] < 1 << 63):
                 raise corrupt(f"{key} is no {why}")
+        stand = Stand(
+            at_iter=Mark.from_value(value["r_iter"]),
+            at_first=Mark.from_value(value["r_first"]),
+            last=Mark.from_value(value["r_last"]),
+            before_last=Mark.from_value(value["r_before_last"]),
+            given=value["given"],
+            checksum=value["content"],
+            inner=value["inner"],
+            passes=value["passes"],
+            objects=_read_map(value["objects"], (bytes, type(None)), "the states of its objects are no bytes"),
+            raised=_read_raised(value["raised"], value["given"]),
+        )
         position = cls(
             kind=value["kind"],
             epoch=value["epoch"],
-            given=value["given"],
             live=value["live"],
             trained=value["trained"],
-            identity=_read_identity(value["identity"]),
+            identity=_read_map(
+                value["identity"], (str, int, type(None)), "its identity is no dict of names and numbers"
+            ),
             generators=_from_bytes(value["generators"]),
-            at_iter=Mark.from_value(value["r_iter"]),
-            at_first=Mark.from_value(value["r_first"]),
             at_base=Mark.from_value(value["r_base"]),
-            last=Mark.from_value(value["r_last"]),
-            checksum=value["content"],
-            inner=value["inner"],
-            before_last=Mark.from_value(value["r_before_last"]),
-            objects=_read_objects(value["objects"]),
-            raised=_read_raised(value["raised"], value["given"]),
-            passes=value["passes"],
+            stand=stand,
             version=value["version"],
             previews=value["previews"],
             previews_in_loop=value["previews_in_loop"],
@@ -163,56 +177,48 @@ class Position:
     def _check(self) -> None:
         if self.kind not in ("plain", "stateful"):
             raise corrupt(f"{self.kind!r} is no kind of loader")
-        if self.live and self.at_iter is None:
+        if self.live and self.stand.at_iter is None:
             raise corrupt("its pass has begun and a random state is missing")
-        if self.live and self.kind == "stateful" and self.inner is None:
+        if self.live and self.kind == "stateful" and self.stand.inner is None:
             raise corrupt("its pass has begun and its own state is missing")
-        if self.kind == "plain" and self.given and self.at_first is None:
+        if self.kind == "plain" and self.stand.given and self.stand.at_first is None:
             raise corrupt("batches were given and a random state is missing")
-        if self.given and not self.live:
+        if self.stand.given and not self.live:
             raise corrupt("batches were given and no pass has begun")
         if any(len(mark.generators) != len(self.generators) for mark in self.marks()):
             raise corrupt("the number of generators changes")
 
     def marks(self) -> list[Mark]:
-        marks = (self.at_iter, self.at_first, self.at_base, self.before_last, self.last)
+        marks = (self.stand.at_iter, self.stand.at_first, self.at_base, self.stand.before_last, self.stand.last)
         return [mark for mark in marks if mark is not None]
 
     def before(self, index: int) -> Mark | None:
         """The random state before the ``next()`` that gave batch ``index`` of the pass, where it is known."""
-        if index == self.given - 1 and self.last is not None:
-            return self.last
-        if index == self.given - 2 and self.before_last is not None:
-            return self.before_last
-        return self.at_first if index == 0 else None
+        if index == self.stand.given - 1 and self.stand.last is not None:
+            return self.stand.last
+        if index == self.stand.given - 2 and self.stand.before_last is not None:
+            return self.stand.before_last
+        return self.stand.at_first if index == 0 else None
 
     def before_its_pass(self) -> Position:
         """The same loader at the beginning of this pass, which is not counted."""
         if not self.live:
             return self
-        inner = None if self.kind == "stateful" else self.inner
-        return replace(self.at_rest(), epoch=self.epoch, inner=inner)
+        stand = replace(self.at_rest().stand, inner=None if self.kind == "stateful" else self.stand.inner)
+        return replace(self.at_rest(), epoch=self.epoch, stand=stand)
 
     def with_last_only(self) -> Position:
         """For a replay in which all batches but the last one were passed over already."""
-        raised = {1: self.raised[self.given]} if self.given in self.raised else {}
-        return replace(self, given=1, at_first=None, last=None, before_last=None, raised=raised)
+        given, raised = self.stand.given, self.stand.raised
+        left = {1: raised[given]} if given in raised else {}
+        return replace(
+            self, stand=replace(self.stand, given=1, at_first=None, last=None, before_last=None, raised=left)
+        )
 
     def at_rest(self) -> Position:
         """The same loader with its pass put down, and counted."""
-        return replace(
-            self,
-            epoch=self.epoch + 1,
-            given=0,
-            live=False,
-            trained=False,
-            at_iter=None,
-            at_first=None,
-            last=None,
-            before_last=None,
-            objects={},
-            raised={},
-        )
+        kept = Stand(checksum=self.stand.checksum, inner=self.stand.inner, passes=self.stand.passes)
+        return replace(self, epoch=self.epoch + 1, live=False, trained=False, stand=kept)
 
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -229,7 +235,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "previews_in_loop": ((bool,), "bool"),
     "used_again": ((bool,), "bool"),
 }
-_LATER: dict[str, Any] = {
+_LATER: dict[str, object] = {
     "objects": {},
     "raised": [],
     "content": None,
@@ -244,19 +250,9 @@ _LATER: dict[str, Any] = {
 _KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)
 
 
-def _read_identity(value: object) -> Identity:
-    if type(value) is not dict or not all(
-        type(key) is str and type(item) in (str, int, type(None)) for key, item in value.items()
-    ):
-        raise corrupt("its identity is no dict of names and numbers")
-    return value
-
-
-def _read_objects(value: object) -> dict[str, bytes | None]:
-    if type(value) is not dict or not all(
-        type(key) is str and type(item) in (bytes, type(None)) for key, item in value.items()
-    ):
-        raise corrupt("the states of its objects are no bytes")
+def _read_map(value: object, kinds: tuple[type, ...], why: str) -> dict[str, Any]:
+    if type(value) is not dict or not all(type(k) is str and type(item) in kinds for k, item in value.items()):
+        raise corrupt(why)
     return value
 
 

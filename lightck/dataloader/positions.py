@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightck.dataloader.position import Position
@@ -31,7 +32,9 @@ log = logging.getLogger("lightck")
 class Positions:
     """Of one session."""
 
-    def __init__(self, loaders: Sequence[SessionLoader], restored: Mapping[str, dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self, loaders: Sequence[SessionLoader], restored: Mapping[str, dict[str, object]] | None = None
+    ) -> None:
         self._loaders = loaders
         self._left = dict(restored or {})
         """What was restored and nobody took so far."""
@@ -42,7 +45,7 @@ class Positions:
         """The loader whose pass ended last, until a batch is fetched to train on."""
         self._is_first_after = True
 
-    def of(self, name: str, anew: bool) -> dict[str, Any] | None:
+    def of(self, name: str, anew: bool) -> dict[str, object] | None:
         """The restored position for this name. ``anew``: at the beginning of its pass."""
         value = self._left.get(name)
         if value is None or not anew:
@@ -52,7 +55,7 @@ class Positions:
             log.warning(
                 "loader %r begins its pass anew, as anew=True says: %d batches of epoch %d are given again",
                 name,
-                position.given,
+                position.stand.given,
                 position.epoch,
             )
         return position.before_its_pass().to_value()
@@ -124,7 +127,7 @@ class UsedAgain:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._first: weakref.ref[Any] | None = None
+        self._first: weakref.ref[object] | None = None
         self._fetched = 0
         self.is_told = False
         """For the last pass."""
@@ -168,7 +171,7 @@ class UsedAgain:
         )
 
 
-def _first_tensor(batch: object) -> torch.Tensor | np.ndarray[Any, Any] | None:
+def _first_tensor(batch: object) -> torch.Tensor | npt.NDArray[np.generic] | None:
     todo = [batch]
     for _ in range(16):
         if not todo:
@@ -194,7 +197,7 @@ def _not_taken(in_pass: Mapping[str, Position], instead: Sequence[str]) -> Drift
 
 
 def _places(left: Mapping[str, Position]) -> str:
-    return ", ".join(f"loader {name!r} (epoch {p.epoch}, {p.given} batches given)" for name, p in left.items())
+    return ", ".join(f"loader {name!r} (epoch {p.epoch}, {p.stand.given} batches given)" for name, p in left.items())
 
 
 def _names(names: Sequence[str]) -> str:

@@ -37,14 +37,14 @@ def is_only_asked(caller: FrameType) -> bool:
 def tell_lightning_counts(name: str, position: Position | None) -> None:
     """Its Trainer counts the batches of each pass from 0 and compares with ``len(loader)``, so in a pass that is gone
     on with in its middle it never comes to the last batch."""
-    if position is not None and position.live and position.given:
+    if position is not None and position.live and position.stand.given:
         log.warning(
             "loader %r goes on behind batch %d of its pass, and Lightning's Trainer counts the batches from 0: "
             "it does not see the last batch of this pass, so it skips the validation and the scheduler steps "
             "that belong to the pass's end. What they would have drawn or changed is missing, and the training "
             "does not go on bit-identically where there are any. A loop of your own does",
             name,
-            position.given - 1,
+            position.stand.given - 1,
         )
 
 

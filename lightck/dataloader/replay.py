@@ -4,6 +4,11 @@ A loader may fetch ahead of what it gives. One that is a batch ahead (Accelerate
 its first ``next()``, and at ``next()`` number k the batch k + 1, with the loop's own draws in between. So the states
 before the last two ``next()`` are set again: the batch that was given last and the one that waits in the loader are
 drawn as they were. A loader that fetches two batches ahead gives another last batch, and its checksum says so.
+
+``session.loader(dl, replay="skip")`` draws what was given before from the sampler alone. Of the batches before only the
+last one is fetched, and compared with the one that was given. What a dataset draws from a generator of its own, counts
+or keeps while it fetches is missing then, and what it draws from a global generator inside a worker: so this is the
+user's choice.
 """
 
 from __future__ import annotations
@@ -13,7 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset
+
 from lightck.dataloader.position import Mark, Position
+from lightck.dataloader.under import is_loader_of_torch
+from lightck.errors import SessionError
 
 log = logging.getLogger("lightck")
 _TELL_SECONDS = 10.0
@@ -24,19 +33,19 @@ class EndedEarly(Exception):
 
 
 def replay(
-    inner: Iterator[Any],
+    inner: Iterator[object],
     position: Position,
     set_mark: Callable[[Mark], None],
     progress: Progress,
     tell_healed: Callable[[int], None],
-) -> Any:
+) -> object:
     """Fetch and drop what was given before: each worker's random stream and the prefetching run along. Returns the last
     batch. Fetches that raised, and which the loop passed over, are made again: ``tell_healed`` is called with the place
     of one that gives a batch now. Raises ``EndedEarly``."""
     batch = None
-    if position.at_first is not None:
-        set_mark(position.at_first)
-    for index in range(position.given):
+    if position.stand.at_first is not None:
+        set_mark(position.stand.at_first)
+    for index in range(position.stand.given):
         _pass_over(inner, position, index, tell_healed)
         mark = position.before(index)
         if mark is not None:
@@ -46,13 +55,13 @@ def replay(
         except StopIteration:
             raise EndedEarly(index) from None
         progress.at(index + 1)
-    _pass_over(inner, position, position.given, tell_healed)
+    _pass_over(inner, position, position.stand.given, tell_healed)
     return batch
 
 
-def _pass_over(inner: Iterator[Any], position: Position, place: int, tell_healed: Callable[[int], None]) -> None:
+def _pass_over(inner: Iterator[object], position: Position, place: int, tell_healed: Callable[[int], None]) -> None:
     """As many errors as were counted behind batch ``place``, and not one more."""
-    for _ in range(position.raised.get(place, 0)):
+    for _ in range(position.stand.raised.get(place, 0)):
         try:
             next(inner)
         except StopIteration:
@@ -66,8 +75,8 @@ def _pass_over(inner: Iterator[Any], position: Position, place: int, tell_healed
 class Progress:
     """Says every ten seconds how far a long replay is."""
 
-    def __init__(self, name: str, count: int, what: str = "fetched again") -> None:
-        self._name, self._count, self._what = name, count, what
+    def __init__(self, name: str, count: int) -> None:
+        self._name, self._count = name, count
         self._begun = self._told = time.monotonic()
 
     def at(self, done: int) -> None:
@@ -75,10 +84,57 @@ class Progress:
         if now - self._told >= _TELL_SECONDS:
             self._told = now
             log.info(
-                "loader %r: %d of the %d batches that its pass gave before are %s, %.1f in a second",
+                "loader %r: %d of the %d batches that its pass gave before are fetched again, %.1f in a second",
                 self._name,
                 done,
                 self._count,
-                self._what,
                 done / (now - self._begun),
             )
+
+
+# -- replay="skip" -----------------------------------------------------------------------------------------------------
+
+FACT = " (those before it were not fetched: replay='skip'. Say replay='fetch', and all are)"
+
+
+def wants_skip(loader: object, replay: object) -> bool:
+    """What ``replay=`` says. Raises ``ValueError``; ``SessionError`` for a loader whose batches cannot be skipped."""
+    if replay not in ("fetch", "skip"):
+        raise ValueError(f"replay={replay!r}: say 'fetch' (all that a pass gave before) or 'skip' (in the sampler).")
+    is_plain = is_loader_of_torch(loader) and type(loader).__iter__ is DataLoader.__iter__  # type: ignore[attr-defined]
+    if replay == "skip" and (not is_plain or isinstance(loader.dataset, IterableDataset)):  # type: ignore[attr-defined]
+        raise SessionError(
+            f"replay='skip' on a {type(loader).__qualname__}: batches are skipped in the sampler of a plain DataLoader "
+            "over a map-style dataset, and this is none. Leave replay= out: what was given before is fetched again."
+        )
+    return replay == "skip"
+
+
+def iterate_behind(loader: DataLoader[object], count: int, then: Callable[[], None]) -> Iterator[object]:
+    """An iterator of the loader's that begins behind ``count`` batches. ``then`` is called where those are drawn."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = loader.__dict__[name]
+    loader.__dict__[name] = _Behind(sampler, count, then)  # which the iterator keeps; a DataLoader lets nobody set it
+    try:
+        return iter(loader)
+    finally:
+        loader.__dict__[name] = sampler
+
+
+class _Behind:
+    """A sampler, or a batch sampler. Once: persistent workers iterate it in each pass."""
+
+    def __init__(self, sampler: Any, count: int, then: Callable[[], None]) -> None:
+        self._sampler, self._count, self._then = sampler, count, then
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[object]:
+        drawn = iter(self._sampler)
+        count, self._count = self._count, 0
+        if count:
+            for _ in range(count):
+                next(drawn, None)
+            self._then()
+        yield from drawn

@@ -7,7 +7,7 @@ same only if nothing but fetches drew in between: in this process that is looked
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -27,7 +27,7 @@ class Watch(Protocol):
         """After a fetch: why a replay may not be exact, where that is seen now."""
 
 
-def watch(inner: Iterator[Any], in_process: bool) -> Watch | None:
+def watch(inner: Iterator[object], in_process: bool) -> Watch | None:
     """``inner``: torch's iterator over a DataLoader; for any other there is nothing to see."""
     if not in_process:
         return _AheadOfTheLoop(begins_late=not is_made_by_torch(inner))
@@ -83,7 +83,7 @@ class _BetweenItsDraws:
 class _Sampler:
     """The iterator over a sampler, or a batch sampler. It notes whether it draws while it is watched."""
 
-    def __init__(self, inner: Iterator[Any]) -> None:
+    def __init__(self, inner: Iterator[object]) -> None:
         self.inner = inner
         self.is_watched = False
         self.has_drawn = False
@@ -91,7 +91,7 @@ class _Sampler:
     def __iter__(self) -> _Sampler:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if not self.is_watched or self.has_drawn:
             return next(self.inner)
         before = torch.get_rng_state()

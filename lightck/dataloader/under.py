@@ -2,6 +2,11 @@
 
 Wrappers are looked through by what they hold, never by calling them: Accelerate's loaders (``base_dataloader``), timm's
 prefetcher (``loader``), and any object that holds exactly one DataLoader.
+
+Accelerate's are generators that begin at their first ``next()`` and run one batch ahead. They count the passes
+(``iteration``) and tell samplers the number. Those over torchdata's stateful loader give its state, which holds the
+order of a pass only where the sampler is torchdata's too, and no random states: so a pass is replayed, from the state
+before it.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ _DEPTH_MAX = 8
 _OF_SEQUENCES: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
-def core_of(loader: object) -> DataLoader[Any] | None:
+def core_of(loader: object) -> DataLoader[object] | None:
     """The DataLoader that fetches: the object itself or what it wraps; None where there is none, or several."""
     for one in chain(loader):
         if is_loader_of_torch(one):
@@ -55,18 +60,42 @@ def _held_by(wrapper: object) -> object | None:
     return loaders[0] if len(loaders) == 1 else None
 
 
-def may_run_ahead(batches: Iterator[Any]) -> bool:
+def may_run_ahead(batches: Iterator[object]) -> bool:
     """Whether it may have fetched more than it gave. What is in a list was made before."""
     return not is_made_by_torch(batches) and type(batches) not in _OF_SEQUENCES
 
 
-def is_made_by_torch(batches: Iterator[Any]) -> bool:
+def is_made_by_torch(batches: Iterator[object]) -> bool:
     """Whether this iterator is a DataLoader's own: it gives what it fetched last, and fetches nothing ahead here."""
     return type(batches).__module__ == "torch.utils.data.dataloader"
 
 
-def fetches_here(loader: object, core: DataLoader[Any] | None, batches: Iterator[Any]) -> bool:
+def fetches_here(loader: object, core: DataLoader[object] | None, batches: Iterator[object]) -> bool:
     """Whether a ``next()`` may draw random numbers for a batch in this process. Where workers fetch, torch's iterators
     and Accelerate's do not; a wrapper of another kind may change the batches here."""
     has_workers = core is not None and core.num_workers > 0
     return not (has_workers and (is_made_by_torch(batches) or is_accelerated(loader)))
+
+
+def keeps_state(loader: object) -> bool:
+    """Whether it is a loader of Accelerate's over a stateful loader."""
+    return is_accelerated(loader) and hasattr(getattr(loader, "base_dataloader", None), "load_state_dict")
+
+
+def passes_of(loader: object) -> int | None:
+    """The number of the pass that a loader of Accelerate's tells its sampler; None for any other loader."""
+    count = getattr(loader, "iteration", None) if is_accelerated(loader) else None
+    return count if type(count) is int and count >= 0 else None
+
+
+def set_passes(loader: Any, count: int | None) -> None:
+    if count is not None and passes_of(loader) is not None:
+        loader.iteration = count
+
+
+def renew(core: Any) -> None:
+    """Give a stateful loader a new iterator for its first pass, which Accelerate makes when it is prepared, where that
+    was used up since. (The attribute is private to torchdata; a wrong batch would be found.)"""
+    if not getattr(core, "_initial_iter_for_state_dict", True):
+        core.load_state_dict({})
+        core.state_dict()

@@ -74,11 +74,11 @@ class WithinBatch:
 
 
 def _stand(pass_: Pass | None) -> _Stand:
-    return pass_, 0 if pass_ is None else pass_.given
+    return pass_, 0 if pass_ is None else pass_.stand.given
 
 
 def _is_within(pass_: Pass | None, step: int) -> bool:
-    return pass_ is not None and pass_.given > 0 and (pass_.has_trained(step) or pass_.fetched_at == step)
+    return pass_ is not None and pass_.stand.given > 0 and (pass_.has_trained(step) or pass_.fetched_at == step)
 
 
 def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:

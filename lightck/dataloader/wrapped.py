@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsInt
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -63,7 +63,7 @@ def _class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _plain(count: Any) -> int | None:
+def _plain(count: SupportsInt | None) -> int | None:
     """A count as it was given to a DataLoader, which takes numpy's numbers too."""
     return None if count is None else int(count)
 
@@ -77,7 +77,7 @@ def identity_of(loader: object, stateful: bool) -> Identity:
     return outside if core is None or stateful else {**_built(core), **outside}
 
 
-def _built(loader: DataLoader[Any]) -> Identity:
+def _built(loader: DataLoader[object]) -> Identity:
     sampler = _class_name(loader.sampler)
     if loader.batch_sampler is not None:
         sampler = f"{_class_name(loader.batch_sampler)}({sampler})"
@@ -104,9 +104,10 @@ def has_one_pass(loader: object) -> bool:
 def drifted(name: str, drift: Drift, position: Position) -> DriftError:
     text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
     fact = f"loader {name!r} differs from the one that was saved: {text}."
-    if position.given == position.identity.get("length"):
+    given = position.stand.given
+    if given == position.identity.get("length"):
         return DriftError(
-            f"{fact} All {position.given} batches of its pass were given when the checkpoint of it was closed, and the "
+            f"{fact} All {given} batches of its pass were given when the checkpoint of it was closed, and the "
             "loop goes on behind them, at the epoch's end. If that was the end of the training, close it with "
             "session.close(done=True), and do not enter the loop where session.done. Else build the loader as it was; "
             "session.loader(..., anew=True) would train this pass once more.",
@@ -155,13 +156,13 @@ def refuse_own(loader: object, name: str) -> None:
             f"A session loader has no {name}(): its position is part of every checkpoint already. The state of the "
             "wrapped loader is to be had from .loader."
         )
-    if name.startswith("_"):
+    if name.startswith("_") or name == "loader":  # the latter of one that is not built yet
         raise AttributeError(f"{type(loader).__name__!r} object has no attribute {name!r}")
 
 
 def is_stateful(loader: object) -> bool:
     if is_accelerated(loader):
-        return False  # its loaders have the methods, but their state does not bring a pass back: see accelerated.py
+        return False  # its loaders have the methods, but their state does not bring a pass back: see under.py
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 

@@ -19,6 +19,7 @@ from typing import IO
 from lightck.errors import ExportError, ExportExistsError
 from lightck.noting import Noting
 from lightck.pool.storage.backends import is_pool
+from lightck.pool.storage.file import sync_folder
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
@@ -53,7 +54,7 @@ def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iter
             file.flush()
             os.fsync(file.fileno())
         _give_name(temporary, path, overwrite)
-        _sync_folder(os.path.dirname(os.path.abspath(path)))
+        sync_folder(os.path.dirname(os.path.abspath(path)))
     except ExportError:
         raise
     except OSError as err:
@@ -79,7 +80,7 @@ def refuse_existing(path: str, *, overwrite: bool) -> None:
 
 def refuse_irreplaceable(path: str) -> None:
     if is_pool(path):
-        raise _existing(
+        raise ExportExistsError(
             f"{path!r} is a pool. It may hold all that there is of a training, so no other file replaces it, not even "
             "where files may be overwritten. Choose another name; if nobody needs the pool, remove it first."
         )
@@ -90,12 +91,12 @@ def refuse_irreplaceable(path: str) -> None:
     except OSError as err:  # what cannot be looked at may be anything
         raise _error(path, err) from err
     if stat.S_ISLNK(mode):
-        raise _existing(
+        raise ExportExistsError(
             f"{path!r} is a symbolic link, and a file would replace the link, not what it leads to. "
             f"Name the file itself ({os.path.realpath(path)!r}), or remove the link."
         )
     if not stat.S_ISREG(mode):
-        raise _existing(
+        raise ExportExistsError(
             f"{path!r} is no file but a {_kind(mode)}, which a file would replace for everybody who uses it. "
             "Choose the name of a file."
         )
@@ -120,30 +121,15 @@ def _give_name(temporary: str, path: str, overwrite: bool) -> None:
     os.rename(temporary, path)
 
 
-def _sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _exists(path: str) -> ExportExistsError:
-    return _existing(
+    return ExportExistsError(
         f"The file {path!r} exists. It is not overwritten unasked. Choose another name, or say overwrite=True."
     )
 
 
-def _existing(message: str) -> ExportExistsError:
-    error = ExportExistsError(message)
-    error.errno = errno.EEXIST
-    return error
-
-
 def _error(path: str, err: OSError) -> ExportError:
-    error = ExportError(
+    return ExportError(
         f"The file {path!r} could not be written: {err.strerror or err}. Nothing is left of it, and a file that was "
-        "there before is as it was. Look at its folder (space, owner, limits), or choose another."
+        "there before is as it was. Look at its folder (space, owner, limits), or choose another.",
+        err.errno,
     )
-    error.errno = err.errno
-    return error

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -81,7 +81,7 @@ def _model(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tenso
             chosen.add(name, Planned(entry.dtype, entry.shape, partial(read, entry.name)))
 
 
-def _rest(contents: Contents, rest: Readable) -> dict[str, Any]:
+def _rest(contents: Contents, rest: Readable) -> dict[str, object]:
     return {
         "step": contents.step,
         "iteration": contents.iteration,
@@ -91,11 +91,11 @@ def _rest(contents: Contents, rest: Readable) -> dict[str, Any]:
     }
 
 
-def _optimizer(saved: OptimizerContents, rest: Readable) -> dict[str, Any]:
+def _optimizer(saved: OptimizerContents, rest: Readable) -> dict[str, object]:
     return {
         "class": saved.class_name,
         "groups": [
-            {"params": names, **rest.of(options, "optimizer/param_groups")}
+            {"params": names, **rest.of_map(options, "optimizer/param_groups")}
             for names, options in zip(saved.names, saved.groups, strict=True)
         ],
         "values": rest.of(unpack_dict(saved.values, tensor=_large), "optimizer"),
@@ -103,7 +103,7 @@ def _optimizer(saved: OptimizerContents, rest: Readable) -> dict[str, Any]:
     }
 
 
-def _unpack(packed: bytes) -> Any:
+def _unpack(packed: bytes) -> object:
     return values.unpack(packed, tensor=_large)
 
 

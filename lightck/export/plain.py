@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from lightck.errors import StateValueError
 from lightck.export.tensors import Planned
 from lightck.restore.checkpoint import Checkpoint
 from lightck.restore.contents import Contents, named
-from lightck.state.dtypes import dtype_name
+from lightck.state.storable import dtype_name
 
 if TYPE_CHECKING:
     from lightck.export.choice import Chosen
@@ -42,7 +42,7 @@ class Readable:
         self._contents = contents
         self._read = read
 
-    def of(self, value: Any, path: str) -> Any:
+    def of(self, value: object, path: str) -> object:
         if isinstance(value, np.generic):
             value = value.item()
         if value is None or isinstance(value, (bool, int, str)):
@@ -52,17 +52,20 @@ class Readable:
         if isinstance(value, complex):
             return [value.real, value.imag]
         if isinstance(value, Mapping):
-            self._refuse_one_name(value, path)
-            return {str(key): self.of(item, f"{path}/{key}") for key, item in value.items()}
+            return self.of_map(value, path)
         if isinstance(value, (list, tuple, set, frozenset, deque)):
             return [self.of(item, f"{path}/{i}") for i, item in enumerate(value)]
         if isinstance(value, Large):
             return {"tensor": self._large(value.name)}
         return {"tensor": self._tensor(path, _as_tensor(value))}
 
-    def _refuse_one_name(self, value: Mapping[Any, Any], path: str) -> None:
+    def of_map(self, value: Mapping[Any, object], path: str) -> dict[str, object]:
+        self._refuse_one_name(value, path)
+        return {str(key): self.of(item, f"{path}/{key}") for key, item in value.items()}
+
+    def _refuse_one_name(self, value: Iterable[object], path: str) -> None:
         """Of 1 and "1" the file would hold the last, without a word."""
-        seen: dict[str, Any] = {}
+        seen: dict[str, object] = {}
         for key in value:
             if str(key) in seen:
                 raise StateValueError(
@@ -85,15 +88,16 @@ class Readable:
         return self._chosen.add(name, Planned(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor))
 
 
-def _as_tensor(value: Any) -> torch.Tensor:
+def _as_tensor(value: object) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, bytes):
         return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+    assert isinstance(value, np.ndarray), "nothing else can be stored"
     return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
 
 
-def everything(checkpoint: Checkpoint) -> dict[str, Any]:
+def everything(checkpoint: Checkpoint) -> dict[str, object]:
     """All that a checkpoint holds, as torch has it."""
     rng = checkpoint.rng
     return {
@@ -107,7 +111,7 @@ def everything(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def for_torch(value: Any) -> Any:
+def for_torch(value: object) -> object:
     """The value without the types that ``torch.load(..., weights_only=True)`` refuses; each tensor as it is."""
     if isinstance(value, np.ndarray):
         return _as_tensor(value)
@@ -131,18 +135,18 @@ def for_torch(value: Any) -> Any:
 class _NoBytes:
     """``b""`` in the words in which torch takes bytes: pickle writes empty ones by a name that is refused."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return codecs.encode, ("", "latin1")
 
 
 _NO_BYTES = _NoBytes()
 
 
-def count_tensors(value: Any) -> int:
+def count_tensors(value: object) -> int:
     """Different tensors in a nested value."""
     found: set[int] = set()
 
-    def look(item: Any) -> None:
+    def look(item: object) -> None:
         if isinstance(item, torch.Tensor):
             found.add(id(item))
         elif isinstance(item, Mapping):

@@ -35,18 +35,6 @@ class First(NamedTuple):
 class Following:
     """What came since a point. `firsts` grows, and nothing in it changes. This runs at each step: it is kept short."""
 
-    __slots__ = (
-        "_batches",
-        "_both_forwards",
-        "_is_unsettled",
-        "_read",
-        "_saw_forward",
-        "_saw_forward_of_batch",
-        "_updates",
-        "firsts",
-        "is_updated",
-    )
-
     def __init__(self, *, both_forwards: bool = False) -> None:
         """``both_forwards``: the first one and the first of a batch, where these are two. Else only the first."""
         self.firsts: list[First] = []

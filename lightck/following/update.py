@@ -8,10 +8,9 @@ of the loss's own. Nothing but this shows it. A few words of two gradients cost 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from operator import is_
-from typing import Any
 
 import torch
 
@@ -85,10 +84,10 @@ class _Options:
     """Options of an optimizer, and their checksum, which is made anew where one is another object than before."""
 
     def __init__(self) -> None:
-        self._values: list[Any] = []
+        self._values: list[object] = []
         self._checksum: int | None = None
 
-    def checksum(self, groups: list[dict[str, Any]]) -> int:
+    def checksum(self, groups: Sequence[Mapping[str, object]]) -> int:
         values = [v for group in groups for k, v in group.items() if k != "params"]
         known = self._checksum
         if known is not None and len(values) == len(self._values) and all(map(is_, values, self._values)):
@@ -99,13 +98,13 @@ class _Options:
         return found
 
 
-def _is_unchanging(value: Any) -> bool:
+def _is_unchanging(value: object) -> bool:
     if type(value) is tuple:
         return all(type(each) in _UNCHANGING for each in value)
     return type(value) in _UNCHANGING
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """What is compared of an option: its number or text, and nothing of what lies on a device."""
     if isinstance(value, (bool, str, type(None))):
         return value
@@ -184,5 +183,5 @@ def _checksum(tensor: torch.Tensor) -> int | None:
     if tensor.untyped_storage().nbytes() < nbytes:
         return None  # its memory was given back
     data = ffi.cast("char *", tensor.data_ptr())
-    crc: int = lib.lck_crc32c_spread(data, nbytes, _FLOATS.get(tensor.dtype, 0), _WORDS)
+    crc = lib.lck_crc32c_spread(data, nbytes, _FLOATS.get(tensor.dtype, 0), _WORDS)
     return crc & 0xFFFFFFFE or 2

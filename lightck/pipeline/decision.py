@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from lightck.pool.writer import PoolWriter
-from lightck.state.closing import Closing
+from lightck.state.looks import Closing
 
 
 class CommitDecision(Protocol):

@@ -22,9 +22,8 @@ import torch
 
 from lightck.pipeline.watch import Look, look
 from lightck.pipeline.write_table import NONE, Columns, Record
-from lightck.pool.draft import Draft
 from lightck.pool.slots import Slot
-from lightck.pool.writer import PoolWriter
+from lightck.pool.writer import Draft, PoolWriter
 from lightck.state.blocks import checksums
 from lightck.state.inventory import Live
 

@@ -17,9 +17,9 @@ import torch
 from lightck.pipeline.decision import CommitDecision
 from lightck.pool.format.layout import is_dense
 from lightck.pool.writer import PoolWriter
-from lightck.state.closing import Closing
 from lightck.state.inventory import Live
-from lightck.state.scaler import enabled
+from lightck.state.looks import Closing
+from lightck.state.nest import enabled
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")

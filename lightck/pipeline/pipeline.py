@@ -39,8 +39,8 @@ from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import FullError, PoolWriter
-from lightck.state.closing import Closing
 from lightck.state.inventory import entry_of
+from lightck.state.looks import Closing
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")

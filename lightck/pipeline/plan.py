@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lightck.pipeline.write_table import Columns, Record, Staged
-from lightck.state.closing import Closing
 from lightck.state.inventory import Live
+from lightck.state.looks import Closing
 
 IsStored = Callable[[Live, Record], bool]
 """Whether the slot holds these bytes already, as two checkpoints in a row have shown."""

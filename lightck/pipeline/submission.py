@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from lightck.pipeline.plan import WritePlan
 from lightck.pipeline.write_table import NONE, Record, Staged
-from lightck.pool.plan import VersionPlan
-from lightck.pool.writer import PoolWriter
+from lightck.pool.writer import PoolWriter, VersionPlan
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.inventory import Live, memory_of, staged
 

@@ -17,10 +17,9 @@ import torch
 from lightck.pool.format.layout import Entry
 from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
-from lightck.state.closing import Closing
 from lightck.state.inventory import Live, entry_of, is_plain, memory_of
 from lightck.state.lanes import Lane, lane_of
-from lightck.state.looks import Reading, reading_of
+from lightck.state.looks import Closing, Reading, reading_of
 
 NONE = np.array([], np.int64)
 NOW_NBYTES = 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ from lightck.pool.format.structures import (
     layout_hash,
 )
 from lightck.pool.storage.backend import Backend, Container
+from lightck.pool.storage.failures import undone
 
 RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
 STATE_MIN, STATE_FACTOR = 256 * KIB, 4
@@ -47,19 +49,15 @@ def create(
     """
     sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras)
     container = _allocated(backend, path, sb.nbytes, may_discard)
-    try:
-        medium = Medium(container.fd, container.extents, backend.probe(path).tier)
-        try:
-            for offset in sb.table_offsets:
-                medium.store(offset, table)
-            for copy in (0, 1):
-                medium.store(copy * PAGE, sb.pack())
-            medium.sync()
-        finally:
-            medium.close()
-    except BaseException:
-        container.close()
-        raise
+    with (
+        undone(container.close),
+        contextlib.closing(Medium(container.fd, container.extents, backend.probe(path).tier)) as medium,
+    ):
+        for offset in sb.table_offsets:
+            medium.store(offset, table)
+        for copy in (0, 1):
+            medium.store(copy * PAGE, sb.pack())
+        medium.sync()
     return container, sb
 
 

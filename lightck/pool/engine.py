@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lightck._native import NativeError, errno_of, ffi, lib, reason
 from lightck._native import check as _check
@@ -20,6 +20,9 @@ from lightck.errors import BackgroundError
 from lightck.pool.storage import emulation
 from lightck.pool.storage.extents import Extents, native
 from lightck.pool.storage.failures import io_error
+
+if TYPE_CHECKING:
+    from lightck._native import CData
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -36,12 +39,11 @@ def check(status: int, what: str) -> None:
     try:
         _check(status, what)
     except NativeError as err:
-        error = BackgroundError(
+        raise BackgroundError(
             f"The pool could not be written: {err}. The versions committed before are intact. Look at the pool's "
-            "medium (space, health), then start again with resume=True."
-        )
-        error.errno = err.errno
-        raise error from err
+            "medium (space, health), then start again with resume=True.",
+            err.errno,
+        ) from err
 
 
 class Medium:
@@ -56,9 +58,9 @@ class Medium:
         status = lib.lck_medium_open(fd, native(extents), len(extents), tier, out)
         if status != lib.LCK_OK:
             raise io_error("The pool cannot be mapped into memory", errno_of(status), reason(status))
-        self.handle: Any = out[0]
-        self.nbytes = int(lib.lck_medium_size(self.handle))
-        self.address = int(lib.lck_medium_address(self.handle))
+        self.handle: CData | None = out[0]
+        self.nbytes = lib.lck_medium_size(self.handle)
+        self.address = lib.lck_medium_address(self.handle)
         if Medium.trace_from_start:
             check(lib.lck_trace_start(self.handle), "starting a trace")
 
@@ -96,7 +98,7 @@ class JobInfo:
 
 def find_openmp(library: str) -> bool:
     """Whether this library, which is loaded already, uses GNU OpenMP."""
-    return bool(lib.lck_openmp_find(library.encode()) == lib.LCK_OK)
+    return lib.lck_openmp_find(library.encode()) == lib.LCK_OK
 
 
 class Engine:
@@ -110,7 +112,7 @@ class Engine:
         status = lib.lck_engine_open(n, out)
         if status != lib.LCK_OK:
             raise io_error("The threads that copy versions cannot be started", errno_of(status), reason(status))
-        self.handle: Any = out[0]
+        self.handle: CData | None = out[0]
         self._pid = os.getpid()
         self._asking = threading.RLock()
         """Held to ask, and to take the handle away: a signal's handler may ask in the middle of that."""
@@ -133,7 +135,7 @@ class Engine:
     def wait_passively(self, on: bool) -> bool:
         """Whether OpenMP's threads sleep soon where they wait while a version is copied, instead of spinning. False
         where that cannot be had: without ``find_openmp``, or where no thread more can be started."""
-        return bool(lib.lck_engine_passive(self.handle, on) == lib.LCK_OK)
+        return lib.lck_engine_passive(self.handle, on) == lib.LCK_OK
 
     def populate(self, medium: Medium) -> None:
         check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")
@@ -142,14 +144,14 @@ class Engine:
         """Wait until no thread touches this mapping any more. False where a job on it has not ended."""
         if self.handle is None or medium.handle is None:
             return True
-        return bool(lib.lck_engine_quiesce(self.handle, medium.handle) != lib.LCK_ESTATE)
+        return lib.lck_engine_quiesce(self.handle, medium.handle) != lib.LCK_ESTATE
 
     @property
     def cpu_seconds(self) -> float:
         """CPU time of all copy threads so far."""
-        return self.asked(lambda handle: float(lib.lck_engine_cpu_ns(handle)) * 1e-9, self._cpu_seconds)
+        return self.asked(lambda handle: lib.lck_engine_cpu_ns(handle) * 1e-9, self._cpu_seconds)
 
-    def asked(self, ask: Callable[[Any], T], closed: T) -> T:
+    def asked(self, ask: Callable[[CData], T], closed: T) -> T:
         """What any thread may ask at any time: of the handle, while there is one."""
         if self.is_forked:  # another thread may have been asking then
             return closed
@@ -179,10 +181,10 @@ class Job:
     ``parts``: copies of the same version that were begun before it; it ends only with them.
     """
 
-    def __init__(self, engine: Engine, ticket: int, keep: Any, parts: Sequence[Job] = ()) -> None:
+    def __init__(self, engine: Engine, ticket: int, keep: object, parts: Sequence[Job] = ()) -> None:
         self._engine = engine
         self._ticket = ticket
-        self._keep = keep
+        self._keep: object = keep
         self.parts = tuple(parts)
         self.is_released = False
         self._why: BaseException | None = None
@@ -206,7 +208,7 @@ class Job:
         """Whether its copies may still read; False also where the job is forgotten already."""
         out = ffi.new("lck_job_info *")
         status = lib.lck_job_info_get(self._engine.handle, self._ticket, out)
-        return bool(status == lib.LCK_OK and out.state < lib.LCK_JOB_COPIED)
+        return status == lib.LCK_OK and out.state < lib.LCK_JOB_COPIED
 
     def release(self) -> None:
         """Allow the commit. All is copied: ``wait(COPIED)`` returned True."""
@@ -265,18 +267,18 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        return bool(self.info().state >= lib.LCK_JOB_COMMITTED)
+        return self.info().state >= lib.LCK_JOB_COMMITTED
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.info().state == lib.LCK_JOB_FAILED)
+        return self.info().state == lib.LCK_JOB_FAILED
 
     @property
     def has_committed(self) -> bool:
         """Whether its line is durable; False also where the job is forgotten already."""
         out = ffi.new("lck_job_info *")
         status = self._engine.asked(lambda handle: lib.lck_job_info_get(handle, self._ticket, out), lib.LCK_ESTATE)
-        return bool(status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED)
+        return status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED
 
     def forget(self) -> None:
         """Free the engine's entry of a job that has ended, and its sources."""
@@ -290,17 +292,16 @@ class Job:
             return
         out = ffi.new("lck_job_info *")
         lib.lck_job_info_get(self._engine.handle, self._ticket, out)
-        code = int(out.error)
+        code = out.error
         why, cure = os.strerror(code) if code else reason(status), "the pool's medium (space, health)"
         if self._why is not None:
             why = f"its tensors did not come from their device ({type(self._why).__name__}: {self._why})"
             cure = "the device (its log, its memory)"
-        error = BackgroundError(
+        raise BackgroundError(
             f"A checkpoint could not be written: {why}. The versions committed before are intact; this one was "
-            f"never called good. Look at {cure}, then start again with resume=True."
-        )
-        error.errno = code or None
-        raise error from self._why
+            f"never called good. Look at {cure}, then start again with resume=True.",
+            code or None,
+        ) from self._why
 
 
 def _together(own: JobInfo, parts: Sequence[JobInfo]) -> JobInfo:

@@ -20,14 +20,14 @@ import numpy as np
 from lightck import _native
 from lightck._native import ffi, lib
 from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolTruncatedError
-from lightck.pool.format import layout_decode
-from lightck.pool.format.checksum import uuid_words
+from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry, blocks_of
 from lightck.pool.format.structures import (
     LINE_NBYTES,
     MANIFEST_HEADER_NBYTES,
     NEXT_NBYTES,
     NEXT_OFFSET,
+    NUMBER_MAX,
     RO_COMPAT_KNOWN,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
@@ -41,13 +41,13 @@ from lightck.pool.format.structures import (
     manifest_hash,
     unpack_next,
     unpack_slot_header,
+    uuid_words,
 )
 from lightck.pool.ring import Ring, candidates, read_ring
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import native
-from lightck.pool.storage.failures import io_error, is_of_medium, told
-from lightck.pool.writable import refuse_unwritable
+from lightck.pool.storage.failures import io_error, is_of_medium, told, undone
 
 log = logging.getLogger("lightck")
 RECORD_DTYPE = np.dtype([("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("zero", "<u4")])
@@ -56,6 +56,8 @@ READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs",
 MANY_NBYTES = 4 << 20
 """Less than this is read by one thread: starting others costs more."""
 THREADS_MAX = 8
+HIGHEST = NUMBER_MAX // 2
+"""Of any number to go on from: what comes after it is far from what a reader takes for damage."""
 HOLLOW_NBYTES = 64 << 20
 """What may be read at once of a file that takes up less: a hole costs whoever makes a file nothing."""
 
@@ -164,7 +166,7 @@ class PoolReader:
             table = self.read(offset, sb.table_nbytes) if self._can_hold(sb.table_nbytes) else b""
             if layout_hash(table) == sb.table_hash:
                 try:
-                    return table, layout_decode.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
+                    return table, layout.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
                 except DamagedError as err:
                     raise CorruptPoolError(
                         f"The pool {self.path!r} has an impossible layout ({err}). Whoever wrote it was no lightck, or "
@@ -284,7 +286,7 @@ class Version:
         sb = reader.superblock
         if header.n_table != len(reader.entries):
             raise DamagedError("its manifest counts on another layout")
-        extras = layout_decode.decode_extras(
+        extras = layout.decode_extras(
             manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
             low=sb.reserve_offset,
             high=sb.slot_nbytes,
@@ -299,7 +301,7 @@ class Version:
         self._index = self._present()
         self.entries: dict[str, Entry] = {name: self._all[number] for name, number in self._index.items()}
         """The tensors of this version by name."""
-        layout_decode.check_ties(self.entries)
+        layout.check_ties(self.entries)
 
     def _present(self) -> dict[str, int]:
         """name -> record number of every tensor in this version, each checked against layout and bounds."""
@@ -330,14 +332,14 @@ class Version:
         if not entry.nbytes:
             return
         bad = ffi.new("uint64_t *")
-        crcs = ffi.cast("uint32_t *", self._crcs_at(number))
+        first_crc = self.crcs.ctypes.data + 4 * int(record["crc"])
         status = lib.lck_read_verified(
             *self.reader.source,
             self._base + entry.offset,
             ffi.cast("void *", address),
             entry.nbytes,
             self.reader.superblock.block,
-            crcs,
+            ffi.cast("uint32_t *", first_crc),
             *uuid_words(self.header.origin),
             number,
             int(record["generation"]),
@@ -379,10 +381,6 @@ class Version:
         """Where its slot begins in the pool."""
         return self.reader.superblock.slots[self.line.slot][0]
 
-    def _crcs_at(self, number: int) -> int:
-        """Address of the first checksum of a record."""
-        return int(self.crcs.ctypes.data) + 4 * int(self.records[number]["crc"])
-
     def _refuse_bad(self, status: int, name: str, block: int) -> None:
         if status == lib.LCK_ECHECKSUM:
             raise DamagedError(f"block {block} of {name!r} does not match its checksum")
@@ -421,8 +419,24 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
 
 
 def _read(container: Container, path: str) -> PoolReader:
-    try:
+    with undone(container.close):
         return PoolReader(container, path)
-    except BaseException:
-        container.close()
-        raise
+
+
+def refuse_unwritable(reader: PoolReader) -> None:
+    """Whether a training may go on in a pool that can be read: asked before anything in it, or in a model, is changed.
+    Raises ``FormatError``, ``CorruptPoolError``."""
+    if not reader.is_writable:
+        raise FormatError(
+            f"{reader.path!r}: the pool uses features ({reader.superblock.ro_compat:#x}) that this lightck can "
+            "read but not write. It was written by a newer lightck. Install that version to go on in it; "
+            "lightck.recover() reads it."
+        )
+    generations = (reader.slot_generation(slot) or 0 for slot in range(len(reader.superblock.slots)))
+    highest = max(reader.ring().highest, *generations)
+    if highest >= HIGHEST:
+        raise CorruptPoolError(
+            f"The pool {reader.path!r} has counted up to {highest}, and its numbers end at {NUMBER_MAX}. No training "
+            "comes so far: it is damaged, or was made to look like this. lightck.recover() reads it; train into "
+            "another pool, or overwrite=True discards it."
+        )

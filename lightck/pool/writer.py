@@ -11,17 +11,15 @@ import errno
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from lightck._native import errno_of, ffi, lib, reason
 from lightck.errors import BackgroundError
-from lightck.pool.draft import Draft
-from lightck.pool.engine import Engine, Job, Medium
+from lightck.pool.engine import COPIED, Engine, Job, Medium
 from lightck.pool.format import layout
-from lightck.pool.format.checksum import uuid_words
 from lightck.pool.format.layout import Entry, blocks_of
 from lightck.pool.format.structures import (
     KIND_ADOPTION,
@@ -33,15 +31,18 @@ from lightck.pool.format.structures import (
     NextBatch,
     pack_next,
     pack_slot_header,
+    uuid_words,
 )
-from lightck.pool.plan import VersionPlan
 from lightck.pool.reader import PoolReader
 from lightck.pool.ring import Ring, next_position
 from lightck.pool.slots import Slot, SlotImage, Slots, crc_starts
-from lightck.pool.storage import placement
 from lightck.pool.storage.durability import TIER_DISK, Durability
 from lightck.pool.storage.failures import io_error
 from lightck.pool.storage.lock import PoolLock
+from lightck.pool.storage.system import processors_near
+
+if TYPE_CHECKING:
+    from lightck._native import Commit
 
 log = logging.getLogger("lightck")
 COPY_DTYPE = np.dtype(
@@ -51,6 +52,37 @@ COPY_DTYPE = np.dtype(
 
 class FullError(Exception):
     """What has to be stored does not fit this pool's layout: a new pool file is needed. Internal."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPlan:
+    """One version as the pipeline hands it down: numbers and addresses, no tensors. Arrays are parallel; record numbers
+    are the writer's."""
+
+    step: int
+    iteration: int
+    records: npt.NDArray[np.int64]
+    """Record numbers of the tensors to copy."""
+    sources: npt.NDArray[np.uint64]
+    """Their addresses."""
+    now: npt.NDArray[np.bool_]
+    """Whether to copy before ``begin`` returns."""
+    kept: npt.NDArray[np.int64]
+    """Record numbers of the tensors whose bytes in the slot still hold."""
+    present: npt.NDArray[np.int64]
+    """Record numbers that have no bytes to copy: tied or empty tensors."""
+    state: bytes
+
+
+@dataclass(slots=True)
+class Pending:
+    """A version between ``begin`` and its end."""
+
+    job: Job
+    slot: Slot
+    line: CommitLine
+    position: int
+    plan: VersionPlan
 
 
 class PoolWriter:
@@ -86,7 +118,8 @@ class PoolWriter:
         """name -> what the caller remembers of a tensor whose extent it compared before."""
         self.columns: object = None
         """What the caller remembers of all tensors of the last version."""
-        self._generation: int = self.ring.generation if after is None else after._generation
+        self.generation: int = self.ring.generation if after is None else after.generation
+        """The last one that was given to a checkpoint."""
         self.incarnation: int = self.ring.incarnation + 1 if after is None else after.incarnation
         self._last_position = max(self.ring.lines, key=lambda p: self.ring.lines[p].generation, default=-1)
         self._engine = engine
@@ -106,8 +139,8 @@ class PoolWriter:
         self._index_entries()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
         # Beyond the slots' too: so what a version that never committed left there is older than the adoption, and dead.
-        self._generation = max(self._generation, *(slot.generation or 0 for slot in self.slots.slots))
-        self._engine.run_on(placement.processors(self.durability.numa_node, self._engine.threads))
+        self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
+        self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
         if self.durability.tier != TIER_DISK:  # there it would read the whole pool and mark it dirty
             self._engine.populate(self.medium)
 
@@ -224,18 +257,8 @@ class PoolWriter:
 
     def adopt(self, line: CommitLine) -> None:
         """Go on from this version: a durable adoption line, then its slot is protected."""
-        self._generation += 1
-        adoption = CommitLine(
-            self._generation,
-            self.incarnation,
-            line.step,
-            line.payload_generation,
-            line.manifest_hash,
-            line.manifest_nbytes,
-            KIND_ADOPTION,
-            line.slot,
-            line.manifest_index,
-        )
+        self.generation += 1
+        adoption = line._replace(generation=self.generation, incarnation=self.incarnation, kind=KIND_ADOPTION)
         position = self._next_position()
         self.medium.line(self.superblock.line_offset(position), adoption.pack(self.superblock.uuid))
         self._note_line(position, adoption)
@@ -263,39 +286,34 @@ class PoolWriter:
         for slot in struck:
             assert not slot.in_flight, "nothing of it may be under way"
             assert slot.index != self.slots.protected, "the newest checkpoint is never struck"
-            self._generation += 1
+            self.generation += 1
             self.medium.store(
-                slot.offset, pack_slot_header(self._generation, slot.index, self.superblock.uuid, struck=True)
+                slot.offset, pack_slot_header(self.generation, slot.index, self.superblock.uuid, struck=True)
             )
             self._slot_unknown(slot)
         if struck:
             self.medium.sync()
         return [slot.index for slot in struck]
 
-    @property
-    def generation(self) -> int:
-        """The last one that was given to a checkpoint."""
-        return self._generation
-
     # -- versions ----------------------------------------------------------------------------------------
 
     def draft(self, slot: Slot) -> Draft:
         """Take a slot for a version that is not closed yet."""
         self._refuse_lost_lock()
-        self._generation += 1
-        slot.generation, slot.in_flight, slot.made_at = self._generation, True, None
-        return Draft(self, slot, self._generation)
+        self.generation += 1
+        slot.generation, slot.in_flight, slot.made_at = self.generation, True, None
+        return Draft(self, slot, self.generation)
 
-    def begin(self, plan: VersionPlan, slot: Slot, keep: Any, draft: Draft | None = None) -> Pending:
+    def begin(self, plan: VersionPlan, slot: Slot, keep: object, draft: Draft | None = None) -> Pending:
         """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``FullError`` before that.
 
         ``draft``: what was begun of it in this slot; its records are among ``plan.present``.
         """
         if draft is None:
             self._refuse_lost_lock()
-        generation = self._generation + 1 if draft is None else draft.generation
+        generation = self.generation + 1 if draft is None else draft.generation
         image_nbytes = self._fill_image(slot, plan, generation)
-        self._generation = max(self._generation, generation)
+        self.generation = max(self.generation, generation)
         slot.generation, slot.in_flight, slot.made_at = generation, True, None
         position = self._next_position()
         parts = [] if draft is None else draft.parts
@@ -318,7 +336,7 @@ class PoolWriter:
             image_nbytes,
             KIND_VERSION,
             slot.index,
-            int(commit.manifest_index),
+            commit.manifest_index,
         )
         return Pending(job, slot, line, position, plan)
 
@@ -328,7 +346,7 @@ class PoolWriter:
         records: npt.NDArray[np.int64],
         sources: npt.NDArray[np.uint64] | None,
         flags: int,
-        keep: Any,
+        keep: object,
     ) -> Job | None:
         """Of ``Draft.copy``. None where the engine is busy."""
         slot = draft.slot
@@ -344,12 +362,12 @@ class PoolWriter:
             raise _submit_error(status)
         return Job(self._engine, ticket, (keep, copies))
 
-    def _submit(self, copies: npt.NDArray[Any], commit: Any) -> tuple[int, int]:
+    def _submit(self, copies: npt.NDArray[np.void], commit: Commit) -> tuple[int, int]:
         """(status, ticket)"""
         ticket = ffi.new("uint64_t *")
         array = ffi.cast("lck_copy *", copies.ctypes.data)
         status = lib.lck_job_submit(self._engine.handle, self.medium.handle, array, len(copies), commit, ticket)
-        return status, int(ticket[0])
+        return status, ticket[0]
 
     def _fill_image(self, slot: Slot, plan: VersionPlan, generation: int) -> int:
         image = slot.image
@@ -391,14 +409,14 @@ class PoolWriter:
         records: npt.NDArray[np.int64],
         sources: npt.NDArray[np.uint64] | int,
         flags: npt.NDArray[np.int64] | int,
-    ) -> npt.NDArray[Any]:
+    ) -> npt.NDArray[np.void]:
         copies = self._template[records]
         copies["dst"] += np.uint64(slot.offset)
         copies["src"] = sources
         copies["flags"] = flags
         return copies
 
-    def _commit(self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int) -> Any:
+    def _commit(self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int) -> Commit:
         sb = self.superblock
         lo, hi = uuid_words(sb.uuid)
         return ffi.new(
@@ -465,13 +483,12 @@ class PoolWriter:
         ``BackgroundError``."""
         if self.reader.container.is_current():
             return
-        error = BackgroundError(
+        raise BackgroundError(
             f"The pool {self.reader.path!r} was removed, moved, replaced or truncated while it was in use. What is "
             "committed now could not be found after a crash. Keep cleaners of temporary files away from it; close this "
-            "session, and attach again: the training in memory is whole."
+            "session, and attach again: the training in memory is whole.",
+            errno.ENOENT,
         )
-        error.errno = errno.ENOENT
-        raise error
 
     def _refuse_lost_lock(self, *, by_file: bool = False) -> None:
         if self._lock is not None:
@@ -488,21 +505,54 @@ class PoolWriter:
         self.reader.close()
 
 
-@dataclass(slots=True)
-class Pending:
-    """A version between ``begin`` and its end."""
-
-    job: Job
-    slot: Slot
-    line: CommitLine
-    position: int
-    plan: VersionPlan
-
-
 def _submit_error(status: int) -> Exception:
-    error = BackgroundError(
+    return BackgroundError(
         f"A checkpoint could not be begun: {reason(status)}. The versions committed before are intact. Look at the "
-        "pool's medium, then start again with resume=True."
+        "pool's medium, then start again with resume=True.",
+        errno_of(status),
     )
-    error.errno = errno_of(status)
-    return error
+
+
+class Draft:
+    """A version that is begun before it is closed: its slot is taken, and some of its tensors are on their way.
+
+    The bytes go into their places as those of any version; what is missing, and what commits, is the job that
+    ``PoolWriter.begin`` submits later for the same generation. Made by ``PoolWriter.draft``; ends in
+    ``PoolWriter.begin`` or ``drop``. Invariant: a slot with a draft holds no version, and its generation is used for
+    nothing else.
+    """
+
+    def __init__(self, writer: PoolWriter, slot: Slot, generation: int) -> None:
+        self.slot = slot
+        self.generation = generation
+        self.parts: list[Job] = []
+        self._writer = writer
+
+    def copy(self, records: Sequence[int], sources: Sequence[int] | None, keep: object, *, held: bool = False) -> bool:
+        """Begin to copy these tensors in the background: record numbers, addresses, and what keeps them alive.
+
+        False where the engine has no room for one more job. The sources must stay unchanged until ``wait``; with
+        ``held`` they are filled first, and ``parts[-1].start()`` says when that is done. ``None`` for sources: a
+        device puts the bytes into their places by itself.
+        """
+        flags = lib.LCK_PART | (lib.LCK_FOLLOWS if self.parts else 0) | (lib.LCK_HELD if held else 0)
+        numbers = np.array(records, np.int64)
+        addresses = None if sources is None else np.array(sources, np.uint64)
+        job = self._writer.submit_part(self, numbers, addresses, flags, keep)
+        if job is not None:
+            self.parts.append(job)
+        return job is not None
+
+    def wait(self) -> None:
+        """Help until what was begun is copied. Raises ``BackgroundError``."""
+        for part in self.parts:
+            part.wait(COPIED)
+
+    def drop(self) -> None:
+        """Give it up: what lies in its slot is unknown from here on."""
+        failed = False
+        for part in self.parts:
+            part.drop()
+            failed |= part.has_failed
+            part.forget()
+        self._writer.draft_given_up(self, bad=failed)

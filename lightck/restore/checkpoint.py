@@ -94,7 +94,12 @@ class Checkpoint:
 
     @ordinary_tensors()
     def restore(
-        self, model: nn.Module, optimizer: Any = None, state: Mapping[str, Any] | None = None, *, strict: bool = True
+        self,
+        model: nn.Module,
+        optimizer: object = None,
+        state: Mapping[str, object] | None = None,
+        *,
+        strict: bool = True,
     ) -> None:
         """Put this version into a model (and optimizers, and objects in ``state``) in place, bit for bit.
 
@@ -129,7 +134,7 @@ class Checkpoint:
         return self._source.tensors[name]
 
     @ordinary_tensors()
-    def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, Any]:
+    def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, object]:
         numbers = {name: i for i, name in enumerate(saved.all_names)}
         keys = keys_by_param(self.contents, saved)
         copies: dict[str, torch.Tensor] = {}
@@ -140,9 +145,9 @@ class Checkpoint:
             return copies[name]
 
         rest = unpack_dict(saved.values, tensor=copy_of)
-        state: dict[Any, Any] = {}
+        state: dict[object, object] = {}
         for name, number in numbers.items():
-            found: dict[Any, Any] = {key: copy_of(e.alias or e.name) for key, e in keys.get(name, {}).items()}
+            found: dict[object, object] = {key: copy_of(e.alias or e.name) for key, e in keys.get(name, {}).items()}
             if found or name in rest:
                 state[number] = joined(found, rest, name)
         state |= unpack_dict(saved.rest, tensor=copy_of)
@@ -153,19 +158,19 @@ class Checkpoint:
         return {"state": state, "param_groups": groups}
 
 
-def refuse_other_than_module(model: Any) -> None:
+def refuse_other_than_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the module that you train.")
 
 
-def refuse_other_than_bool(**flags: Any) -> None:
+def refuse_other_than_bool(**flags: object) -> None:
     """``overwrite="no"`` would be taken for a yes, and a training's checkpoints be discarded."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass True or False.")
 
 
-def refuse_other_than_mapping(state: Any) -> None:
+def refuse_other_than_mapping(state: object) -> None:
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
 
@@ -173,8 +178,8 @@ def refuse_other_than_mapping(state: Any) -> None:
 def plan_restore(
     contents: Contents,
     model: nn.Module,
-    optimizer: Any,
-    state: Mapping[str, Any] | None,
+    optimizer: object,
+    state: Mapping[str, object] | None,
     *,
     strict: bool,
     complete: bool = False,

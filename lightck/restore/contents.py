@@ -18,8 +18,9 @@ from lightck.errors import CorruptPoolError, NoTensorError
 from lightck.pool.format.layout import Entry
 from lightck.state import values
 from lightck.state.built import Built
-from lightck.state.dtypes import dtype_from_name
 from lightck.state.rng import RngState
+from lightck.state.storable import dtype_from_name
+from lightck.state.values import typed
 
 
 class Source(Protocol):
@@ -58,7 +59,7 @@ class OptimizerContents:
 
     class_name: str
     names: list[list[str]]
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, object]]
     values: bytes
     rest: bytes
     wraps: bool = False
@@ -84,7 +85,7 @@ class Contents:
     classes: dict[str, str]
     """Name in ``state`` -> class of the object that it was saved from."""
     extra: dict[str, bytes]
-    loaders: dict[str, dict[str, Any]]
+    loaders: dict[str, dict[str, object]]
     at_once: list[str]
     elastic: frozenset[str]
     """Buffers that came, went or changed their size: taken as they were saved."""
@@ -92,7 +93,7 @@ class Contents:
     """What the script had built at attach; None in a pool of an older lightck."""
     frozen: list[str] | None
     """Parameters that need no gradient, where they are not those of ``built``."""
-    fingerprint: dict[str, Any]
+    fingerprint: dict[str, object]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
     """Older versions with a larger generation than this hold old bytes of a tensor. None: none is known to."""
@@ -108,30 +109,30 @@ class Contents:
         """Raises ``CorruptPoolError`` where the small state is not one that this version of lightck wrote."""
         raw = unpack_dict(small_state)
         try:
-            if _typed(raw["version"], int) != values.STATE_VERSION:
+            if typed(raw["version"], int) != values.STATE_VERSION:
                 raise CorruptPoolError(f"its small state has version {raw['version']!r}")
             return cls(
                 step=step,
                 iteration=iteration,
-                event=_typed(raw["event"], str),
-                explicit=_typed(raw["explicit"], bool),
+                event=typed(raw["event"], str),
+                explicit=typed(raw["explicit"], bool),
                 rng=RngState.from_value(raw["rng"]),
                 rng_forward=None if raw["rng_forward"] is None else RngState.from_value(raw["rng_forward"]),
-                optimizers=[_optimizer(o) for o in _typed(raw["optimizers"], list)],
+                optimizers=[_optimizer(o) for o in typed(raw["optimizers"], list)],
                 state=_bytes_map(raw["state"]),
-                classes={_typed(k, str): _typed(v, str) for k, v in _typed(raw.get("classes", {}), dict).items()},
+                classes={typed(k, str): typed(v, str) for k, v in typed(raw.get("classes", {}), dict).items()},
                 extra=_bytes_map(raw["extra"]),
-                loaders={_typed(k, str): _typed(v, dict) for k, v in _typed(raw["loaders"], dict).items()},
-                at_once=[_typed(n, str) for n in _typed(raw["at_once"], list)],
-                elastic=frozenset(_typed(n, str) for n in _typed(raw.get("elastic", []), list)),
+                loaders={typed(k, str): typed(v, dict) for k, v in typed(raw["loaders"], dict).items()},
+                at_once=[typed(n, str) for n in typed(raw["at_once"], list)],
+                elastic=frozenset(typed(n, str) for n in typed(raw.get("elastic", []), list)),
                 built=None if raw.get("built") is None else Built.parse(raw["built"]),
-                frozen=None if raw.get("frozen") is None else [_typed(n, str) for n in _typed(raw["frozen"], list)],
-                fingerprint=_typed(raw["fingerprint"], dict),
+                frozen=None if raw.get("frozen") is None else [typed(n, str) for n in typed(raw["frozen"], list)],
+                fingerprint=typed(raw["fingerprint"], dict),
                 entries=entries,
-                stale_after=None if raw.get("stale_after") is None else _typed(raw["stale_after"], int),
-                persistent_started=_typed(raw.get("persistent_started", False), bool),
-                done=_typed(raw.get("done", False), bool),
-                numbers={_typed(k, str): _typed(v, int) for k, v in _typed(raw.get("numbers", {}), dict).items()},
+                stale_after=None if raw.get("stale_after") is None else typed(raw["stale_after"], int),
+                persistent_started=typed(raw.get("persistent_started", False), bool),
+                done=typed(raw.get("done", False), bool),
+                numbers={typed(k, str): typed(v, int) for k, v in typed(raw.get("numbers", {}), dict).items()},
             )
         except (KeyError, TypeError, IndexError, AttributeError) as err:
             raise CorruptPoolError(f"its small state is malformed ({type(err).__name__}: {err})") from err
@@ -142,33 +143,27 @@ class Contents:
         return {n.removeprefix("model/"): e for n, e in self.entries.items() if n.startswith("model/")}
 
 
-def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = None) -> dict[Any, Any]:
+def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = None) -> dict[Any, object]:
     """What one of our dicts was packed from. Raises ``CorruptPoolError``; ``tensor`` as in ``values.unpack``."""
-    found: dict[Any, Any] = _typed(values.unpack(packed, tensor=tensor), dict)
-    return found
+    return typed(values.unpack(packed, tensor=tensor), dict)
 
 
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise CorruptPoolError(f"its small state is malformed ({kind.__name__} expected)")
-    return value
+def _bytes_map(value: object) -> dict[str, bytes]:
+    return {typed(k, str): typed(v, bytes) for k, v in typed(value, dict).items()}
 
 
-def _bytes_map(value: Any) -> dict[str, bytes]:
-    return {_typed(k, str): _typed(v, bytes) for k, v in _typed(value, dict).items()}
-
-
-def _optimizer(value: Any) -> OptimizerContents:
-    names = [[_typed(n, str) for n in _typed(group, list)] for group in _typed(value["names"], list)]
-    groups = [_typed(g, dict) for g in _typed(values.unpack(_typed(value["groups"], bytes)), list)]
+def _optimizer(saved: object) -> OptimizerContents:
+    value = typed(saved, dict)
+    names = [[typed(n, str) for n in typed(group, list)] for group in typed(value["names"], list)]
+    groups = [typed(g, dict) for g in typed(values.unpack(typed(value["groups"], bytes)), list)]
     if len(groups) != len(names):
         raise CorruptPoolError("its optimizer has groups without options")
-    packed, rest = _typed(value["values"], bytes), _typed(value["rest"], bytes)
-    wraps = _typed(value.get("wraps", False), bool)
-    return OptimizerContents(_typed(value["class"], str), names, groups, packed, rest, wraps)
+    packed, rest = typed(value["values"], bytes), typed(value["rest"], bytes)
+    wraps = typed(value.get("wraps", False), bool)
+    return OptimizerContents(typed(value["class"], str), names, groups, packed, rest, wraps)
 
 
-def refuse_unusable(device: Any) -> None:
+def refuse_unusable(device: object) -> None:
     """Raises ``TypeError`` or ``ValueError`` for a device on which no tensor can be made: torch's own words come late,
     in the midst of a version, and as all kinds of errors."""
     if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):

@@ -24,7 +24,7 @@ log = logging.getLogger("lightck")
 
 
 def options(
-    contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]], objects: Mapping[str, Any]
+    contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]], objects: Mapping[str, object]
 ) -> list[str]:
     """Options of optimizers and schedulers that this script builds otherwise, and that are about to be set back. To be
     asked before the restore."""
@@ -49,14 +49,14 @@ def options(
     return found
 
 
-def _ticks(state: Mapping[Any, Any]) -> list[Any]:
+def _ticks(state: Mapping[Any, object]) -> list[object]:
     """How far a scheduler's state has come, with those that it consists of."""
     parts = state.get("_schedulers", ())
     nested = [_ticks(part) for part in parts if isinstance(part, Mapping)] if isinstance(parts, (list, tuple)) else []
     return [state.get("last_epoch"), state.get("_step_count"), *nested]
 
 
-def _edited(then: Mapping[Any, Any], now: Mapping[Any, Any], kept: Mapping[Any, Any]) -> list[tuple[str, str]]:
+def _edited(then: Mapping[Any, object], now: Mapping[Any, object], kept: Mapping[Any, object]) -> list[tuple[str, str]]:
     """(key, values) of what was built in another way then, and is not what the checkpoint holds anyway."""
     keys = [key for key in then if key in now and key in kept]
     return [
@@ -66,14 +66,14 @@ def _edited(then: Mapping[Any, Any], now: Mapping[Any, Any], kept: Mapping[Any, 
     ]
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(one: object, other: object) -> bool:
     try:
         return values.pack(one, path="") == values.pack(other, path="")
     except StateValueError:
         return True  # what cannot be stored is refused elsewhere
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     text = repr(value.tolist() if isinstance(value, torch.Tensor) else value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

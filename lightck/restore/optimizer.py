@@ -14,9 +14,9 @@ import torch
 from lightck.pool.format.layout import Entry
 from lightck.restore import memory
 from lightck.restore.contents import Contents, OptimizerContents, empty_for, tensor_reader, unpack_dict
-from lightck.restore.fill import Fills
-from lightck.state.dtypes import dtype_from_name
+from lightck.restore.memory import Fills
 from lightck.state.inventory import OptimizerView
+from lightck.state.storable import dtype_from_name
 
 
 def read_state(
@@ -37,13 +37,13 @@ def read_state(
     params = dict(live.params)
     filled: set[int] = set()
     counted = counted_on_device(saved)
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     for name in saved.all_names:
         if name in unfit:
             continue
         p = params[name]
         present = live.optimizer.state.get(p)
-        new: dict[Any, Any] = {}
+        new: dict[object, object] = {}
         for key, entry in keys.get(name, {}).items():
             now = present.get(key) if isinstance(present, dict) else None
             stays = key == "step" and name not in counted
@@ -54,7 +54,7 @@ def read_state(
     return state
 
 
-def joined(tensors: dict[Any, Any], rest: Mapping[str, Any], name: str) -> Any:
+def joined(tensors: dict[object, object], rest: Mapping[str, object], name: str) -> object:
     """One parameter's state: its tensors and the rest of it, or what it is where it is no dict."""
     other = rest.get(name, {})
     return tensors | other if isinstance(other, dict) else other
@@ -98,7 +98,7 @@ def _state_tensor(
     return target
 
 
-def _fits(present: Any, entry: Entry) -> bool:
+def _fits(present: object, entry: Entry) -> bool:
     if not isinstance(present, torch.Tensor) or present.dtype != dtype_from_name(entry.dtype):
         return False
     return present.shape == entry.shape
@@ -117,7 +117,7 @@ def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dic
     return found
 
 
-def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, dict[Any, Any]]) -> None:
+def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, dict[object, object]]) -> None:
     optimizer, params = live.optimizer, dict(live.params)
     taken: dict[int, torch.Tensor] = {}
     for name, p in params.items():
@@ -130,7 +130,7 @@ def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, di
             group[key] = _option(group.get(key), value, taken)
 
 
-def _option(now: Any, saved: Any, taken: dict[int, torch.Tensor]) -> Any:
+def _option(now: Any, saved: object, taken: dict[int, torch.Tensor]) -> object:
     """A group's option as it was saved. A tensor (a learning rate) stays the tensor that others may hold, unless
     another group shares it and had another value (``taken``: what live tensors were set to)."""
     if not isinstance(saved, torch.Tensor):

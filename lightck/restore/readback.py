@@ -22,7 +22,7 @@ from lightck.restore import memory
 from lightck.state import rng, values
 from lightck.state.inventory import OptimizerView
 from lightck.state.lanes import bytes_in_order
-from lightck.state.objects import is_loader
+from lightck.state.storable import is_loader
 
 log = logging.getLogger("lightck")
 _SEQUENCES = (list, tuple, deque)
@@ -36,12 +36,12 @@ _Sketch = tuple[bytes, tuple[bytes, ...]]
 class ObjectCheck:
     """Made before ``load_state_dict`` of one object in ``state``; ``after`` is called behind it."""
 
-    def __init__(self, name: str, obj: Any) -> None:
+    def __init__(self, name: str, obj: object) -> None:
         self._name = name
         self._obj = obj
         self._before = None if is_loader(obj) else _sketch(_state_of(obj))
 
-    def after(self, saved: Any) -> None:
+    def after(self, saved: object) -> None:
         """``saved``: what the checkpoint holds, in objects that nobody else has. Raises ``DriftError`` where the object
         is as it was before, and that is something else."""
         if is_loader(self._obj):
@@ -73,19 +73,19 @@ class ObjectCheck:
         )
 
 
-def fits(obj: Any, packed: bytes) -> bool:
+def fits(obj: object, packed: bytes) -> bool:
     """Whether an object's state has the keys of what was saved."""
     now, saved = _state_of(obj), values.unpack(packed, tensor=lambda name: torch.empty(0))
     return isinstance(now, Mapping) and isinstance(saved, Mapping) and now.keys() == saved.keys()
 
 
 def check_optimizer(
-    live: OptimizerView, state: Mapping[str, Any], rest: Mapping[Any, Any], groups: list[dict[str, Any]]
+    live: OptimizerView, state: Mapping[str, object], rest: Mapping[object, object], groups: list[dict[str, object]]
 ) -> None:
     """``state``: by name of the parameter, what was put into the optimizer; ``rest``: under other keys; ``groups``: the
     options. Raises ``DriftError`` where none of the state is there."""
     held = live.optimizer.state
-    put: dict[str, tuple[Any, Any]] = {f"the state of {name}": (p, state.get(name)) for name, p in live.params}
+    put: dict[str, tuple[object, object]] = {f"the state of {name}": (p, state.get(name)) for name, p in live.params}
     put |= {f"state[{key!r}]": (key, value) for key, value in rest.items()}
     differ = [what for what, (key, wanted) in put.items() if not _holds(held, key, wanted)]
     if differ and {what for what, (_, wanted) in put.items() if not _is_empty(wanted)} <= set(differ):
@@ -105,18 +105,18 @@ def check_optimizer(
         )
 
 
-def _is_empty(wanted: Any) -> bool:
+def _is_empty(wanted: object) -> bool:
     return wanted is None or (isinstance(wanted, Mapping) and not wanted)
 
 
-def _holds(held: Any, key: Any, wanted: Any) -> bool:
+def _holds(held: Any, key: object, wanted: object) -> bool:
     now = held.get(key)
     if now is wanted or (_is_empty(now) and _is_empty(wanted)):
         return True
     return not _differ(wanted, now, exactly=True)
 
 
-def _state_of(obj: Any) -> Any:
+def _state_of(obj: Any) -> object:
     with rng.shielded():
         try:
             return obj.state_dict()
@@ -124,7 +124,7 @@ def _state_of(obj: Any) -> Any:
             return None
 
 
-def _sketch(state: Any) -> _Sketch | None:
+def _sketch(state: object) -> _Sketch | None:
     samples: list[bytes] = []
 
     def large(_path: str, tensor: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ def _sketch(state: Any) -> _Sketch | None:
         return None
 
 
-def _differences(saved: Any, now: Any, path: str, *, exactly: bool = False) -> Iterator[str]:
+def _differences(saved: object, now: object, path: str, *, exactly: bool = False) -> Iterator[str]:
     """Paths below which ``now`` lacks something of ``saved``. ``exactly``: what was added is a difference too."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         if exactly:
@@ -154,20 +154,20 @@ def _differences(saved: Any, now: Any, path: str, *, exactly: bool = False) -> I
         yield path
 
 
-def _differ(saved: Any, now: Any, *, exactly: bool = False) -> bool:
+def _differ(saved: object, now: object, *, exactly: bool = False) -> bool:
     return next(_differences(saved, now, "", exactly=exactly), None) is not None
 
 
-def _join(path: str, key: Any) -> str:
+def _join(path: str, key: object) -> str:
     return f"{path}/{key}" if path else str(key)
 
 
-def _moves(now: Any, again: Any, path: str) -> bool:
+def _moves(now: object, again: object, path: str) -> bool:
     """Whether what lies at a path is another at each look."""
     return any(moved == path or moved.startswith(f"{path}/") for moved in _differences(now, again, ""))
 
 
-def _same(saved: Any, now: Any) -> bool:
+def _same(saved: object, now: object) -> bool:
     try:
         if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
             cast = now.detach().to("cpu", saved.dtype)
@@ -182,7 +182,7 @@ def _same(saved: Any, now: Any) -> bool:
         return False
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.item() if value.ndim == 0 else None
     return value if isinstance(value, _NUMBERS) else None

@@ -19,14 +19,12 @@ from lightck.errors import DriftError, LightckError, listed
 from lightck.pool.format.layout import Entry
 from lightck.restore import edited, memory
 from lightck.restore.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
-from lightck.restore.fill import Fills
+from lightck.restore.memory import Fills
 from lightck.restore.optimizer import read_state, set_state
 from lightck.restore.readback import ObjectCheck, check_optimizer, fits
 from lightck.state import values
-from lightck.state.dtypes import dtype_from_name
 from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_views
-from lightck.state.objects import class_name_of
-from lightck.state.storable import refuse_unstorable
+from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable
 
 _Names = tuple[str, ...]
 
@@ -69,7 +67,7 @@ class Plan:
     """Buffers that came, went or changed their size while the version was trained: entry name, or None for one that
     was None, and where it belongs."""
     optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, object] = field(default_factory=dict)
     declined: frozenset[str] = frozenset()
     """Names in ``state`` that the user said no to."""
     extra: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -85,7 +83,7 @@ def check(
     contents: Contents,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    objects: Mapping[str, Any],
+    objects: Mapping[str, object],
     *,
     strict: bool,
     complete: bool,
@@ -241,7 +239,7 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
 
 
 def _match_objects(
-    contents: Contents, objects: Mapping[str, Any], plan: Plan, notes: list[str], complete: bool, strict: bool
+    contents: Contents, objects: Mapping[str, object], plan: Plan, notes: list[str], complete: bool, strict: bool
 ) -> None:
     """One of another class (renamed, it may be) is drift; it is taken all the same where it need not be strict, and has
     a state of the same keys."""
@@ -331,7 +329,7 @@ def _set_elastic(plan: Plan, fresh: Mapping[str, torch.Tensor]) -> None:
             plan.held[name] = live.home[live.key]
 
 
-def _load(name: str, obj: Any, value: Any) -> None:
+def _load(name: str, obj: Any, value: object) -> None:
     try:
         obj.load_state_dict(value)
     except LightckError:

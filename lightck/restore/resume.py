@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -35,7 +34,7 @@ class Resumed:
     step: int
     iteration: int
     explicit: bool
-    loaders: dict[str, dict[str, Any]]
+    loaders: dict[str, dict[str, object]]
     closed_by_next: bool
     persistent_started: bool
     done: bool

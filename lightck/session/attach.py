@@ -38,9 +38,9 @@ from lightck.session.pool_file import PoolFile
 from lightck.session.session import Session
 from lightck.session.snapshot import Capture
 from lightck.session.steps import Steps
-from lightck.state.objects import check_objects
+from lightck.state.nest import enabled
 from lightck.state.ranks import of_several
-from lightck.state.scaler import enabled
+from lightck.state.storable import check_objects
 from lightck.stats import Meter
 from lightck.strategy.full import FullState
 from lightck.tiers.keep import Keep, Keeper

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightck.dataloader.loader import SessionLoader
-from lightck.dataloader.skip import wants_skip
+from lightck.dataloader.replay import wants_skip
 from lightck.dataloader.wrapped import name_of
 from lightck.errors import NothingSavedError, SessionError
 from lightck.events import Event

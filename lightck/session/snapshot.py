@@ -23,14 +23,13 @@ from lightck.events import Event
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
 from lightck.state.built import BuiltNow
-from lightck.state.closing import Closing
-from lightck.state.devices import Devices
 from lightck.state.fingerprint import fingerprint
-from lightck.state.forked import ForkWatch
 from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
+from lightck.state.lanes import Devices
+from lightck.state.looks import Closing, Roster, roster_of
 from lightck.state.numbers import Numbers
-from lightck.state.objects import class_name_of, is_loader
-from lightck.state.roster import Roster, roster_of
+from lightck.state.rng import ForkWatch
+from lightck.state.storable import class_name_of, is_loader
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader

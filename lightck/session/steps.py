@@ -17,8 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.dataloader.positions import Positions
 from lightck.events import Event, StepEvents, StepListener, Turn
-from lightck.following.counted import Counted
-from lightck.following.following import Comparison, Follows, Recorder
+from lightck.following.following import Comparison, Counted, Follows, Recorder
 from lightck.following.update import UpdateParts
 from lightck.hooks.boundary import BY_HAND, Boundary
 from lightck.hooks.forward import ForwardSeen
@@ -36,8 +35,7 @@ from lightck.session.saved import SavedWatch
 from lightck.session.snapshot import Capture
 from lightck.session.top import LoopTop
 from lightck.sessions import OpenSession, is_followed
-from lightck.state.nest import places
-from lightck.state.scaler import ScalerWatch
+from lightck.state.nest import ScalerWatch, places
 from lightck.stats import Meter
 
 

@@ -25,7 +25,7 @@ from lightck.events import Event
 from lightck.hooks.boundary import Boundary
 from lightck.session.held import Marks, by_object, by_options, by_state, by_tensors, moved, named, options_name
 from lightck.session.snapshot import Capture
-from lightck.state.objects import is_loader
+from lightck.state.storable import is_loader
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader

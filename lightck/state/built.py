@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightck.errors import CorruptPoolError, StateValueError
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView
-from lightck.state.roster import Roster
+from lightck.state.looks import Roster
+from lightck.state.values import typed
 
 
 @dataclass(slots=True)
@@ -23,9 +24,9 @@ class Built:
     """groups: for each optimizer the options of its groups. states: for each, how many parameters had state already.
     schedulers: name -> state. frozen: names of the model's parameters that needed no gradient."""
 
-    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    groups: list[list[dict[str, object]]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
-    schedulers: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    schedulers: dict[str, dict[Any, object]] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)
 
     def pack(self) -> bytes:
@@ -35,27 +36,21 @@ class Built:
     @classmethod
     def parse(cls, packed: object) -> Built:
         """Raises ``CorruptPoolError``."""
-        raw = values.unpack(packed) if type(packed) is bytes else None
-        kinds = {"groups": list, "states": list, "schedulers": dict, "frozen": list}
-        if type(raw) is not dict or {key: type(value) for key, value in raw.items()} != kinds:
+        raw = typed(values.unpack(typed(packed, bytes)), dict)
+        if raw.keys() != {"groups", "states", "schedulers", "frozen"}:
             raise CorruptPoolError("its small state is malformed (options at attach)")
-        groups, states, schedulers, frozen = (raw[key] for key in kinds)
-        fits = (
-            all(type(one) is list and all(type(group) is dict for group in one) for one in groups)
-            and len(states) == len(groups)
-            and all(type(one) is int for one in states)
-            and all(type(name) is str and type(state) is dict for name, state in schedulers.items())
-            and all(type(name) is str for name in frozen)
-        )
-        if not fits:
+        groups = [[typed(group, dict) for group in typed(one, list)] for one in typed(raw["groups"], list)]
+        states = [typed(one, int) for one in typed(raw["states"], list)]
+        schedulers = {typed(k, str): typed(v, dict) for k, v in typed(raw["schedulers"], dict).items()}
+        if len(states) != len(groups):
             raise CorruptPoolError("its small state is malformed (options at attach)")
-        return cls(groups, states, schedulers, frozen)
+        return cls(groups, states, schedulers, [typed(name, str) for name in typed(raw["frozen"], list)])
 
 
 class BuiltNow:
     """Of the script that attaches now; as bytes for the small state, and which parameters are frozen since."""
 
-    def __init__(self, model: ModelView, views: Sequence[OptimizerView], objects: Mapping[str, Any]) -> None:
+    def __init__(self, model: ModelView, views: Sequence[OptimizerView], objects: Mapping[str, object]) -> None:
         schedulers = {name: dict(obj.state_dict()) for name, obj in objects.items() if isinstance(obj, LRScheduler)}
         self._set(Built(schedulers=schedulers, frozen=frozen_names(model.tensors(None))))
         self.add(views)

@@ -6,20 +6,19 @@ import platform
 import sys
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from lightck.state import values
 
 
-def fingerprint() -> dict[str, Any]:
+def fingerprint() -> dict[str, object]:
     """What a bit-identical continuation depends on besides the state itself. Nobody changes the dict."""
     return _fingerprint(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), _cuda())
 
 
 @lru_cache(maxsize=1)
-def _fingerprint(threads: int, is_deterministic: bool, cuda: str | None) -> dict[str, Any]:
+def _fingerprint(threads: int, is_deterministic: bool, cuda: str | None) -> dict[str, object]:
     return values.Constant(
         torch=str(torch.__version__),
         python=".".join(map(str, sys.version_info[:3])),

@@ -15,10 +15,9 @@ from torch import nn
 
 from lightck.errors import StateValueError
 from lightck.pool.format.layout import Entry
-from lightck.state.dtypes import dtype_name
 from lightck.state.lanes import lies_dense
 from lightck.state.nest import Place, has_own_state, inner_of, places
-from lightck.state.storable import refuse_hidden_state, refuse_script, refuse_unstorable
+from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_script, refuse_unstorable
 
 _WRAPPERS = {
     "DataParallel": "module",
@@ -38,7 +37,7 @@ class Live:
     role: str
     tensor: torch.Tensor
     home: dict[Any, Any] | None
-    key: Any
+    key: object
     layer: int = -1
     alias: str | None = None
     still: bool = False
@@ -110,7 +109,7 @@ class ModelView:
     def _build(self) -> None:
         self._homes: list[tuple[dict[str, Any], str, str, str, int]] = []
         self._buffer_homes: list[tuple[dict[str, Any], str, str, str, int]] = []
-        self._shape_of_tree: list[tuple[nn.Module, tuple[Any, ...]]] = []
+        self._shape_of_tree: list[tuple[nn.Module, tuple[object, ...]]] = []
         self.extra: list[tuple[str, nn.Module]] = []
         layers: dict[int, int] = {}
         for dot, module in clean_prefixes(self.model):
@@ -178,13 +177,13 @@ class ModelView:
         known = {name.removeprefix("model/") for _, _, name, _, _ in self._homes} | {name for name, _ in self.extra}
         refuse_hidden_state(clean_prefixes(self.model), known)
 
-    def vacant_buffers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+    def vacant_buffers(self) -> Iterator[tuple[str, dict[str, object], str]]:
         """Buffers that are registered as None now: name, and where they belong."""
         for home, key, name, _, _ in self._buffer_homes:
             if home.get(key) is None:
                 yield name, home, key
 
-    def vacant(self) -> list[tuple[dict[str, Any], str]]:
+    def vacant(self) -> list[tuple[dict[str, object], str]]:
         """Places of parameters and buffers that hold None now."""
         return [(home, key) for home, key, _, _, _ in self._homes if home.get(key) is None]
 
@@ -238,7 +237,7 @@ def memory_of(tensor: torch.Tensor) -> object:
     return tensor.untyped_storage()
 
 
-def _children(module: nn.Module) -> tuple[Any, ...]:
+def _children(module: nn.Module) -> tuple[object, ...]:
     return (*map(id, module._modules.values()), *module._parameters, *module._buffers)
 
 
@@ -305,11 +304,11 @@ class OptimizerView:
                     one = first.setdefault(id(value), full)
                     yield Live(full, "optimizer", value, home, key, alias=None if one == full else one)
 
-    def state_values(self, params: Sequence[tuple[str, torch.Tensor]] | None = None) -> dict[str, Any]:
+    def state_values(self, params: Sequence[tuple[str, torch.Tensor]] | None = None) -> dict[str, object]:
         """The rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value. All of it, for a
         wrapper; what is no dict as it is. ``params``: those that have any, where that is known."""
         state = self.optimizer.state
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for name, p in self.params if params is None or self.wraps else params:
             if p not in state:
                 continue
@@ -322,7 +321,7 @@ class OptimizerView:
                 values[name] = rest
         return values
 
-    def rest(self) -> dict[Any, Any]:
+    def rest(self) -> dict[Any, object]:
         """What lies in ``optimizer.state`` under keys that are no tensors."""
         return {k: v for k, v in self.optimizer.state.items() if not isinstance(k, torch.Tensor)}
 
@@ -336,7 +335,7 @@ class OptimizerView:
                     "parameter or a string, or delete it (del optimizer.state[tensor])."
                 )
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, object]]:
         """The options of each group (lr, betas, ...), without its parameters."""
         return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
@@ -352,12 +351,12 @@ def optimizer_views(
     return found
 
 
-def is_direct(key: Any, value: Any) -> bool:
+def is_direct(key: object, value: object) -> bool:
     """A tensor under a key that can be part of an entry's name."""
     return isinstance(value, torch.Tensor) and type(key) is str and "/" not in key
 
 
-def state_name(param: str, key: Any) -> str:
+def state_name(param: str, key: object) -> str:
     return f"optimizer/{param}/{key}"
 
 

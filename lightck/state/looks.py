@@ -2,27 +2,32 @@
 
 Nothing here reads a tensor's bytes. Values are compared one at a time: a list of as many shapes would set off the
 garbage collector.
+
+Naming every tensor anew costs microseconds for each, and for thousands of steps nothing comes or goes. So a ``Roster``
+has the tensors that one boundary found, and one look at the next says whether they are all still the same. Invariant:
+where anything differs, ``holds`` says no, and everything is named anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter, eq, getitem, is_, ne
 from typing import Any
 
 import torch
 
-from lightck.state.inventory import Live
+from lightck.state.inventory import Live, OptimizerView, is_direct, storage_of
 
 _shape, _dtype, _version = attrgetter("shape"), attrgetter("dtype"), attrgetter("_version")
 
 
-def all_same(now: Iterable[Any], before: Sequence[Any]) -> bool:
+def all_same(now: Iterable[object], before: Sequence[object]) -> bool:
     """Whether these are the same objects. As many of them: the caller has made sure of that."""
     return all(map(is_, now, before))
 
 
-def all_equal(now: Iterable[Any], before: Sequence[Any]) -> bool:
+def all_equal(now: Iterable[object], before: Sequence[object]) -> bool:
     """The same for values."""
     return all(map(eq, now, before))
 
@@ -111,3 +116,99 @@ class Places:
 
     def hold(self) -> bool:
         return all_same(map(getitem, self._homes, self._keys), self._tensors)
+
+
+_grads = attrgetter("requires_grad")
+_UNASKABLE = (KeyError, TypeError, RuntimeError, NotImplementedError, ValueError)
+"""What a tensor without memory of its own answers, or a place that is gone."""
+
+
+class Roster:
+    """``lives`` as one boundary found them: identity, address, shape, stride, dtype and ``requires_grad`` of every
+    tensor, and what every place that was empty holds. Made by ``roster_of``."""
+
+    def __init__(
+        self, lives: list[Live], vacant: Sequence[tuple[dict[str, object], str]], views: Sequence[OptimizerView]
+    ) -> None:
+        self.lives = lives
+        self.token = object()
+        """Tells this roster from every other, for who must not keep an optimizer alive."""
+        self._vacant = list(vacant)
+        self._places = Places(lives)
+        self._looks = Looks([live.tensor for live in lives])
+        self._params = [live.tensor for live in lives if live.role == "param"]
+        self._grads = list(map(_grads, self._params))
+        self._storages = list(map(storage_of, self._looks.tensors)) if any(live.still for live in lives) else None
+        self._states = [_StateLook(view) for view in views]
+        self.with_values = {look.view.index: look.with_values for look in self._states}
+        """By index of the view: the parameters whose state is not only tensors, to be read at every boundary."""
+
+    def holds(self) -> bool:
+        """Whether naming everything anew would find just this."""
+        try:
+            return (
+                self._places.hold()
+                and not any(home.get(key) is not None for home, key in self._vacant)
+                and self._looks.hold()
+                and all_same(map(_grads, self._params), self._grads)
+                and (self._storages is None or all_equal(map(storage_of, self._looks.tensors), self._storages))
+                and all(look.holds() for look in self._states)
+            )
+        except _UNASKABLE:
+            return False
+
+
+def roster_of(
+    lives: list[Live], vacant: Sequence[tuple[dict[str, object], str]], views: Sequence[OptimizerView]
+) -> Roster | None:
+    """None where some tensor cannot be asked all of it: then everything is named anew each time."""
+    try:
+        return Roster(lives, vacant, views)
+    except _UNASKABLE:
+        return None
+
+
+class _StateLook:
+    """Which parameters an optimizer holds state for, and in which dicts."""
+
+    def __init__(self, view: OptimizerView) -> None:
+        self.view = view
+        state = view.optimizer.state
+        self._keys, self._homes = list(state.keys()), list(state.values())
+        self._dicts = [home for home in self._homes if isinstance(home, dict)]
+        self._sizes = list(map(len, self._dicts))
+        self.with_values = [(name, p) for name, p in view.params if p in state and not _only_tensors(state[p])]
+        self._mixed = [state[p] for _, p in self.with_values]
+        self._directs = list(map(_n_direct, self._mixed))
+
+    def holds(self) -> bool:
+        state = self.view.optimizer.state
+        return (
+            len(state) == len(self._keys)
+            and all_same(state.keys(), self._keys)
+            and all_same(state.values(), self._homes)
+            and list(map(len, self._dicts)) == self._sizes
+            and list(map(_n_direct, self._mixed)) == self._directs
+        )
+
+
+def _only_tensors(home: object) -> bool:
+    return isinstance(home, dict) and 0 < len(home) == _n_direct(home)
+
+
+def _n_direct(home: object) -> int:
+    return sum(is_direct(key, value) for key, value in home.items()) if isinstance(home, dict) else -1
+
+
+@dataclass(slots=True)
+class Closing:
+    """A version as capture hands it to the pipeline."""
+
+    step: int
+    iteration: int
+    lives: list[Live]
+    state: bytes
+    at_once: frozenset[str] = frozenset()
+    """Names of tensors that must not be left to background copies."""
+    roster: Roster | None = None
+    """Its tensors are the first of ``lives``; where it is that of an earlier version, they look as they did then."""

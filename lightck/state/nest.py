@@ -2,7 +2,8 @@
 
 A wrapper holds other optimizers as attributes and shares their parameters. Each optimizer that has state or step hooks
 of its own is *followed*; wrappers that only pass calls on (Accelerate's) are not. An *update* is one step of the
-outermost followed optimizer whose hooks run. Nothing is read here but attributes, and nothing is changed.
+outermost followed optimizer whose hooks run. Nothing is read here but attributes, and nothing is changed. A GradScaler
+(``ScalerWatch``) may skip updates.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DEPTH = 4
 """How far wrappers are followed inside wrappers, and containers inside an attribute."""
 
 
-def followed(optimizers: Iterable[Any]) -> tuple[Any, ...]:
+def followed(optimizers: Iterable[object]) -> tuple[Any, ...]:
     """Every optimizer to follow, a wrapper before what it wraps. Raises ``TypeError`` and ``UnsupportedError``."""
     given = {id(o): o for o in optimizers}
     wrapped: set[int] = set().union(*(inside(o) - {key} for key, o in given.items()))
@@ -30,7 +31,7 @@ def followed(optimizers: Iterable[Any]) -> tuple[Any, ...]:
     return found
 
 
-def _members(optimizer: Any, outside: tuple[int, ...]) -> list[Any]:
+def _members(optimizer: object, outside: tuple[int, ...]) -> list[object]:
     inner = [] if id(optimizer) in outside else inner_of(optimizer)
     if not inner and not has_hooks(optimizer) and hasattr(optimizer, "optimizer") and len(outside) < _DEPTH:
         inner = [optimizer.optimizer]
@@ -47,7 +48,7 @@ def _members(optimizer: Any, outside: tuple[int, ...]) -> list[Any]:
     return found
 
 
-def refuse_unsupported(optimizer: Any) -> None:
+def refuse_unsupported(optimizer: object) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError(
             f"{type(optimizer).__name__} is not supported: it takes sparse gradients only, and lightck follows, and "
@@ -56,9 +57,9 @@ def refuse_unsupported(optimizer: Any) -> None:
         )
 
 
-def inner_of(optimizer: Any) -> list[Any]:
+def inner_of(optimizer: object) -> list[object]:
     """The optimizers that this one holds as an attribute, or in a list, tuple or dict that is one."""
-    found: dict[int, Any] = {}
+    found: dict[int, object] = {}
     for value in _attributes(optimizer).values():
         many = list(value.values()) if isinstance(value, dict) else value
         for one in many if isinstance(many, (list, tuple)) else [many]:
@@ -67,25 +68,25 @@ def inner_of(optimizer: Any) -> list[Any]:
     return list(found.values())
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     return issubclass(type(value), Optimizer)  # and not isinstance: a lazy proxy must not be woken up
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, object]:
     found = getattr(value, "__dict__", None)
     return found if type(found) is dict else {}
 
 
-def has_hooks(optimizer: Any) -> bool:
+def has_hooks(optimizer: object) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def _steps_with_hooks(optimizer: Any) -> bool:
+def _steps_with_hooks(optimizer: object) -> bool:
     """Whether torch wrapped its ``step``: a subclass that never calls ``super().__init__`` has none."""
     return has_hooks(optimizer) and bool(getattr(getattr(type(optimizer), "step", None), "hooked", False))
 
 
-def has_own_state(optimizer: Any) -> bool:
+def has_own_state(optimizer: object) -> bool:
     """Whether it keeps its state in a dict of its own, and not in that of an optimizer that it wraps."""
     state = getattr(optimizer, "state", None)
     if not isinstance(state, Mapping) or not hasattr(optimizer, "param_groups"):
@@ -93,7 +94,7 @@ def has_own_state(optimizer: Any) -> bool:
     return all(getattr(one, "state", None) is not state for one in inner_of(optimizer))
 
 
-def inside(optimizer: Any) -> set[int]:
+def inside(optimizer: object) -> set[int]:
     """ids of the optimizers that lie inside this one, at any depth."""
     found: set[int] = set()
     todo = inner_of(optimizer)
@@ -118,7 +119,7 @@ class Place:
     """Whether it makes updates: one inside a root does not, nor does a wrapper that has no hooks."""
 
 
-def places(optimizers: Sequence[Any]) -> list[Place]:
+def places(optimizers: Sequence[object]) -> list[Place]:
     positions = {id(o): i for i, o in enumerate(optimizers)}
     nests = [[positions[key] for key in inside(o) - {id(o)} if key in positions] for o in optimizers]
     hooked = list(map(_steps_with_hooks, optimizers))
@@ -133,7 +134,7 @@ def places(optimizers: Sequence[Any]) -> list[Place]:
     ]
 
 
-def loose_tensors(optimizer: Any, known: Collection[int]) -> list[str]:
+def loose_tensors(optimizer: object, known: Collection[int]) -> list[str]:
     """Attributes that hold tensors outside ``state`` and ``param_groups``: nothing saves them. ``known``: ids of
     tensors that are saved elsewhere."""
     saved = {"state", "param_groups", "defaults"}
@@ -142,9 +143,37 @@ def loose_tensors(optimizer: Any, known: Collection[int]) -> list[str]:
     return [k for k, v in attributes.items() if any(id(t) not in own for t in _tensors_in(v, _DEPTH))]
 
 
-def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple, Mapping)):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors_in(one, depth - 1)
+
+
+class ScalerWatch:
+    """What the enabled GradScalers among the objects of ``state`` tell of skipped updates, looked at once per boundary:
+    with an unfused optimizer one that skips calls no step, and only its state moves."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self._objects = objects
+        self._seen: tuple[tuple[float, int], ...] | None = None
+        self._stepped = False
+        self.skipped()
+
+    def stepped(self) -> None:
+        """An optimizer stepped."""
+        self._stepped = True
+
+    def skipped(self) -> bool:
+        """Whether one was updated since the last look without a step in between."""
+        scalers = enabled(self._objects).values()
+        seen = tuple((float(scaler.get_scale()), int(scaler._get_growth_tracker())) for scaler in scalers)
+        stepped, self._stepped = self._stepped, False
+        moved, self._seen = seen != self._seen, seen
+        return moved and not stepped and bool(seen)
+
+
+def enabled(objects: Mapping[str, object]) -> dict[str, torch.amp.GradScaler]:
+    """The GradScalers that scale, by name."""
+    return {n: obj for n, obj in objects.items() if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()}

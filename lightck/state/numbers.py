@@ -68,7 +68,7 @@ class Numbers:
             )
 
 
-def _numbers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _numbers(model: nn.Module) -> Iterator[tuple[str, dict[str, object], str]]:
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
             if _is_number(value) and not key.startswith("_"):

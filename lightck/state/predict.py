@@ -22,14 +22,15 @@ import torch
 
 from lightck.pool.format.layout import Entry
 from lightck.state import rng
-from lightck.state.dtypes import dtype_name
 from lightck.state.inventory import OptimizerView, contiguous_stride, state_name
+from lightck.state.storable import dtype_name
 
 log = logging.getLogger("lightck")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 # How one dimension of a state tensor follows from its parameter: dimension i of it, or a constant size.
 _Rule = tuple[str, int]
+_Rules = tuple[torch.dtype, torch.device, tuple[_Rule, ...]]
 
 
 def predict(view: OptimizerView) -> list[Entry] | None:
@@ -82,11 +83,11 @@ def _is_torchs(module: str) -> bool:
     return module.partition(".")[0] in ("torch", "typing_extensions")
 
 
-def _kind(group: int, p: torch.Tensor) -> tuple[Any, ...]:
+def _kind(group: int, p: torch.Tensor) -> tuple[object, ...]:
     return group, p.dim(), p.dtype, p.device
 
 
-def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, Any]], dict[tuple[Any, ...], torch.Tensor]]:
+def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, object]], dict[tuple[object, ...], torch.Tensor]]:
     groups, by_kind = [], {}
     for g, group in enumerate(view.optimizer.param_groups):
         mine = {_kind(g, p): p for p in group["params"]}
@@ -118,7 +119,7 @@ def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
             registry.update(hooks | registered_since)
 
 
-def _rules(p: torch.Tensor, state: dict[Any, Any]) -> dict[Any, tuple[torch.dtype, torch.device, tuple[_Rule, ...]]]:
+def _rules(p: torch.Tensor, state: dict[object, object]) -> dict[object, _Rules]:
     rules = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -145,7 +146,7 @@ def _size(p: torch.Tensor, kind: str, n: int) -> int:
 
 
 def _entry(
-    name: str, p: torch.Tensor, key: Any, dtype: torch.dtype, device: torch.device, dims: tuple[_Rule, ...]
+    name: str, p: torch.Tensor, key: object, dtype: torch.dtype, device: torch.device, dims: tuple[_Rule, ...]
 ) -> Entry:
     shape = tuple(_size(p, kind, n) for kind, n in dims)
     # torch's optimizers make such state with preserve_format; should one not, its first version gets another extent.

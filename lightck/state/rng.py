@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from lightck.errors import CorruptPoolError
 
+log = logging.getLogger("lightck")
 _PYTHON_VERSION = 3
 _PYTHON_WORDS = struct.Struct("<625I")
 _MAX_CUDA_BYTES = 4096
@@ -59,7 +62,7 @@ class RngState:
         np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.torch)
 
-    def to_value(self) -> dict[str, Any]:
+    def to_value(self) -> dict[str, object]:
         """The same as data for ``values.pack``: a dict of bytes, ints, floats and small numpy arrays."""
         return {
             "python": [_PYTHON_WORDS.pack(*self.python[1]), self.python[2]],
@@ -127,7 +130,7 @@ def _corrupt(reason: str) -> CorruptPoolError:
     return CorruptPoolError(f"the saved random state is damaged: {reason}; recover an older version")
 
 
-def _read_python(value: object) -> tuple[Any, ...]:
+def _read_python(value: object) -> tuple[object, ...]:
     if type(value) is not list or len(value) != 2:
         raise _corrupt("python's part is no pair")
     words, gauss = value
@@ -141,7 +144,7 @@ def _read_python(value: object) -> tuple[Any, ...]:
     return state
 
 
-def _read_numpy(value: object) -> dict[str, Any]:
+def _read_numpy(value: object) -> dict[str, object]:
     if type(value) is not dict or type(value.get("state")) is not dict:
         raise _corrupt("numpy's part is no dict")
     name = value.get("bit_generator")
@@ -197,3 +200,43 @@ def _as_tensor(value: object) -> Tensor:
     if type(value) is not bytes or not value:
         raise _corrupt("a generator's state is no bytes")
     return torch.frombuffer(bytearray(value), dtype=torch.uint8).clone()
+
+
+# -- torch.random.fork_rng() ------------------------------------------------------------------------------------------
+
+_function: object = getattr(torch.random.fork_rng, "__wrapped__", None)
+_held: tuple[object, ...] = (_function, getattr(_function, "__code__", None))
+
+
+def _references() -> int:
+    return sum(map(sys.getrefcount, _held))
+
+
+class ForkWatch:
+    """Whether an update lies within ``torch.random.fork_rng()``, whose random state is thrown away behind it.
+
+    A version that a forward closes holds the random state of right after the update, since the loop's own draws (the
+    next batch) come behind it. After an update in such a block that is another state than the loop goes on with, and
+    nothing in the state itself says so. The block is a suspended generator, which holds its function and code: so their
+    counts of references, which cost nothing to ask, tell whether there is one.
+
+    Made at attach: a block that is open then surrounds the whole training, and does no harm."""
+
+    def __init__(self) -> None:
+        self._at_attach = _references()
+        self._is_within = False
+        self._is_told = False
+
+    def updated(self) -> None:
+        self._is_within = _references() > self._at_attach
+
+    def closed_later(self) -> None:
+        """By a forward or the next update: the version holds the random state of right after its update. Warns once."""
+        if self._is_within and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "lightck: an update was made within torch.random.fork_rng(), and its checkpoint is closed by "
+                "the next forward: it holds the random state of the end of the update, which the block threw "
+                "away. A resume would draw other random numbers. Put session.end_step() behind the block, or "
+                "iterate over session.loader(loader)"
+            )

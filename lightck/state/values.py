@@ -13,17 +13,27 @@ import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightck.errors import CorruptPoolError, StateValueError
-from lightck.state.dtypes import DTYPES, dtype_name
-from lightck.state.keys import INT_NBYTES_MAX, NUMPY_CODES, NUMPY_SCALARS, PLAIN, collide, is_key
-from lightck.state.storable import why_not
+from lightck.state.storable import (
+    DTYPES,
+    INT_NBYTES_MAX,
+    NUMPY_CODES,
+    NUMPY_SCALARS,
+    PLAIN,
+    collide,
+    dtype_name,
+    is_key,
+    why_not,
+)
 
+T = TypeVar("T")
 STATE_VERSION = 1
 """Of what the small state consists of."""
 TUPLE, DICT, ORDERED_DICT, COUNTER, DEFAULT_DICT, SET, DEQUE = 1, 2, 3, 4, 5, 6, 7
@@ -65,7 +75,7 @@ def pack(
     return _Packer(path, large, large_nbytes).encode(value)
 
 
-class Constant(dict[Any, Any]):
+class Constant(dict[Any, object]):
     """A dict that nobody changes, nor what lies in it: it is packed once. On disk, and when read back, it is a dict."""
 
     __slots__ = ("packed",)
@@ -144,7 +154,7 @@ class _Packer:
         )
 
     def path(self) -> str:
-        return "/".join(map(_segment, self._path))
+        return "/".join(part if type(part) is str else repr(part) for part in self._path)
 
     def integer(self, value: int) -> bytes:
         if -(1 << 63) <= value < 1 << 64:
@@ -211,7 +221,7 @@ class _Packer:
         if len(self._path) > MAX_DEPTH:
             raise self.refused(value, f"it lies more than {MAX_DEPTH} deep, or contains itself")
 
-    def array(self, value: np.ndarray[Any, Any]) -> bytes:
+    def array(self, value: npt.NDArray[np.generic]) -> bytes:
         if value.dtype.str not in _NUMPY_DTYPES:
             raise self.refused(value, f"its dtype is {value.dtype}, and only bool, int, float and complex are kept")
         return self.ext(ARRAY, self._array_fields(value.dtype.str, value.shape, value.tobytes()))
@@ -251,10 +261,6 @@ class _Packer:
         except RuntimeError as error:
             raise self.refused(value, f"torch cannot copy it ({error})") from error
         return ctypes.string_at(dense.data_ptr(), nbytes) if nbytes else b""
-
-
-def _segment(part: object) -> str:
-    return part if type(part) is str else repr(part)
 
 
 def _why_not(value: object) -> str:
@@ -311,6 +317,13 @@ def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) 
     return value
 
 
+def typed(value: object, kind: type[T]) -> T:
+    """A value of this very type, unpacked from the small state. Raises ``CorruptPoolError`` where it is of another."""
+    if type(value) is not kind or not isinstance(value, kind):
+        raise CorruptPoolError(f"its small state is malformed ({kind.__name__} expected)")
+    return value
+
+
 def _corrupt(reason: str) -> CorruptPoolError:
     return CorruptPoolError(f"the small state is damaged: {reason}; recover an older version")
 
@@ -334,7 +347,7 @@ class _Reader:
         if self._pos != self._end:
             raise _corrupt(f"{self._end - self._pos} bytes too many")
 
-    def value(self, depth: int) -> Any:
+    def value(self, depth: int) -> object:
         tag = self._take(1)[0]
         if tag < 0x80:
             return tag
@@ -347,7 +360,7 @@ class _Reader:
             return number.unpack(self._take(number.size))[0]
         return self._sized(tag, depth)
 
-    def _sized(self, tag: int, depth: int) -> Any:
+    def _sized(self, tag: int, depth: int) -> object:
         if 0x90 <= tag < 0xA0:
             return self._list(tag & 0x0F, depth)
         if 0xA0 <= tag < 0xC0:
@@ -376,7 +389,7 @@ class _Reader:
     def _binary(self, count: int, _depth: int) -> bytes:
         return self._take(count)
 
-    def _list(self, count: int, depth: int) -> list[Any]:
+    def _list(self, count: int, depth: int) -> list[object]:
         if depth >= MAX_DEPTH:
             raise _corrupt(f"it is more than {MAX_DEPTH} deep")
         if count > self._end - self._pos:
@@ -391,7 +404,7 @@ class _Reader:
             raise _corrupt("a list is missing")
         return int.from_bytes(self._take(2 if tag == 0xDC else 4), "big")
 
-    def _extension(self, size: int, depth: int) -> Any:
+    def _extension(self, size: int, depth: int) -> object:
         code = self._take(1)[0]
         read = _RAISE.get(code)
         if read is None or depth >= _LEAF:
@@ -406,10 +419,10 @@ class _Reader:
 
     # What the extensions hold. ``sequence`` counts as one container, as it did when it was packed.
 
-    def sequence(self, depth: int) -> list[Any]:
+    def sequence(self, depth: int) -> list[object]:
         return self._list(self._count(), depth)
 
-    def pairs(self, depth: int) -> dict[Any, Any]:
+    def pairs(self, depth: int) -> dict[object, object]:
         if depth >= MAX_DEPTH:
             raise _corrupt(f"it is more than {MAX_DEPTH} deep")
         count = self._count()
@@ -427,7 +440,7 @@ class _Reader:
             raise _corrupt("a dict has a key twice, or too many of one hash")
         return out
 
-    def members(self, depth: int) -> list[Any]:
+    def members(self, depth: int) -> list[object]:
         items = self.sequence(depth)
         if not all(map(is_key, items)) or collide(items) or len(set(items)) != len(items):
             raise _corrupt("a set holds an item twice, or one that cannot be in a set")
@@ -437,9 +450,9 @@ class _Reader:
         if self._count() != count:
             raise _corrupt("a payload has the wrong number of fields")
 
-    def exactly(self, kind: type) -> Any:
+    def exactly(self, kind: type[T]) -> T:
         value = self.value(_LEAF)
-        if type(value) is not kind:
+        if type(value) is not kind or not isinstance(value, kind):
             raise _corrupt(f"a {type(value).__qualname__} stands where a {kind.__qualname__} belongs")
         return value
 
@@ -472,7 +485,7 @@ def _raise_big_int(reader: _Reader, _depth: int) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-def _raise_deque(reader: _Reader, depth: int) -> deque[Any]:
+def _raise_deque(reader: _Reader, depth: int) -> deque[object]:
     reader.fields(2)
     limit = reader.value(_LEAF)
     items = reader.sequence(depth)
@@ -481,25 +494,31 @@ def _raise_deque(reader: _Reader, depth: int) -> deque[Any]:
     return deque(items, limit)
 
 
-def _check_size(shape: tuple[int, ...], itemsize: int, raw: bytes) -> None:
-    if math.prod(shape) * itemsize != len(raw):
-        raise _corrupt(f"an array of shape {shape} has {len(raw)} bytes")
+_Dtype = TypeVar("_Dtype", "np.dtype[np.generic]", torch.dtype)
 
 
-def _raise_array(reader: _Reader, _depth: int) -> np.ndarray[Any, Any]:
+def _array_fields(
+    reader: _Reader, dtypes: Mapping[str, _Dtype], kind: str
+) -> tuple[_Dtype, tuple[int, ...], bytearray]:
     reader.fields(3)
-    dtype = _NUMPY_DTYPES.get(reader.exactly(str))
+    dtype = dtypes.get(reader.exactly(str))
     if dtype is None:
-        raise _corrupt("a numpy array has an unknown dtype")
+        raise _corrupt(f"a {kind} has an unknown dtype")
     shape, raw = reader.shape(), reader.exactly(bytes)
-    _check_size(shape, dtype.itemsize, raw)
+    if math.prod(shape) * dtype.itemsize != len(raw):
+        raise _corrupt(f"an array of shape {shape} has {len(raw)} bytes")
+    return dtype, shape, bytearray(raw)
+
+
+def _raise_array(reader: _Reader, _depth: int) -> npt.NDArray[np.generic]:
+    dtype, shape, raw = _array_fields(reader, _NUMPY_DTYPES, "numpy array")
     try:
-        return np.frombuffer(bytearray(raw), dtype).reshape(shape)
+        return np.frombuffer(raw, dtype).reshape(shape)
     except (ValueError, OverflowError) as error:
         raise _corrupt(f"numpy cannot make an array of shape {shape} ({error})") from None
 
 
-def _raise_scalar(reader: _Reader, _depth: int) -> Any:
+def _raise_scalar(reader: _Reader, _depth: int) -> object:
     reader.fields(2)
     dtype = _SCALAR_DTYPES.get(reader.exactly(str))
     raw = reader.exactly(bytes)
@@ -509,17 +528,12 @@ def _raise_scalar(reader: _Reader, _depth: int) -> Any:
 
 
 def _raise_tensor(reader: _Reader, _depth: int) -> torch.Tensor:
-    reader.fields(3)
-    dtype = DTYPES.get(reader.exactly(str))
-    if dtype is None:
-        raise _corrupt("a tensor has an unknown dtype")
-    shape, raw = reader.shape(), reader.exactly(bytes)
-    _check_size(shape, dtype.itemsize, raw)
+    dtype, shape, raw = _array_fields(reader, DTYPES, "tensor")
     try:
         if not raw:
             return torch.empty(shape, dtype=dtype)
         # The clone is memory of torch's own, aligned and resizable.
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).clone().view(dtype).reshape(shape)
+        return torch.frombuffer(raw, dtype=torch.uint8).clone().view(dtype).reshape(shape)
     except (RuntimeError, ValueError, OverflowError, TypeError) as error:
         raise _corrupt(f"torch cannot make a tensor of shape {shape} ({error})") from None
 
@@ -530,13 +544,13 @@ _NUMBERS = {
     0xCB: struct.Struct(">d"),
 }
 _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-_SIZED: dict[int, tuple[int, Callable[[_Reader, int, int], Any]]] = {
+_SIZED: dict[int, tuple[int, Callable[[_Reader, int, int], object]]] = {
     **{0xC4 + index: (1 << index, _Reader._binary) for index in range(3)},
     **{0xC7 + index: (1 << index, _Reader._extension) for index in range(3)},
     **{0xD9 + index: (1 << index, _Reader._text) for index in range(3)},
     **{0xDC + index: (2 << index, _Reader._list) for index in range(2)},
 }
-_RAISE: dict[int, Callable[[_Reader, int], Any]] = {
+_RAISE: dict[int, Callable[[_Reader, int], object]] = {
     TUPLE: lambda reader, depth: tuple(reader.sequence(depth)),
     DICT: _Reader.pairs,
     ORDERED_DICT: lambda reader, depth: OrderedDict(reader.pairs(depth)),

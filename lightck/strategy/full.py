@@ -10,7 +10,7 @@ from lightck.pipeline.plan import IsStored, WritePlan
 
 if TYPE_CHECKING:
     from lightck.pipeline.write_table import Columns
-    from lightck.state.closing import Closing
+    from lightck.state.looks import Closing
 
 
 @dataclass(frozen=True, slots=True)

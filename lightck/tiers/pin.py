@@ -20,10 +20,9 @@ from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.engine import ENDED
 from lightck.pool.format.structures import SLOTS_MAX, CommitLine, DamagedError
 from lightck.pool.listener import CommitListener
-from lightck.pool.plan import VersionPlan
 from lightck.pool.reader import Version
 from lightck.pool.storage.failures import io_error
-from lightck.pool.writer import PoolWriter
+from lightck.pool.writer import PoolWriter, VersionPlan
 from lightck.restore.contents import load_tensors
 
 log = logging.getLogger("lightck")

@@ -34,16 +34,15 @@ enum {
     LCK_ESHORT = -8,     /* the file ended early */
     LCK_EDROPPED = -9,   /* the job was dropped before it committed */
     LCK_ESTATE = -10,    /* the job is not in a state that allows this call, or the ticket is unknown */
-    LCK_EMISSING = -11,  /* libpmemobj is not there, or too old */
-    LCK_EODD = -12       /* bytes in another form than the one that is read here */
+    LCK_EMISSING = -11   /* libpmemobj is not there, or too old */
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 15 };
+enum { LCK_ABI_VERSION = 16 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
- * 6 lck_span, 7 lck_row), 0 for another id. */
+ * 6 lck_span), 0 for another id. */
 uint32_t lck_sizeof(uint32_t id);
 /* errno of the last LCK_ESYS that this thread saw. */
 int32_t lck_last_errno(void);
@@ -90,28 +89,6 @@ typedef struct lck_extent {
     uint64_t off;     /* from the start of the file */
     uint64_t nbytes;  /* not 0 */
 } lck_extent;
-
-/* ---- layout table ------------------------------------------------------------------------------------ */
-
-/* What a layout table says of one entry, but for its texts. */
-typedef struct lck_row {
-    uint64_t nbytes;
-    uint64_t offset;
-    int64_t layer;     /* -1: none */
-    uint64_t numel;    /* elements of its shape, at most 2^56; shape and stride go together */
-    uint32_t ndim;
-    uint32_t aliased;  /* it names another entry that holds its bytes */
-} lck_row;
-
-enum { LCK_ENTRY_MIN = 114 }; /* bytes of the shortest entry */
-
-/* Read a table in the form in which lightck writes it: keys in their order, numbers from 0 on (a layer: from -1 on).
- * Out: a row of each entry, into room for nbytes / LCK_ENTRY_MIN; its shape, then its stride, into room for dims_room
- * numbers; its name, role, dtype, device and alias ("" where it has none), each with a zero byte behind it, into nbytes of
- * texts. What is left to the caller: that texts are UTF-8, unique, and say something that there is; sizes, extents and
- * aliases. LCK_EODD for any other bytes, a damaged table's or one's from elsewhere: nothing in the outputs counts then. */
-int32_t lck_table_read(const void *table, uint64_t nbytes, lck_row *rows, uint64_t *count, int64_t *dims,
-                       uint64_t dims_room, char *texts, uint64_t *texts_nbytes);
 
 /* ---- medium: the choke point ------------------------------------------------------------------------- */
 

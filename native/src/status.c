@@ -23,7 +23,6 @@ uint32_t lck_sizeof(uint32_t id)
     case 4: return (uint32_t)sizeof(lck_extent);
     case 5: return (uint32_t)sizeof(lck_read);
     case 6: return (uint32_t)sizeof(lck_span);
-    case 7: return (uint32_t)sizeof(lck_row);
     default: return 0;
     }
 }
@@ -35,4 +34,3 @@ _Static_assert(sizeof(lck_job_info) == 40, "lck_job_info");
 _Static_assert(sizeof(lck_event) == 40, "lck_event");
 _Static_assert(sizeof(lck_extent) == 16, "lck_extent");
 _Static_assert(sizeof(lck_span) == 64, "lck_span");
-_Static_assert(sizeof(lck_row) == 40, "lck_row");

@@ -10,7 +10,7 @@ from calls import call, call_json, run
 from toys import net
 
 import lightck
-from lightck.cli import backends, checks, doctor
+from lightck.cli import checks, doctor
 from lightck.cli.machine import Machine, Space
 from lightck.errors import PoolPermissionError
 from lightck.pool.storage import pmemobj
@@ -274,11 +274,11 @@ def test_torch(monkeypatch, fake, version, level):
 
 
 def test_version_of_libpmemobj_is_read_from_the_library():
-    assert backends.version_in(b"\0\0src version: 1.12.1\0x") == "1.12.1"
-    assert backends.version_in(b"nothing") is None
+    assert checks.version_in(b"\0\0src version: 1.12.1\0x") == "1.12.1"
+    assert checks.version_in(b"nothing") is None
     maps = "7f0-7f1 r-xp 00000000 fe:00 12   /usr/lib/libpmemobj.so.1.0.0\n7f2-7f3 rw-p 0 0 0 [heap]\n"
-    assert backends.loaded("libpmemobj", maps) == "/usr/lib/libpmemobj.so.1.0.0"
-    assert backends.loaded("libother", maps) is None
+    assert checks.loaded("libpmemobj", maps) == "/usr/lib/libpmemobj.so.1.0.0"
+    assert checks.loaded("libother", maps) is None
 
 
 @pytest.mark.parametrize(

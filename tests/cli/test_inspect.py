@@ -13,8 +13,7 @@ from torch import nn
 from toys import adam, damage, flip, net, pool_with, train, versions
 
 import lightck
-from lightck.pool.format.checksum import crc64
-from lightck.pool.format.structures import SUPERBLOCK_OFFSETS, pack_slot_header
+from lightck.pool.format.structures import SUPERBLOCK_OFFSETS, crc64, pack_slot_header
 from lightck.pool.storage.backends import backend_for
 
 

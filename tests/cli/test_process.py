@@ -80,8 +80,8 @@ def test_an_output_without_room_is_said_to_be_the_output(good, tmp_path, words, 
 def test_a_closed_standard_error_changes_no_status(good):
     """Not even where a progress bar asks whether it is a terminal."""
     code = (
-        "import sys; from lightck.cli import main, progress\n"
-        "progress.LONG_NBYTES = 0\n"
+        "import sys; from lightck.cli import main, output\n"
+        "output.LONG_NBYTES = 0\n"
         "main(sys.argv[1:], prog_name='lightck')\n"
     )
     for command, status in ((["verify", str(good)], 0), (["frobnicate"], 2), (["verify", "/nowhere"], 2)):

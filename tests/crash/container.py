@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 
 from crash import mutations
-from lightck.pool.format.checksum import crc64
+from lightck.pool.format.structures import crc64
 
 Patch = tuple[int, bytes]
 HEADER_NBYTES, LAYOUT_AT, LAYOUT_NBYTES, ROOT_AT = 136, 4096, 1024, 6144

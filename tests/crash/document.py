@@ -11,8 +11,8 @@ import struct
 from dataclasses import dataclass, field
 
 from crash.messages import Node, parse
-from lightck.pool.format import layout_decode
-from lightck.pool.format.checksum import block_seed, crc64
+from lightck._native import lib
+from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import (
     LINE_NBYTES,
@@ -22,8 +22,10 @@ from lightck.pool.format.structures import (
     SUPERBLOCK_OFFSETS,
     DamagedError,
     Superblock,
+    crc64,
     layout_hash,
     manifest_hash,
+    uuid_words,
 )
 from lightck.pool.reader import PoolReader, Version
 
@@ -155,7 +157,7 @@ class Document:
         self.superblock[_TABLE_HASH_AT : _TABLE_HASH_AT + 16] = digest
         sb = self.base.sb
         try:
-            entries = layout_decode.decode(self.table, low=sb.payload_offset, high=sb.reserve_offset)
+            entries = layout.decode(self.table, low=sb.payload_offset, high=sb.reserve_offset)
         except DamagedError:
             return
         for manifest in self.manifests:
@@ -171,7 +173,7 @@ class Document:
         sb = self.base.sb
         manifest.is_changed = True
         try:
-            extras = layout_decode.decode_extras(manifest.extras, low=sb.reserve_offset, high=sb.slot_nbytes)
+            extras = layout.decode_extras(manifest.extras, low=sb.reserve_offset, high=sb.slot_nbytes)
         except DamagedError:
             return
         self.follow_entries(manifest, (*entries, *extras))
@@ -189,7 +191,7 @@ class Document:
                 continue
             for index, at in enumerate(range(0, entry.nbytes, sb.block)):
                 data = payload[entry.offset + at : entry.offset + min(entry.nbytes, at + sb.block)]
-                crcs.append(crc32c(data) ^ block_seed(base.origin, number, base.generation, index))
+                crcs.append(crc32c(data) ^ lib.lck_block_seed(*uuid_words(base.origin), number, base.generation, index))
         manifest.records, manifest.crcs = b"".join(records), struct.pack(f"<{len(crcs)}I", *crcs)
 
     def patches(self) -> list[Patch]:

@@ -20,9 +20,9 @@ class Promise:
     def feed(self, event: Event) -> None:
         if not isinstance(event, Mark):
             return
-        if event.mark == _native.MARK_BEGIN:
+        if event.mark == _native.lib.LCK_MARK_BEGIN:
             self.begun.append(event.value)
-        elif event.mark == _native.MARK_ACK:
+        elif event.mark == _native.lib.LCK_MARK_ACK:
             self._acked = event.value
             self.begun = [g for g in self.begun if g > event.value]
         elif event.mark == LOST:

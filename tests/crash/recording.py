@@ -254,9 +254,9 @@ class _RecordingMedium(Medium):
         self._recorder.mapped(self, fd, places)
 
     def line(self, offset: int, line: bytes) -> None:
-        self._recorder.line(self, line, _native.MARK_BEGIN)
+        self._recorder.line(self, line, _native.lib.LCK_MARK_BEGIN)
         super().line(offset, line)
-        self._recorder.line(self, line, _native.MARK_ACK)
+        self._recorder.line(self, line, _native.lib.LCK_MARK_ACK)
 
     def close(self) -> None:
         if self.handle is not None:

@@ -14,7 +14,7 @@ from lightck import _native
 from lightck._native import check, ffi, lib
 from lightck.pool.engine import Medium
 
-PUBLISHED = _native.MARK_USER
+PUBLISHED = _native.lib.LCK_MARK_USER
 """Mark that a recorder sets when the file has become visible at its path."""
 LOST = 1000
 """Mark that a recorder sets where the medium loses what was acknowledged; ``value`` is the generation that is left."""
@@ -91,13 +91,13 @@ def stop(medium: Medium) -> tuple[Event, ...]:
 
 def _event(raw: object, stored: bytes, streams: bool) -> Event:
     kind, thread, offset, nbytes, at = (int(getattr(raw, n)) for n in ("kind", "thread", "off", "nbytes", "data"))
-    if kind in (_native.EV_STORE, _native.EV_COPY):
-        return Store(thread, offset, stored[at : at + nbytes], streams and kind == _native.EV_COPY)
-    if kind == _native.EV_FLUSH:
+    if kind in (_native.lib.LCK_EV_STORE, _native.lib.LCK_EV_COPY):
+        return Store(thread, offset, stored[at : at + nbytes], streams and kind == _native.lib.LCK_EV_COPY)
+    if kind == _native.lib.LCK_EV_FLUSH:
         return Flush(thread, offset, nbytes)
-    if kind == _native.EV_FENCE:
+    if kind == _native.lib.LCK_EV_FENCE:
         return Fence(thread)
-    if kind == _native.EV_SYNC:
+    if kind == _native.lib.LCK_EV_SYNC:
         return Sync(thread)
     return Mark(thread, offset, nbytes)
 

@@ -589,4 +589,4 @@ def test_a_pass_that_only_looks_gives_way_to_the_next_one(told: Told) -> None:
 
 
 def a_pass() -> Pass:
-    return Pass(None, 0, 0)  # type: ignore[arg-type]
+    return Pass(0, 0)

@@ -10,7 +10,7 @@ from resume.harness import Kill
 from test_loader import Host
 from torch.utils.data import DataLoader
 
-from lightck.dataloader.skip import wants_skip
+from lightck.dataloader.replay import wants_skip
 from lightck.errors import SessionError
 from lightck.state import values
 from lightck.state.rng import shielded

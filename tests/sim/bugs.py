@@ -207,11 +207,11 @@ def acknowledged_at_once(events: Sequence[Event]) -> list[Event]:
     """A version is acknowledged when it begins."""
     changed: list[Event] = []
     for event in events:
-        if isinstance(event, Mark) and event.mark == _native.MARK_ACK:
+        if isinstance(event, Mark) and event.mark == _native.lib.LCK_MARK_ACK:
             continue
         changed.append(event)
-        if isinstance(event, Mark) and event.mark == _native.MARK_BEGIN:
-            changed.append(replace(event, mark=_native.MARK_ACK))
+        if isinstance(event, Mark) and event.mark == _native.lib.LCK_MARK_BEGIN:
+            changed.append(replace(event, mark=_native.lib.LCK_MARK_ACK))
     return changed
 
 
@@ -230,7 +230,7 @@ def no_flush_of_the_payload(events: Sequence[Event]) -> list[Event]:
     changed: list[Event] = []
     waiting, low, high = False, 0, 0
     for event in events:
-        if isinstance(event, Mark) and event.mark == _native.MARK_BEGIN:
+        if isinstance(event, Mark) and event.mark == _native.lib.LCK_MARK_BEGIN:
             waiting = True
         if waiting and isinstance(event, Store) and is_payload(event):
             waiting, low, high = False, event.offset, event.offset + len(event.data)

@@ -146,8 +146,8 @@ def commits(pack: Callable[[int, int], bytes]) -> Recording:
     for generation in (1, 2, 3):
         at, data = PAYLOADS[generation % 2], bytes([generation]) * 64
         word = pack(generation, generation % 2)
-        events += [Mark(0, _native.MARK_BEGIN, generation), Store(0, at, data), Flush(0, at, 64), Sync(0)]
-        events += [Store(0, COMMIT, word), Flush(0, COMMIT, 16), Sync(0), Mark(0, _native.MARK_ACK, generation)]
+        events += [Mark(0, _native.lib.LCK_MARK_BEGIN, generation), Store(0, at, data), Flush(0, at, 64), Sync(0)]
+        events += [Store(0, COMMIT, word), Flush(0, COMMIT, 16), Sync(0), Mark(0, _native.lib.LCK_MARK_ACK, generation)]
     expected = {generation: Expected(generation, bytes([generation]) * 64) for generation in (1, 2, 3)}
     nowhere = (SlotPlace(1 << 40, 1 << 40, 1 << 40),)
     tape = Tape(1 << 20, ((0, 1 << 20),), {}, True, tuple(events), nowhere, expected, {1: 1, 2: 2, 3: 3})

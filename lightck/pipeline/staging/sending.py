@@ -18,9 +18,8 @@ from lightck.pipeline.staging.pump import Pump
 from lightck.pipeline.staging.ways import DeviceWay, DirectWay, HostWay, UnavailableError, Way
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.write_table import NONE, Staged
-from lightck.pool.draft import Draft
 from lightck.pool.slots import Slot
-from lightck.pool.writer import PoolWriter
+from lightck.pool.writer import Draft, PoolWriter
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")

@@ -14,9 +14,8 @@ from lightck.pipeline.staging.groups import Group, Ring, Segment, laid_out
 from lightck.pipeline.staging.kinds import Device, Direct, Host, Kind
 from lightck.pipeline.staging.registered import RegisteredPool
 from lightck.pipeline.write_table import Staged
-from lightck.pool.draft import Draft
 from lightck.pool.storage.durability import TIER_DISK
-from lightck.pool.writer import PoolWriter
+from lightck.pool.writer import Draft, PoolWriter
 from lightck.state.lanes import Lane
 
 

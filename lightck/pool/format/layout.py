@@ -1,17 +1,21 @@
 """The layout table: which extents a slot has, laid out once, found by its hash.
 
 An ``Entry`` describes one tensor's bytes; ``place`` gives entries their offsets; ``encode`` turns the table into bytes,
-and ``layout_decode`` back.
+and ``decode`` back. The bytes are untrusted: a table is read item by item, in any form of msgpack, and everything is
+checked before anyone allocates by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 import msgpack
 
-from lightck.pool.format.structures import EXTENT_ALIGN, LARGE_EXTENT, LARGE_EXTENT_ALIGN, align_up
+from lightck.pool.format.structures import EXTENT_ALIGN, LARGE_EXTENT, LARGE_EXTENT_ALIGN, DamagedError, align_up
 
 ENTRIES_MAX = 1 << 20
 NDIM_MAX = 64
@@ -21,32 +25,11 @@ ROLES = ("param", "buffer", "optimizer", "state")
 
 # Bytes per element of every dtype name that a table may hold. The pool knows names and sizes, not torch.
 ITEM_NBYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "uint16": 2,
-    "int16": 2,
-    "uint32": 4,
-    "int32": 4,
-    "uint64": 8,
-    "int64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,
-    "bits1x8": 1,
-    "bits2x4": 1,
-    "bits4x2": 1,
-    "bits8": 1,
-    "bits16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex32": 4,
-    "complex64": 8,
+    **dict.fromkeys(("bool", "uint8", "int8", "bits1x8", "bits2x4", "bits4x2", "bits8", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16", "bits16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
     "complex128": 16,
 }
 
@@ -75,7 +58,7 @@ class Entry(NamedTuple):
             other.device,
         )
 
-    def to_map(self) -> dict[str, Any]:
+    def to_map(self) -> dict[str, object]:
         plain = self._asdict() | {"shape": list(self.shape), "stride": list(self.stride)}
         return plain | {
             "global_shape": list(self.shape),
@@ -134,3 +117,117 @@ def is_name(text: str) -> bool:
     """Whether an entry may have this name."""
     fits = len(text) <= NAME_NBYTES_MAX // 4 or len(text.encode("utf-8", "replace")) <= NAME_NBYTES_MAX
     return fits and "\0" not in text
+
+
+_VALUES = itemgetter(*Entry._fields)
+_INT = {int}
+_KEYS = {*Entry._fields} | {"global_shape", "placements", "mesh", "offsets"}
+
+
+def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
+    """The entries of a layout table; every extent lies in [low, high) of a slot. Raises ``DamagedError``."""
+    entries = _checked(_items(table, is_table=True), low, high)
+    names = {e.name: e for e in entries}
+    if len(names) != len(entries):
+        raise DamagedError("layout table: a name occurs twice")
+    check_aliases(names)
+    return entries
+
+
+def decode_extras(data: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
+    """Entries that appeared later. A name may come again, where a tensor changed its kind more than once, and an alias
+    may name an entry of the table: ``check_aliases`` is for those that are present in a version."""
+    return _checked(_items(data, is_table=False), low, high) if data else ()
+
+
+def check_aliases(present: Mapping[str, Entry]) -> None:
+    """Raises ``DamagedError`` where an entry is tied to something that has no bytes of its own."""
+    for entry in present.values():
+        if entry.alias is not None and (entry.alias not in present or present[entry.alias].alias is not None):
+            raise DamagedError(f"layout table: {entry.name!r} is tied to nothing")
+
+
+def check_ties(present: Mapping[str, Entry]) -> None:
+    """The same for the entries of one version, and where an entry is tied to one of another dtype or shape: the bytes
+    of that one would go into a tensor that was found to be like this one. (Of entries that are in a table together, one
+    may have changed its kind since.)"""
+    check_aliases(present)
+    for entry in present.values():
+        if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
+            raise DamagedError(f"{entry.name!r} is tied to {entry.alias!r}, which is of another dtype or shape")
+
+
+def _kind(entry: Entry) -> tuple[str, tuple[int, ...]]:
+    return entry.dtype, entry.shape
+
+
+def _items(data: bytes, *, is_table: bool) -> Iterator[object]:
+    """What the list of entries holds, one by one: msgpack makes room for as many items as a list says it has, so the
+    long list is not left to it, and the lists in an entry are short."""
+    unpacker = msgpack.Unpacker(
+        raw=False,
+        strict_map_key=True,
+        max_ext_len=0,
+        max_bin_len=0,
+        max_str_len=NAME_NBYTES_MAX,
+        max_array_len=NDIM_MAX,
+        max_map_len=len(_KEYS),
+        max_buffer_size=len(data),
+    )
+    try:
+        unpacker.feed(data)
+        if is_table and (unpacker.read_map_header() != 1 or unpacker.unpack() != "entries"):
+            raise DamagedError("layout table: not a map of entries")
+        count = unpacker.read_array_header()
+        if count > ENTRIES_MAX:
+            raise DamagedError("layout table: too many entries")
+        for _ in range(count):
+            yield unpacker.unpack()
+        if unpacker.tell() != len(data):
+            raise DamagedError("layout table: bytes are left")
+    except DamagedError:
+        raise
+    except Exception as err:
+        raise DamagedError(f"layout table: {err or type(err).__name__}") from err
+
+
+def _checked(items: Iterator[object], low: int, high: int) -> tuple[Entry, ...]:
+    entries = tuple(map(_entry, items))
+    at = low
+    for entry in sorted((e for e in entries if e.nbytes), key=attrgetter("offset")):
+        if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:
+            raise DamagedError(f"layout table: extent of {entry.name!r} is out of place")
+        at = entry.offset + entry.nbytes
+    return entries
+
+
+def _entry(item: object) -> Entry:
+    if not isinstance(item, dict) or item.keys() != _KEYS:
+        raise DamagedError("layout table: an entry has the wrong keys")
+    name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
+    for text in (name, device) if alias is None else (name, device, alias):
+        if type(text) is not str or not is_name(text):
+            raise DamagedError("layout table: bad text")
+    is_whole = type(nbytes) is type(offset) is type(layer) is int
+    if not is_whole or not 0 <= nbytes < INT_MAX or not 0 <= offset < INT_MAX or not -1 <= layer < INT_MAX:
+        raise DamagedError("layout table: bad number")
+    if not type(shape) is type(stride) is list or not _INT.issuperset(map(type, shape + stride)):
+        raise DamagedError("layout table: bad list of numbers")
+    if not (type(role) is type(dtype) is str and role in ROLES and dtype in ITEM_NBYTES and len(shape) == len(stride)):
+        raise DamagedError(f"layout table: entry {name!r} has an unknown role, dtype or stride")
+    shape, stride = tuple(shape), tuple(stride)
+    numel = _dense_numel(shape, stride)
+    if numel is None or nbytes != (0 if alias is not None else numel * ITEM_NBYTES[dtype]):
+        raise DamagedError(f"layout table: shape, stride and size of {name!r} do not go together")
+    return Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
+
+
+@lru_cache(maxsize=64)  # few: a hostile table may be made of keys that share a hash, each compared with all others
+def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
+    """Elements of a dense tensor; None where there can be no such tensor. Cached: the layers of a model are alike."""
+    if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
+        return None
+    numel = math.prod(shape)
+    if (numel or math.prod(filter(None, shape))) >= INT_MAX or not is_dense(shape, stride):
+        return None
+    return numel

@@ -2,7 +2,8 @@
 
 docs/format.md is the picture of this module, and both change in the same commit. Each structure is a frozen
 dataclass with ``pack`` and ``unpack``; ``unpack`` takes untrusted bytes and raises ``DamagedError`` (its check
-fails: a reader tries the next copy) or an error that a user sees. Reads no file, allocates nothing large.
+fails: a reader tries the next copy) or an error that a user sees. Reads no file, allocates nothing large. Checksums
+come from the native library: CRC-64/XZ for metadata, seeded CRC-32C for blocks of payload.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
+from lightck._native import ffi, lib
 from lightck.errors import FormatError, NotAPoolError
-from lightck.pool.format.checksum import crc64
 
 MAGIC = b"LIGHTCK\x01"
 ENDIAN_TAG = 0x01020304
 MAJOR, MINOR = 1, 0
 COMPAT_NEXT = 1
 """Slots may have a record of the batch that follows their version."""
-COMPAT_KNOWN = COMPAT_NEXT
 RO_COMPAT_KNOWN = INCOMPAT_KNOWN = 0
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -63,6 +63,16 @@ def align_up(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
+def crc64(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
+    """CRC-64/XZ of ``data``; ``crc`` is the value of the bytes before it."""
+    return lib.lck_crc64(crc, ffi.from_buffer(data), len(data))
+
+
+def uuid_words(uuid: bytes) -> tuple[int, int]:
+    """A uuid as the two little-endian words that seed the block checksums."""
+    return int.from_bytes(uuid[:8], "little"), int.from_bytes(uuid[8:], "little")
+
+
 def layout_hash(table: bytes) -> bytes:
     """The 16 bytes by which a layout table is found."""
     return blake2b(table, digest_size=16).digest()
@@ -73,12 +83,18 @@ _REGION = struct.Struct("<IIQQQ")
 _U64 = struct.Struct("<Q")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Superblock:
-    """What is fixed when a pool is made: its identity, size and geometry. Offsets in bytes from the file's start."""
+    """What is fixed when a pool is made: its identity, size and geometry. Offsets in bytes from the file's start. In
+    the order of the bytes, ``slots`` last."""
 
+    compat: int = 0
+    ro_compat: int = 0
     uuid: bytes
     nbytes: int
+    ring_offset: int = RING_OFFSET
+    ring_lines: int = RING_LINES
+    ring_stride: int = RING_STRIDE
     table_offsets: tuple[int, int]
     table_nbytes: int
     table_hash: bytes
@@ -88,11 +104,6 @@ class Superblock:
     payload_offset: int
     reserve_offset: int
     slots: tuple[tuple[int, int], ...]
-    ring_offset: int = RING_OFFSET
-    ring_lines: int = RING_LINES
-    ring_stride: int = RING_STRIDE
-    compat: int = 0
-    ro_compat: int = 0
 
     def pack(self) -> bytes:
         head = _SUPER.pack(
@@ -135,31 +146,7 @@ class Superblock:
 
     @classmethod
     def _from_checked(cls, body: bytes) -> Superblock:
-        (
-            _,
-            endian,
-            major,
-            minor,
-            compat,
-            ro_compat,
-            incompat,
-            uuid,
-            nbytes,
-            ring_offset,
-            ring_lines,
-            ring_stride,
-            table_a,
-            table_b,
-            table_nbytes,
-            table_hash,
-            block,
-            manifest_offset,
-            manifest_nbytes,
-            payload_offset,
-            reserve_offset,
-            n_regions,
-            _zero,
-        ) = _SUPER.unpack_from(body)
+        _, endian, major, minor, compat, ro_compat, incompat, *fixed, n_regions, _ = _SUPER.unpack_from(body)
         if endian != ENDIAN_TAG:
             raise FormatError("the pool was written with another byte order. Read it on such a machine.")
         if major != MAJOR or incompat & ~INCOMPAT_KNOWN:
@@ -174,23 +161,25 @@ class Superblock:
             kind, index, off, length, _ = _REGION.unpack_from(body, _SUPER.size + i * _REGION.size)
             if kind == REGION_SLOT and index == len(slots):
                 slots.append((off, length))
+        uuid, nbytes, ring_offset, ring_lines, ring_stride, table_a, table_b, *rest = fixed
+        table_nbytes, table_hash, block, manifest_offset, manifest_nbytes, payload_offset, reserve_offset = rest
         sb = cls(
-            uuid,
-            nbytes,
-            (table_a, table_b),
-            table_nbytes,
-            table_hash,
-            block,
-            manifest_offset,
-            manifest_nbytes,
-            payload_offset,
-            reserve_offset,
-            tuple(slots),
-            ring_offset,
-            ring_lines,
-            ring_stride,
-            compat,
-            ro_compat,
+            compat=compat,
+            ro_compat=ro_compat,
+            uuid=uuid,
+            nbytes=nbytes,
+            ring_offset=ring_offset,
+            ring_lines=ring_lines,
+            ring_stride=ring_stride,
+            table_offsets=(table_a, table_b),
+            table_nbytes=table_nbytes,
+            table_hash=table_hash,
+            block=block,
+            manifest_offset=manifest_offset,
+            manifest_nbytes=manifest_nbytes,
+            payload_offset=payload_offset,
+            reserve_offset=reserve_offset,
+            slots=tuple(slots),
         )
         sb._check_geometry()
         return sb
@@ -246,9 +235,9 @@ class Superblock:
 _LINE = struct.Struct("<QQQQQIBBBBQ")
 
 
-@dataclass(frozen=True, slots=True)
-class CommitLine:
-    """One line of the ring: this version is complete. ``payload_generation`` differs in an adoption only."""
+class CommitLine(NamedTuple):
+    """One line of the ring: this version is complete. ``payload_generation`` differs in an adoption only. In the order
+    of the bytes."""
 
     generation: int
     incarnation: int
@@ -261,19 +250,7 @@ class CommitLine:
     manifest_index: int
 
     def pack(self, uuid: bytes) -> bytes:
-        body = _LINE.pack(
-            self.generation,
-            self.incarnation,
-            self.step,
-            self.payload_generation,
-            self.manifest_hash,
-            self.manifest_nbytes,
-            self.kind,
-            self.slot,
-            self.manifest_index,
-            0,
-            0,
-        )
+        body = _LINE.pack(*self, 0, 0)
         return body + _U64.pack(crc64(uuid + body))
 
     @classmethod
@@ -290,12 +267,12 @@ class CommitLine:
                 return None
         if crc64(uuid + body) != check:
             raise DamagedError("commit line checksum")
-        generation, incarnation, step, payload, mhash, mlen, kind, slot, index, _, _ = _LINE.unpack(body)
-        if kind not in (KIND_VERSION, KIND_ADOPTION) or index > 1:
+        line = cls._make(_LINE.unpack(body)[:-2])
+        if line.kind not in (KIND_VERSION, KIND_ADOPTION) or line.manifest_index > 1:
             raise DamagedError("commit line kind")
-        if max(generation, incarnation, step, payload) >= NUMBER_MAX:
+        if max(line.generation, line.incarnation, line.step, line.payload_generation) >= NUMBER_MAX:
             raise DamagedError("commit line numbers")
-        return cls(generation, incarnation, step, payload, mhash, mlen, kind, slot, index)
+        return line
 
 
 _HEADER = struct.Struct("<Q8sII32s")
@@ -365,11 +342,13 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
 
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
+_N_BEFORE_RECORDS = 8
+"""Fields that stand before the place of the records, which is the same in every manifest."""
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestHeader:
-    """The first 128 bytes of a manifest: the version's identity and where its parts lie in the manifest."""
+class ManifestHeader(NamedTuple):
+    """The first 128 bytes of a manifest: the version's identity and where its parts lie in the manifest. In the order
+    of the bytes."""
 
     generation: int
     incarnation: int
@@ -388,27 +367,9 @@ class ManifestHeader:
     slot: int
 
     def pack(self) -> bytes:
-        return _MANIFEST.pack(
-            MANIFEST_MAGIC,
-            self.generation,
-            self.incarnation,
-            self.step,
-            self.iteration,
-            self.table_hash,
-            self.origin,
-            self.n_records,
-            self.n_table,
-            MANIFEST_HEADER_NBYTES,
-            RECORD_NBYTES,
-            self.crcs_offset,
-            self.crcs_count,
-            self.extras_offset,
-            self.extras_nbytes,
-            self.state_offset,
-            self.state_nbytes,
-            self.slot,
-            0,
-        ).ljust(MANIFEST_HEADER_NBYTES, b"\0")
+        head, tail = self[:_N_BEFORE_RECORDS], self[_N_BEFORE_RECORDS:]
+        packed = _MANIFEST.pack(MANIFEST_MAGIC, *head, MANIFEST_HEADER_NBYTES, RECORD_NBYTES, *tail, 0)
+        return packed.ljust(MANIFEST_HEADER_NBYTES, b"\0")
 
     @classmethod
     def unpack(cls, manifest: bytes, nbytes: int | None = None) -> ManifestHeader:
@@ -416,57 +377,23 @@ class ManifestHeader:
         ``DamagedError``."""
         if len(manifest) < MANIFEST_HEADER_NBYTES or manifest[:8] != MANIFEST_MAGIC:
             raise DamagedError("manifest signature")
-        (
-            _,
-            generation,
-            incarnation,
-            step,
-            iteration,
-            table_hash,
-            origin,
-            n_records,
-            n_table,
-            records_offset,
-            record_nbytes,
-            crcs_offset,
-            crcs_count,
-            extras_offset,
-            extras_nbytes,
-            state_offset,
-            state_nbytes,
-            slot,
-            _,
-        ) = _MANIFEST.unpack_from(manifest)
+        values = _MANIFEST.unpack_from(manifest)[1:-1]
+        head, (records_offset, record_nbytes, *tail) = values[:_N_BEFORE_RECORDS], values[_N_BEFORE_RECORDS:]
+        found = cls._make((*head, *tail))
         parts = (
-            (records_offset, n_records * record_nbytes),
-            (crcs_offset, 4 * crcs_count),
-            (extras_offset, extras_nbytes),
-            (state_offset, state_nbytes),
+            (records_offset, found.n_records * record_nbytes),
+            (found.crcs_offset, 4 * found.crcs_count),
+            (found.extras_offset, found.extras_nbytes),
+            (found.state_offset, found.state_nbytes),
         )
         nbytes = len(manifest) if nbytes is None else nbytes
-        if any(off + n > nbytes for off, n in parts) or n_table > n_records:
+        if any(off + n > nbytes for off, n in parts) or found.n_table > found.n_records:
             raise DamagedError("manifest bounds")
-        if (records_offset, record_nbytes) != (MANIFEST_HEADER_NBYTES, RECORD_NBYTES) or crcs_offset % 4:
+        if (records_offset, record_nbytes) != (MANIFEST_HEADER_NBYTES, RECORD_NBYTES) or found.crcs_offset % 4:
             raise DamagedError("manifest geometry")
-        if max(generation, incarnation, step, iteration) >= NUMBER_MAX:
+        if max(found.generation, found.incarnation, found.step, found.iteration) >= NUMBER_MAX:
             raise DamagedError("manifest numbers")
-        return cls(
-            generation,
-            incarnation,
-            step,
-            iteration,
-            table_hash,
-            origin,
-            n_records,
-            n_table,
-            crcs_offset,
-            crcs_count,
-            extras_offset,
-            extras_nbytes,
-            state_offset,
-            state_nbytes,
-            slot,
-        )
+        return found
 
 
 def manifest_hash(uuid: bytes, manifest: bytes) -> int:

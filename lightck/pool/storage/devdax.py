@@ -13,7 +13,7 @@ import errno
 import os
 import re
 import stat
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightck._native import NativeError, check, ffi, lib
 from lightck.errors import (
@@ -31,8 +31,12 @@ from lightck.pool.storage import devdax_head as head_of_device
 from lightck.pool.storage import durability, extents
 from lightck.pool.storage.devdax_head import HEAD_NBYTES, RECORD_NBYTES, RECORD_OFFSETS, Head, Record
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.folder import checked_folder
+from lightck.pool.storage.failures import undone
+from lightck.pool.storage.file import checked_folder
 from lightck.pool.storage.system import DaxDevice, System
+
+if TYPE_CHECKING:
+    from lightck._native import CData
 
 _NODE = re.compile(r"/dev/dax\d+\.\d+")
 
@@ -44,7 +48,7 @@ class _Mapping:
         out = ffi.new("const void **")
         check(lib.lck_map(fd, nbytes, out), "mapping the device")
         self._nbytes = nbytes
-        self._start: Any = ffi.cast("const char *", out[0])
+        self._start: CData | None = ffi.cast("const char *", out[0])
         self.address = int(ffi.cast("uintptr_t", out[0]))
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -83,15 +87,11 @@ class _Device:
         before = self.record()
         record = Record(before.sequence + 1 if before is not None else 1, start, nbytes, self.facts.nbytes)
         with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
-            self._repair(medium, before)
+            if before is not None and self.mapping.read(RECORD_OFFSETS[1], RECORD_NBYTES) != before.pack():
+                medium.line(RECORD_OFFSETS[1], before.pack())  # it has to say what holds while the first one is written
             for offset in RECORD_OFFSETS:  # the second one is the old one until the first is whole
                 medium.line(offset, record.pack())
         return record
-
-    def _repair(self, medium: Medium, record: Record | None) -> None:
-        """While the first copy is written, the second one has to say what holds."""
-        if record is not None and self.mapping.read(RECORD_OFFSETS[1], RECORD_NBYTES) != record.pack():
-            medium.line(RECORD_OFFSETS[1], record.pack())
 
     def wipe(self) -> None:
         """Remove what another program left in the head."""
@@ -127,10 +127,8 @@ class DevdaxContainer:
         return self._device.fd
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return b"".join(self._device.mapping.read(at, n) for at, n in extents.runs(self._own(), offset, nbytes))
-
-    def _own(self) -> Extents:
-        return ((self._start, self.nbytes),)
+        own = ((self._start, self.nbytes),)
+        return b"".join(self._device.mapping.read(at, n) for at, n in extents.runs(own, offset, nbytes))
 
     def publish(self) -> None:
         assert self._record is None, "published once"
@@ -206,24 +204,17 @@ class DevdaxBackend:
 
     def create(self, path: str, nbytes: int) -> DevdaxContainer:
         device = self._opened(path, write=True)
-        try:
-            start = _place(device, nbytes)
-            container = DevdaxContainer(device, start, nbytes)
+        with undone(device.close):
+            container = DevdaxContainer(device, _place(device, nbytes), nbytes)
             with contextlib.closing(Medium(device.fd, container.extents, device.tier)) as medium:
                 medium.zero(0, nbytes)
                 medium.sync()
-        except BaseException:
-            device.close()
-            raise
         return container
 
     def open(self, path: str, *, write: bool) -> DevdaxContainer:
         device = self._opened(path, write=write)
-        try:
+        with undone(device.close):
             record = _checked(device, device.head())
-        except BaseException:
-            device.close()
-            raise
         return DevdaxContainer(device, record.start, record.nbytes, record)
 
     def _opened(self, path: str, *, write: bool) -> _Device:
@@ -234,7 +225,7 @@ class DevdaxBackend:
             fd = os.open(path, flags | (os.O_RDWR if write else os.O_RDONLY))
         except OSError as err:
             raise _cannot_open(path, err) from err
-        try:
+        with undone(lambda: os.close(fd)):
             st = os.fstat(fd)
             facts = self._system.dax_device(st)
             if facts is None:
@@ -242,9 +233,6 @@ class DevdaxBackend:
             _check_owner(path, st)
             tier = durability.probe_device(facts, system=self._system).tier
             return _Device(path, fd, facts, tier)
-        except BaseException:
-            os.close(fd)
-            raise
 
 
 def _place(device: _Device, nbytes: int) -> int:

@@ -11,8 +11,7 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lightck.pool.format.checksum import crc64
-from lightck.pool.format.structures import MIB, PAGE, align_up
+from lightck.pool.format.structures import MIB, PAGE, align_up, crc64
 
 MAGIC = b"LCKDAX\x00\x01"
 RECORD_NBYTES = 64

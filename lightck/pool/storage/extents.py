@@ -6,9 +6,12 @@ A pool's offsets count through its extents in order, so nothing above this modul
 from __future__ import annotations
 
 import os
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from lightck._native import ffi
+
+if TYPE_CHECKING:
+    from lightck._native import CData
 
 Extents: TypeAlias = "tuple[tuple[int, int], ...]"
 """(offset in the file, nbytes) of each run."""
@@ -50,6 +53,6 @@ def runs(extents: Extents, offset: int, nbytes: int) -> list[tuple[int, int]]:
     return found
 
 
-def native(extents: Extents) -> Any:
+def native(extents: Extents) -> CData:
     """The same as an array of the native library."""
     return ffi.new("lck_extent[]", list(extents))

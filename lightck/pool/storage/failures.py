@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightck.errors import LightckError, PoolIOError, PoolPathError
@@ -74,3 +74,13 @@ def told(fact: str) -> Iterator[None]:
         raise io_error(fact, errno.ENOMEM) from err
     except OSError as err:
         raise io_error(fact, err.errno, err.strerror) from err
+
+
+@contextmanager
+def undone(undo: Callable[[], object]) -> Iterator[None]:
+    """Where this block fails, undo what was done before it."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

@@ -3,7 +3,7 @@
 Opening trusts nothing: no symbolic link is followed, and owner, mode, kind and size are read from the descriptor,
 not from the path. A pool of another user may be read by whom its mode allows, and is never written. A new pool is
 allocated in full under a temporary name beside its path (``temporary``), so a full file system is a clean error here
-and never SIGBUS later.
+and never SIGBUS later. Nor is it made in a folder where others who can rename files could swap it for another file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from lightck.errors import (
 )
 from lightck.pool.format.structures import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OFFSETS
 from lightck.pool.storage import durability, extents, lock, temporary
+from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told, too_long
-from lightck.pool.storage.folder import checked_folder
+from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told, too_long, undone
 from lightck.pool.storage.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
 _HUGE_PAGE, _SLICE, _HUGE_SECONDS = 2 << 20, 256 << 20, 2.0
+_UNMAPPED = "/proc/sys/kernel/overflowuid"
+_ALL = "4294967295"
 _NO_FOLDER = "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool'."
 _NO_FILE = (
     "{path!r} is a pipe, a socket or another special file. A pool is one regular file. Name one, or a path where "
@@ -53,9 +55,9 @@ class FileContainer:
         """``lock_fd``: of a new file, which has its temporary name."""
         self.path = path
         self.fd = fd
-        self.nbytes = nbytes
+        self.nbytes = self.file_nbytes = nbytes
         self.extents: Extents = ((0, nbytes),)
-        self._lock_fd = lock_fd
+        self.lock_fd = lock_fd
         self._pid = os.getpid()
 
     @property
@@ -66,27 +68,27 @@ class FileContainer:
         return extents.read(self.fd, self.extents, offset, nbytes)
 
     def publish(self) -> None:
-        assert self._lock_fd is not None, "published once"
+        assert self.lock_fd is not None, "published once"
         with _making(self.path):
             os.fsync(self.fd)
             os.rename(temporary.name_of(self.path), self.path)
             self._let_go()
-            _fsync_folder(os.path.dirname(self.path))
+            sync_folder(os.path.dirname(self.path))
 
     def is_current(self) -> bool:
-        if self._lock_fd is not None:
+        if self.lock_fd is not None:
             return True
         try:
             there = os.stat(self.path, follow_symlinks=False)
             here = os.fstat(self.fd)
         except OSError as err:
             return err.errno in TRANSIENT  # then it is not known to be lost, and asked again at the next version
-        return (there.st_dev, there.st_ino, here.st_size >= self.nbytes) == (here.st_dev, here.st_ino, True)
+        return (there.st_dev, there.st_ino, here.st_size >= self.file_nbytes) == (here.st_dev, here.st_ino, True)
 
     def close(self) -> None:
         if self.fd < 0:
             return
-        if self._lock_fd is not None and os.getpid() == self._pid:
+        if self.lock_fd is not None and os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 os.unlink(temporary.name_of(self.path))
         self._let_go()
@@ -94,9 +96,9 @@ class FileContainer:
         self.fd = -1
 
     def _let_go(self) -> None:
-        if self._lock_fd is not None:
-            lock.let_go(self._lock_fd)
-            self._lock_fd = None
+        if self.lock_fd is not None:
+            lock.let_go(self.lock_fd)
+            self.lock_fd = None
 
 
 class FileBackend:
@@ -117,25 +119,26 @@ class FileBackend:
     def discard(self, path: str) -> None:
         if temporary.removed(path):
             with told(f"The pool {path!r} was removed, but its folder cannot be synced"):
-                _fsync_folder(os.path.dirname(path))
+                sync_folder(os.path.dirname(path))
 
-    def create(self, path: str, nbytes: int) -> FileContainer:
+    def create(self, path: str, nbytes: int) -> Container:
+        return self.create_file(path, nbytes)
+
+    def create_file(self, path: str, nbytes: int) -> FileContainer:
+        """A file of so many bytes, which gets its name by ``publish``."""
         checked_folder(path)
         temporary.remove_stale(path)
         with _making(path):
             fd, lock_fd = temporary.make(path)
         container = FileContainer(path, fd, nbytes, lock_fd)
-        try:
+        with undone(container.close):
             with _making(path):
                 _allocate(path, fd, nbytes)
             if durability.probe(os.path.dirname(path), temporary.name_of(path)).is_persistent_memory:
                 _prewrite(path, fd, nbytes)
-        except BaseException:
-            container.close()
-            raise
         return container
 
-    def open(self, path: str, *, write: bool) -> FileContainer:
+    def open(self, path: str, *, write: bool) -> Container:
         if peeked(path, is_pmdk):
             raise NotAPoolError(
                 f"The file {path!r} is a PMDK pool, not a pool in a plain file. Nothing was changed. Use "
@@ -150,12 +153,8 @@ def opened(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> File
         fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
     except OSError as err:
         raise _cannot_open(path, err, write) from err
-    try:
-        with told(f"The pool {path!r} cannot be opened"):
-            return FileContainer(path, fd, _checked_size(path, fd, nbytes_min, write))
-    except BaseException:
-        os.close(fd)
-        raise
+    with undone(lambda: os.close(fd)), told(f"The pool {path!r} cannot be opened"):
+        return FileContainer(path, fd, _checked_size(path, fd, nbytes_min, write))
 
 
 def peeked(path: str, question: Callable[[int], bool]) -> bool:
@@ -332,9 +331,63 @@ def _cannot_write(path: str, err: OSError) -> Exception:
     )
 
 
-def _fsync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# -- the folder ----------------------------------------------------------------------------------------------
+
+
+def checked_folder(path: str) -> str:
+    """The folder of a pool path; an error where it is missing or where others could swap the pool."""
+    folder = os.path.dirname(path)
+    try:
+        st = os.stat(folder)
+    except OSError as err:
+        if err.errno in TRANSIENT:
+            raise io_error(f"The folder of the pool {path!r} cannot be looked at", err.errno, err.strerror) from err
+        if err.errno == errno.ENAMETOOLONG:
+            raise too_long(path) from err
+        raise PoolNotFoundError(
+            f"The pool {path!r} cannot be made: its folder {folder!r} is not there ({err.strerror}). lightck makes "
+            "the file, not the folder. Create the folder first."
+        ) from err
+    if not stat.S_ISDIR(st.st_mode):
+        raise PoolNotFoundError(
+            f"The pool {path!r} cannot be made: {folder!r} is not a folder. Choose a path in an existing folder."
+        )
+    _refuse_shared(folder, st)
+    return folder
+
+
+def _refuse_shared(folder: str, st: os.stat_result) -> None:
+    """A folder of one's own that its group can write to passes: where every user has a group, that is the default."""
+    is_own, is_sticky = st.st_uid == os.geteuid(), bool(st.st_mode & stat.S_ISVTX)
+    others = stat.S_IWOTH if is_own else stat.S_IWOTH | stat.S_IWGRP
+    if not st.st_mode & others or (is_sticky and (is_own or _is_root(st.st_uid))):
+        return
+    if is_sticky:
+        raise PoolPermissionError(
+            f"The folder {folder!r} can be changed by others and belongs to user {st.st_uid}, whom its sticky bit does "
+            "not stop: they could swap the pool for another file. Use a folder of your own."
+        )
+    cure = f"chmod o-w {folder}, or use another folder" if is_own else "Use a folder of your own, or chmod +t this one"
+    raise PoolPermissionError(
+        f"The folder {folder!r} can be changed by others and has no sticky bit. Anybody could swap the pool for "
+        f"another file. {cure}."
+    )
+
+
+def _is_root(owner: int) -> bool:
+    """In a user namespace the system's root may be nobody in particular, and so is the owner of its /tmp."""
+    if owner == 0:
+        return True
+    try:
+        with open(_UNMAPPED) as unmapped, open("/proc/self/uid_map") as mapped:
+            return owner == int(unmapped.read()) and mapped.read().split()[2:] != [_ALL]
+    except (OSError, ValueError):
+        return False

@@ -37,7 +37,7 @@ from lightck.errors import (
     PoolPermissionError,
 )
 from lightck.pool.storage import dying
-from lightck.pool.storage.failures import TRANSIENT, io_error, told, too_long
+from lightck.pool.storage.failures import TRANSIENT, io_error, told, too_long, undone
 
 log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
@@ -183,11 +183,8 @@ class PoolLock:
     def _take(self) -> None:
         self._fd = self._open()
         _descriptors.add(self._fd)
-        try:
+        with undone(self._drop):
             self._key = self._lock()
-        except BaseException:
-            self._drop()
-            raise
         _held[self._key] = self._pool_path
 
     def _drop(self) -> None:
@@ -233,7 +230,7 @@ class PoolLock:
                 f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer of a pool locks it. "
                 "Give the pool a folder that you can write to."
             ) from err
-        try:
+        with undone(lambda: os.close(fd)):
             with told(f"The lock file {self.path!r} cannot be looked at"):
                 st = os.fstat(fd)
             if not stat.S_ISREG(st.st_mode):
@@ -241,9 +238,6 @@ class PoolLock:
                     f"The lock file {self.path!r} is a special file. Only a regular file can be locked. Remove it."
                 )
             self._refuse_foreign(st.st_uid)
-        except BaseException:
-            os.close(fd)
-            raise
         return fd
 
     def _refuse_foreign(self, owner: int) -> None:
@@ -340,13 +334,12 @@ class PoolLock:
         )
 
     def _lost(self) -> BackgroundError:
-        error = BackgroundError(
+        return BackgroundError(
             f"The lock file {self.path!r} was removed or replaced while its pool is in use. Another training may have "
             "the pool since, so nothing more is written to it. End the other one, or close this session and attach "
-            "to another pool: the training in memory is whole."
+            "to another pool: the training in memory is whole.",
+            errno.ENOLCK,
         )
-        error.errno = errno.ENOLCK
-        return error
 
     def release(self) -> None:
         """Give the lock up. A forked child does not hold it, and has closed its descriptor at its start."""

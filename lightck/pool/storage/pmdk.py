@@ -23,9 +23,10 @@ from lightck.errors import (
     PoolPermissionError,
 )
 from lightck.pool.storage import extents, pmdk_file, pmemobj
+from lightck.pool.storage.backend import Container
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import io_error, told
+from lightck.pool.storage.failures import io_error, told, undone
 from lightck.pool.storage.file import FileBackend, FileContainer, opened, peeked
 from lightck.pool.storage.pmdk_file import Arena
 
@@ -38,94 +39,62 @@ its time between the two."""
 _told = False
 
 
-class PmdkContainer:
-    """An open PMDK pool: its file, and libpmemobj's hold on it (None where it is only read); see ``Container``."""
+class PmdkContainer(FileContainer):
+    """An open PMDK pool: its file, which is this container's from now on, and libpmemobj's hold on it (None where it is
+    only read); see ``Container``."""
 
     def __init__(self, file: FileContainer, places: Extents, pool: pmemobj.Pool | None = None) -> None:
+        super().__init__(file.path, file.fd, file.file_nbytes, file.lock_fd)
         self.nbytes = extents.total(places)
         self.extents = places
-        self._file = file
         self._pool = pool
-
-    @property
-    def fd(self) -> int:
-        return self._file.fd
-
-    @property
-    def source(self) -> tuple[int, Extents]:
-        return self.fd, self.extents
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        return extents.read(self.fd, self.extents, offset, nbytes)
-
-    def publish(self) -> None:
-        self._file.publish()
-
-    def is_current(self) -> bool:
-        return self._file.is_current()
 
     def close(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             (pool.abandon if self._has_lost_bytes() else pool.close)()
-        self._file.close()
+        super().close()
 
     def _has_lost_bytes(self) -> bool:
         """libpmemobj would touch pages that are not there. Where nobody can tell it is asked to close, or the process
         would hold the pool to its end."""
         try:
-            return os.fstat(self.fd).st_size < self._file.nbytes
+            return os.fstat(self.fd).st_size < self.file_nbytes
         except OSError:
             return False
 
 
-class PmdkBackend:
-    """PMDK pools; see ``Backend``."""
+class PmdkBackend(FileBackend):
+    """PMDK pools, in files that are probed and removed as others are; see ``Backend``."""
 
     name = "pmdk"
 
     def __init__(self, arena_nbytes: int = pmdk_file.ARENA_NBYTES_MAX) -> None:
         """``arena_nbytes``: how large the objects may be, a multiple of 2 MiB. Tests use small ones."""
-        self._files = FileBackend()
         self._arena_nbytes = arena_nbytes
 
     def recognises(self, path: str) -> bool:
         return peeked(path, pmdk_file.is_ours)
 
-    def probe(self, path: str) -> Durability:
-        return self._files.probe(path)
-
-    def remove_stale(self, path: str) -> None:
-        self._files.remove_stale(path)
-
-    def discard(self, path: str) -> None:
-        self._files.discard(path)
-
-    def create(self, path: str, nbytes: int) -> PmdkContainer:
+    def create(self, path: str, nbytes: int) -> Container:
         _load(path)
         durability = self.probe(path)
         lengths = pmdk_file.split(nbytes, self._arena_nbytes)
-        file = self._files.create(path, pmdk_file.file_nbytes(lengths))
-        try:
+        file = self.create_file(path, pmdk_file.file_nbytes(lengths))
+        with undone(file.close):
             pool = _opened(path, file, create=True, shutdown_state=durability.is_persistent_memory)
             container = PmdkContainer(file, (), pool)
-        except BaseException:
-            file.close()
-            raise
-        try:
-            places = _allocate(pool, file, lengths)
-        except pmemobj.PmemobjError as err:
-            container.close()
-            raise _refused(path, err) from err
-        except BaseException:
-            container.close()
-            raise
+        with undone(container.close):
+            try:
+                places = _allocate(pool, file, lengths)
+            except pmemobj.PmemobjError as err:
+                raise _refused(path, err) from err
         _tell(path, durability)
         return PmdkContainer(file, places, pool)
 
-    def open(self, path: str, *, write: bool) -> PmdkContainer:
+    def open(self, path: str, *, write: bool) -> Container:
         file = opened(path, write=write, nbytes_min=0)
-        try:
+        with undone(file.close):
             with told(f"The PMDK pool {path!r} cannot be read"):
                 places = pmdk_file.read_extents(file.fd, path, file.nbytes)
                 shutdown_state = pmdk_file.has_shutdown_state(file.fd)
@@ -134,9 +103,6 @@ class PmdkBackend:
             _load(path)
             durability = self.probe(path)
             pool = _opened(path, file, shutdown_state=shutdown_state)
-        except BaseException:
-            file.close()
-            raise
         _tell(path, durability)
         return PmdkContainer(file, places, pool)
 

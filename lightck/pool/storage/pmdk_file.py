@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolError, PoolTruncatedError
-from lightck.pool.format.checksum import crc64
-from lightck.pool.format.structures import KIB, MAGIC, MIB, PAGE, SUPERBLOCK_OFFSETS, align_up
+from lightck.pool.format.structures import KIB, MAGIC, MIB, PAGE, SUPERBLOCK_OFFSETS, align_up, crc64
 from lightck.pool.storage.extents import Extents
 
 SIGNATURE = b"PMEMOBJ\0"

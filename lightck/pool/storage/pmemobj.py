@@ -10,9 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightck._native import errno_of, ffi, lib, reason
+
+if TYPE_CHECKING:
+    from lightck._native import CData
 
 LIBRARY_VARIABLE = "LIGHTCK_LIBPMEMOBJ"
 LIBRARY = "libpmemobj.so.1"
@@ -21,7 +24,7 @@ _LOG_NBYTES = 4096
 log = logging.getLogger("lightck")
 # Re-entrant: a collection while it is held may end a forgotten session, which closes its pool.
 _turn = threading.RLock()
-_open: dict[int, Any] = {}
+_open: dict[int, CData] = {}
 """The handles of this process's pools."""
 _abandoned: list[Pool] = []
 """Pools that cannot be closed any more."""
@@ -64,14 +67,14 @@ class Pool:
             status = lib.lck_pmdk_open(os.fsencode(path), layout.encode(), nbytes, create, shutdown_state, out)
             _check(status)
             _open[id(self)] = out[0]
-        self._handle: Any = out[0]
+        self._handle: CData | None = out[0]
         self._pid = os.getpid()
 
     def root(self, nbytes: int) -> int:
         """The file offset of the root object, which is made where there is none."""
         out = ffi.new("uint64_t *")
         _check(lib.lck_pmdk_root(self._handle, nbytes, out))
-        return int(out[0])
+        return out[0]
 
     def alloc(self, place: int, nbytes: int, kind: int) -> None:
         """Make an object, which the 16 bytes at file offset ``place`` name from then on."""
@@ -106,7 +109,7 @@ def _check(status: int) -> None:
 
 
 def _reason() -> str:
-    return bytes(ffi.string(lib.lck_pmdk_message())).decode("utf-8", "replace")
+    return ffi.string(lib.lck_pmdk_message()).decode("utf-8", "replace")
 
 
 def _tell() -> None:

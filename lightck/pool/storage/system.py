@@ -23,11 +23,15 @@ _PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """The mount that holds a path."""
+    """One line of mountinfo."""
 
+    point: str
+    root: str
     source: str
     options: tuple[str, ...]
     """Those of the file system (its super block), not of the mount point."""
+    own_options: tuple[str, ...]
+    """Those of the mount point."""
 
     def option(self, name: str) -> str | None:
         """The value of ``name=value``."""
@@ -132,7 +136,7 @@ class System:
 
     def write_back(self) -> str | None:
         """The instruction with which the native library writes cache lines back; None where it cannot."""
-        name: str = ffi.string(lib.lck_write_back_name()).decode()
+        name = ffi.string(lib.lck_write_back_name()).decode()
         return None if name == "none" else name
 
     # -- procfs and sysfs --------------------------------------------------------------------------------
@@ -153,16 +157,11 @@ class System:
     def mount(self, path: str) -> Mount | None:
         """The mount with the longest mount point above ``path``; of equal ones, the one mounted last."""
         path = os.path.realpath(path)
-        best, found = -1, None
-        for line in self._read(f"{self.proc}/self/mountinfo", 1 << 22).splitlines():
-            fields = line.split(" ")
-            if len(fields) < 10 or "-" not in fields:
-                continue
-            point = _unescape(fields[4])
-            inside = path == point or path.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= best:
-                tail = fields[fields.index("-") + 1 :]
-                best, found = len(point), Mount(_unescape(tail[1]), tuple(_unescape(tail[-1]).split(",")))
+        found = None
+        for mount in mounts(self._read(f"{self.proc}/self/mountinfo", 1 << 22)):
+            inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+            if inside and (found is None or len(mount.point) >= len(found.point)):
+                found = mount
         return found
 
     def devices(self, number: tuple[int, int]) -> tuple[Device, ...]:
@@ -262,6 +261,32 @@ def _is_dax(fd: int) -> bool:
     return bool(status == 0 and buffer[1] & _STATX_ATTR_DAX)  # stx_attributes is the second word
 
 
+def mounts(mountinfo: str) -> Iterator[Mount]:
+    """The mounts that the text of a mountinfo lists, in its order; lines in another form are passed over."""
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, rest = left.split(" "), right.split(" ")
+        if len(fields) >= 6 and len(rest) >= 3:
+            options = tuple(_unescape(rest[-1]).split(","))
+            point, root = _unescape(fields[4]), _unescape(fields[3])
+            yield Mount(point, root, _unescape(rest[1]), options, tuple(fields[5].split(",")))
+
+
 def _unescape(text: str) -> str:
     r"""mountinfo writes blanks as \040 and the like."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+
+
+def processors_near(node: int | None, threads: int) -> frozenset[int]:
+    """On which processors the copies run: those of a pool's NUMA node that the calling thread may run on. Empty where
+    the copy threads had better run anywhere: where the node is not known, is the only one, or has no more of them than
+    there are copy threads, which would wait there for a training that fills them.
+
+    Persistent memory belongs to one socket. What another one stores goes through the link between them, at a fraction
+    of the speed, so the copy threads stay with the memory. Of ordinary memory nothing is known before its pages are
+    there: the copy threads run where a processor is free."""
+    if node is None:
+        return frozenset()
+    allowed = os.sched_getaffinity(0)
+    near = System().processors(node) & allowed
+    return near if threads < len(near) < len(allowed) else frozenset()

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from lightck.errors import PoolPermissionError
 from lightck.pool.storage import lock
-from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error
+from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, undone
 
 
 def name_of(path: str) -> str:
@@ -33,13 +33,9 @@ def make(path: str) -> tuple[int, int]:
             "training of yours left it. It is not touched. Remove it if nobody needs it, or choose another name for "
             "the pool."
         ) from err
-    try:
+    with undone(lambda: os.unlink(name)), undone(lambda: os.close(fd)):
         os.fchmod(fd, 0o600)
         return fd, lock.hold(name)
-    except BaseException:
-        os.close(fd)
-        os.unlink(name)
-        raise
 
 
 def remove_stale(path: str) -> None:

@@ -26,9 +26,16 @@ from typing import Any
 from crash.campaign import Campaign, Order, Tally
 from crash.stage import Stage, staged
 from lightck.errors import FormatError, LightckError, NotAPoolError, PoolTruncatedError
-from lightck.pool.format.checksum import crc64
 from lightck.pool.format.layout import blocks_of
-from lightck.pool.format.structures import LINE_NBYTES, MAGIC, PAGE, SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, layout_hash
+from lightck.pool.format.structures import (
+    LINE_NBYTES,
+    MAGIC,
+    PAGE,
+    SUPERBLOCK_NBYTES,
+    SUPERBLOCK_OFFSETS,
+    crc64,
+    layout_hash,
+)
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage import extents
 
