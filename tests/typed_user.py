@@ -1,6 +1,8 @@
-"""A user's script as type checkers see it: CI runs ``mypy --strict`` on it with lightck installed.
+"""A user's script as type checkers see it: CI runs ``mypy --strict`` and pyright in strict mode on it, with lightck
+installed.
 
-Each ``type: ignore`` is an error that has to be found: under ``--strict`` one that is not needed is an error itself.
+Each ``type: ignore`` is an error that has to be found: one that is not needed is an error itself. What pyright is told
+to ignore is torch's.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def train(pool: str) -> int:
             for (x,) in batches:
                 optimizer.zero_grad()
                 model(x).sum().backward()
-                optimizer.step()
+                optimizer.step()  # pyright: ignore[reportUnknownMemberType]
         seconds: float = session.stats().stall_seconds
         name: str = session.step  # type: ignore[assignment]
         session.flush(1, 2, 3)  # type: ignore[call-arg]
