@@ -29,8 +29,6 @@ FINISHED = 6
 PERIODS = 8
 """A kill comes within this many steps after the first one was reported as saved."""
 HANGS_SECONDS = 60.0
-OPTIONS: dict[str, dict[str, Any]] = {"CheckFreq": {"interval": 1}}
-"""Every step is saved: CheckFreq's own rule for the frequency is off."""
 
 
 @dataclass(slots=True)
@@ -67,7 +65,7 @@ class Trials:
         return random.Random(f"{self.seed}:{self.name}:{kind}:{number}")
 
     def rival(self) -> rivals.Rival:
-        return rivals.named(self.name, **OPTIONS.get(self.name, {}))
+        return rivals.named(self.name, **rivals.EVERY_STEP.get(self.name, {}))
 
 
 def loaded(trials: Trials, folder: Path) -> dict[str, Any]:
@@ -158,7 +156,7 @@ def kills(trials: Trials, count: int, table: list[str], say: Callable[[str], Non
         if time.monotonic() - began > trials.seconds:
             break
         folder, reported = killed(trials, number, longest)
-        [(_, result)] = forks.results(lambda _, at=folder: loaded(trials, at), [0], HANGS_SECONDS)
+        [(_, result)] = forks.results(lambda _, at=folder: loaded(trials, at), [0], HANGS_SECONDS)  # type: ignore[misc]
         outcome = after_kill(result, reported, table)
         files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
         tally.add(outcome, {"trial": number, "reported": reported, **result, "files": files[:8]})

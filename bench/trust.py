@@ -32,6 +32,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU 
 
 import torch
 
+import lightck
 from bench import faults, forks, rivals, subject
 
 PACKAGES = ("torch", "safetensors", "torchsnapshot", "torch_checkpointing", "lm-resiliency", "nvidia-resiliency-ext")
@@ -245,8 +246,7 @@ def _replace(path: Path, text: str) -> None:
 
 def warm_up() -> None:
     """Import here, and not in each child, what a first update and a first session import."""
-    import lightck.session.attach  # noqa: F401
-
+    _ = lightck.attach  # with all that it needs: a public name is imported when it is first asked for
     torch.set_num_threads(1)
     model, optimizer = subject.build()
     subject.update(model, optimizer, 1)

@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightck.pool.storage.emulation import Profile
 from lightck.pool.storage.pmdk import PmdkBackend
 
 torch.set_num_threads(1)
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for bench/; last: an installed lightck goes first
 
 settings.register_profile("lightck", deadline=None)  # a machine that stands still for a moment is no failure
 settings.load_profile("lightck")

@@ -17,7 +17,8 @@ import lightck
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightck"
 NATIVE = ROOT / "native"
-CRASH = ROOT / "tests" / "crash"
+OUTSIDE = {"bench": ROOT / "bench", "crash": ROOT / "tests" / "crash"}
+"""Rooms outside the package, under the same rules."""
 
 BASE = {"errors", "events", "interrupts", "noting", "stats", "sessions", "_native"}
 LOW = BASE | {"pool", "state"}
@@ -45,10 +46,10 @@ ROOMS = {
     "session": LOW | {"dataloader", "following", "hooks", "pipeline", "profiler", "restore", "strategy", "tiers"},
     "": BASE | {"export", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
     "demo": BASE | {""},
-    "crash": LOW | {"", "cli", "pipeline", "restore"},  # tests/crash: outside the package, and under the same rules
-    "bench": LOW | {"", "pipeline"},
-    "cli": LOW | {"", "bench", "demo", "export", "profiler", "restore"},
+    "cli": LOW | {"", "demo", "export", "profiler", "restore"},
     "__main__": {"cli"},
+    "crash": LOW | {"", "cli", "pipeline", "restore"},
+    "bench": LOW | {"", "cli", "pipeline"},
 }
 
 WITHOUT_TORCH = ("pool", "errors", "events", "stats", "_native")
@@ -59,20 +60,22 @@ LINES_MAX, FUNCTION_LINES_MAX = 600, 70
 
 
 def files() -> Iterator[Path]:
-    """Python files of the package and of the crash tests."""
-    for folder in (PACKAGE, CRASH):
+    """Python files of the package and of the rooms outside it."""
+    for folder in (PACKAGE, *OUTSIDE.values()):
         yield from (path for path in sorted(folder.rglob("*.py")) if path.name != "_lck_ffi.py")
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
     """(name without ``lightck.``, syntax tree) of each of them."""
     for path in files():
-        parts = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else CRASH.parent).with_suffix("").parts
+        root = next((room.parent for room in OUTSIDE.values() if path.is_relative_to(room)), PACKAGE)
+        parts = path.relative_to(root).with_suffix("").parts
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), ast.parse(path.read_text())
 
 
 def is_module(name: str) -> bool:
-    path = (CRASH.parent if part_of(name) == "crash" else PACKAGE).joinpath(*name.split("."))
+    room = OUTSIDE.get(part_of(name))
+    path = (room.parent if room else PACKAGE).joinpath(*name.split("."))
     return path.with_suffix(".py").exists() or path.is_dir()
 
 
@@ -85,13 +88,13 @@ def imports(tree: ast.AST) -> Iterator[str]:
             assert node.level == 0, "imports are absolute"
             for alias in node.names:
                 joined = f"{node.module}.{alias.name}"
-                inside = joined.removeprefix("lightck.") if joined.startswith(("lightck.", "crash.")) else ""
+                inside = joined.removeprefix("lightck.") if joined.split(".")[0] in ("lightck", *OUTSIDE) else ""
                 yield joined if inside and is_module(inside) else str(node.module)
 
 
 def own(tree: ast.AST) -> set[str]:
-    """Modules of lightck that are imported, without ``lightck.``, and of the crash tests; "" is the package itself."""
-    found = {name for name in imports(tree) if name.split(".")[0] in ("lightck", "crash")}
+    """Modules of lightck that are imported, without ``lightck.``, and of the rooms outside it; "" is the package."""
+    found = {name for name in imports(tree) if name.split(".")[0] in ("lightck", *OUTSIDE)}
     return {name.removeprefix("lightck").removeprefix(".") for name in found}
 
 
@@ -182,7 +185,7 @@ def test_demo_uses_only_what_a_user_has():
 def test_library_prints_nothing():
     """It logs to "lightck". Only the command line writes to a terminal."""
     for name, tree in modules():
-        if part_of(name) in ("demo", "cli", "crash", "__main__"):
+        if part_of(name) in ("demo", "cli", "__main__", *OUTSIDE):
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -194,6 +197,15 @@ def test_library_prints_nothing():
 def test_every_module_says_what_it_is():
     for name, tree in modules():
         assert ast.get_docstring(tree), f"{name} has no docstring"
+
+
+def test_what_is_installed_is_the_package_alone():
+    """No workload, no rival and no kept result of the bench; ``lightck bench`` knows a checkout by these two facts."""
+    facts = (ROOT / "pyproject.toml").read_text()
+    assert 'wheel.packages = ["lightck"]\n' in facts
+    assert f'\nname = "lightck"\nversion = "{lightck.__version__}"\n' in facts
+    assert not [name for name in OUTSIDE if (PACKAGE / name).exists()]
+    assert not list(PACKAGE.rglob("*.json"))
 
 
 def test_functions_are_short():

@@ -645,8 +645,7 @@ def is_pickle(data: bytes) -> bool:
 
 def test_package_neither_pickles_nor_loads_by_torch():
     package = Path(lightck.__file__).parent
-    rivals = package / "bench"  # measures what torch.save and torch.load cost, on files that it wrote itself
-    for path in (p for p in package.rglob("*.py") if not p.is_relative_to(rivals)):
+    for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.Import):
@@ -656,7 +655,8 @@ def test_package_neither_pickles_nor_loads_by_torch():
             assert not {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"} & set(names), path
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
                 assert node.attr != "load", path
-                asked_for = path == package / "export" / "__init__.py"  # export_checkpoint(..., format="torch")
+                # export_checkpoint(..., format="torch"), and what `lightck bench` measures beside itself
+                asked_for = path in (package / "export" / "__init__.py", package / "cli" / "machine_speed.py")
                 assert node.attr != "save" or asked_for, path
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec", "__import__"), path

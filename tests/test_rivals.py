@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed lightck goes first
 
 from bench import rivals, subject
 

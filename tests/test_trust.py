@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed lightck goes first
-
 from bench import faults, trust
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -61,6 +61,8 @@ TABLE = {
     "lm-resiliency": "gemini:InMemory",
     "nvidia-resiliency-ext": "nvrx:AsyncTorchSave",
 }
+EVERY_STEP: dict[str, dict[str, Any]] = {"CheckFreq": {"interval": 1}}
+"""Options without which a rival would choose itself which of the calls save: CheckFreq's own rule for the frequency."""
 _PACKAGES = {
     "snapshot": "torchsnapshot",
     "manager": "torch_checkpointing",
@@ -82,7 +84,7 @@ def why_not(name: str) -> str:
     return ""
 
 
-def named(name: str, **options: object) -> Rival:
+def named(name: str, **options: Any) -> Rival:
     """A fresh adapter. ``options`` go to its class."""
     module, cls = TABLE[name].split(":")
     made: Rival = getattr(import_module(f"bench.rivals.{module}"), cls)(**options)

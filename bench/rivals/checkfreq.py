@@ -153,7 +153,8 @@ class Stage:
     called, into pinned buffers that are used again (one snapshot at a time), with one wait at the end."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream, self.marked = device, torch.cuda.Stream(device), torch.cuda.Event()
+        self.device = device
+        self.stream, self.marked = torch.cuda.Stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.buffers: list[torch.Tensor] = []
 
     def mark(self) -> None:

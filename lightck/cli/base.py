@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,25 @@ _NO_WORDS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 def complain(message: str) -> None:
     """One line on stderr: the fact, the reason, the cure."""
     click.echo(click.style("error: ", fg="red") + clean(" ".join(message.split("\n"))), err=True)
+
+
+def tell(text: str) -> None:
+    """Progress, on stderr: stdout is the answer's alone."""
+    click.echo(clean(text), err=True)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """As by Ctrl-C: what was made meanwhile is removed. A signal that is ignored (nohup) stays so."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def error_facts(error: Exception) -> Facts:
@@ -148,7 +168,7 @@ def _exit_status(run: Callable[[], object], as_json: bool) -> int:
 
 
 def _say_why(error: Exception, as_json: bool) -> None:
-    """What no command has answered: wrong usage, what the system refuses before one runs, a mistake of ours."""
+    """What no command has answered: wrong usage, what is refused before one runs, a mistake of ours."""
     if output.failed(error):
         output.leave()
     elif as_json and not isinstance(error, _NO_WORDS):
@@ -156,7 +176,7 @@ def _say_why(error: Exception, as_json: bool) -> None:
             say_json(error_facts(error))
     if isinstance(error, click.UsageError):
         _usage(error)
-    elif isinstance(error, (click.ClickException, *_SYSTEM)):
+    elif isinstance(error, (click.ClickException, LightckError, *_SYSTEM)):
         complain(told(error))
     else:
         traceback.print_exception(error)  # for whoever mends it

@@ -1,367 +1,235 @@
-"""``lightck bench``: measures this machine, or a table of the project's, and holds kept results to the bars.
+"""``lightck bench``: what a checkpoint at each step costs on this machine; in a checkout, the project's whole bench.
 
-Exit status 1 where a row failed or a bar is not reached. It writes pools of its own, in temporary folders, and results
-where it is told to.
+The whole bench, with its workloads, rivals and kept results, is ``bench/`` of a checkout and is not installed. Its code
+is run only where the user stands in the root of a checkout of this version, or names one with ``--checkout``. A shell
+that completes a word runs none of it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Iterator
+import importlib
+import os
+import re
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from lightck.cli.base import BAD, OK, Command, complain, json_option, trouble
-from lightck.cli.text import clean, columns, count, listed, say, say_json, verdict
+import lightck
+from lightck.cli.base import OK, Command, ended_by_signals, json_option, tell, trouble
+from lightck.cli.text import columns, count, say, say_json, size, survives, verdict
+from lightck.errors import BenchError
 
 if TYPE_CHECKING:
-    from lightck.bench.metrics import Reached
-    from lightck.bench.results import Results
-    from lightck.bench.rows import Place, Row
-    from lightck.bench.tables import Plan, Table
+    from lightck.cli.machine_speed import Speed
 
-NAMES = ("overhead", "stall", "interval", "recovery", "bandwidth", "memory", "flat", "many", "gpu", "calibrate")
-_SOURCES = Path(__file__).resolve().parents[2] / "bench"
-"""``bench/`` of the source tree that this module lies in; installed, there is none."""
-_KEPT_ONLY = {"check": "", "plots": "", "show": "tables"}
-"""Options that look at kept results, and what each takes beside --results and --json."""
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+MACHINE = "machine"
+_MUCH = 0.05
+"""A share of a step beyond which a user is told what to do about it."""
 
 
-@click.command("bench", cls=Command, short_help="What a checkpoint costs on this machine.")
-@click.argument("tables", nargs=-1, type=click.Choice(NAMES), metavar="[TABLE]...")
-@click.option("--small", is_flag=True, help="A quick look, also without TABLE: a minute or two, nothing is kept.")
-@click.option("--check", is_flag=True, help="Measure nothing: hold the kept results to the bars.")
-@click.option("--show", is_flag=True, help="Measure nothing: show the kept results of the tables.")
-@click.option("--plots", type=FOLDER, metavar="DIR", help="Draw the kept results into DIR as SVG (needs matplotlib).")
-@click.option(
-    "--results",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Where results are kept. [default: bench/results of the sources, else ./lightck-bench]",
+class _Bench(Command):
+    """This machine's measure, or the command of a checkout."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if extra.get("resilient_parsing"):  # a word is completed
+            return super().make_context(info_name, args, parent, **extra)
+        given = _words.make_context(info_name, list(args), parent).params
+        words, named = list(given["words"]), given["checkout"]
+        root = _checkout(named)
+        if root is None or MACHINE in words:
+            return super().make_context(info_name, words, parent, **extra)
+        return _command_of(root).make_context(info_name, words, parent, **extra)
+
+
+@click.command("bench", add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.option("--checkout")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def _words() -> None:
+    """What is said to ``lightck bench``: ``--checkout``, and all else as it stands."""
+
+
+@click.command(
+    "bench",
+    cls=_Bench,
+    short_help="What a checkpoint at each step costs on this machine.",
+    context_settings={"ignore_unknown_options": True},
 )
-@click.option("--only", metavar="TEXT", help="Only rows whose name has TEXT in it.")
-@click.option("--again", is_flag=True, help="Measure rows anew that are kept already.")
-@click.option("--pairs", type=click.IntRange(3, 10_000), metavar="N", help="Pairs of steps per row of overhead.")
-@click.option("--threads", type=click.IntRange(1, 1024), default=2, show_default=True, help="Threads of torch.")
-@click.option("--pool-dir", type=FOLDER, metavar="DIR", help="Where pools go. [default: /dev/shm]")
-@click.option("--disk-dir", type=FOLDER, metavar="DIR", help="Where pools on a disk go. [default: /var/tmp]")
-@click.option("--rivals", type=FOLDER, metavar="DIR", help="bench/rivals of the sources, for an installed lightck.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar=f"[{MACHINE}]")
+@click.option(
+    "--pool-dir",
+    type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
+    metavar="DIR",
+    help="The medium to measure: a folder on it. [default: /dev/shm where there is room, else the temporary one]",
+)
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of torch. [default: as torch chooses]"
+)
+@click.option(
+    "--checkout", expose_value=False, metavar="DIR", help="Run the whole bench of this checkout of lightck instead."
+)
 @json_option
-@click.pass_context
-def command(
-    ctx: click.Context,
-    tables: tuple[str, ...],
-    small: bool,
-    check: bool,
-    show: bool,
-    plots: Path | None,
-    results: Path | None,
-    only: str | None,
-    again: bool,
-    pairs: int | None,
-    threads: int,
-    pool_dir: Path | None,
-    disk_dir: Path | None,
-    rivals: Path | None,
-    as_json: bool,
-) -> int:
-    """Measure what a checkpoint at every step costs, as ratios within one run.
+def command(words: tuple[str, ...], pool_dir: Path | None, threads: int | None, as_json: bool) -> int:
+    """Measure what a checkpoint at each step costs on this machine: less than two minutes, nothing is kept.
 
-    Without TABLE: a quick look at this machine. With TABLE (overhead, stall, interval, recovery, bandwidth, memory,
-    flat, many, gpu, calibrate): the project's rows, for hours; each is kept when it is done, and a run that was cut off
-    goes on. Exit status 1 where a row failed, or with --check a bar is not reached.
+    The speed of copies to the medium of a pool, and a small training that is saved at each step, by lightck and by
+    torch.save, beside the same training that saves nothing. All take turns, and what counts are ratios.
+
+    In the root of a checkout of lightck of this version, or with --checkout DIR, this is the project's whole bench
+    (code from there is run), and "lightck bench machine" is what is said here.
     """
-    from lightck.bench.results import Results
-
-    for name, takes in _KEPT_ONLY.items():
-        _refuse_others(ctx, name, takes)
-    quick = small or not tables
-    folder = results or (_SOURCES / "results" if _SOURCES.is_dir() else Path("lightck-bench"))
-    if check:
-        return _check(Results(folder), as_json)
-    if plots is not None:
-        return _plot(Results(folder), plots, as_json)
-    if show:
-        return _show(Results(folder), tables or NAMES, as_json)
-    kept = Results(None if quick and results is None else folder)
-    place = _place(pool_dir, disk_dir, rivals, threads)
-    return _measure(kept, tables or NAMES, _plan(place, quick, pairs), place, only, again, as_json)
-
-
-def _refuse_others(ctx: click.Context, name: str, takes: str) -> None:
-    """What stands beside an option that measures nothing, and would be passed over without a word."""
-    given = {
-        str(param.name): param
-        for param in ctx.command.params
-        if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
-    }
-    others = given.keys() - {name, "results", "as_json", takes}
-    if name in given and others:
-        idle = listed(sorted("TABLE" if other == "tables" else given[other].opts[0] for other in others))
-        trouble(f"--{name} measures nothing and takes no {idle}. Leave one or the other out.")
-
-
-def _place(pool_dir: Path | None, disk_dir: Path | None, rivals: Path | None, threads: int) -> Place:
-    from lightck.bench.rows import DISK_DIR, MEMORY_DIR, Place
-
-    known = rivals or (_SOURCES / "rivals" if (_SOURCES / "rivals").is_dir() else None)
-    in_child = str(known.resolve()) if known else None
-    return Place(str(pool_dir or MEMORY_DIR), str(disk_dir or DISK_DIR), in_child, threads)
-
-
-def _plan(place: Place, quick: bool, pairs: int | None) -> Plan:
-    from lightck.bench.tables import Plan
-
-    if quick:
-        return Plan(quick=True, pairs=pairs)
-    from lightck.bench.savers import rivals_in
-
-    usable = []
-    for name, why_not in rivals_in(place.rivals).items():
-        if why_not:
-            _tell(f"without {name}: {why_not}")
-        else:
-            usable.append(name)
-    return Plan(tuple(usable), quick, pairs)
-
-
-def _tell(text: str) -> None:
-    """Progress: stdout is the results' alone."""
-    click.echo(clean(text), err=True)
-
-
-# -- measuring -------------------------------------------------------------------------------------------------------
-
-
-def _measure(
-    kept: Results, names: tuple[str, ...], plan: Plan, place: Place, only: str | None, again: bool, as_json: bool
-) -> int:
-    from lightck.bench.tables import TABLES
-
-    tables = [TABLES[name] for name in names]
-    here = {table.name: table.rows(plan) for table in tables}
-    for name in (name for name, rows in here.items() if not rows and not plan.quick):
-        _tell(f"without {name}: this machine has nothing to measure it on")
-    _check_named(only, [row.key for rows in here.values() for row in rows])
-    rows = {(row.measure, row.key): row for rows in here.values() for row in rows if only is None or only in row.key}
-    wanted = [row for row in rows.values() if again or row.key not in kept.rows(row.measure)]
-    _tell(f"{count(len(wanted), 'row')} to measure, {len(rows) - len(wanted)} kept already")
-    for row in rows.values():
-        if not again and (other := _other_than(kept, row, place)):
-            _tell(f"not measured anew (--again does): the kept row {row.measure} {row.key!r} has {other}")
-    _remove_stale(place)
-    failed: list[str] = []
-    try:
-        with _ended_by_signals():
-            for i, row in enumerate(wanted):
-                error = _row(kept, row, place, i, len(wanted))
-                failed += [error] if error is not None else []
-    except KeyboardInterrupt:
-        _tell("interrupted: the rows that were measured until now follow")
-        raise
-    finally:  # what took minutes to measure is shown, whatever ended it
-        if as_json:
-            say_json(
-                {
-                    "failed": failed,
-                    "rows": {m: {k: r for k, r in kept.rows(m).items() if (m, k) in rows} for m, _ in rows},
-                }
-            )
-        else:
-            _tables(kept, tables, {key for _, key in rows})
-    return BAD if failed else OK
-
-
-def _check_named(only: str | None, keys: list[str]) -> None:
-    if only is not None and keys and not any(only in key for key in keys):
-        raise click.BadParameter(
-            f"no row has {only!r} in its name; there are: {', '.join(dict.fromkeys(keys))}.", param_hint="'--only'"
+    others = [word for word in words if word != MACHINE]
+    if others:
+        trouble(
+            f"{others[0]!r} is not known here. Tables and their options belong to the project's whole bench, which is "
+            f"not installed. Call it in the root of a checkout of lightck {lightck.__version__}, or with "
+            f"--checkout DIR, and without {MACHINE!r}."
         )
-
-
-def _other_than(kept: Results, row: Row, place: Place) -> str:
-    """What a kept row was measured with where that is not what is asked for now."""
-    from lightck.bench.results import reading
-
-    if row.key not in kept.rows(row.measure):
-        return ""
-    found = kept.rows(row.measure)[row.key]
-    with reading(row.measure):
-        before = {**found["options"], "threads": found["machine"]["threads"]}
-    now = {**row.options, "threads": place.threads}
-    return ", ".join(
-        f"{name} {before.get(name, 'not said')} and not {now.get(name, 'not said')}"
-        for name in {**now, **before}
-        if before.get(name) != now.get(name)
-    )
-
-
-def _remove_stale(place: Place) -> None:
-    import tempfile
-
-    from lightck.bench.folders import remove_stale
-
-    removed = remove_stale([place.tmpfs, place.disk, tempfile.gettempdir()])
-    if removed:
-        _tell(f"removed {count(removed, 'folder')} of runs that were killed")
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """As by Ctrl-C: the row's process ends, and its folder, gigabytes of memory on tmpfs, goes with it. What is ignored
-    (nohup) stays so."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _row(kept: Results, row: Row, place: Place, number: int, of: int) -> str | None:
-    """Measure and keep it; what went wrong, if something did."""
-    from lightck.bench import rows
-    from lightck.errors import BenchError
-
-    try:
-        found = rows.run(row, place)
-    except BenchError as error:
-        complain(str(error))
-        return str(error)
-    kept.keep(row.measure, row.key, found)
-    _tell(f"{number + 1} of {of}  {row.measure}  {row.key}  {found['took_seconds']:.0f} s")
-    return None
-
-
-def _tables(kept: Results, tables: list[Table], keys: set[str] | None) -> None:
-    from lightck.bench.results import reading
-
-    for table in tables:
-        rows = {key: row for key, row in kept.rows(table.measure).items() if keys is None or key in keys}
-        if rows:
-            with reading(table.name):
-                shown, machines = table.show(rows), sorted({_machine(row["machine"]) for row in rows.values()})
-            say(f"{table.name}: {table.says}")
-            say()
-            for line in shown.splitlines():
-                say(line)
-            say()
-            say(f"Measured on {'; '.join(machines)}.")
-            say()
-
-
-def _machine(facts: dict[str, Any]) -> str:
-    survives = ", ".join(facts["survives"]) or "nothing"
-    threads = count(facts["threads"], "thread")
-    return (
-        f"{facts['cores']} cores ({facts['cpu']}), torch {facts['torch']} with {threads}, {facts['kernels']} kernels, "
-        f"{facts['medium']} (survives: {survives})"
-    )
-
-
-def _show(kept: Results, names: tuple[str, ...], as_json: bool) -> int:
-    from lightck.bench.tables import TABLES
-
+    with ended_by_signals():
+        found = _measured(pool_dir, threads)
     if as_json:
-        say_json({name: kept.rows(TABLES[name].measure) for name in names})
+        say_json({**asdict(found), "verdict": told(found)})
     else:
-        _tables(kept, [TABLES[name] for name in names], None)
+        _show(found)
     return OK
 
 
-def _plot(kept: Results, folder: Path, as_json: bool) -> int:
-    from lightck.bench.plots import draw
+def _measured(pool_dir: Path | None, threads: int | None) -> Speed:
+    import torch
 
-    paths = [str(path) for path in draw(kept, folder)]
-    if as_json:
-        say_json({"plots": paths})
-    else:
-        for path in paths:
-            say(path)
-    return OK
+    from lightck.cli import machine_speed
+    from lightck.demo.place import free_nbytes, temporary_parent
 
-
-# -- the bars --------------------------------------------------------------------------------------------------------
-
-
-def _check(kept: Results, as_json: bool) -> int:
-    from lightck.bench.bars import bars, reached
-
-    found = [(bar, one, bar.holds(one)) for bar in bars() for one in reached(bar, kept)]
-    rows = list({id(row): row for _, one, _ in found for row in one.rows}.values())
-    if as_json:
-        say_json(
-            {
-                "ok": all(good for _, _, good in found),
-                "bars": [
-                    {
-                        "bar": bar.name,
-                        "says": bar.says,
-                        "limit": bar.limit,
-                        "at_most": bar.is_maximum,
-                        "aim": bar.aim,
-                        "of": one.what,
-                        "reached": one.value,
-                        "end": one.end,
-                        "note": _note(one),
-                        "ok": good,
-                        "shown": good and bar.is_shown(one),
-                    }
-                    for bar, one, good in found
-                ],
-                "rows_looked_at": len(rows),
-                **_other_code(rows),
-            }
+    room = machine_speed.ROOM_NBYTES
+    folder, why = (pool_dir, "as asked for by --pool-dir") if pool_dir else temporary_parent(room)
+    if (free := free_nbytes(folder)) < room:
+        raise BenchError(
+            f"Nothing can be measured in {str(folder)!r}: it has {size(free)} free for this user, and {size(room)} are "
+            "needed for pools and files. Make room there, or name a folder on another medium with --pool-dir."
         )
-        return OK if all(good for _, _, good in found) else BAD
-    lines = [("", "bar", "of", "reached", "wanted", "aim", "")]
-    for bar, one, good in found:
-        value = "not measured" if one.value is None else bar.text(one.value)
-        lines.append(
-            (
-                "yes" if good else "no",
-                bar.name,
-                one.what,
-                value,
-                bar.wanted,
-                "" if bar.aim is None else bar.text(bar.aim),
-                _note(one),
-            )
-        )
-    for line in columns(lines, right=(3,)):
-        click.echo(line)
-    bad = sum(not good for _, _, good in found)
+    tell(f"Measuring in {folder}: {why}. This takes about a minute.")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return machine_speed.measure(folder)
+
+
+# -- what was found --------------------------------------------------------------------------------------------------
+
+
+def _show(found: Speed) -> None:
+    machine, rates = found.machine, found.bytes_per_second
+    cores, threads = count(machine["cores"], "core"), count(machine["threads"], "thread")
+    say(f"{cores}, torch {machine['torch']} with {threads}")
+    say(f"pools on {found.medium['medium']}, which survives {survives(found.medium)}")
+    first = next(iter(rates.values()))
+    copies = [(name, size(round(rate)), f"{rate / first:.2f} x") for name, rate in rates.items()]
+    steps = [(_name(found, name), _ms(seconds), *_added(found, name)) for name, seconds in found.step_seconds.items()]
+    heads = f"a training of {size(found.state_nbytes)}", "a step", "longer by", "interval of 95 %", "held up for"
+    for table in (("copies on one thread", "per second", "of the first"), *copies), (heads, *steps):
+        say()
+        for line in columns(table, right=range(1, 5)):
+            click.echo(line)
     say()
-    verdict(f"{len(found) - bad} of {len(found)} hold." if bad else f"All {len(found)} hold.", good=not bad)
-    blurred = [f"{bar.name} {one.what}" for bar, one, good in found if good and not bar.is_shown(one)]
-    if blurred:
-        say(
-            f"Of those {len(blurred)} hold by their values and not at the worse ends of their intervals: "
-            f"{', '.join(blurred)}."
+    verdict(told(found), good=True)
+    say(f"Medians of {found.rounds} rounds. Of your own training, session.stats() says what it costs.")
+
+
+def _name(found: Speed, name: str) -> str:
+    return f"{name}, fsync" if name == "torch.save" and found.is_synced else name
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
+
+
+def _added(found: Speed, name: str) -> tuple[str, str, str]:
+    if name not in found.added:
+        return "", "", ""
+    share, held_up = found.added[name], found.held_up_seconds.get(name)
+    return _share(share.median), f"{_share(share.low)} to {_share(share.high)}", "" if held_up is None else _ms(held_up)
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def told(found: Speed) -> str:
+    """The verdict, in words. What is less than equal trainings differ by, or may as well be nothing, is not called a
+    cost."""
+    _, (again, ours, theirs) = zip(*found.added.items(), strict=True)
+    noise = max(abs(again.low), abs(again.high))
+    other = f"torch.save{' and fsync' if found.is_synced else ''} at each step costs {_share(theirs.median)}."
+    if theirs.median <= noise or theirs.low <= 0:
+        return (
+            f"Nothing can be told now: two equal trainings differ by up to {_share(noise)} of a step, and {other} "
+            "Measure again while the machine does nothing else."
         )
-    code = _other_code(rows)
-    say(
-        f"Of the {count(len(rows), 'row')} looked at {code['other_code']} were taken with other code than this, "
-        f"{code['unknown_code']} with code that was not noted."
+    if ours.median <= noise or ours.low <= 0:
+        return (
+            f"The cost of a checkpoint at each step cannot be told from noise on this medium: {_share(ours.median)} of "
+            f"a step, where two equal trainings differ by up to {_share(noise)}; {other}"
+        )
+    cure = ' interval="auto" saves as often as costs at most 3 %.' if ours.median > _MUCH else ""
+    return f"A checkpoint at each step costs {_share(ours.median)} of a step on this medium; {other}{cure}"
+
+
+# -- the checkout ----------------------------------------------------------------------------------------------------
+
+
+def _checkout(named: str | None) -> Path | None:
+    """The root of a checkout of this version: the one that is named, or else the working directory where it is one."""
+    root, own = Path(named or "."), lightck.__version__
+    version = _version_in(root)
+    if version == own:
+        return root
+    if named is None and version is not None:
+        tell(f"The bench of this checkout, of lightck {version}, is not run: this is lightck {own}.")
+    if named is None:
+        return None
+    if version is None:
+        raise BenchError(
+            f"{named!r} is no checkout of lightck: it has no bench/command.py beside a pyproject.toml of lightck. Name "
+            f"the root of a checkout of lightck {own}, or leave --checkout out to measure this machine."
+        )
+    raise BenchError(
+        f"{named!r} is a checkout of lightck {version}, and this is lightck {own}: a bench measures its own version. "
+        f"Check out {own} there, or install {version}."
     )
-    return BAD if bad else OK
 
 
-def _other_code(rows: list[dict[str, Any]]) -> dict[str, int]:
-    from lightck.bench.code import fingerprint
+def _version_in(folder: Path) -> str | None:
+    """The version of lightck whose checkout this is, or None. Python 3.10 has no reader of TOML; it is our own file."""
+    project = folder / "pyproject.toml"
+    if not project.is_file() or not (folder / "bench" / "command.py").is_file():
+        return None
+    part = re.search(r"^\[project\]\n(.*?)(?:^\[|\Z)", project.read_text(errors="replace"), re.M | re.S)
+    facts = dict(re.findall(r'^(name|version) = "([^"]*)"$', part[1], re.M)) if part else {}
+    return facts.get("version") if facts.get("name") == "lightck" else None
 
-    noted = [row["code"] for row in rows if "code" in row]
-    now = fingerprint()
-    return {"other_code": sum(code != now for code in noted), "unknown_code": len(rows) - len(noted)}
 
+def _command_of(root: Path) -> click.Command:
+    """Its ``lightck bench``: from here on code from there runs."""
+    from lightck.pool.storage.file import others_write
 
-def _note(one: Reached) -> str:
-    return "; ".join(filter(None, (one.refused, one.note)))
+    for folder in (root, root / "bench"):
+        if others_write(os.stat(folder)):
+            raise BenchError(
+                f"The bench of {str(root.resolve())!r} is not run: others can write to {str(folder.resolve())!r}, and "
+                "put their own code there. Take that right from them (chmod go-w), or use a checkout of your own; "
+                f"'lightck bench {MACHINE}' measures this machine without it."
+            )
+    path = str(root.resolve())
+    if path not in sys.path:
+        sys.path.append(path)  # last: what is measured is the lightck that was called
+    package = importlib.import_module("bench")
+    if not package.__file__ or Path(package.__file__).resolve().parents[1] != root.resolve():
+        raise BenchError(
+            f"The bench of {path!r} cannot be run: Python finds another package of that name ({package.__file__}). "
+            "Take its folder off PYTHONPATH, or uninstall it."
+        )
+    found: click.Command = importlib.import_module("bench.command").command
+    return found

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from calls_bench import call
 
-from lightck.bench.bars import METRICS, bars, reached
-from lightck.bench.code import fingerprint
-from lightck.bench.results import Results
-from lightck.bench.tables import NAMES, TABLES, Plan
+from bench.bars import METRICS, bars, reached
+from bench.running.machine import fingerprint
+from bench.tables import NAMES, TABLES, Plan
+from bench.tables.results import Results
 
 MACHINE = {"cpu": "some", "cores": 2, "threads": 2}
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightck.bench.figures import (
+from bench.measures.figures import (
     Estimate,
     against_neighbours,
     estimate,

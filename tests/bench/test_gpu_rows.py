@@ -8,13 +8,12 @@ import torch
 from click.testing import CliRunner
 from slow_lanes import SlowLane
 
-from lightck.bench import loop
-from lightck.bench.measures import measure
-from lightck.bench.savers import STAGING, Lightck
-from lightck.bench.tables import NAMES, STAGED, TABLES, WAYS, Plan
-from lightck.bench.training import Training
-from lightck.bench.workloads import workload
-from lightck.cli.bench import command
+from bench.command import command
+from bench.measures import loop, measure
+from bench.measures.savers import STAGING, Lightck
+from bench.measures.training import Training
+from bench.tables import NAMES, STAGED, TABLES, WAYS, Plan
+from bench.workloads import workload
 from lightck.errors import BenchError
 
 

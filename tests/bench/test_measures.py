@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +13,18 @@ import torch
 from toys import child_that_holds
 
 import lightck
-from lightck.bench import loop, savers, views
-from lightck.bench.loop import check, run
-from lightck.bench.machine import PeakMemory, cpu_seconds, descendants
-from lightck.bench.measures import measure
-from lightck.bench.measures import memory as memory_module
-from lightck.bench.measures import recovery as recovery_module
-from lightck.bench.measures.copies import shared_out
-from lightck.bench.savers import Lightck, TorchSave, make
-from lightck.bench.training import Training
-from lightck.bench.workloads import workload
+from bench import rivals
+from bench.measures import loop, measure, savers
+from bench.measures import memory as memory_module
+from bench.measures import recovery as recovery_module
+from bench.measures.copies import shared_out
+from bench.measures.loop import check, run
+from bench.measures.savers import Lightck, make
+from bench.measures.training import Training
+from bench.rivals.torch_save import InPlace
+from bench.running.machine import PeakMemory, cpu_seconds, descendants
+from bench.tables import views
+from bench.workloads import workload
 from lightck.errors import BenchError
 
 TINY: dict[str, Any] = {"workload": "vgg16", "size": "small"}
@@ -62,7 +62,7 @@ def test_windows_take_turns_and_each_saves_what_it_says(span, folder):
 def test_a_rival_saves_in_the_windows_that_say_so(folder):
     steps: list[tuple[int, str]] = []
 
-    class Noted(TorchSave):
+    class Noted(InPlace):
         def save(self, step: int) -> None:
             steps.append((step, "save"))
             super().save(step)
@@ -89,7 +89,7 @@ def test_what_a_saver_tries_out_is_over_before_windows_count(folder):
         def is_settled(self) -> bool:
             return len(windows) >= 15 and len(windows) != 17
 
-    found = run(Training(workload("vgg16", "small")), Saver(TorchSave), str(folder), 2)
+    found = run(Training(workload("vgg16", "small")), Saver(InPlace), str(folder), 2)
     assert windows == [False, *[False, True] * 9, False]
     assert [w.saved for w in found.all] == [False, True, False, True, False]
     assert found.unsettled == 1
@@ -101,12 +101,12 @@ def test_a_saver_that_never_settles_is_measured_all_the_same(folder, monkeypatch
     class Saver(savers.Driven):
         is_settled = False
 
-    found = run(Training(workload("vgg16", "small")), Saver(TorchSave), str(folder), 1)
+    found = run(Training(workload("vgg16", "small")), Saver(InPlace), str(folder), 1)
     assert found.unsettled == 3
 
 
 def test_a_window_ends_when_its_checkpoint_is_saved(folder):
-    class Later(TorchSave):
+    class Later(InPlace):
         thread: threading.Thread | None = None
 
         def save(self, step: int) -> None:
@@ -130,7 +130,7 @@ def test_a_window_ends_when_its_checkpoint_is_saved(folder):
 
 
 def test_a_rival_that_never_says_that_it_saved_is_an_error(folder, monkeypatch):
-    class Silent(TorchSave):
+    class Silent(InPlace):
         def save(self, step: int) -> None: ...
 
     monkeypatch.setattr(savers, "_SAVED_SECONDS_MAX", 0.01)
@@ -139,7 +139,7 @@ def test_a_rival_that_never_says_that_it_saved_is_an_error(folder, monkeypatch):
 
 
 def test_what_a_rival_does_in_a_hook_is_stall(folder):
-    class Holds(TorchSave):
+    class Holds(InPlace):
         def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
             super().start(model, optimizer, folder)
             optimizer.register_step_pre_hook(lambda *_: time.sleep(0.02))
@@ -150,7 +150,7 @@ def test_what_a_rival_does_in_a_hook_is_stall(folder):
 
 
 def test_what_does_not_load_back_right_is_no_result(folder):
-    class Forgets(TorchSave):
+    class Forgets(InPlace):
         def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> int:
             step = super().load(model, optimizer, folder)
             optimizer.state[next(model.parameters())]["momentum_buffer"].view(-1)[0] += 1
@@ -163,7 +163,7 @@ def test_what_does_not_load_back_right_is_no_result(folder):
 
 
 def test_a_version_that_is_older_than_what_was_saved_is_no_result(folder):
-    class Late(TorchSave):
+    class Late(InPlace):
         def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> int:
             return super().load(model, optimizer, folder) - 1
 
@@ -245,7 +245,7 @@ def test_memory(saver, folder):
 def test_memory_is_looked_at_while_a_version_is_in_flight(folder, monkeypatch):
     """What is held from the boundary to the update is in none of the looks after it."""
 
-    class Holds(TorchSave):
+    class Holds(InPlace):
         held = b""
 
         def start(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
@@ -309,7 +309,7 @@ def test_layers_that_do_not_come_back_are_no_result(left_out, folder, monkeypatc
 
 
 def test_calibrate_goes_on_until_a_step_is_too_slow(monkeypatch, folder):
-    from lightck.bench.measures import calibrate
+    from bench.measures import calibrate
 
     seconds = iter([1.0, 1.0, 20.0, 20.0])
     monkeypatch.setattr(calibrate, "_step", lambda training: next(seconds))
@@ -330,33 +330,18 @@ def test_cpu_of_processes_below_this_one_counts():
 
 
 def test_a_rival_that_is_not_there_is_named():
-    with pytest.raises(BenchError, match=r"no rival 'nobody'; there are torch\.save"):
+    with pytest.raises(BenchError, match=r"no rival 'nobody'; there are lightck, torch\.save"):
         make("nobody")
 
 
-def test_rivals_of_a_folder_are_used_by_the_seam(folder, monkeypatch):
-    """A made-up bench/rivals, with the functions and the table that the real one has."""
-    package = folder / "bench" / "rivals"
-    package.mkdir(parents=True)
-    (folder / "bench" / "__init__.py").touch()
-    (package / "__init__.py").write_text(
-        "from lightck.bench.savers import TorchSave\n"
-        "TABLE = {'lightck': 'ours:Lightck', 'mine': 'mine:Mine', 'absent': 'absent:Absent'}\n"
-        "def why_not(name): return 'absent is not installed' if name == 'absent' else ''\n"
-        "def named(name, **options): return TorchSave()\n"
-    )
-    elsewhere = [p for p in sys.path if not (Path(p or ".") / "bench" / "rivals").is_dir()]
-    monkeypatch.setattr(sys, "path", elsewhere)
-    monkeypatch.delitem(sys.modules, "bench", raising=False)
-    monkeypatch.delitem(sys.modules, "bench.rivals", raising=False)
-    assert savers.rivals_in(str(package)) == {"mine": "", "absent": "absent is not installed"}
-    training = Training(workload("vgg16", "small"))
-    saver = make("mine", rivals=str(package))
-    loop.run(training, saver, str(folder), 1)
+def test_a_rival_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(rivals, "why_not", lambda name: "dcp is not installed" if name == "dcp.save" else "")
+    with pytest.raises(BenchError, match=r"'dcp\.save' cannot be used here: dcp is not installed"):
+        make("dcp.save")
+
+
+def test_a_rival_saves_at_every_call_whatever_its_own_rule_is(folder):
+    """CheckFreq would choose how often."""
+    training, saver = Training(workload("vgg16", "small")), make("CheckFreq")
+    run(training, saver, str(folder), 1)
     check(training, saver, str(folder))
-    with pytest.raises(BenchError, match="'absent' cannot be used here: absent is not installed"):
-        make("absent", rivals=str(package))
-    with pytest.raises(BenchError, match="is not the bench/rivals"):
-        savers.rivals_in(str(Path(str(folder))))
-    for name in ("bench.rivals", "bench"):
-        sys.modules.pop(name, None)

@@ -17,14 +17,13 @@ import pytest
 from calls_bench import call
 
 import lightck
-from lightck.bench import folders, rows
-from lightck.bench.code import fingerprint
-from lightck.bench.machine import descendants
-from lightck.bench.results import Results, markdown, megabytes, milliseconds, percent
-from lightck.bench.rows import Place, Row
-from lightck.bench.tables import TABLES, Plan
-from lightck.bench.views import smallest_within
-from lightck.cli import bench as command
+from bench import command
+from bench.running import folders, machine, rows
+from bench.running.machine import descendants, fingerprint
+from bench.running.rows import Place, Row
+from bench.tables import TABLES, Plan
+from bench.tables.results import Results, markdown, megabytes, milliseconds, percent
+from bench.tables.views import smallest_within
 from lightck.errors import BenchError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,15 +139,23 @@ def test_a_row_is_measured_with_the_environment_that_it_names(folder):
 
 def test_another_byte_of_a_source_is_other_code(tmp_path, monkeypatch):
     package = tmp_path / "lightck"
-    (package / "pool").mkdir(parents=True)
-    (tmp_path / "native" / "include").mkdir(parents=True)
+    for path in ("lightck/pool", "native/include", "bench/measures"):
+        (tmp_path / path).mkdir(parents=True)
     monkeypatch.setattr(lightck, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(machine, "_BENCH", tmp_path / "bench")
     found = [fingerprint()]
-    for path in ("lightck/__init__.py", "lightck/pool/new.py", "native/include/lck.h", "native/new.c"):
+    paths = (
+        "lightck/__init__.py",
+        "lightck/pool/new.py",
+        "bench/measures/new.py",
+        "native/include/lck.h",
+        "native/new.c",
+    )
+    for path in paths:
         (tmp_path / path).write_text("x")
         found.append(fingerprint())
     (tmp_path / "native" / "new.c").write_text("y")
-    assert len({*found, fingerprint()}) == 6
+    assert len({*found, fingerprint()}) == 7
     (package / "_lck_ffi.py").write_text("made when it is built")
     (package / "notes.txt").write_text("no code")
     assert fingerprint() not in found
@@ -164,7 +171,8 @@ def test_a_row_that_fails_says_why(folder):
 @contextlib.contextmanager
 def running(folder: Path, *before: str) -> Iterator[subprocess.Popen[bytes]]:
     """A run that has begun its row."""
-    words = [*before, sys.executable, "-m", "lightck", "bench", "many", "--small", "--pool-dir", str(folder)]
+    bench = ["-m", "lightck", "bench", "--checkout", str(ROOT), "many", "--small", "--pool-dir", str(folder)]
+    words = [*before, sys.executable, *bench]
     environment = {**os.environ, "PYTHONPATH": str(Path(str(lightck.__file__)).parents[1])}
     with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
         while not list(folder.glob("*/*")):

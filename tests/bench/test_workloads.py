@@ -7,8 +7,8 @@ import torch
 from toys import crashed
 
 import lightck
-from lightck.bench.training import Training, differing
-from lightck.bench.workloads import FULL, NAMES, SMALL, checkpoint_nbytes, checkpoint_shapes, workload
+from bench.measures.training import Training, differing
+from bench.workloads import FULL, NAMES, SMALL, checkpoint_nbytes, checkpoint_shapes, workload
 
 
 @pytest.mark.parametrize("name", NAMES)

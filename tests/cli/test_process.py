@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from calls import PROGRAM, assert_harmless, call, environment, run
+from calls import PROGRAM, ROOT, assert_harmless, call, environment, run
 from click.testing import CliRunner
 from toys import child_that_holds
 
@@ -223,7 +223,16 @@ def test_wrong_usage_is_one_error_line_and_status_2(words):
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["doctor"], ["completion", "zsh"], ["inspect", "/nowhere"]], ids=" ".join
+    "words",
+    [
+        ["--help"],
+        ["doctor"],
+        ["completion", "zsh"],
+        ["inspect", "/nowhere"],
+        ["bench", "--help"],
+        ["bench", "machine", "--help"],
+    ],
+    ids=" ".join,
 )
 def test_torch_is_loaded_only_where_it_is_needed(words):
     code = (
@@ -231,7 +240,8 @@ def test_torch_is_loaded_only_where_it_is_needed(words):
         f"try: main({words!r})\nexcept SystemExit: pass\n"
         "assert 'torch' not in sys.modules, 'torch'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    words = [sys.executable, "-c", code]  # in the checkout, where `bench` is its bench
+    done = subprocess.run(words, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightck.bench.measures import measure
+from bench.measures import measure
 
 
 @pytest.mark.parametrize("staging", [None, "direct", "host", "device"])

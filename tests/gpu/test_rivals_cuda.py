@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: an installed lightck goes first
 
 from bench import rivals
 

@@ -364,11 +364,16 @@ def checked_folder(path: str) -> str:
     return folder
 
 
+def others_write(st: os.stat_result) -> bool:
+    """Whether others can write to it. The group of one's own folder is none of them: where every user has a group, that
+    it may is the default."""
+    others = stat.S_IWOTH if st.st_uid == os.geteuid() else stat.S_IWOTH | stat.S_IWGRP
+    return bool(st.st_mode & others)
+
+
 def _refuse_shared(folder: str, st: os.stat_result) -> None:
-    """A folder of one's own that its group can write to passes: where every user has a group, that is the default."""
     is_own, is_sticky = st.st_uid == os.geteuid(), bool(st.st_mode & stat.S_ISVTX)
-    others = stat.S_IWOTH if is_own else stat.S_IWOTH | stat.S_IWGRP
-    if not st.st_mode & others or (is_sticky and (is_own or _is_root(st.st_uid))):
+    if not others_write(st) or (is_sticky and (is_own or _is_root(st.st_uid))):
         return
     if is_sticky:
         raise PoolPermissionError(

@@ -1,0 +1,124 @@
+"""``lightck bench`` in a checkout: a quick look at this machine, the tables of the project, the bars.
+
+Exit status 1 where a row failed or a bar is not reached. It writes pools of its own, in temporary folders, and results
+where it is told to. What is imported in a function needs torch or numpy, and is not waited for by ``--help``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from lightck.cli.base import Command, json_option, tell, trouble
+from lightck.cli.text import listed
+
+if TYPE_CHECKING:
+    from bench.running.rows import Place
+    from bench.tables import Plan
+
+NAMES = ("overhead", "stall", "interval", "recovery", "bandwidth", "memory", "flat", "many", "gpu", "calibrate")
+RESULTS = Path(__file__).resolve().parent / "results"
+_KEPT_ONLY = {"check": "", "plots": "", "show": "tables"}
+"""Options that look at kept results, and what each takes beside --results and --json."""
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command("bench", cls=Command, short_help="What a checkpoint costs on this machine.")
+@click.argument("tables", nargs=-1, type=click.Choice(NAMES), metavar="[TABLE]...")
+@click.option("--small", is_flag=True, help="A quick look, also without TABLE: a minute or two, nothing is kept.")
+@click.option("--check", is_flag=True, help="Measure nothing: hold the kept results to the bars.")
+@click.option("--show", is_flag=True, help="Measure nothing: show the kept results of the tables.")
+@click.option("--plots", type=FOLDER, metavar="DIR", help="Draw the kept results into DIR as SVG (needs matplotlib).")
+@click.option(
+    "--results",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where results are kept. [default: bench/results of the checkout]",
+)
+@click.option("--only", metavar="TEXT", help="Only rows whose name has TEXT in it.")
+@click.option("--again", is_flag=True, help="Measure rows anew that are kept already.")
+@click.option("--pairs", type=click.IntRange(3, 10_000), metavar="N", help="Pairs of steps per row of overhead.")
+@click.option("--threads", type=click.IntRange(1, 1024), default=2, show_default=True, help="Threads of torch.")
+@click.option("--pool-dir", type=FOLDER, metavar="DIR", help="Where pools go. [default: /dev/shm]")
+@click.option("--disk-dir", type=FOLDER, metavar="DIR", help="Where pools on a disk go. [default: /var/tmp]")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    tables: tuple[str, ...],
+    small: bool,
+    check: bool,
+    show: bool,
+    plots: Path | None,
+    results: Path | None,
+    only: str | None,
+    again: bool,
+    pairs: int | None,
+    threads: int,
+    pool_dir: Path | None,
+    disk_dir: Path | None,
+    as_json: bool,
+) -> int:
+    """Measure what a checkpoint at every step costs, as ratios within one run.
+
+    Without TABLE: a quick look at this machine. With TABLE (overhead, stall, interval, recovery, bandwidth, memory,
+    flat, many, gpu, calibrate): the project's rows, for hours; each is kept when it is done, and a run that was cut off
+    goes on. Exit status 1 where a row failed, or with --check a bar is not reached.
+
+    This is the bench of the checkout that you are in, or that --checkout DIR names. "lightck bench machine" is what
+    lightck measures where there is none.
+    """
+    from bench.bars.check import check_kept
+    from bench.measuring import measure
+    from bench.tables.results import Results
+    from bench.tables.shown import plot_kept, show_kept
+
+    for name, takes in _KEPT_ONLY.items():
+        _refuse_others(ctx, name, takes)
+    quick = small or not tables
+    folder = results or RESULTS
+    if check:
+        return check_kept(Results(folder), as_json)
+    if plots is not None:
+        return plot_kept(Results(folder), plots, as_json)
+    if show:
+        return show_kept(Results(folder), tables or NAMES, as_json)
+    kept = Results(None if quick and results is None else folder)
+    place = _place(pool_dir, disk_dir, threads)
+    return measure(kept, tables or NAMES, _plan(quick, pairs), place, only, again, as_json)
+
+
+def _refuse_others(ctx: click.Context, name: str, takes: str) -> None:
+    """What stands beside an option that measures nothing, and would be passed over without a word."""
+    given = {
+        str(param.name): param
+        for param in ctx.command.params
+        if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+    }
+    others = given.keys() - {name, "results", "as_json", takes}
+    if name in given and others:
+        idle = listed(sorted("TABLE" if other == "tables" else given[other].opts[0] for other in others))
+        trouble(f"--{name} measures nothing and takes no {idle}. Leave one or the other out.")
+
+
+def _place(pool_dir: Path | None, disk_dir: Path | None, threads: int) -> Place:
+    from bench.running.rows import DISK_DIR, MEMORY_DIR, Place
+
+    return Place(str(pool_dir or MEMORY_DIR), str(disk_dir or DISK_DIR), threads)
+
+
+def _plan(quick: bool, pairs: int | None) -> Plan:
+    from bench.tables import LIGHTCK, Plan
+
+    if quick:
+        return Plan(quick=True, pairs=pairs)
+    from bench import rivals
+
+    reasons = {name: rivals.why_not(name) for name in rivals.TABLE if name != LIGHTCK}
+    for name, why_not in reasons.items():
+        if why_not:
+            tell(f"without {name}: {why_not}")
+    return Plan(tuple(name for name, why_not in reasons.items() if not why_not), quick, pairs)

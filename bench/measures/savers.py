@@ -1,0 +1,268 @@
+"""What saves a training in a bench: lightck, a rival of ``bench/rivals``, or nothing; all driven alike.
+
+Order of calls: ``start`` before the first step; ``step_begins`` at the top of each; ``window_ends`` after the last step
+of a window, by when all that its checkpoint costs has to be over; ``finish``, which saves the state as it is; ``load``.
+A rival's background work that would reach into the next checkpoint is waited for in ``window_ends``: at interval 1 its
+next ``save`` would wait for the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import lightck
+from bench import rivals
+from bench.measures.training import Training
+from bench.rivals import Rival
+from bench.running.machine import cpu_seconds
+from lightck.errors import BenchError
+from lightck.pipeline.wait_policy import TRIAL
+
+NOTHING, LIGHTCK = "nothing", "lightck"
+STAGING: dict[str, Any] = {"direct": lightck.Direct, "host": lightck.Host, "device": lightck.Device}
+_SAVED_SECONDS_MAX, _POLL_SECONDS = 600.0, 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Totals since the start."""
+
+    stall_seconds: float = 0.0
+    """Wall time on the training thread, in all calls and hooks."""
+    end_seconds: float = 0.0
+    """What was waited for at the end of a window; of a rival a part of the stall, at interval 1 its next ``save`` would
+    wait for it."""
+    wait_seconds: float = 0.0
+    """The part of it that waited for copies (lightck only)."""
+    own_cpu_seconds: float = 0.0
+    """CPU time known to be the saver's: of lightck all of it, of a rival what passed during its calls."""
+    helped_bytes: int = 0
+    written_bytes: int = 0
+
+
+class Saver(Protocol):
+    """See the module."""
+
+    def start(self, training: Training, folder: str, every: int) -> None: ...
+
+    def step_begins(self, step: int) -> None: ...
+
+    def window_ends(self, saved: bool) -> None: ...
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it goes on as it does now: it is not trying anything out."""
+
+    def costs(self) -> Costs: ...
+
+    def finish(self, step: int) -> None: ...
+
+    def load(self, training: Training, folder: str) -> int: ...
+
+    def facts(self) -> dict[str, Any]: ...
+
+
+def saves(step: int, every: int) -> bool:
+    """Whether the state after this many updates is saved."""
+    return step > 0 and step % every == 0
+
+
+class Nothing:
+    """The same loop without any checkpoint."""
+
+    is_settled = True
+
+    def start(self, training: Training, folder: str, every: int) -> None: ...
+
+    def step_begins(self, step: int) -> None: ...
+
+    def window_ends(self, saved: bool) -> None: ...
+
+    def costs(self) -> Costs:
+        return Costs()
+
+    def finish(self, step: int) -> None: ...
+
+    def load(self, training: Training, folder: str) -> int:
+        raise BenchError("Nothing was saved: this row measures the loop alone.")
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+class Lightck:
+    """As a user has it: ``attach`` and no further call. Its boundary is the forward, so that a checkpoint's whole cost
+    falls between the top of one step and its end. ``staging``: a name of ``STAGING``, with a slot more so that each
+    can show what it is for; then a version may go on after the update, and is waited for at its window's end, so that
+    nothing of it falls on the plain steps."""
+
+    def __init__(self, backend: str = "file", staging: str | None = None) -> None:
+        self._options: dict[str, Any] = {"backend": backend}
+        if staging is not None:
+            self._options |= {"staging": STAGING[staging](), "slots": 3}
+        self._facts: dict[str, Any] = {}
+        self._every, self._due, self._end_seconds = 1, 0, 0.0
+
+    def start(self, training: Training, folder: str, every: int) -> None:
+        self._every, began = every, time.perf_counter()
+        self._session = lightck.attach(
+            training.model, self._path(folder), optimizer=training.optimizer, interval=every, **self._options
+        )
+        self._facts["attach_seconds"] = time.perf_counter() - began
+        self._facts["survives"] = str(self._session.durability)
+        self._facts |= self._populated()
+
+    def _populated(self) -> dict[str, float]:
+        """Wait until the idle thread has made the pool's pages ready; it is done when it uses no CPU any more."""
+        began = quiet_since = time.perf_counter()
+        before = cpu = self._session.stats().cpu_seconds
+        while time.perf_counter() - quiet_since < 0.5:
+            time.sleep(0.02)
+            now = self._session.stats().cpu_seconds
+            if now > cpu:
+                cpu, quiet_since = now, time.perf_counter()
+        return {"populate_seconds": quiet_since - began, "populate_cpu_seconds": cpu - before}
+
+    def step_begins(self, step: int) -> None:
+        if saves(step, self._every):
+            self._due = step
+
+    def window_ends(self, saved: bool) -> None:
+        """With two slots the gate before the update has waited for the version; its commit takes no time of note."""
+        if saved and self._options.get("slots", 2) > 2:
+            began = time.perf_counter()
+            _wait_for(lambda: self._session.committed or -1, self._due)
+            self._end_seconds += time.perf_counter() - began
+
+    @property
+    def is_settled(self) -> bool:
+        stats = self._session.stats()
+        return stats.wait_policy != TRIAL and not stats.staging_trial
+
+    def costs(self) -> Costs:
+        stats = self._session.stats()
+        return Costs(
+            stats.stall_seconds,
+            self._end_seconds,
+            stats.wait_seconds,
+            stats.cpu_seconds,
+            stats.bytes_helped,
+            stats.bytes_written,
+        )
+
+    def finish(self, step: int) -> None:
+        self._session.close()
+        stats = self._session.stats()
+        self._facts |= {"staging": stats.staging, "wait_policy": stats.wait_policy}
+
+    def load(self, training: Training, folder: str) -> int:
+        return lightck.recover(self._path(folder), training.model, training.optimizer).step
+
+    def facts(self) -> dict[str, Any]:
+        return dict(self._facts)
+
+    @staticmethod
+    def _path(folder: str) -> str:
+        return os.path.join(folder, "bench.pool")
+
+
+def _wait_for(saved: Callable[[], int], step: int) -> None:
+    """Until the newest step that is saved is this one."""
+    deadline = time.monotonic() + _SAVED_SECONDS_MAX
+    while saved() < step:
+        if time.monotonic() > deadline:
+            raise BenchError(
+                f"The checkpoint of step {step} was not reported as saved within {_SAVED_SECONDS_MAX:.0f} seconds. A "
+                "saver is waited for until it says so; look at what it does in the background."
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+class _Clock:
+    """Wall time of this thread and CPU time of all processes between two moments."""
+
+    def begin(self) -> None:
+        self._cpu, self._wall = cpu_seconds(), time.perf_counter()
+
+    def end(self) -> tuple[float, float]:
+        wall = time.perf_counter() - self._wall
+        return wall, cpu_seconds() - self._cpu
+
+
+class Driven:
+    """A rival as a saver: its calls, and its hooks before a forward and an update, are timed from outside."""
+
+    is_settled = True
+
+    def __init__(self, make: Callable[[], Rival]) -> None:
+        self._make, self._rival = make, make()
+        self._every, self._step = 1, -1
+        self._costs, self._clock = Costs(), _Clock()
+
+    def start(self, training: Training, folder: str, every: int) -> None:
+        self._every = every
+        # torch calls hooks in the order of their registration: what the rival hangs in lies between these.
+        self._hook(training, lambda *_: self._clock.begin())
+        self._rival.start(training.model, training.optimizer, folder)
+        self._hook(training, lambda *_: self._add(*self._clock.end()))
+
+    @staticmethod
+    def _hook(training: Training, call: Callable[..., None]) -> None:
+        training.optimizer.register_step_pre_hook(call)
+        training.model.register_forward_pre_hook(call)
+
+    def step_begins(self, step: int) -> None:
+        if saves(step, self._every):
+            self._step = step
+            self._timed(lambda: self._rival.save(step))
+
+    def window_ends(self, saved: bool) -> None:
+        """Not by ``finish``, which is the end: a rival takes its hooks out there and stops its threads."""
+        if saved and self._rival.saved < self._step:
+            before = self._costs.stall_seconds
+            self._timed(lambda: _wait_for(lambda: self._rival.saved, self._step))
+            waited = self._costs.stall_seconds - before
+            self._costs = replace(self._costs, end_seconds=self._costs.end_seconds + waited)
+
+    def _timed(self, call: Callable[[], None]) -> None:
+        self._clock.begin()
+        call()
+        self._add(*self._clock.end())
+
+    def _add(self, stall: float, own: float) -> None:
+        self._costs = replace(
+            self._costs,
+            stall_seconds=self._costs.stall_seconds + stall,
+            own_cpu_seconds=self._costs.own_cpu_seconds + own,
+        )
+
+    def costs(self) -> Costs:
+        return self._costs
+
+    def finish(self, step: int) -> None:
+        self._rival.save(step)
+        self._rival.finish()
+
+    def load(self, training: Training, folder: str) -> int:
+        """With an object of its own, as after a restart."""
+        return self._make().load(training.model, training.optimizer, folder)
+
+    def facts(self) -> dict[str, Any]:
+        return {"synchronous": self._rival.synchronous, "use": self._rival.use}
+
+
+def make(name: str, backend: str = "file", staging: str | None = None) -> Saver:
+    """The saver of this name. Backend and staging are lightck's."""
+    if name == NOTHING:
+        return Nothing()
+    if name == LIGHTCK:
+        return Lightck(backend, staging)
+    if name not in rivals.TABLE:
+        raise BenchError(f"There is no rival {name!r}; there are {', '.join(rivals.TABLE)}. Name one of them.")
+    if why := rivals.why_not(name):
+        raise BenchError(f"The rival {name!r} cannot be used here: {why}.")
+    return Driven(lambda: rivals.named(name, **rivals.EVERY_STEP.get(name, {})))

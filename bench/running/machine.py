@@ -1,0 +1,155 @@
+"""What a result has to say about where and with what code it was measured, and what this process has used of the
+machine: CPU, memory, files.
+
+The kind of machine and of medium, never a name or a path of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightck
+from lightck._native import ffi, lib
+from lightck.pool.storage import durability
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_BENCH = Path(__file__).resolve().parents[1]
+_GENERATED = "_lck_ffi.py"
+"""Made from the header when lightck is built."""
+
+
+def facts(folder: str) -> dict[str, Any]:
+    """The machine and the medium of this folder."""
+    import torch
+
+    medium = durability.probe(folder)
+    kernel = ".".join(platform.release().split(".")[:2])
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_model(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {kernel}, {platform.machine()}",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "kernels": ffi.string(lib.lck_isa_name()).decode(),
+        "medium": medium.medium,
+        "survives": [name for name in ("process", "os", "power", "media") if getattr(medium, name)],
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.machine()
+
+
+def fingerprint() -> str:
+    """Which code a row is measured with, as a short number: of all Python files of the package and of ``bench/``, and
+    of the native sources where they lie beside the package. An installed lightck, which has none there, is other code
+    than the tree that it came from."""
+    package = Path(str(lightck.__file__)).resolve().parent
+    native = package.parent / "native"
+    found = [path for folder in (package, _BENCH) for path in folder.rglob("*.py") if path.name != _GENERATED]
+    if (native / "include" / "lck.h").is_file():
+        found += [path for path in native.rglob("*") if path.suffix in (".c", ".h")]
+    digest = hashlib.sha256()
+    for path in sorted(found):
+        root = _BENCH.parent if path.is_relative_to(_BENCH) else package.parent
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(root)}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()[:12]
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of all it started: rivals write from processes of their own."""
+    total = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        used = resource.getrusage(who)
+        total += used.ru_utime + used.ru_stime
+    return total + sum(map(_cpu_of, descendants(os.getpid())))
+
+
+def descendants(pid: int) -> list[int]:
+    """Living processes below this one."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(word) for word in path.read_text().split()]
+        except OSError:
+            continue
+        for child in children:
+            found += [child, *descendants(child)]
+    return found
+
+
+def _cpu_of(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def anonymous_bytes(pid: int | None = None) -> int:
+    """Private memory of a process: of a pool's mapping nothing is counted here."""
+    try:
+        text = Path(f"/proc/{pid or 'self'}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^RssAnon:\s+(\d+) kB", text, re.M)
+    return int(found[1]) * 1024 if found else 0
+
+
+def all_anonymous_bytes() -> int:
+    """Of this process and of all below it."""
+    return anonymous_bytes() + sum(map(anonymous_bytes, descendants(os.getpid())))
+
+
+def bytes_below(folder: str) -> int:
+    """What the files in a folder take up."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total
+
+
+class PeakMemory:
+    """The largest private memory, and with the files of a folder, looked at every 20 ms; a context manager."""
+
+    def __init__(self, folder: str) -> None:
+        self.anonymous = self.with_files = 0
+        self._folder = folder
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="bench-memory", daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._end.wait(0.02):
+            self._look()
+
+    def _look(self) -> None:
+        anonymous = all_anonymous_bytes()
+        self.anonymous = max(self.anonymous, anonymous)
+        self.with_files = max(self.with_files, anonymous + bytes_below(self._folder))

@@ -1,0 +1,58 @@
+"""Kept results on the standard output: as tables with the machines that gave them, as JSON, or as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.tables import TABLES, Table
+from bench.tables.plots import draw
+from bench.tables.results import Results, reading
+from lightck.cli.base import OK
+from lightck.cli.text import count, say, say_json
+
+
+def say_tables(kept: Results, tables: Sequence[Table], keys: set[str] | None) -> None:
+    """Each with its rows of these names, or with all; one without rows is left out."""
+    for table in tables:
+        rows = {key: row for key, row in kept.rows(table.measure).items() if keys is None or key in keys}
+        if rows:
+            with reading(table.name):
+                shown, machines = table.show(rows), sorted({_machine(row["machine"]) for row in rows.values()})
+            say(f"{table.name}: {table.says}")
+            say()
+            for line in shown.splitlines():
+                say(line)
+            say()
+            say(f"Measured on {'; '.join(machines)}.")
+            say()
+
+
+def _machine(facts: dict[str, Any]) -> str:
+    survives = ", ".join(facts["survives"]) or "nothing"
+    threads = count(facts["threads"], "thread")
+    return (
+        f"{facts['cores']} cores ({facts['cpu']}), torch {facts['torch']} with {threads}, {facts['kernels']} kernels, "
+        f"{facts['medium']} (survives: {survives})"
+    )
+
+
+def show_kept(kept: Results, names: Sequence[str], as_json: bool) -> int:
+    """``--show``."""
+    if as_json:
+        say_json({name: kept.rows(TABLES[name].measure) for name in names})
+    else:
+        say_tables(kept, [TABLES[name] for name in names], None)
+    return OK
+
+
+def plot_kept(kept: Results, folder: Path, as_json: bool) -> int:
+    """``--plots``."""
+    paths = [str(path) for path in draw(kept, folder)]
+    if as_json:
+        say_json({"plots": paths})
+    else:
+        for path in paths:
+            say(path)
+    return OK

@@ -1,0 +1,233 @@
+"""What this machine gives a checkpoint: copies to the medium of a pool, and a small training saved at each step.
+
+All that is compared takes turns within one process, so that what else the machine does meanwhile falls on all alike.
+The training that saves nothing is there twice: what two equal ones differ by is told beside what saving costs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import nn
+
+import lightck
+from lightck._native import check, ffi, lib
+from lightck.cli.text import Facts
+from lightck.errors import BenchError
+from lightck.pool.engine import Medium
+from lightck.pool.format.structures import BLOCK_MAX
+from lightck.pool.storage import durability
+from lightck.pool.storage.backends import BACKENDS
+
+PLAIN, AGAIN, SAVED, TORCH_SAVE = "saves nothing", "saves nothing, again", "lightck", "torch.save"
+TRAININGS = (PLAIN, AGAIN, SAVED, TORCH_SAVE)
+ROOM_NBYTES = 192 << 20
+"""What a pool of the training and two files of torch.save take, and the copies before them."""
+_COPY_NBYTES, _COPY_ROUNDS, _COPY_SECONDS = 64 << 20, 9, 10.0
+_WARM_UP, _COUNTED = (3, 40, 20.0), (5, 60, 40.0)
+"""Rounds at least, at most, and the seconds after which no more begins."""
+_BEFORE, _WIDTH, _BATCH, _VALUES = 32, 1024, 1024, 256
+"""So a step takes as long for each byte of its state as one of GPT-2 with 8 texts of 128 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a step: a median with its interval of 95 %."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What was found: medians."""
+
+    machine: Facts
+    medium: Facts
+    bytes_per_second: dict[str, float]
+    state_nbytes: int
+    is_synced: bool
+    """Whether torch.save is followed by fsync: where a pool survives a crash of the OS, so that both do."""
+    rounds: int
+    step_seconds: dict[str, float]
+    added: dict[str, Share]
+    """To a step that saves nothing, by each of the others."""
+    held_up_seconds: dict[str, float]
+    """On the training thread, in each step."""
+
+
+def measure(folder: Path) -> Speed:
+    """On the medium of this folder; nothing is left there."""
+    found = durability.probe(str(folder))
+    with TemporaryDirectory(prefix="lightck-bench-", dir=folder) as place:
+        copies = _copies(place)
+    with TemporaryDirectory(prefix="lightck-bench-", dir=folder) as place:
+        rounds, state_nbytes = _trained(place, found.os)
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    return Speed(
+        {"cores": cores, "threads": threads, "torch": torch.__version__},
+        {name: getattr(found, name) for name in ("medium", "process", "os", "power", "media")},
+        copies,
+        state_nbytes,
+        found.os,
+        len(rounds.seconds[PLAIN]),
+        {name: median(seconds) for name, seconds in rounds.seconds.items()},
+        {name: rounds.added(name) for name in TRAININGS[1:]},
+        {name: median(seconds) for name, seconds in rounds.held_up.items()},
+    )
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def _copies(folder: str) -> dict[str, float]:
+    """Bytes per second of each kind, on one thread and into pages that are there. lightck's are made durable, as before
+    a commit: on a disk that is what takes the time."""
+    backend, path = BACKENDS["file"], os.path.join(folder, "copies.pool")
+    source = np.resize(np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8), _COPY_NBYTES)
+    target, address = np.ones_like(source), source.ctypes.data
+    container = backend.create(path, _COPY_NBYTES)
+    medium = Medium(container.fd, container.extents, backend.probe(path).tier)
+
+    def as_a_version() -> None:
+        crc = ffi.new("uint32_t *")
+        for at in range(0, _COPY_NBYTES, BLOCK_MAX):
+            check(lib.lck_m_copy(medium.handle, at, ffi.cast("void *", address + at), BLOCK_MAX, crc), "copying")
+        medium.sync()
+
+    try:
+        return _timed(
+            {
+                "memcpy in memory": lambda: ctypes.memmove(target.ctypes.data, address, _COPY_NBYTES),
+                "memcpy into a pool's file": lambda: ctypes.memmove(medium.address, address, _COPY_NBYTES),
+                "lightck into it, with checksums": as_a_version,
+            }
+        )
+    finally:
+        medium.close()
+        container.close()
+
+
+def _timed(kinds: dict[str, Callable[[], object]]) -> dict[str, float]:
+    taken: dict[str, list[float]] = {name: [] for name in kinds}
+    deadline = time.monotonic() + _COPY_SECONDS
+    for number in range(1 + _COPY_ROUNDS):
+        if number > 1 and time.monotonic() > deadline:
+            break
+        for name, copy in kinds.items():
+            began = time.perf_counter()
+            copy()
+            taken[name].append(time.perf_counter() - began)
+    return {name: _COPY_NBYTES / median(seconds[1:]) for name, seconds in taken.items()}  # the first touched the pages
+
+
+# -- a training ------------------------------------------------------------------------------------------------------
+
+
+class _Training:
+    """A small network that learns the next byte of this file's text from those before it; each one made is the same."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(
+            nn.Embedding(_VALUES, 64), nn.Flatten(), nn.Linear(64 * _BEFORE, _WIDTH), nn.ReLU(),
+            nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _VALUES))  # fmt: skip
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        text = torch.tensor(list(Path(__file__).read_bytes()))
+        self._parts = text.unfold(0, _BEFORE + 1, 1)
+        self._draw = torch.Generator().manual_seed(1)
+
+    def step(self) -> None:
+        batch = self._parts[torch.randint(len(self._parts), (_BATCH,), generator=self._draw)]
+        loss = nn.functional.cross_entropy(self.model(batch[:, :-1]), batch[:, -1])
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, path: str, is_synced: bool) -> None:
+        """As PyTorch's tutorial has it, but under another name until it is whole."""
+        with open(path + ".new", "wb") as file:
+            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+            if is_synced:
+                os.fsync(file.fileno())
+        os.replace(path + ".new", path)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters and optimizer state."""
+        return [
+            *self.model.parameters(),
+            *(v for p in self.model.parameters() for v in self.optimizer.state[p].values()),
+        ]
+
+
+class _Rounds:
+    """A step of each training in turn, in an order that changes. ``session`` is of the one that lightck saves."""
+
+    def __init__(self, session: lightck.Session, trainings: dict[str, _Training], file: str, is_synced: bool) -> None:
+        self._session, self._trainings, self._draw = session, trainings, random.Random(1)
+        self._file, self._is_synced = file, is_synced
+        self.seconds: dict[str, list[float]] = {name: [] for name in trainings}
+        self.held_up: dict[str, list[float]] = {SAVED: [], TORCH_SAVE: []}
+
+    def run(self) -> None:
+        """Rounds that do not count, until lightck tries nothing out any more, and then those that do."""
+        self._rounds(*_WARM_UP, lambda: self._session.stats().wait_policy != "trial")
+        for taken in (*self.seconds.values(), *self.held_up.values()):
+            taken.clear()
+        self._rounds(*_COUNTED, lambda: False)
+
+    def _rounds(self, least: int, most: int, seconds: float, is_enough: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        for number in range(most):
+            if number >= least and (is_enough() or time.monotonic() > deadline):
+                break
+            for name in self._draw.sample(TRAININGS, len(TRAININGS)):
+                self._step(name)
+
+    def _step(self, name: str) -> None:
+        stalled, began = self._session.stats().stall_seconds, time.perf_counter()
+        self._trainings[name].step()
+        updated = time.perf_counter()
+        if name == TORCH_SAVE:
+            self._trainings[name].save(self._file, self._is_synced)
+            self.held_up[name].append(time.perf_counter() - updated)
+        self.seconds[name].append(time.perf_counter() - began)
+        if name == SAVED:
+            self.held_up[name].append(self._session.stats().stall_seconds - stalled)
+
+    def added(self, name: str) -> Share:
+        """Round by round, so that a drift cancels; the interval is that of the median's rank."""
+        plain = self.seconds[PLAIN]
+        shares = sorted(taken / without - 1 for taken, without in zip(self.seconds[name], plain, strict=True))
+        last, reach = len(shares) - 1, 0.98 * math.sqrt(len(shares))
+        low, high = max(0, math.floor(last / 2 - reach)), min(last, math.ceil(last / 2 + reach))
+        return Share(median(shares), shares[low], shares[high])
+
+
+def _trained(folder: str, is_synced: bool) -> tuple[_Rounds, int]:
+    """The rounds, and how many bytes of tensors a version holds. What was saved has loaded back right."""
+    trainings, pool = {name: _Training() for name in TRAININGS}, os.path.join(folder, "training.pool")
+    saved, fresh = trainings[SAVED], _Training()
+    with lightck.attach(saved.model, pool, optimizer=saved.optimizer) as session:
+        rounds = _Rounds(session, trainings, os.path.join(folder, "checkpoint.pt"), is_synced)
+        rounds.run()
+    lightck.recover(pool, fresh.model, fresh.optimizer)
+    expected, found = saved.tensors(), fresh.tensors()
+    if len(expected) != len(found) or not all(map(torch.equal, expected, found)):
+        raise BenchError(
+            "What lightck saved of the training does not load back right, so its times are worth nothing. This is a "
+            "bug of lightck, or a fault of this machine's memory. Please report it, with what lightck doctor says."
+        )
+    return rounds, sum(tensor.numel() * tensor.element_size() for tensor in expected)
