@@ -20,6 +20,8 @@ from lightck.restore.contents import MemorySource
 from lightck.restore.resume import Resumed
 from lightck.session.commits import Commits
 
+pytestmark = pytest.mark.long
+
 
 def play(name: str, folder: Path, backend: str = "file", trials: range | None = None) -> Tally:
     campaign = campaigns.named(name)

@@ -23,6 +23,8 @@ from rich.console import Console
 from lightck import cli
 from lightck.demo import compare, place, plan, process, report, run
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = run.SIZES["tiny"]

@@ -28,6 +28,8 @@ from lightck.pool.format.structures import MIB, PAGE
 from lightck.pool.storage import backends, devdax
 from lightck.pool.storage.extents import Extents
 
+pytestmark = pytest.mark.long
+
 NBYTES = 16 * MIB
 FATES_ALL = 12
 """So many lines are lost each alone at a crash point; of more, some by lot."""

@@ -34,6 +34,7 @@ def run(script: Path, expected: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page, folder):
     script = folder / "page.py"

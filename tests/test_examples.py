@@ -13,6 +13,8 @@ import pytest
 
 import lightck
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 SMALL_GPT = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "32"]

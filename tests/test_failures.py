@@ -16,7 +16,7 @@ from toys import adam, alive, everything, is_step, left_since, net, places, pool
 import lightck
 from lightck._native import lib
 from lightck.errors import ExportError, FormatError, KeepError, NoSpaceError, PoolIOError
-from lightck.pipeline import pipeline
+from lightck.pipeline import current_pool, pipeline
 from lightck.pool.storage import extents, pmdk, pmemobj
 
 
@@ -91,9 +91,9 @@ def test_refused_attach_gives_everything_back(pool, monkeypatch, resume):
     model = net()
     optimizer = adam(model)
     before = alive()
-    for name in ("Engine", "PoolWriter"):
+    for module, name in ((pipeline, "Engine"), (current_pool, "PoolWriter")):
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline, name, failing(getattr(pipeline, name), errno.ENOMEM))
+            patch.setattr(module, name, failing(getattr(module, name), errno.ENOMEM))
             with pytest.raises(OSError):
                 lightck.attach(model, pool, optimizer=optimizer, resume=resume)
         assert not left_since(before)

@@ -16,6 +16,8 @@ from crash.campaigns.truncations import Damage
 from crash.interpose import EVER, SHORT
 from crash.stage import Stage
 
+pytestmark = pytest.mark.long
+
 EIO = errno.EIO
 
 

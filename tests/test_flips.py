@@ -29,6 +29,8 @@ from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.storage import extents
 from lightck.pool.storage.extents import Extents
 
+pytestmark = pytest.mark.long
+
 SEED = 20231106
 STEPS = 5
 

@@ -53,6 +53,8 @@ from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.restore import contents
 from lightck.state import values
 
+pytestmark = pytest.mark.long
+
 BACKENDS = ["file", "pmdk"]
 
 

@@ -12,6 +12,8 @@ import torch
 
 from bench import rivals, subject
 
+pytestmark = pytest.mark.long
+
 STEPS = 4
 
 

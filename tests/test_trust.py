@@ -11,6 +11,8 @@ import pytest
 
 from bench import faults, trust
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -16,6 +16,8 @@ from bench.tables import NAMES, STAGED, TABLES, WAYS, Plan
 from bench.workloads import workload
 from lightck.errors import BenchError
 
+pytestmark = pytest.mark.long
+
 
 def test_rows_follow_the_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -26,6 +26,8 @@ from bench.tables.results import Results, markdown, megabytes, milliseconds, per
 from bench.tables.views import smallest_within
 from lightck.errors import BenchError
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 
 MANY = Row("many", "tiny", {"tensors": 20, "steps": 3, "layers": 3})

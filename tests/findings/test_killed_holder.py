@@ -20,6 +20,8 @@ import lightck
 from lightck.errors import PoolLockedError
 from lightck.pool.storage import dying
 
+pytestmark = pytest.mark.long
+
 
 def _model() -> torch.nn.Module:
     torch.manual_seed(0)

@@ -6,6 +6,8 @@ import pytest
 
 from .harness import Bench
 
+pytestmark = pytest.mark.long
+
 EXACT = [
     "classifier-with-a-shuffled-test",
     "autoencoder-that-samples-after-each-epoch",

@@ -17,6 +17,8 @@ from lightck.errors import PoolLockedError, SessionError
 
 from .harness import Bench
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     "name",

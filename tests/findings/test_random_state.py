@@ -7,6 +7,8 @@ from resume.harness import Kill
 
 from .harness import Bench
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("name", ["evaluation-that-draws-at-the-top", "drawn-between-attach-and-the-loop"])
 def test_other_random_numbers_are_told(name: str, bench: Bench) -> None:

@@ -17,6 +17,8 @@ from lightck.state.rng import shielded
 
 from .harness import Bench
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     "name",

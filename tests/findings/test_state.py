@@ -7,6 +7,8 @@ import pytest
 from .harness import Bench
 from .programs.attach_changes_nothing import ALL
 
+pytestmark = pytest.mark.long
+
 # -- A14: attaching changes nothing ----------------------------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ from lightck.state.numbers import Numbers
 from .harness import Bench
 from .programs.updates import Longest, Queue
 
+pytestmark = pytest.mark.long
+
 GRADIENT = r"Not as then: the gradient of '.*Its batch is the same, so something else that the loss depends on"
 
 

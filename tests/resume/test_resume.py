@@ -12,6 +12,8 @@ import pytest
 from .harness import Kill, Training, check_kills_came, check_lightck_told, check_scenario_is_at_work, draw_kills
 from .scenarios import SCENARIOS, Scenario
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("scenario", [s for s in SCENARIOS.values() if s.listed], ids=str)
 def test_resume_is_bit_identical(scenario: Scenario, folder: Path, request: pytest.FixtureRequest) -> None:

@@ -12,6 +12,8 @@ from crash.campaign import Order, Tally
 from crash.sequences import CHECKPOINTS, Sequence, sequences
 from test_mutants import slot_reused_too_early
 
+pytestmark = pytest.mark.long
+
 CAMPAIGN = campaigns.named("power-cut")
 
 

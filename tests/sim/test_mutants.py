@@ -26,6 +26,8 @@ from lightck.pool.slots import Slot, Slots
 from lightck.pool.storage.file import FileBackend
 from lightck.pool.writer import PoolWriter
 
+pytestmark = pytest.mark.long
+
 PM, EADR, ADVERSARY, DISK = PersistentMemory(), PersistentCaches(), Adversary(), BlockDevice()
 LOOK = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
 EFFORT = Effort(LOOK, again_every=1 << 30, violations_max=10)

@@ -24,6 +24,8 @@ from lightck.pool.slots import Slot, Slots
 from lightck.pool.storage import backends
 from lightck.pool.storage.pmdk import PmdkBackend
 
+pytestmark = pytest.mark.long
+
 PM, DISK = PersistentMemory(), BlockDevice()
 SMALL = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
 CLOSELY = Effort(SMALL, again_every=100, verify_every=100, goes_on_every=1500)

@@ -35,6 +35,8 @@ from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.storage import extents
 from lightck.restore.contents import MemorySource
 
+pytestmark = pytest.mark.long
+
 LOOK = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
 EFFORT = Effort(LOOK, again_every=1 << 30, violations_max=10)
 Planted = Callable[[], AbstractContextManager[Any]]

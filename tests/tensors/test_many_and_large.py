@@ -16,6 +16,8 @@ from toys import crashed, versions
 
 import lightck
 
+pytestmark = pytest.mark.long
+
 MANY = 100_000
 
 
