@@ -21,6 +21,7 @@ from lightck import errors as errors
 if TYPE_CHECKING:
     from lightck.errors import LightckError
     from lightck.export import Exported, export_checkpoint
+    from lightck.hooks.layerwise import layerwise
     from lightck.pipeline.staging.kinds import Device, Direct, Host
     from lightck.pool.storage.durability import Durability
     from lightck.restore.checkpoint import Checkpoint
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from lightck.restore.restore import Drift
     from lightck.session.attach import attach
     from lightck.session.interval import Auto
-    from lightck.session.layerwise import layerwise
     from lightck.session.session import Session
     from lightck.stats import Stats
     from lightck.strategy.full import FullState
@@ -73,7 +73,7 @@ _HOMES = {
     "Stats": "stats",
     "attach": "session.attach",
     "export_checkpoint": "export",
-    "layerwise": "session.layerwise",
+    "layerwise": "hooks.layerwise",
     "recover": "restore.recover",
 }
 

@@ -43,7 +43,7 @@ ROOMS = {
     "pipeline": LOW,
     "strategy": {"state", "pipeline.plan", "pipeline.write_table"},  # the words in which it says what is written
     "session": LOW | {"dataloader", "following", "hooks", "pipeline", "profiler", "restore", "strategy", "tiers"},
-    "": BASE | {"export", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
+    "": BASE | {"export", "hooks", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
     "demo": BASE | {""},
     "crash": LOW | {"", "cli", "pipeline", "restore"},  # tests/crash: outside the package, and under the same rules
     "bench": LOW | {"", "pipeline"},

@@ -6,7 +6,7 @@ import threading
 from contextlib import ExitStack
 from typing import Any
 
-from lightck.hooks.hooks import remove
+from lightck.hooks.own import remove
 from lightck.interrupts import deferred, resumed
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.storage.lock import PoolLock

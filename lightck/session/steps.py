@@ -20,10 +20,9 @@ from lightck.events import Event, StepEvents, StepListener, Turn
 from lightck.following.counted import Counted
 from lightck.following.following import Comparison, Follows, Recorder
 from lightck.following.update import UpdateParts
-from lightck.hooks.boundary import BY_HAND, Boundary
-from lightck.hooks.forward import ForwardSeen
-from lightck.hooks.half import HalfUpdated
+from lightck.hooks.boundary import BY_HAND, Boundary, ForwardSeen
 from lightck.hooks.hooks import Hooks
+from lightck.hooks.layers import HalfUpdated
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
 from lightck.session.beside import Beside
