@@ -30,7 +30,7 @@ from lightck.pool.storage.backends import pool_path as _pool_path
 from lightck.restore.memory import ordinary_tensors
 from lightck.restore.resume import Resumed
 from lightck.session.arguments import Arguments, Saving
-from lightck.session.beside import Beside
+from lightck.session.commits import Beside
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Auto

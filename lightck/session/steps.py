@@ -25,12 +25,10 @@ from lightck.hooks.hooks import Hooks
 from lightck.hooks.layers import HalfUpdated
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
-from lightck.session.beside import Beside
-from lightck.session.commits import Commits
+from lightck.session.commits import Beside, Commits, deadline_in
 from lightck.session.discover import Found, drives, late, live_optimizers
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Cadence
-from lightck.session.patience import deadline_in
 from lightck.session.saved import SavedWatch
 from lightck.session.snapshot import Capture
 from lightck.session.top import LoopTop
