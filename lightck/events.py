@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class StepListener:
     ``index`` is the position of an optimizer among those that are followed; a wrapper and what it wraps have one.
     """
 
-    def before_forward(self, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, inputs: tuple[object, ...]) -> None:
         """A training forward of the root module is called. ``inputs``: its arguments, as torch's hook has them."""
 
     def forward_begins(self) -> None:
@@ -150,7 +150,7 @@ class StepEvents(StepListener):
                 for listener in self._listeners:
                     event(listener)
 
-    def before_forward(self, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, inputs: tuple[object, ...]) -> None:
         self._tell(lambda one: one.before_forward(inputs))
 
     def forward_begins(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -39,7 +39,7 @@ class Followed(Protocol):
     @property
     def is_forked(self) -> bool: ...
 
-    def follows_optimizer(self, optimizer: Any) -> bool: ...
+    def follows_optimizer(self, optimizer: object) -> bool: ...
 
 
 living: weakref.WeakSet[Followed] = weakref.WeakSet()
@@ -90,7 +90,7 @@ def refuse_open(model: nn.Module) -> None:
         )
 
 
-def is_followed(optimizer: Any) -> bool:
+def is_followed(optimizer: object) -> bool:
     """Whether an open session follows this optimizer."""
     return any(one.follows_optimizer(optimizer) for _, one in _open())
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from lightck.hooks.own import CleanCopies, Handle, OwnHook, remove
-from lightck.profiler.events import BACKWARD, FORWARD
+from lightck.profiler.events import BACKWARD, FORWARD, Args
 from lightck.state.inventory import clean_prefixes
 
-Add = Callable[[str, str, int, int, dict[str, object]], None]
+Add = Callable[[str, str, int, int, Args], None]
 """(row, name, begin, end, args) of one event, in nanoseconds of CLOCK_MONOTONIC."""
 
 _NODES_MAX = 32

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -59,8 +58,8 @@ class Arguments:
 
     model: nn.Module
     pool_path: str | os.PathLike[str]
-    optimizer: Any
-    state: Mapping[str, Any] | None
+    optimizer: object
+    state: Mapping[str, object] | None
     resume: bool
     overwrite: bool
     backend: str

@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -55,8 +54,8 @@ def attach(
     model: nn.Module,
     pool_path: str | os.PathLike[str],
     *,
-    optimizer: Any = None,
-    state: Mapping[str, Any] | None = None,
+    optimizer: object = None,
+    state: Mapping[str, object] | None = None,
     interval: int | str | Auto = 1,
     resume: bool = False,
     overwrite: bool = False,

@@ -10,7 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +22,9 @@ from lightck.errors import AmbiguousError, LateError, UnsupportedError
 from lightck.state.nest import followed, has_hooks, inner_of, inside, loose_tensors, places
 
 log = logging.getLogger("lightck")
+T = TypeVar("T")
+Objects = Mapping[str, Any]
+"""What is saved by name: each has ``state_dict`` and ``load_state_dict``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,12 @@ class Found:
 
     optimizers: tuple[Optimizer, ...]
     """Every one that is followed; a wrapper before what it wraps."""
-    state: Mapping[str, Any]
+    state: Objects
     found: Mapping[str, str] = field(default_factory=dict)
     """name -> class, for what was found rather than passed."""
     declined: bool = False
     """Nobody is to look for optimizers: ``optimizer=[]``, or those that there are."""
-    persistent: tuple[DataLoader[Any], ...] = ()
+    persistent: tuple[DataLoader[object], ...] = ()
     """Live DataLoaders with persistent workers."""
 
     @property
@@ -44,12 +47,13 @@ class Found:
         return sum(place.steps for place in places(self.optimizers))
 
 
-def unwrap(optimizer: Any) -> Any:
+def unwrap(optimizer: object) -> Optimizer:
     """The innermost optimizer: the one that a scheduler and a wrapper around it have in common."""
-    return followed([optimizer])[-1]
+    innermost: Optimizer = followed([optimizer])[-1]
+    return innermost
 
 
-def discover(params: Mapping[int, int], optimizer: Any, state: Mapping[str, Any] | None) -> Found:
+def discover(params: Mapping[int, int], optimizer: object, state: Mapping[str, object] | None) -> Found:
     """Join what was passed with what is found. ``params``: id of each parameter of the model -> its position.
 
     Raises ``AmbiguousError`` where two live objects could fill one role.
@@ -87,7 +91,7 @@ class _LiveObjects:
         kinds: set[type] = set().union(*map(_with_subclasses, _KINDS))
         self._candidates = [o for o in gc.get_objects() if type(o) in kinds]
 
-    def of(self, kind: type, accept: Callable[[Any], bool]) -> list[Any]:
+    def of(self, kind: type[T], accept: Callable[[T], bool]) -> list[T]:
         return [o for o in self._candidates if issubclass(type(o), kind) and accept(o)]
 
 
@@ -95,7 +99,7 @@ def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
-def drives(optimizer: Any, params: Mapping[int, int]) -> bool:
+def drives(optimizer: object, params: Mapping[int, int]) -> bool:
     groups = getattr(optimizer, "param_groups", None) or ()
     try:
         return any(id(p) in params for g in groups for p in g["params"])
@@ -116,7 +120,7 @@ def live_optimizers(params: Mapping[int, int]) -> tuple[Optimizer, ...]:
     return tuple(o for o, place in zip(found, places(found), strict=True) if not place.is_wrapped)
 
 
-def late(optimizer: Any, known: Collection[int]) -> tuple[Optimizer, ...]:
+def late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
     """What to follow of one that was made after attach, which is told. Raises ``LateError`` where it steps parameters
     that an earlier one has: ``known`` are the ids of those."""
     new = followed([optimizer])
@@ -180,7 +184,7 @@ def _schedulers_among(live: _LiveObjects, optimizers: Iterable[Optimizer]) -> li
     return [s for s in found if id(s) not in parts]
 
 
-def _scheduled(scheduler: Any) -> Any:
+def _scheduled(scheduler: LRScheduler) -> Optimizer | None:
     optimizer = getattr(scheduler, "optimizer", None)
     try:
         return unwrap(optimizer)
@@ -188,9 +192,7 @@ def _scheduled(scheduler: Any) -> Any:
         return None
 
 
-def _find_schedulers(
-    live: _LiveObjects, optimizers: tuple[Optimizer, ...], given: Mapping[str, Any]
-) -> dict[str, LRScheduler]:
+def _find_schedulers(live: _LiveObjects, optimizers: tuple[Optimizer, ...], given: Objects) -> dict[str, LRScheduler]:
     taken = {id(_scheduled(obj)) for obj in given.values() if isinstance(obj, LRScheduler)}
     if not optimizers or given.get("scheduler", 0) is None:
         return {}
@@ -228,7 +230,7 @@ def _tell_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) ->
         )
 
 
-def _find_scaler(live: _LiveObjects, given: Mapping[str, Any]) -> dict[str, Any]:
+def _find_scaler(live: _LiveObjects, given: Objects) -> dict[str, torch.amp.GradScaler]:
     kind = torch.amp.GradScaler
     if given.get("scaler", 0) is None or any(isinstance(obj, kind) for obj in given.values()):
         return {}
@@ -250,7 +252,7 @@ def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     return {_role("optimizer", i, around): names for i, names in enumerate(joined)}
 
 
-def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Mapping[str, Any]) -> None:
+def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Objects) -> None:
     """What a third-party optimizer keeps in attributes is neither in a version nor in its own ``state_dict``."""
     loose = loose_tensors(optimizer, params)
     if loose and not any(obj is optimizer for obj in given.values()):
@@ -263,5 +265,5 @@ def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: 
         )
 
 
-def _role(role: str, index: int, optimizers: Collection[Any]) -> str:
+def _role(role: str, index: int, optimizers: Collection[object]) -> str:
     return role if len(optimizers) == 1 else f"{role}.{index}"

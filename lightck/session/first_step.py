@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from lightck.errors import LateError
-from lightck.session.discover import schedulers_of
+from lightck.session.discover import Objects, schedulers_of
 from lightck.session.snapshot import Capture
 from lightck.state.ranks import is_one_of_several
 
@@ -24,7 +23,7 @@ class FirstStep:
     """Made at attach, used once in the first pre-step hook."""
 
     optimizers: tuple[Optimizer, ...]
-    objects: Mapping[str, Any]
+    objects: Objects
     declined: bool = False
     """Whether schedulers need not be saved: state={"scheduler": None}."""
     chosen: frozenset[int] = frozenset()
@@ -32,7 +31,7 @@ class FirstStep:
     is_rank: bool = False
     """Whether the process was one of several ranks at attach already."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
-    _ticks: list[Any] = field(default_factory=list)
+    _ticks: list[object] = field(default_factory=list)
     _options_follow: bool = False
     _early: list[weakref.ref[LRScheduler]] = field(default_factory=list)
     """Schedulers that were there at attach, saved or not."""
@@ -57,7 +56,7 @@ class FirstStep:
         capture.positions.before_first_update()
         capture.persistent.before_first_update()
 
-    def _scheduler_ticks(self) -> list[Any]:
+    def _scheduler_ticks(self) -> list[object]:
         schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
         parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]  # a chain counts in these only
         counts = ("last_epoch", "_step_count", "T_cur")  # the last one: of warm restarts, at parts of an epoch

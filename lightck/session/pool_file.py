@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightck.errors import (
     CheckpointExistsError,
@@ -25,9 +24,10 @@ from lightck.pool.storage.lock import PoolLock
 from lightck.restore.checkpoint import (
     Checkpoint,
 )
+from lightck.restore.contents import Contents
 from lightck.restore.edited import set_flags
 from lightck.restore.recover import erased_error, parse, restore_newest
-from lightck.restore.resume import Resumed, forget, restored_from, tell_differences
+from lightck.restore.resume import RestoredFrom, Resumed, forget, restored_from, tell_differences
 from lightck.session.arguments import Arguments
 from lightck.session.discover import Found
 from lightck.session.snapshot import Capture
@@ -112,7 +112,7 @@ class PoolFile:
             return None
         return reader
 
-    def _checkpoint(self, reader: PoolReader) -> tuple[Any, CommitLine] | None:
+    def _checkpoint(self, reader: PoolReader) -> tuple[Contents, CommitLine] | None:
         """The version to go on from; None where the pool never held one."""
         if reader.ring().is_empty:
             lost = erased_error(reader)
@@ -132,7 +132,7 @@ class PoolFile:
         _tell_rejected(checkpoint)
         return checkpoint.contents, checkpoint.line
 
-    def _go_on_from(self, reader: PoolReader, known: Any) -> tuple[Any, CommitLine]:
+    def _go_on_from(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitLine]:
         missing = [what for what in known.missing if what not in {f"state {name!r}" for name in self.said.declined}]
         if missing:
             raise SessionError(

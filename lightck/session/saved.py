@@ -12,9 +12,9 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from lightck.hooks.boundary import Boundary
 from lightck.session.held import Marks, by_tensors, moved
@@ -52,7 +52,7 @@ class SavedWatch:
         self._idle_ended = 0  # the same since the last update
         self._is_alive = False  # a training forward or an update was seen
         self._elsewhere = 0  # steps of optimizers that have no parameter of this model
-        self._last_one: weakref.ref[Any] | None = None  # of them
+        self._last_one: weakref.ref[Optimizer] | None = None  # of them
         self._by_one = 0  # its steps in a row
         self._twin = False
         self._before: Marks = {}
@@ -107,7 +107,7 @@ class SavedWatch:
             elif self._boundary.optimizers > 1:
                 self._tell_round(index, n)
 
-    def step_elsewhere(self, optimizer: Any) -> None:
+    def step_elsewhere(self, optimizer: Optimizer) -> None:
         """An optimizer steps that has no parameter of this model, and belongs to no open session."""
         self._elsewhere += 1
         if self._last_one is None or self._last_one() is not optimizer:
@@ -241,7 +241,7 @@ class SavedWatch:
     def _params(self) -> Marks:
         return by_tensors(live for live in self._capture.model.tensors(None) if live.role == "param")
 
-    def _is_twin(self, optimizer: Any) -> bool:
+    def _is_twin(self, optimizer: Optimizer) -> bool:
         theirs = _shapes(p for group in optimizer.param_groups for p in group["params"])
         ours = _shapes(p for p in self._capture.model.model.parameters() if p.requires_grad)
         followed = _shapes(p for view in self._capture.optimizers if not view.wraps for _, p in view.params)

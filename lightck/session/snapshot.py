@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from lightck.dataloader.persistent import PersistentLoaders
 from lightck.dataloader.positions import Positions
 from lightck.dataloader.within import WithinBatch
 from lightck.events import Event
+from lightck.session.discover import Objects
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
 from lightck.state.built import BuiltNow
@@ -53,9 +54,7 @@ class Provisional:
 class Capture:
     """Everything that a session saves, by name."""
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Objects) -> None:
         self.model = ModelView(model)
         self.devices = Devices()
         self.objects = dict(objects)
@@ -304,7 +303,7 @@ class Capture:
         }
         return values.pack(state, path="", large=None)
 
-    def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, Any]:
+    def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, object]:
         view.refuse_nameless()
         path = _role("optimizer", view.index, len(self.optimizers))
         with_values = None if self._roster is None else self._roster.with_values[view.index]
@@ -351,7 +350,7 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _collector(lives: list[Live], role: str) -> Any:
+def _collector(lives: list[Live], role: str) -> Callable[[str, torch.Tensor], None]:
     def large(path: str, tensor: torch.Tensor) -> None:
         lives.append(Live(path, role, tensor.detach(), None, None))
 

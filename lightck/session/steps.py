@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +104,7 @@ class Steps(StepListener):
         """Updates made. Unlike ``Session.step`` this is not what a loop asks, so it is not noted that one did."""
         return self.boundary.step
 
-    def follows_optimizer(self, optimizer: Any) -> bool:
+    def follows_optimizer(self, optimizer: object) -> bool:
         """Whether its steps are updates of this session."""
         return self.hooks.follow(optimizer)
 
@@ -202,7 +201,7 @@ class Steps(StepListener):
 
     # -- a forward ---------------------------------------------------------------------------------------
 
-    def before_forward(self, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, inputs: tuple[object, ...]) -> None:
         if self.commits.paused or self.capture.devices.is_captured(lambda: self.commits.is_idle):
             return
         self._forward.fires = True

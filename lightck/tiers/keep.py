@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from lightck.errors import ExportError, KeepError, StateValueError
 from lightck.export import export_chosen
@@ -235,7 +234,7 @@ class Keeper(CommitListener):
             return False
 
 
-def _metadata(path: Path) -> dict[str, Any]:
+def _metadata(path: Path) -> dict[str, object]:
     """What a safetensors file says of itself. Not by safe_open, which maps the file for that: where there is no memory
     for it, it raises what it likes and leaves a descriptor open."""
     with path.open("rb") as file:

@@ -43,7 +43,7 @@ class Hold:
 class Holds(CommitListener):
     """All holds of a session: a listener that takes them along to a new file, and a decision about slots.
 
-    Any thread may release; the rest is the training thread's.
+    Every thread may release; the rest is the training thread's.
     """
 
     def __init__(self) -> None:
