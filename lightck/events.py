@@ -13,11 +13,13 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import Optimizer
+
+T = TypeVar("T")
 
 
 class Event(Enum):
@@ -106,6 +108,13 @@ class Turn:
     def is_live(self) -> bool:
         """Whether the session may do anything: it is open, and this is its own process."""
         return self.is_open and not self.is_forked
+
+    def take(self, work: Callable[[], T]) -> T | None:
+        """What ``work`` gives, done in turn while the session is live; else it is not done, and this is None."""
+        if not self.is_live:
+            return None
+        with self:
+            return work() if self.is_open else None  # another thread may have closed it meanwhile
 
     def __enter__(self) -> Turn:
         if not self.is_forked:

@@ -27,7 +27,7 @@ ROOMS = {
     "events": set(),
     "interrupts": set(),
     "noting": set(),
-    "sessions": {"errors"},
+    "sessions": {"errors", "events"},
     "stats": {"interrupts"},
     "_lck_ffi": set(),  # made by the build
     "_native": {"_lck_ffi"},

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -53,12 +54,17 @@ def unwrap(optimizer: object) -> Optimizer:
     return innermost
 
 
-def discover(params: Mapping[int, int], optimizer: object, state: Mapping[str, object] | None) -> Found:
-    """Join what was passed with what is found. ``params``: id of each parameter of the model -> its position.
+def positions(model: nn.Module) -> dict[int, int]:
+    """id of each parameter -> its position in the model."""
+    return {id(p): i for i, p in enumerate(model.parameters())}
+
+
+def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | None) -> Found:
+    """Join what was passed with what is found.
 
     Raises ``AmbiguousError`` where two live objects could fill one role.
     """
-    given = dict(state or {})
+    given, params = dict(state or {}), positions(model)
     live = _LiveObjects()
     if optimizer is None:
         optimizers = _find_optimizers(live, params)
@@ -100,6 +106,7 @@ def _with_subclasses(kind: type) -> set[type]:
 
 
 def drives(optimizer: object, params: Mapping[int, int]) -> bool:
+    """Whether it has a parameter of the model with these ``positions``."""
     groups = getattr(optimizer, "param_groups", None) or ()
     try:
         return any(id(p) in params for g in groups for p in g["params"])
@@ -107,12 +114,12 @@ def drives(optimizer: object, params: Mapping[int, int]) -> bool:
         return False
 
 
-def live_optimizers(params: Mapping[int, int]) -> tuple[Optimizer, ...]:
-    """What drives this model now, an outermost wrapper alone. ``params`` as in ``discover``. None where it is not
-    clear: each is followed when it steps."""
+def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
+    """What drives this model now, an outermost wrapper alone. None where it is not clear: each is followed when it
+    steps."""
     for collect in (False, True):  # one that is only waiting for collection is none
         try:
-            found = _find_optimizers(_LiveObjects(collect=collect), params)
+            found = _find_optimizers(_LiveObjects(collect=collect), positions(model))
         except (AmbiguousError, UnsupportedError, TypeError):
             return ()
         if not found:
@@ -202,7 +209,7 @@ def _find_schedulers(live: _LiveObjects, optimizers: tuple[Optimizer, ...], give
     found = {}
     innermost = [o for o, place in zip(optimizers, places(optimizers), strict=True) if not place.wraps]
     for i, opt in enumerate(innermost):
-        name = _role("scheduler", i, innermost)
+        name = role("scheduler", i, len(innermost))
         schedulers = by_optimizer.get(id(opt), [])
         if id(opt) in taken:
             _tell_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
@@ -249,7 +256,7 @@ def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     for optimizer, place in zip(optimizers, places(optimizers), strict=True):
         around.setdefault(place.outermost, []).append(type(optimizer).__name__)
     joined = [" around ".join([outer, ", ".join(within)] if within else [outer]) for outer, *within in around.values()]
-    return {_role("optimizer", i, around): names for i, names in enumerate(joined)}
+    return {role("optimizer", i, len(around)): names for i, names in enumerate(joined)}
 
 
 def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Objects) -> None:
@@ -265,5 +272,6 @@ def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: 
         )
 
 
-def _role(role: str, index: int, optimizers: Collection[object]) -> str:
-    return role if len(optimizers) == 1 else f"{role}.{index}"
+def role(name: str, index: int, count: int) -> str:
+    """Under which name it is saved: with its number where there are several."""
+    return name if count == 1 else f"{name}.{index}"

@@ -6,14 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 
-from lightck.errors import (
-    CheckpointExistsError,
-    LateError,
-    NotAPoolError,
-    PoolError,
-    PoolNotFoundError,
-    SessionError,
-)
+from lightck.errors import CheckpointExistsError, LateError, NotAPoolError, PoolError, PoolNotFoundError, SessionError
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import CommitLine, DamagedError
@@ -21,9 +14,6 @@ from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.ring import candidates
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
-from lightck.restore.checkpoint import (
-    Checkpoint,
-)
 from lightck.restore.contents import Contents
 from lightck.restore.edited import set_flags
 from lightck.restore.recover import erased_error, parse, restore_newest
@@ -99,12 +89,10 @@ class PoolFile:
             reader = open_pool(self.path, self.backend.name, write=write)
         except PoolNotFoundError:
             return None
-        except NotAPoolError as err:
-            if self.said.overwrite and err.in_the_way:
-                return None
-            raise
-        except PoolError:
-            if self.said.overwrite and self.backend.recognises(self.path):
+        except PoolError as err:
+            if not self.said.overwrite:
+                raise
+            if err.in_the_way if isinstance(err, NotAPoolError) else self.backend.recognises(self.path):
                 return None
             raise
         if self.said.overwrite:
@@ -129,7 +117,8 @@ class PoolFile:
         checkpoint = restore_newest(
             reader, None, self.said.model, list(self.found.optimizers), state, strict=True, complete=True
         )
-        _tell_rejected(checkpoint)
+        for rejected in checkpoint.rejected:
+            log.warning("lightck: passed over %s", rejected)
         return checkpoint.contents, checkpoint.line
 
     def _go_on_from(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitLine]:
@@ -199,8 +188,3 @@ class PoolFile:
             for entry in foreseen:
                 entries.setdefault(entry.name, entry)
         return entries
-
-
-def _tell_rejected(checkpoint: Checkpoint) -> None:
-    for rejected in checkpoint.rejected:
-        log.warning("lightck: passed over %s", rejected)

@@ -134,8 +134,7 @@ class SavedWatch:
         if self._boundary.optimizers or self._ended or self._idle < 2:
             return None
         changed = moved(self._before, self._params())
-        has_grads = any(p.grad is not None for p in self._capture.model.model.parameters())
-        if not (changed or has_grads or self._elsewhere):
+        if not (changed or self._has_gradients() or self._elsewhere):
             return None  # the model was only called
         fact = f" ({_some(changed)} changed)" if changed else ""
         return f"Nothing was saved of {self._idle} training forwards{fact}: {_NO_OPTIMIZER}. {_CURE}."
@@ -165,15 +164,13 @@ class SavedWatch:
         now = by_tensors(self._capture.model.tensors(None))
         is_same = bool(self._at_end) and self._at_end.keys() == now.keys() and not moved(self._at_end, now)
         self._at_end = now if self._ended < _FIRST // 2 else {}
-        if is_same and not self._is_told:
-            has_grads = any(p.grad is not None for p in self._capture.model.model.parameters())
-            if has_grads:
-                self._tell(
-                    "end_step() was called twice, no optimizer is followed, and the model did not change in between "
-                    "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
-                    "gradients: where they are accumulated, a resume loses those of the batches before. Call it after "
-                    "an update only"
-                )
+        if is_same and not self._is_told and self._has_gradients():
+            self._tell(
+                "end_step() was called twice, no optimizer is followed, and the model did not change in between "
+                "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
+                "gradients: where they are accumulated, a resume loses those of the batches before. Call it after "
+                "an update only"
+            )
 
     # -- an optimizer is followed ------------------------------------------------------------------------
 
@@ -193,8 +190,8 @@ class SavedWatch:
                 )
 
     def _tell_round(self, index: int, n: int) -> None:
-        missing = [root for root in self._roots() if not self._boundary.pending(root)]
-        names = [self._named(root) for root in missing]
+        roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})  # which make updates
+        names = [self._named(root) for root in roots if not self._boundary.pending(root)]
         self._tell(
             f"{self._named(index)} made {n} updates since a checkpoint closed, and {' and '.join(names)} none. With "
             f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass those "
@@ -208,10 +205,6 @@ class SavedWatch:
             "on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the last "
             "statement of the loop"
         )
-
-    def _roots(self) -> list[int]:
-        """The optimizers that make updates."""
-        return sorted({view.root for view in self._capture.optimizers if not view.wraps})
 
     def _named(self, root: int) -> str:
         views = [view for view in self._capture.optimizers if view.root == root and not view.wraps]
@@ -240,6 +233,9 @@ class SavedWatch:
 
     def _params(self) -> Marks:
         return by_tensors(live for live in self._capture.model.tensors(None) if live.role == "param")
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self._capture.model.model.parameters())
 
     def _is_twin(self, optimizer: Optimizer) -> bool:
         theirs = _shapes(p for group in optimizer.param_groups for p in group["params"])

@@ -203,7 +203,7 @@ class Session:
         try:
             if self._steps.half_updated:
                 log.warning("lightck: closed between backward() and step(): what was not committed before is not saved")
-            elif not self._steps.is_forked and self._steps.commits.failure is None:
+            elif not self._steps.turn.is_forked and self._steps.commits.failure is None:
                 self._steps.follows.ended()
                 with self._steps.meter.stall("close"):
                     self._steps.capture.is_done = done or self.done
@@ -259,7 +259,7 @@ class Session:
     @property
     def is_open(self) -> bool:
         """Whether it is still followed and saved: neither ``close`` nor ``abandon`` was called."""
-        return self._steps.is_open
+        return self._steps.turn.is_open
 
     def __repr__(self) -> str:
         state = "" if self.is_open else ", closed"
@@ -273,7 +273,7 @@ class Session:
     def _check_usable(self) -> None:
         if not self.is_open:
             raise SessionError("This session is closed. Its pool is released. Attach again to go on.")
-        if self._steps.is_forked:
+        if self._steps.turn.is_forked:
             raise SessionError("This session belongs to the parent process. A forked child cannot use it.")
 
     def _release(self) -> None:

@@ -25,7 +25,7 @@ from lightck.hooks.layers import HalfUpdated
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
 from lightck.session.commits import Beside, Commits, deadline_in
-from lightck.session.discover import Found, drives, late, live_optimizers
+from lightck.session.discover import Found, drives, late, live_optimizers, positions
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Cadence
 from lightck.session.saved import SavedWatch
@@ -92,14 +92,6 @@ class Steps(StepListener):
         return self._model()
 
     @property
-    def is_open(self) -> bool:
-        return self.turn.is_open
-
-    @property
-    def is_forked(self) -> bool:
-        return self.turn.is_forked
-
-    @property
     def updates(self) -> int:
         """Updates made. Unlike ``Session.step`` this is not what a loop asks, so it is not noted that one did."""
         return self.boundary.step
@@ -117,10 +109,7 @@ class Steps(StepListener):
 
     # -- an update ---------------------------------------------------------------------------------------
 
-    def before_step(self, index: int, by_hand: bool, has_gradients: bool) -> None:
-        self._before_update(index, by_hand, has_gradients)
-
-    def _before_update(self, index: int, by_hand: bool, has_gradients: bool, in_backward: bool = False) -> None:
+    def before_step(self, index: int, by_hand: bool, has_gradients: bool, in_backward: bool = False) -> None:
         """``in_backward``: before the first layer of a layer-wise update."""
         self.capture.devices.refuse_capture("An optimizer's step")
         with self.meter.stall("before the update"):
@@ -184,7 +173,7 @@ class Steps(StepListener):
     # -- a layer-wise update -----------------------------------------------------------------------------
 
     def layers_begin(self, index: int) -> None:
-        self.half_updated.defer(lambda: self._before_update(index, False, False, in_backward=True))
+        self.half_updated.defer(lambda: self.before_step(index, False, False, in_backward=True))
         while not self.half_updated.defer(self.gate):
             pass  # a version was given up; there may be others
         self.commits.guard(self.pipeline.early.drop)  # what an update without a boundary began is of no version
@@ -227,7 +216,7 @@ class Steps(StepListener):
         model = self.model
         if model is None:
             return
-        if not drives(optimizer, {id(p): i for i, p in enumerate(model.parameters())}):
+        if not drives(optimizer, positions(model)):
             if not is_followed(optimizer):
                 self.watch.step_elsewhere(optimizer)
             return
@@ -239,7 +228,7 @@ class Steps(StepListener):
     def _follow_live(self) -> bool:
         """Follow what was made after attach and has not stepped yet. Whether there is any, followed or declined."""
         model = self.model
-        found = () if model is None else live_optimizers({id(p): i for i, p in enumerate(model.parameters())})
+        found = () if model is None else live_optimizers(model)
         for optimizer in () if self._declines_optimizers else found:
             self.unknown_optimizer(optimizer)
         return bool(found)
