@@ -1,17 +1,12 @@
 """When a version closes: the rules of "the state after step t", as a small machine of its own.
 
 It knows events and counters, no tensors, so every rule can be read and tested here. *Version t is the state from which
-step t+1 starts*; the boundary that closes it is the first event after an update at which that state is whole. Where
-the model's forward hook does not fire, versions close later than they could, which is said once.
+step t+1 starts*; the boundary that closes it is the first event after an update at which that state is whole.
 """
 
 from __future__ import annotations
 
-import logging
-
 from lightck.events import Event
-
-log = logging.getLogger("lightck")
 
 BY_HAND = -1
 """In place of an optimizer's index: an update of a loop in which none is followed."""
@@ -84,21 +79,3 @@ class Boundary:
         elif scaler_skipped and not self.explicit:
             self.iteration += 1
         self._flushed = False
-
-
-class ForwardSeen:
-    """Whether the model's forward hook fires. Of one session."""
-
-    def __init__(self) -> None:
-        self.fires = False
-        self._is_told = False
-
-    def tell_missing(self, explicit: bool) -> None:
-        """At an update that had to close the last version itself. ``explicit``: the loop closes versions."""
-        if not self.fires and not self._is_told and not explicit:
-            self._is_told = True
-            log.info(
-                "lightck: the model's forward hook does not fire (compiled before attach, or never called "
-                "itself): versions close at the optimizer's step, and their copies are waited for there. "
-                "session.loader() or session.end_step() closes them earlier"
-            )

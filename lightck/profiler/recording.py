@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -243,7 +244,7 @@ class Traces:
     """The recordings of one session: one at a time."""
 
     def __init__(self, told_by: StepEvents, commits: CommitEvents, engine: Engine, meter: Meter) -> None:
-        self._told_by, self._commits, self._engine, self._meter = told_by, commits, engine, meter
+        self._record = partial(Recording, told_by=told_by, commits=commits, engine=engine, meter=meter)
         self._newest: Recording | None = None
 
     def start(
@@ -259,17 +260,7 @@ class Traces:
             raise SessionError(
                 f"A trace is being recorded already, into {self._newest.path!r}. One at a time can be. Close it first."
             )
-        self._newest = Recording(
-            path,
-            steps,
-            overwrite,
-            model=model,
-            told_by=self._told_by,
-            commits=self._commits,
-            engine=self._engine,
-            meter=self._meter,
-            about=about,
-        )
+        self._newest = self._record(path, steps, overwrite, model=model, about=about)
         return self._newest
 
     def end(self) -> None:

@@ -42,10 +42,10 @@ class Found:
     persistent: tuple[DataLoader[object], ...] = ()
     """Live DataLoaders with persistent workers."""
 
-    @property
-    def updating(self) -> int:
-        """How many optimizers make updates: one inside another does not."""
-        return sum(place.steps for place in places(self.optimizers))
+
+def updating(optimizers: Sequence[Optimizer]) -> int:
+    """How many of them make updates: one inside another does not."""
+    return sum(place.steps for place in places(optimizers))
 
 
 def unwrap(optimizer: object) -> Optimizer:
@@ -65,7 +65,7 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
     Raises ``AmbiguousError`` where two live objects could fill one role.
     """
     given, params = dict(state or {}), positions(model)
-    live = _LiveObjects()
+    live = LiveObjects()
     if optimizer is None:
         optimizers = _find_optimizers(live, params)
     else:
@@ -84,8 +84,9 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
 _KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
 
 
-class _LiveObjects:
-    """One look at the heap, after a collection: the scaler of a training that is over is not part of this one."""
+class LiveObjects:
+    """One look at the heap. Garbage is collected first: the scaler of a training that is over is not part of this
+    one."""
 
     def __init__(self, *, collect: bool = True) -> None:
         if gc.get_freeze_count():
@@ -119,7 +120,7 @@ def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
     steps."""
     for collect in (False, True):  # one that is only waiting for collection is none
         try:
-            found = _find_optimizers(_LiveObjects(collect=collect), positions(model))
+            found = _find_optimizers(LiveObjects(collect=collect), positions(model))
         except (AmbiguousError, UnsupportedError, TypeError):
             return ()
         if not found:
@@ -145,7 +146,7 @@ def late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
     return new
 
 
-def _find_optimizers(live: _LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:
+def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:
     driving = live.of(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
     # The order of the heap is an accident; that of the model is the same in the next process.
     driving.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
@@ -176,15 +177,8 @@ def _describe(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__} ({n} parameters, lr {optimizer.param_groups[0].get('lr')})"
 
 
-def schedulers_of(optimizers: Iterable[Optimizer], *, collect: bool) -> list[LRScheduler]:
-    """Live LR schedulers that drive these optimizers and are not part of another one (SequentialLR, ...).
-
-    ``collect``: collect garbage before they count.
-    """
-    return _schedulers_among(_LiveObjects(collect=collect), optimizers)
-
-
-def _schedulers_among(live: _LiveObjects, optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
+def schedulers_of(live: LiveObjects, optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
+    """LR schedulers that drive these optimizers and are not part of another one (SequentialLR, ...)."""
     wanted = {id(o) for o in optimizers}
     found = live.of(LRScheduler, lambda s: id(_scheduled(s)) in wanted)
     parts = {id(part) for s in found for part in getattr(s, "_schedulers", ())}
@@ -199,18 +193,15 @@ def _scheduled(scheduler: LRScheduler) -> Optimizer | None:
         return None
 
 
-def _find_schedulers(live: _LiveObjects, optimizers: tuple[Optimizer, ...], given: Objects) -> dict[str, LRScheduler]:
+def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given: Objects) -> dict[str, LRScheduler]:
     taken = {id(_scheduled(obj)) for obj in given.values() if isinstance(obj, LRScheduler)}
     if not optimizers or given.get("scheduler", 0) is None:
         return {}
-    by_optimizer: dict[int, list[LRScheduler]] = {}
-    for scheduler in _schedulers_among(live, optimizers):
-        by_optimizer.setdefault(id(_scheduled(scheduler)), []).append(scheduler)
-    found = {}
+    alive, found = schedulers_of(live, optimizers), {}
     innermost = [o for o, place in zip(optimizers, places(optimizers), strict=True) if not place.wraps]
     for i, opt in enumerate(innermost):
         name = role("scheduler", i, len(innermost))
-        schedulers = by_optimizer.get(id(opt), [])
+        schedulers = [s for s in alive if _scheduled(s) is opt]
         if id(opt) in taken:
             _tell_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
             continue
@@ -237,7 +228,7 @@ def _tell_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) ->
         )
 
 
-def _find_scaler(live: _LiveObjects, given: Objects) -> dict[str, torch.amp.GradScaler]:
+def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradScaler]:
     kind = torch.amp.GradScaler
     if given.get("scaler", 0) is None or any(isinstance(obj, kind) for obj in given.values()):
         return {}

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from lightck.errors import LateError
-from lightck.session.discover import Objects, schedulers_of
+from lightck.session.discover import LiveObjects, Objects, schedulers_of
 from lightck.session.snapshot import Capture
 from lightck.state.ranks import is_one_of_several, of_several
 
@@ -43,7 +43,7 @@ class FirstStep:
         self._lrs = [(g, float(g["lr"])) for o in self.optimizers for g in o.param_groups if "initial_lr" in g]
         self._ticks = self._scheduler_ticks()
         if self._lrs:
-            self._early.extend(weakref.ref(s) for s in schedulers_of(self.optimizers, collect=False))
+            self._early.extend(weakref.ref(s) for s in schedulers_of(LiveObjects(collect=False), self.optimizers))
 
     def check(self, capture: Capture) -> None:
         """Raises ``LateError`` for a scheduler that was made after attach, ``UnsupportedError`` for a process that has
@@ -71,7 +71,7 @@ class FirstStep:
         was, now = moved[0]
         fact = f"The learning rate was restored as {was:g} and is {now:g} now, though no known scheduler moved"
         early = [scheduler for known in self._early if (scheduler := known()) is not None]
-        if any(s not in early for s in schedulers_of(self.optimizers, collect=False)):
+        if any(s not in early for s in schedulers_of(LiveObjects(collect=False), self.optimizers)):
             raise LateError(
                 f"{fact}: an LR scheduler was built after attach and reset it. Build the scheduler before attach, or "
                 'pass it: attach(..., state={"scheduler": scheduler}).'
@@ -88,7 +88,7 @@ class FirstStep:
         known = {id(o) for o in self.objects.values()}
         watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
         for collect in (False, True):  # one that is only waiting for collection is no reason to stop a training
-            found = schedulers_of(watched, collect=collect) if watched else []
+            found = schedulers_of(LiveObjects(collect=collect), watched) if watched else []
             late = [s for s in found if id(s) not in known]
             if not late:
                 return

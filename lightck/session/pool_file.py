@@ -111,7 +111,13 @@ class PoolFile:
         if known is not None:
             return self._go_on_from(reader, known)
         if not self.said.resume:
-            raise self._exists(reader)
+            lines = candidates(reader.ring())
+            held = f"step {lines[0].step}" if lines else "versions that cannot be read"
+            raise CheckpointExistsError(
+                f"The pool {self.path!r} holds {held}. It is neither loaded nor overwritten unasked. Say "
+                "attach(..., resume=True) to go on from it, restore it yourself with lightck.recover(path, model, "
+                "...), or say overwrite=True to discard it."
+            )
         self._check_optimizer_in_time(reader)
         state = {**self.found.state, **dict.fromkeys(self.said.declined)}
         checkpoint = restore_newest(
@@ -140,15 +146,6 @@ class PoolFile:
             ) from err
         self.capture.built.is_from(known.contents.built)
         return known.contents, known.line
-
-    def _exists(self, reader: PoolReader) -> CheckpointExistsError:
-        lines = candidates(reader.ring())
-        held = f"step {lines[0].step}" if lines else "versions that cannot be read"
-        return CheckpointExistsError(
-            f"The pool {self.path!r} holds {held}. It is neither loaded nor overwritten unasked. Say "
-            "attach(..., resume=True) to go on from it, restore it yourself with lightck.recover(path, model, ...), or "
-            "say overwrite=True to discard it."
-        )
 
     def _check_optimizer_in_time(self, reader: PoolReader) -> None:
         if self.found.optimizers:

@@ -100,12 +100,16 @@ class SavedWatch:
     def before_step(self, index: int) -> None:
         """Before an update of the optimizer ``index``, behind the boundary that this may be."""
         n = self._boundary.pending(index)
-        if n >= MANY and not self._is_told:
-            if self._boundary.explicit:
-                if n >= MANY_EXPLICIT and not self._ended:
-                    self._tell_explicit(n)
-            elif self._boundary.optimizers > 1:
-                self._tell_round(index, n)
+        if n < MANY or self._is_told:
+            return
+        if self._boundary.explicit and n >= MANY_EXPLICIT and not self._ended:
+            self._tell(
+                f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from "
+                "then on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the "
+                "last statement of the loop"
+            )
+        elif not self._boundary.explicit and self._boundary.optimizers > 1:
+            self._tell_round(index, n)
 
     def step_elsewhere(self, optimizer: Optimizer) -> None:
         """An optimizer steps that has no parameter of this model, and belongs to no open session."""
@@ -197,13 +201,6 @@ class SavedWatch:
             f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass those "
             "that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last statement of "
             "the loop"
-        )
-
-    def _tell_explicit(self, n: int) -> None:
-        self._tell(
-            f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from then "
-            "on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the last "
-            "statement of the loop"
         )
 
     def _named(self, root: int) -> str:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Sequence
@@ -19,22 +20,23 @@ from lightck.events import Event, StepEvents, StepListener, Turn
 from lightck.following.counted import Counted
 from lightck.following.following import Comparison, Follows, Recorder
 from lightck.following.update import UpdateParts
-from lightck.hooks.boundary import BY_HAND, Boundary, ForwardSeen
+from lightck.hooks.boundary import BY_HAND, Boundary
 from lightck.hooks.hooks import Hooks
 from lightck.hooks.layers import HalfUpdated
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
 from lightck.session.commits import Beside, Commits, deadline_in
-from lightck.session.discover import Found, drives, late, live_optimizers, positions
+from lightck.session.discover import Found, drives, late, live_optimizers, positions, updating
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Cadence
 from lightck.session.saved import SavedWatch
 from lightck.session.snapshot import Capture
 from lightck.session.top import LoopTop
 from lightck.sessions import OpenSession, is_followed
-from lightck.state.nest import places
 from lightck.state.scaler import ScalerWatch
 from lightck.stats import Meter
+
+log = logging.getLogger("lightck")
 
 
 class Steps(StepListener):
@@ -67,7 +69,7 @@ class Steps(StepListener):
             capture.persistent.had_started = resumed.persistent_started
             done_at = resumed.step if resumed.done else None
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
-        self.boundary = Boundary(found.updating, *start)
+        self.boundary = Boundary(updating(found.optimizers), *start)
         self.follows = _follows(found, capture, pipeline, resumed, strict_data)
         recorder = self.follows.recorder
         self.commits = Commits(capture, pipeline, self.boundary, cadence, recorder, meter, self.turn, beside, done_at)
@@ -77,7 +79,8 @@ class Steps(StepListener):
         self.steps_on: int | None = None
         """The thread that steps."""
         self._told_step = self.boundary.step
-        self._forward = ForwardSeen()
+        self._is_forward_known = False
+        """The model's forward hook fires, or it was said that it does not."""
         self._scalers = ScalerWatch(capture.objects)
         self.half_updated = HalfUpdated()
         self.events = StepEvents(self.turn)
@@ -124,7 +127,7 @@ class Steps(StepListener):
             self._reaches(Event.PRE_STEP)
             if self.boundary.is_due(Event.PRE_STEP):
                 self.event(Event.PRE_STEP)
-                self._forward.tell_missing(self.boundary.explicit)
+                self._tell_no_forward()
             if not self.commits.paused:
                 self.watch.before_step(index)
                 self.follows.before_update(index if has_gradients else None)
@@ -193,7 +196,7 @@ class Steps(StepListener):
     def before_forward(self, inputs: tuple[object, ...]) -> None:
         if self.commits.paused or self.capture.devices.is_captured(lambda: self.commits.is_idle):
             return
-        self._forward.fires = True
+        self._is_forward_known = True
         with self.meter.stall("forward begins"):
             self.watch.training_forward()
             self._reaches(Event.FORWARD)
@@ -204,6 +207,16 @@ class Steps(StepListener):
             if self.resumed is not None:
                 self.resumed.forward_begins(self.capture.numbers)
             self.follows.forward(inputs)
+
+    def _tell_no_forward(self) -> None:
+        """At an update that had to close the last version itself."""
+        if not (self._is_forward_known or self.boundary.explicit):
+            self._is_forward_known = True
+            log.info(
+                "lightck: the model's forward hook does not fire (compiled before attach, or never called "
+                "itself): versions close at the optimizer's step, and their copies are waited for there. "
+                "session.loader() or session.end_step() closes them earlier"
+            )
 
     def forward_ended(self) -> None:
         with self.meter.stall("forward ended"):
@@ -222,7 +235,7 @@ class Steps(StepListener):
             return
         new = late(optimizer, {id(p) for view in self.capture.optimizers for _, p in view.params})
         self.capture.add_optimizers(new)
-        self.boundary.optimizers += sum(place.steps for place in places(new))
+        self.boundary.optimizers += updating(new)
         self.hooks.add(new)
 
     def _follow_live(self) -> bool:
