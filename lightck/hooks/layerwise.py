@@ -26,18 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from lightck import sessions
 from lightck.errors import SessionError, UnsupportedError
 from lightck.events import StepListener
+from lightck.hooks import own
 from lightck.hooks.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
-from lightck.hooks.own import (
-    CleanCopies,
-    Handle,
-    ModuleHook,
-    closure_of,
-    is_called_by,
-    is_in_backward,
-    move_to_end,
-    remove,
-    weakly,
-)
 from lightck.state.blocks import checksums
 from lightck.state.inventory import clean_prefixes
 from lightck.state.nest import has_hooks, inner_of
@@ -50,8 +40,6 @@ _CURE = (
     "To add gradients up, put all but the last backward() into `with layers.accumulate():`, where layers is what "
     "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
 )
-
-
 _known: weakref.WeakKeyDictionary[Optimizer, Layerwise] = weakref.WeakKeyDictionary()
 
 
@@ -110,16 +98,16 @@ class Layerwise:
         self._passes = 0
         self._accumulating = 0
         self._shape: list[object] = []
-        self._param_handles: list[Handle] = []
+        self._param_handles: list[own.Handle] = []
         self._build(model, optimizer)
         self._step_hooks = (
             optimizer.register_step_pre_hook(self._step_pre),
             optimizer.register_step_post_hook(self._step_post),
         )
-        self._handles: list[Handle] = [
+        self._handles: list[own.Handle] = [
             *self._step_hooks,
-            model.register_forward_pre_hook(ModuleHook(weakly(self._forward_begins))),
-            CleanCopies(model),
+            model.register_forward_pre_hook(own.ModuleHook(own.weakly(self._forward_begins))),
+            own.CleanCopies(model),
         ]
         _known[optimizer] = self
 
@@ -158,8 +146,8 @@ class Layerwise:
                 "Layers were updated whose optimizer.step() is still to come. Their gradients would count twice. Call "
                 "step() first (or forget(), after a backward() that failed), then remove()."
             )
-        remove(self._handles)
-        remove(self._param_handles)
+        own.remove(self._handles)
+        own.remove(self._param_handles)
         self._layers.clear()
         self._layer_of.clear()
         optimizer = self._optimizer()
@@ -170,7 +158,7 @@ class Layerwise:
         """Whether these are the layers of this model."""
         return self._model() is model
 
-    def tell(self, listener: StepListener, index: int) -> Handle:
+    def tell(self, listener: StepListener, index: int) -> own.Handle:
         """Tell this one too of updates inside the backward pass, until the handle is removed; ``index``: of the
         optimizer. A listener is not kept alive."""
         handle = RemovableHandle(self._listeners)
@@ -185,18 +173,18 @@ class Layerwise:
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
         """A layer for each module that trains parameters of this optimizer; a tied one belongs to its first module."""
-        remove(self._param_handles)
+        own.remove(self._param_handles)
         self._layers.clear()
         self._layer_of.clear()
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for prefix, module in clean_prefixes(model):
-            own = {id(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
-            params = [p for key, p in own.items() if key in group_of and key not in self._layer_of]
+            trained = {id(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
+            params = [p for key, p in trained.items() if key in group_of and key not in self._layer_of]
             if params:
                 layer = layer_over(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
                 self._layers.append(layer)
                 self._layer_of.update((id(p), layer) for p in params)
-                hook = weakly(self.arrived)
+                hook = own.weakly(self.arrived)
                 handles = [p.register_post_accumulate_grad_hook(hook) for p in params]  # type: ignore[no-untyped-call]
                 self._param_handles.extend(handles)
         self._shape = shape_of(optimizer)
@@ -236,8 +224,8 @@ class Layerwise:
             _refuse_many_ranks()
             _refuse_scaled(optimizer)
             # The hooks of others are to see the gradients.
-            move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
-            move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
+            own.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
+            own.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._passes += 1
             for listener, index in listeners:
                 listener.layers_begin(index)
@@ -265,7 +253,7 @@ class Layerwise:
 
     def _forward_begins(self, *_: object) -> None:
         """What it computes belongs to this update still, and would be of the next one's parameters."""
-        if self._used and torch.is_grad_enabled() and not is_in_backward():
+        if self._used and torch.is_grad_enabled() and not own.is_in_backward():
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(), and its layers were updated inside "
                 "backward() already: its gradients would be those of the new parameters. Call optimizer.step() before "
@@ -277,7 +265,7 @@ class Layerwise:
 
     def _step_pre(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Hide the gradients that were used: ``step()`` passes over parameters without one, and does the others."""
-        if closure_of(args, kwargs) is not None:
+        if own.closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 "step(closure) was called, and layers are updated inside backward(): the closure's backward would "
                 "update them before step() does. Call backward() yourself, then step()."
@@ -361,7 +349,7 @@ def _refuse_parallel(model: nn.Module) -> None:
 def _refuse_scaled(optimizer: Optimizer) -> None:
     fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
     # The stack is asked, too: what ``unscale_`` writes to the gradients moves no version counter (measured).
-    if fused or is_called_by(_is_of_scaler):
+    if fused or own.is_called_by(_is_of_scaler):
         raise UnsupportedError(
             "A GradScaler drives this optimizer. Whether a step is skipped is known when all gradients are there, and "
             "a layer-wise update comes before that. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none)."

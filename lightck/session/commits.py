@@ -30,8 +30,7 @@ from lightck.tiers.pin import Hold, Holds
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What stands beside the pipeline of a session, which knows them as listeners of commits, and as those that have a
-    say in them."""
+    """What stands beside the pipeline of one session, to which it is listeners of commits, and decisions about them."""
 
     holds: Holds = field(default_factory=Holds)
     keeper: Keeper | None = None
