@@ -11,29 +11,10 @@ torch, do not wait for it.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightck import errors as errors
-
-if TYPE_CHECKING:
-    from lightck.errors import LightckError
-    from lightck.export import Exported, export_checkpoint
-    from lightck.pipeline.staging.kinds import Device, Direct, Host
-    from lightck.pool.storage.durability import Durability
-    from lightck.restore.checkpoint import Checkpoint
-    from lightck.restore.recover import recover
-    from lightck.restore.restore import Drift
-    from lightck.session.attach import attach
-    from lightck.session.interval import Auto
-    from lightck.session.layerwise import layerwise
-    from lightck.session.session import Session
-    from lightck.stats import Stats
-    from lightck.strategy.full import FullState
-    from lightck.tiers.keep import Keep
-    from lightck.tiers.pin import Pin
 
 __version__ = "0.1.0"
 __all__ = [
@@ -73,28 +54,34 @@ _HOMES = {
     "Stats": "stats",
     "attach": "session.attach",
     "export_checkpoint": "export",
-    "layerwise": "session.layerwise",
+    "layerwise": "hooks.layerwise",
     "recover": "restore.recover",
 }
 
+if TYPE_CHECKING:
+    from lightck.errors import LightckError
+    from lightck.export import Exported, export_checkpoint
+    from lightck.hooks.layerwise import layerwise
+    from lightck.pipeline.staging.kinds import Device, Direct, Host
+    from lightck.pool.storage.durability import Durability
+    from lightck.restore.checkpoint import Checkpoint
+    from lightck.restore.recover import recover
+    from lightck.restore.restore import Drift
+    from lightck.session.attach import attach
+    from lightck.session.interval import Auto
+    from lightck.session.session import Session
+    from lightck.stats import Stats
+    from lightck.strategy.full import FullState
+    from lightck.tiers.keep import Keep
+    from lightck.tiers.pin import Pin
+else:
 
-class _Package(ModuleType):
-    """This package. ``lightck.attach`` is the function, although importing the module of that name would put the module
-    there: the import system sets it as an attribute, and that is refused."""
-
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name not in _HOMES:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{self.__name__}.{_HOMES[name]}"), name)
-        super().__setattr__(name, value)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         return value
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _HOMES or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
 
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_HOMES})
-
-
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

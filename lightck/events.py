@@ -13,11 +13,13 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import Optimizer
+
+T = TypeVar("T")
 
 
 class Event(Enum):
@@ -41,7 +43,7 @@ class StepListener:
     ``index`` is the position of an optimizer among those that are followed; a wrapper and what it wraps have one.
     """
 
-    def before_forward(self, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, inputs: tuple[object, ...]) -> None:
         """A training forward of the root module is called. ``inputs``: its arguments, as torch's hook has them."""
 
     def forward_begins(self) -> None:
@@ -107,6 +109,13 @@ class Turn:
         """Whether the session may do anything: it is open, and this is its own process."""
         return self.is_open and not self.is_forked
 
+    def take(self, work: Callable[[], T]) -> T | None:
+        """What ``work`` gives, done in turn while the session is live; else it is not done, and this is None."""
+        if not self.is_live:
+            return None
+        with self:
+            return work() if self.is_open else None  # another thread may have closed it meanwhile
+
     def __enter__(self) -> Turn:
         if not self.is_forked:
             self._lock.acquire()
@@ -150,7 +159,7 @@ class StepEvents(StepListener):
                 for listener in self._listeners:
                     event(listener)
 
-    def before_forward(self, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, inputs: tuple[object, ...]) -> None:
         self._tell(lambda one: one.before_forward(inputs))
 
     def forward_begins(self) -> None:

@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 _NAMES = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "TERM", "CHLD", "CONT", "TSTP", "XCPU", "PWR")
 _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}"))
 """Those that programs handle. (CHLD: where a worker of a DataLoader has died, torch's handler raises.)"""
-_raw: Any = import_module("_signal")
-_handler_of: Callable[[int], Any] = _raw.getsignal
-_set_handler: Callable[[int, Any], Any] = _raw.signal
+_raw = import_module("_signal")
+_handler_of: Callable[[int], object] = _raw.getsignal
+_set_handler: Callable[[int, Callable[..., object]], object] = _raw.signal
 """What ``signal`` itself calls, without its enums, whose lookups cost 0.1 ms per training step. Where a signal has no
 handler this gives a number."""
-_users: dict[int, Any] = {}
+_users: dict[int, Callable[..., object]] = {}
 """The handlers that ``_note`` stands for now."""
-_noted: list[tuple[Any, int, FrameType | None]] = []
+_noted: list[tuple[Callable[..., object], int, FrameType | None]] = []
 _depth = 0
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 class Noting(io.FileIO):
@@ -12,7 +15,7 @@ class Noting(io.FileIO):
 
     failure: OSError | None = None
 
-    def write(self, data: Any, /) -> int:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError as err:

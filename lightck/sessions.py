@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
 from lightck.errors import SessionError
+from lightck.events import Turn
 
 
 class OpenSession(Protocol):
@@ -34,12 +35,9 @@ class Followed(Protocol):
     def model(self) -> nn.Module | None: ...
 
     @property
-    def is_open(self) -> bool: ...
+    def turn(self) -> Turn: ...
 
-    @property
-    def is_forked(self) -> bool: ...
-
-    def follows_optimizer(self, optimizer: Any) -> bool: ...
+    def follows_optimizer(self, optimizer: object) -> bool: ...
 
 
 living: weakref.WeakSet[Followed] = weakref.WeakSet()
@@ -48,7 +46,7 @@ living: weakref.WeakSet[Followed] = weakref.WeakSet()
 
 def _open() -> Iterator[tuple[nn.Module, Followed]]:
     for one in list(living):
-        model = one.model if one.is_open else None
+        model = one.model if one.turn.is_open else None
         if model is not None:
             yield model, one
 
@@ -90,7 +88,7 @@ def refuse_open(model: nn.Module) -> None:
         )
 
 
-def is_followed(optimizer: Any) -> bool:
+def is_followed(optimizer: object) -> bool:
     """Whether an open session follows this optimizer."""
     return any(one.follows_optimizer(optimizer) for _, one in _open())
 
@@ -98,7 +96,7 @@ def is_followed(optimizer: Any) -> bool:
 def open_sessions() -> list[OpenSession]:
     """The open sessions of this process: each a :class:`lightck.Session`, also one that only a traceback holds.
     ``session.path`` is its pool; ``session.abandon()`` ends it as an exception does, without its open version."""
-    found = [one.session for one in list(living) if one.is_open and not one.is_forked]
+    found = [one.session for one in list(living) if one.turn.is_live]
     return sorted(found, key=lambda session: session.path)
 
 

@@ -28,7 +28,7 @@ ROOMS = {
     "events": set(),
     "interrupts": set(),
     "noting": set(),
-    "sessions": {"errors"},
+    "sessions": {"errors", "events"},
     "stats": {"interrupts"},
     "_lck_ffi": set(),  # made by the build
     "_native": {"_lck_ffi"},
@@ -44,7 +44,7 @@ ROOMS = {
     "pipeline": LOW,
     "strategy": {"state", "pipeline.plan", "pipeline.write_table"},  # the words in which it says what is written
     "session": LOW | {"dataloader", "following", "hooks", "pipeline", "profiler", "restore", "strategy", "tiers"},
-    "": BASE | {"export", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
+    "": BASE | {"export", "hooks", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
     "demo": BASE | {""},
     "cli": LOW | {"", "demo", "export", "profiler", "restore"},
     "__main__": {"cli"},

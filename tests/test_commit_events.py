@@ -12,7 +12,7 @@ from toys import BIG, adam, crashed, everything, is_step, net, train
 import lightck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.listener import CommitEvents, CommitListener
-from lightck.session.beside import Beside
+from lightck.session.commits import Beside
 
 EVENTS = {name for name, member in vars(CommitListener).items() if inspect.isfunction(member)}
 

@@ -1,16 +1,19 @@
-"""One layer of a layer-wise update: what steps it, what its update used, and whether that still is what it was."""
+"""One layer of a layer-wise update: what steps it, what its update used, and whether that still is what it was.
+
+And updates that are half made: some layers are new, and ``step()`` is still to come.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
+from lightck.errors import SessionError, StateChangedError
 from lightck.state.blocks import checksums
 from lightck.state.looks import version_of
 
@@ -19,6 +22,10 @@ _NOT_SHARED = ("step", "_optimizer_")
 So it keeps no optimizer alive, and nobody who looks for optimizers finds it."""
 BLOCK = 1 << 20
 """Bytes of a gradient to one checksum."""
+Group = dict[str, object]
+"""One of an optimizer's ``param_groups``, or its options alone."""
+Noted = dict[object, tuple[object, int]]
+"""What is in the state of a parameter: which objects, and the versions of those that are tensors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +33,12 @@ class Layer:
     """A module's own parameters, and what steps them."""
 
     name: str
-    optimizer: Any
+    optimizer: Optimizer
     params: list[torch.Tensor]
-    groups: list[dict[str, Any]]
+    groups: list[Group]
     """Those of the user's optimizer, parallel to ``optimizer.param_groups``."""
     arrived: set[int] = field(default_factory=set)
-    used: list[dict[str, Any]] = field(default_factory=list)
+    used: list[Group] = field(default_factory=list)
     """The options of these groups, as they were when the layer was updated; empty where it was not."""
 
     @property
@@ -55,7 +62,7 @@ class Used:
     """Checksums of the gradient, where it is to be compared by its bytes too."""
     param_version: int = 0
     """After the update, as what follows."""
-    state: dict[Any, tuple[Any, int]] = field(default_factory=dict)
+    state: Noted = field(default_factory=dict)
     is_hidden: bool = False
     """From ``step()``, which is to pass over the parameter; for good where it raised."""
 
@@ -80,37 +87,34 @@ class Used:
         return None if _is_as_noted(optimizer.state.get(self.param), self.state) else "optimizer state was changed"
 
 
-def _noted(state: dict[Any, Any] | None) -> dict[Any, tuple[Any, int]]:
-    """What is in the state of a parameter: which objects, and the versions of those that are tensors."""
+def _noted(state: Mapping[object, object] | None) -> Noted:
     return {key: (value, _version_of(value)) for key, value in (state or {}).items()}
 
 
-def _is_as_noted(state: dict[Any, Any] | None, noted: dict[Any, tuple[Any, int]]) -> bool:
+def _is_as_noted(state: Mapping[object, object] | None, noted: Noted) -> bool:
     now = _noted(state)
     return now.keys() == noted.keys() and all(
         value is noted[key][0] and version == noted[key][1] for key, (value, version) in now.items()
     )
 
 
-def _version_of(value: Any) -> int:
+def _version_of(value: object) -> int:
     return version_of(value) if isinstance(value, torch.Tensor) else 0
 
 
-def shape_of(optimizer: Optimizer) -> list[Any]:
+def shape_of(optimizer: Optimizer) -> list[object]:
     """What layers depend on: groups, their parameters, and which of them are trained."""
     return [(id(group), [(id(p), p.requires_grad) for p in group["params"]]) for group in optimizer.param_groups]
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
+def options_of(group: Group) -> Group:
     """The options of a group, tensors among them by identity and version."""
     return {k: (id(v), v._version) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
-def layer_over(
-    name: str, params: Sequence[torch.Tensor], group_of: dict[int, dict[str, Any]], optimizer: Optimizer
-) -> Layer:
+def layer_over(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Group], optimizer: Optimizer) -> Layer:
     """With an instance of the optimizer's class that was never initialised by itself: it is a view of the user's."""
-    groups: dict[int, tuple[dict[str, Any], list[torch.Tensor]]] = {}
+    groups: dict[int, tuple[Group, list[torch.Tensor]]] = {}
     for p in params:
         groups.setdefault(id(group_of[id(p)]), (group_of[id(p)], []))[1].append(p)
     part = type(optimizer).__new__(type(optimizer))
@@ -135,3 +139,44 @@ def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor
 def tensors_of(optimizer: Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
     state = optimizer.state.get(param)
     return [param, *(v for v in (state or {}).values() if isinstance(v, torch.Tensor))]
+
+
+class HalfUpdated:
+    """The optimizers (by index) whose update is half made, and an error that waits for their ``step()``."""
+
+    def __init__(self) -> None:
+        self._indexes: set[int] = set()
+        self._error: StateChangedError | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._indexes)
+
+    def begin(self, index: int) -> None:
+        self._indexes.add(index)
+
+    def end(self, index: int) -> None:
+        self._indexes.discard(index)
+
+    def refuse_boundary(self) -> None:
+        """Raises ``SessionError``: no state between two steps is one from which a step starts."""
+        if self._indexes:
+            raise SessionError(
+                "A version cannot be closed between backward() and step(): with lightck.layerwise some layers are "
+                "updated then, and others are not. Call step() of each such optimizer first. (A backward() that "
+                "reaches the parameters of another optimizer updates those too: give that one no layers.)"
+            )
+
+    def defer(self, work: Callable[[], None]) -> bool:
+        """Do it inside a backward pass. False where it raised what a loop may catch and go on from: that is raised by
+        ``raise_deferred``, since a backward that ends here would have made some gradients, and not others."""
+        try:
+            work()
+        except StateChangedError as err:
+            self._error = err
+            return False
+        return True
+
+    def raise_deferred(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

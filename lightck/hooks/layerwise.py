@@ -13,57 +13,79 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from lightck import sessions
 from lightck.errors import SessionError, UnsupportedError
-from lightck.hooks.calls import ModuleHook, closure_of, is_called_by, is_in_backward, weakly
-from lightck.hooks.copies import CleanCopies
+from lightck.events import StepListener
+from lightck.hooks import own
 from lightck.hooks.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
 from lightck.state.blocks import checksums
 from lightck.state.inventory import clean_prefixes
+from lightck.state.nest import has_hooks, inner_of
 from lightck.state.ranks import of_several
 
+_ALL_AT_ONCE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 _PROBATION = 3
 """Updates of which every gradient is compared by its bytes."""
 _CURE = (
     "To add gradients up, put all but the last backward() into `with layers.accumulate():`, where layers is what "
     "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
 )
-
-
-class Listener(Protocol):
-    """Who is told of updates inside the backward pass."""
-
-    def layers_begin(self, optimizer: Optimizer) -> None:
-        """Nothing may be updated before this returns."""
-
-    def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
-        """These are what they will be after the step. ``begin``: nanoseconds of CLOCK_MONOTONIC."""
-
-    def layers_forgotten(self, optimizer: Optimizer) -> None:
-        """No ``step()`` will end this update."""
-
-
 _known: weakref.WeakKeyDictionary[Optimizer, Layerwise] = weakref.WeakKeyDictionary()
 
 
-def layerwise_of(optimizer: Any) -> Layerwise | None:
+def layerwise_of(optimizer: object) -> Layerwise | None:
     """What updates this optimizer's layers in the backward pass, or None."""
     return _known.get(optimizer) if isinstance(optimizer, Optimizer) else None
+
+
+def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
+    """Update each layer of ``model`` inside ``backward()``, as soon as its gradients are final.
+
+    The loop stays as it is: ``backward()``, then ``optimizer.step()``, which does what is left. The result is the same
+    to the bit. Call it before :func:`lightck.attach`; the copy of each layer into the pool then begins at its update.
+
+    Args:
+        model: its modules with parameters of their own are the layers.
+        optimizer: of a class of ``torch.optim``, without wrappers around it, on the CPU, in one process.
+
+    Raises:
+        UnsupportedError: this optimizer, or this training, needs all gradients at once. What cannot be seen here
+            (clipping, GradScaler, a second ``backward()``, ``step(closure)``) is refused where it happens.
+        TypeError: not a module, or not an optimizer.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"layerwise(model=...) is a {type(model).__name__}. Pass the model, then its optimizer.")
+    _refuse(optimizer)
+    _refuse_parallel(model)
+    known = layerwise_of(optimizer)
+    if known is not None and known.is_of(model):
+        return known
+    if sessions.has_open_session(model):
+        raise SessionError(
+            "This model has an open session, which waits at step() and not before the first layer of it. Call "
+            "lightck.layerwise() before lightck.attach()."
+        )
+    if known is not None:
+        raise SessionError("This optimizer updates the layers of another model already. Call remove() of that first.")
+    return Layerwise(model, optimizer)
 
 
 class Layerwise:
     """Made by :func:`lightck.layerwise`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._listeners: list[weakref.ref[Listener]] = []
+        self._listeners: OrderedDict[int, tuple[weakref.ref[StepListener], int]] = OrderedDict()
+        """By the id of its handle: one, and the optimizer's index in its session."""
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._layers: list[Layer] = []
@@ -75,14 +97,17 @@ class Layerwise:
         """Nothing has arrived since the last ``step()``."""
         self._passes = 0
         self._accumulating = 0
-        self._shape: list[Any] = []
-        self._param_handles: list[Any] = []
+        self._shape: list[object] = []
+        self._param_handles: list[own.Handle] = []
         self._build(model, optimizer)
-        self._handles: list[Any] = [
+        self._step_hooks = (
             optimizer.register_step_pre_hook(self._step_pre),
             optimizer.register_step_post_hook(self._step_post),
-            model.register_forward_pre_hook(ModuleHook(weakly(self._forward_begins))),
-            CleanCopies(model),
+        )
+        self._handles: list[own.Handle] = [
+            *self._step_hooks,
+            model.register_forward_pre_hook(own.ModuleHook(own.weakly(self._forward_begins))),
+            own.CleanCopies(model),
         ]
         _known[optimizer] = self
 
@@ -111,8 +136,8 @@ class Layerwise:
                 param.grad = None
         self._over()
         if optimizer is not None:
-            for listener in self._told():
-                listener.layers_forgotten(optimizer)
+            for listener, index in self._told():
+                listener.layers_forgotten(index)
 
     def remove(self) -> None:
         """From here on ``optimizer.step()`` updates everything again. Between ``step()`` and ``backward()`` only."""
@@ -121,10 +146,8 @@ class Layerwise:
                 "Layers were updated whose optimizer.step() is still to come. Their gradients would count twice. Call "
                 "step() first (or forget(), after a backward() that failed), then remove()."
             )
-        for handle in [*self._handles, *self._param_handles]:
-            handle.remove()
-        self._handles.clear()
-        self._param_handles.clear()
+        own.remove(self._handles)
+        own.remove(self._param_handles)
         self._layers.clear()
         self._layer_of.clear()
         optimizer = self._optimizer()
@@ -135,36 +158,33 @@ class Layerwise:
         """Whether these are the layers of this model."""
         return self._model() is model
 
-    def tell(self, listener: Listener) -> _Telling:
-        """Tell this one too, until the handle is removed."""
-        ref = weakref.ref(listener)
-        self._listeners.append(ref)
-        return _Telling(self, ref)
+    def tell(self, listener: StepListener, index: int) -> own.Handle:
+        """Tell this one too of updates inside the backward pass, until the handle is removed; ``index``: of the
+        optimizer. A listener is not kept alive."""
+        handle = RemovableHandle(self._listeners)
+        self._listeners[handle.id] = weakref.ref(listener), index
+        return handle
 
-    def hush(self, ref: weakref.ref[Listener]) -> None:
-        self._listeners = [other for other in self._listeners if other is not ref]
-
-    def _told(self) -> list[Listener]:
-        return [listener for listener in (ref() for ref in self._listeners) if listener is not None]
+    def _told(self) -> list[tuple[StepListener, int]]:
+        told = [(ref(), index) for ref, index in self._listeners.values()]
+        return [(listener, index) for listener, index in told if listener is not None]
 
     # -- layers ------------------------------------------------------------------------------------------
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
         """A layer for each module that trains parameters of this optimizer; a tied one belongs to its first module."""
-        for handle in self._param_handles:
-            handle.remove()
-        self._param_handles.clear()
+        own.remove(self._param_handles)
         self._layers.clear()
         self._layer_of.clear()
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for prefix, module in clean_prefixes(model):
-            own = {id(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
-            params = [p for key, p in own.items() if key in group_of and key not in self._layer_of]
+            trained = {id(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
+            params = [p for key, p in trained.items() if key in group_of and key not in self._layer_of]
             if params:
                 layer = layer_over(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
                 self._layers.append(layer)
                 self._layer_of.update((id(p), layer) for p in params)
-                hook = weakly(self.arrived)
+                hook = own.weakly(self.arrived)
                 handles = [p.register_post_accumulate_grad_hook(hook) for p in params]  # type: ignore[no-untyped-call]
                 self._param_handles.extend(handles)
         self._shape = shape_of(optimizer)
@@ -201,19 +221,21 @@ class Layerwise:
     def _update(self, layer: Layer, optimizer: Optimizer) -> None:
         listeners = self._told()
         if not self._used:
-            refuse_many_ranks()
+            _refuse_many_ranks()
             _refuse_scaled(optimizer)
-            _around_all(optimizer, *self._handles[:2])
+            # The hooks of others are to see the gradients.
+            own.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
+            own.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._passes += 1
-            for listener in listeners:
-                listener.layers_begin(optimizer)
+            for listener, index in listeners:
+                listener.layers_begin(index)
         begin = time.monotonic_ns()
         params = [p for p in layer.params if p.grad is not None]
         self._note(layer, params)
         step_layer(layer, optimizer, params)
         for p in params:
             self._used[id(p)].updated(optimizer)
-        for listener in listeners:
+        for listener, _ in listeners:
             listener.layer_updated(layer.name, begin, [t for p in params for t in tensors_of(optimizer, p)])
 
     def _note(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
@@ -229,9 +251,9 @@ class Layerwise:
 
     # -- between backward() and step() -------------------------------------------------------------------
 
-    def _forward_begins(self, model: nn.Module) -> None:
+    def _forward_begins(self, *_: object) -> None:
         """What it computes belongs to this update still, and would be of the next one's parameters."""
-        if self._used and torch.is_grad_enabled() and not is_in_backward():
+        if self._used and torch.is_grad_enabled() and not own.is_in_backward():
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(), and its layers were updated inside "
                 "backward() already: its gradients would be those of the new parameters. Call optimizer.step() before "
@@ -241,9 +263,9 @@ class Layerwise:
 
     # -- in step() ---------------------------------------------------------------------------------------
 
-    def _step_pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_pre(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Hide the gradients that were used: ``step()`` passes over parameters without one, and does the others."""
-        if closure_of(args, kwargs)[0] is not None:
+        if own.closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 "step(closure) was called, and layers are updated inside backward(): the closure's backward would "
                 "update them before step() does. Call backward() yourself, then step()."
@@ -269,7 +291,7 @@ class Layerwise:
                     "layers.forget() goes on from the layers as they are."
                 )
 
-    def _step_post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_post(self, *_: object) -> None:
         for used in self._used.values():
             if used.is_hidden and used.param.grad is None:
                 used.param.grad = used.grad
@@ -283,20 +305,31 @@ class Layerwise:
             layer.used.clear()
 
 
-class _Telling:
-    """As torch's handles of hooks."""
+def _refuse(optimizer: object) -> None:
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer) or not has_hooks(optimizer):
+        raise TypeError(f"layerwise(optimizer=...) is a {kind}. Pass an instance of a class of torch.optim.")
+    _refuse_many_ranks()
+    step = getattr(type(optimizer).step, "__wrapped__", None)
+    if step is None or not str(step.__module__).startswith("torch.optim.") or inner_of(optimizer):
+        raise UnsupportedError(
+            f"{kind} has a step() of its own, or wraps another optimizer. What it does with gradients of several "
+            "layers cannot be seen from outside. A layer-wise update is for the classes of torch.optim."
+        )
+    if isinstance(optimizer, _ALL_AT_ONCE) or any(g.get("differentiable") for g in optimizer.param_groups):
+        raise UnsupportedError(
+            f"{kind} needs the gradients of all layers, or their graph, at once. It cannot be called layer by layer. "
+            "Use another optimizer, or leave out lightck.layerwise()."
+        )
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    if devices - {"cpu"}:
+        raise UnsupportedError(
+            f"The parameters lie on {', '.join(sorted(devices))}. A layer-wise update is there for the CPU only. Leave "
+            "out lightck.layerwise()."
+        )
 
-    def __init__(self, layers: Layerwise, listener: weakref.ref[Listener]) -> None:
-        self._layers = weakref.ref(layers)
-        self._listener = listener
 
-    def remove(self) -> None:
-        layers = self._layers()
-        if layers is not None:
-            layers.hush(self._listener)
-
-
-def refuse_many_ranks() -> None:
+def _refuse_many_ranks() -> None:
     if of_several() is not None:
         raise UnsupportedError(
             "A process group of several ranks is there. Its gradients are reduced after this process has them, and a "
@@ -304,7 +337,7 @@ def refuse_many_ranks() -> None:
         )
 
 
-def refuse_parallel(model: nn.Module) -> None:
+def _refuse_parallel(model: nn.Module) -> None:
     """Also with one rank: its gradients are taken into buckets after this process has them."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise UnsupportedError(
@@ -313,10 +346,10 @@ def refuse_parallel(model: nn.Module) -> None:
         )
 
 
-def _refuse_scaled(optimizer: Any) -> None:
+def _refuse_scaled(optimizer: Optimizer) -> None:
     fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
     # The stack is asked, too: what ``unscale_`` writes to the gradients moves no version counter (measured).
-    if fused or is_called_by(_is_of_scaler):
+    if fused or own.is_called_by(_is_of_scaler):
         raise UnsupportedError(
             "A GradScaler drives this optimizer. Whether a step is skipped is known when all gradients are there, and "
             "a layer-wise update comes before that. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none)."
@@ -327,10 +360,3 @@ def _is_of_scaler(frame: FrameType) -> bool:
     """A method of a GradScaler that is enabled. One that is not passes ``step`` on and does nothing else."""
     scaler = frame.f_locals.get("self") if frame.f_globals.get("__name__") == "torch.amp.grad_scaler" else None
     return scaler is not None and bool(scaler.is_enabled())
-
-
-def _around_all(optimizer: Optimizer, pre: Any, post: Any) -> None:
-    """Let this pre-hook run last and this post-hook first: those of others are to see the gradients."""
-    hooks: Any = optimizer
-    hooks._optimizer_step_pre_hooks.move_to_end(pre.id)
-    hooks._optimizer_step_post_hooks.move_to_end(post.id, last=False)

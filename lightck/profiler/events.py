@@ -37,6 +37,8 @@ EVENTS_MAX = 2_000_000
 """Also of a recording: what comes later is counted as dropped."""
 TEXT_MAX = 10_000
 ROWS_MAX = 200
+Args = Mapping[str, Any]
+"""What is said of an event beside its name: its step, module, layer, bytes and so on."""
 _US_MAX = 1e13
 """Four months: beyond it, numbers lose their nanoseconds."""
 
@@ -49,7 +51,7 @@ class Event:
     name: str
     begin: int
     end: int
-    args: Mapping[str, Any]
+    args: Args
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Trace:
     """What was recorded, ordered by begin; ``about`` says of what, and what is missing."""
 
     events: tuple[Event, ...]
-    about: Mapping[str, Any]
+    about: Args
 
     def rows(self) -> list[str]:
         """Those that have events, in the order in which they are shown."""
@@ -97,7 +99,7 @@ def _lines(trace: Trace) -> Iterator[str]:
     pid = trace.about.get("pid", 1)
     tids = {row: number for number, row in enumerate(trace.rows(), 1)}
 
-    def meta(kind: str, tid: int, args: dict[str, Any]) -> str:
+    def meta(kind: str, tid: int, args: Args) -> str:
         return json.dumps({"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args})
 
     yield meta("process_name", 0, {"name": f"lightck: {trace.about.get('model', 'training')}"})
@@ -153,7 +155,7 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a number")
 
 
-def _trace(found: Any) -> Trace:
+def _trace(found: object) -> Trace:
     """Checked in full: everything after this may rely on types, order and bounds."""
     if not isinstance(found, dict) or not isinstance(found.get("otherData"), dict):
         raise ValueError("there is no otherData in it")
@@ -170,7 +172,7 @@ def _trace(found: Any) -> Trace:
     return Trace(tuple(events), about)
 
 
-def _row_names(raw: Iterable[dict[str, Any]]) -> dict[int, str]:
+def _row_names(raw: Iterable[Args]) -> dict[int, str]:
     rows: dict[int, str] = {}
     for each in raw:
         if each.get("ph") == "M" and each.get("name") == "thread_name":
@@ -181,7 +183,7 @@ def _row_names(raw: Iterable[dict[str, Any]]) -> dict[int, str]:
     return rows
 
 
-def _event(each: dict[str, Any], rows: Mapping[int, str]) -> Event:
+def _event(each: Args, rows: Mapping[int, str]) -> Event:
     tid = _whole(each.get("tid"), "tid")
     if tid not in rows:
         raise ValueError("an event is in no row")
@@ -200,19 +202,19 @@ def _event(each: dict[str, Any], rows: Mapping[int, str]) -> Event:
     return Event(rows[tid], _text(each.get("name")), start, start + round(duration * 1000), args)
 
 
-def _whole(value: Any, what: str) -> int:
+def _whole(value: object, what: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"a {what} is not a whole number")
     return value
 
 
-def _time(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= _US_MAX or not math.isfinite(value):
+def _time(value: object) -> float:
+    if (type(value) is not int and type(value) is not float) or not 0 <= value <= _US_MAX or not math.isfinite(value):
         raise ValueError("a time is not a number of microseconds")
     return float(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str) or len(value) > TEXT_MAX:
         raise ValueError("a name is no text, or too long")
     return value

@@ -11,16 +11,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
-from lightck.hooks.copies import CleanCopies, OwnHook
-from lightck.profiler.events import BACKWARD, FORWARD
+from lightck.hooks.own import CleanCopies, Handle, OwnHook, remove
+from lightck.profiler.events import BACKWARD, FORWARD, Args
 from lightck.state.inventory import clean_prefixes
 
-Add = Callable[[str, str, int, int, dict[str, Any]], None]
+Add = Callable[[str, str, int, int, Args], None]
 """(row, name, begin, end, args) of one event, in nanoseconds of CLOCK_MONOTONIC."""
 
 _NODES_MAX = 32
@@ -34,7 +34,7 @@ class Layers:
         self._add = add
         self._guard = guard
         self._model = type(model).__name__
-        self._open: dict[int, list[tuple[int, Any]]] = {}
+        self._open: dict[int, list[tuple[int, Node | None]]] = {}
         """Module -> begin of its forward, and the node that its input came from."""
         self._forward_since = 0
         self._backward_since = 0
@@ -45,7 +45,7 @@ class Layers:
         self.is_on = True
         self.compiled: list[str] = []
         """Modules of compiled code, in which no hook is called."""
-        self._handles: list[Any] = []
+        self._handles: list[Handle] = []
         self._modules = list(self._computing(model))
 
     def install(self) -> None:
@@ -70,11 +70,11 @@ class Layers:
                 yield dot[:-1], module
 
     def _hook(self, module: nn.Module, name: str, number: int) -> None:
-        def before(_module: nn.Module, args: Any) -> None:
+        def before(_module: nn.Module, args: object) -> None:
             if self._is_wanted():
                 self._open.setdefault(id(module), []).append((time.monotonic_ns(), _node(args)))
 
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        def after(_module: nn.Module, _args: object, output: object) -> None:
             begun = self._open.get(id(module))
             if not begun or not self._is_wanted():
                 return
@@ -94,13 +94,13 @@ class Layers:
                 hook = self._eager(lambda _parameter: self._accumulated(name))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _eager(self, hook: Callable[..., None]) -> _Hook:
-        return _Hook(self._guard(hook))
+    def _eager(self, hook: Callable[..., None]) -> OwnHook:
+        return OwnHook(self._guard(hook))
 
     def _is_wanted(self) -> bool:
         return self.is_on and bool(self._forward_since or self._backward_since)
 
-    def _follow(self, node: Any, source: Any, name: str, number: int) -> None:
+    def _follow(self, node: Node, source: Node | None, name: str, number: int) -> None:
         """The backward of a module begins with the node of its output, and runs up to that of its input."""
         node.register_prehook(self._eager(lambda _grads: self._backward_begins(name, number)))
         ran = self._eager(lambda _inputs, _outputs: self._node_ran(name))
@@ -164,30 +164,11 @@ class Layers:
         if self.is_on:
             self.backward_over()
         self.is_on = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        remove(self._handles)
         self._open.clear()
 
 
-class _Hook(OwnHook):
-    """Does nothing inside a graph that torch.compile traces, nor in a deep or pickled copy of the model."""
-
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        if self._call is not None and not torch.compiler.is_compiling():
-            self._call(*args)
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook()
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
-
-
-def _node(value: Any, depth: int = 2) -> Any:
+def _node(value: object, depth: int = 2) -> Node | None:
     """The autograd node of the first tensor in what a module takes or gives, or None."""
     if isinstance(value, torch.Tensor):
         return value.grad_fn

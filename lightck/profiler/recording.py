@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import Any
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightck.errors import ExportError, ExportExistsError, LightckError, SessionError, TraceError
 from lightck.events import StepEvents, StepListener
@@ -24,7 +23,7 @@ from lightck.pool.engine import Engine
 from lightck.pool.format.layout import Entry
 from lightck.pool.listener import CommitEvents, CommitListener
 from lightck.profiler import events
-from lightck.profiler.events import COMMUNICATION, STALL, STATE, STEP, UPDATE, Event, Trace
+from lightck.profiler.events import COMMUNICATION, STALL, STATE, STEP, UPDATE, Args, Event, Trace
 from lightck.profiler.layers import Layers
 from lightck.profiler.spans import Spans
 from lightck.stats import Meter
@@ -51,7 +50,7 @@ class Recording:
         commits: CommitEvents,
         engine: Engine,
         meter: Meter,
-        about: Mapping[str, Any],
+        about: Args,
     ) -> None:
         self.path = os.path.abspath(file_path(path))
         self._overwrite = overwrite
@@ -59,7 +58,7 @@ class Recording:
         self._left = steps
         self._pid = os.getpid()
         self._about = {**about, "pid": self._pid, "model": type(model).__name__}
-        self._events: list[tuple[str, str, int, int, Mapping[str, Any]]] = []
+        self._events: list[tuple[str, str, int, int, Args]] = []
         self._dropped = 0
         self._rows: set[str] = set()
         self._failure: LightckError | None = None
@@ -117,17 +116,15 @@ class Recording:
     def __enter__(self) -> Recording:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
         else:
             self.end()
 
     # -- what is recorded --------------------------------------------------------------------------------
 
-    def add(self, row: str, name: str, begin: int, end: int, args: Mapping[str, Any]) -> None:
+    def add(self, row: str, name: str, begin: int, end: int, args: Args) -> None:
         """One event; from any thread."""
         if not self.is_on:
             return
@@ -234,7 +231,7 @@ class Recording:
     def _guarded(self, work: Callable[..., None]) -> Callable[..., None]:
         """For what runs inside the training: it fails for itself."""
 
-        def guarded(*args: Any) -> None:
+        def guarded(*args: object) -> None:
             try:
                 work(*args)
             except Exception as err:
@@ -247,7 +244,7 @@ class Traces:
     """The recordings of one session: one at a time."""
 
     def __init__(self, told_by: StepEvents, commits: CommitEvents, engine: Engine, meter: Meter) -> None:
-        self._told_by, self._commits, self._engine, self._meter = told_by, commits, engine, meter
+        self._record = partial(Recording, told_by=told_by, commits=commits, engine=engine, meter=meter)
         self._newest: Recording | None = None
 
     def start(
@@ -256,24 +253,14 @@ class Traces:
         steps: int | None,
         overwrite: bool,
         model: nn.Module | None,
-        about: Mapping[str, Any],
+        about: Args,
     ) -> Recording:
         assert model is not None, "a session lives no longer than its model"
         if self._newest is not None and self._newest.is_on:
             raise SessionError(
                 f"A trace is being recorded already, into {self._newest.path!r}. One at a time can be. Close it first."
             )
-        self._newest = Recording(
-            path,
-            steps,
-            overwrite,
-            model=model,
-            told_by=self._told_by,
-            commits=self._commits,
-            engine=self._engine,
-            meter=self._meter,
-            about=about,
-        )
+        self._newest = self._record(path, steps, overwrite, model=model, about=about)
         return self._newest
 
     def end(self) -> None:
@@ -321,7 +308,7 @@ class _Steps(StepListener):
     def step_ended(self, step: int) -> None:
         self._step_ended(step)
 
-    def layer_updated(self, name: str, begin: int, tensors: Sequence[Any]) -> None:
+    def layer_updated(self, name: str, begin: int, tensors: Sequence[Tensor]) -> None:
         self._layer_updated(name, begin)
 
 
@@ -335,7 +322,7 @@ class _Begun(CommitListener):
         self._version(generation, step, entries)
 
 
-def _check(path: str, steps: Any, overwrite: bool) -> None:
+def _check(path: str, steps: object, overwrite: bool) -> None:
     """What would keep the file from being written, as far as it can be known now."""
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ValueError(f"trace(steps={steps!r}): it is a number of steps, an int of at least 1, or None.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +51,7 @@ class Spans:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._taken: list[npt.NDArray[Any]] = []
+        self._taken: list[npt.NDArray[np.void]] = []
         self._count = 0
         self._versions: dict[int, _Version] = {}
         self._buffer = np.zeros(1 << 14, SPAN_DTYPE)
@@ -82,7 +81,7 @@ class Spans:
             if count[0] < len(self._buffer):
                 return
 
-    def _keep(self, spans: npt.NDArray[Any]) -> None:
+    def _keep(self, spans: npt.NDArray[np.void]) -> None:
         if self._count + len(spans) > events.EVENTS_MAX // 2:
             self.dropped += len(spans)
             return
@@ -107,7 +106,7 @@ class Spans:
             if event is not None:
                 yield event
 
-    def _event(self, span: Any, row: str, start: int) -> Event | None:
+    def _event(self, span: np.void, row: str, start: int) -> Event | None:
         version = self._versions.get(int(span["generation"]))
         if version is None:  # began before the recording
             return None
@@ -132,7 +131,7 @@ def module_of(name: str) -> str:
     return param.rpartition(".")[0]
 
 
-def _merged(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _merged(spans: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     """A new array: blocks of one thread, version and tensor as one, with the bytes and processor time of all."""
     if not len(spans):
         return spans.copy()

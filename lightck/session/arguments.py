@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -14,11 +13,7 @@ from lightck.errors import SessionError
 from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import Kind, check_kind
 from lightck.pool.format.structures import SLOTS_MAX
-from lightck.restore.checkpoint import (
-    refuse_other_than_bool,
-    refuse_other_than_mapping,
-    refuse_other_than_module,
-)
+from lightck.restore.checkpoint import refuse_other_than_bool, refuse_other_than_mapping, refuse_other_than_module
 from lightck.restore.resume import is_poisoned
 from lightck.session.interval import Auto, Cadence, cadence
 from lightck.state.ranks import is_one_of_several
@@ -59,8 +54,8 @@ class Arguments:
 
     model: nn.Module
     pool_path: str | os.PathLike[str]
-    optimizer: Any
-    state: Mapping[str, Any] | None
+    optimizer: object
+    state: Mapping[str, object] | None
     resume: bool
     overwrite: bool
     backend: str

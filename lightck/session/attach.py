@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from contextlib import ExitStack
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightck.errors import (
-    UnsupportedError,
-)
+from lightck.errors import UnsupportedError
 from lightck.hooks.layerwise import layerwise_of
 from lightck.pipeline.finite import Finite
 from lightck.pipeline.pipeline import Pipeline
@@ -30,7 +27,7 @@ from lightck.pool.storage.backends import pool_path as _pool_path
 from lightck.restore.memory import ordinary_tensors
 from lightck.restore.resume import Resumed
 from lightck.session.arguments import Arguments, Saving
-from lightck.session.beside import Beside
+from lightck.session.commits import Beside
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Auto
@@ -39,7 +36,6 @@ from lightck.session.session import Session
 from lightck.session.snapshot import Capture
 from lightck.session.steps import Steps
 from lightck.state.nest import enabled
-from lightck.state.ranks import of_several
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
 from lightck.strategy.full import FullState
@@ -55,8 +51,8 @@ def attach(
     model: nn.Module,
     pool_path: str | os.PathLike[str],
     *,
-    optimizer: Any = None,
-    state: Mapping[str, Any] | None = None,
+    optimizer: object = None,
+    state: Mapping[str, object] | None = None,
     interval: int | str | Auto = 1,
     resume: bool = False,
     overwrite: bool = False,
@@ -104,37 +100,39 @@ def _attached(said: Arguments) -> Session:
     kind = backend_for(path, said.backend)
     durable = kind.probe(path)
     durability.require(durable, said.require)
-    model, found = said.model, _discover(said)
-    capture = Capture(model, found.optimizers, found.state)
+    found = _discover(said)
+    capture = Capture(said.model, found.optimizers, found.state)
     file = PoolFile(said, path, kind, found, capture)
     lock = file.lock()
     meter = Meter()
     strategy = said.how.strategy or FullState()
     is_checked = os.environ.get(CHECK_VARIABLE) == "1"
-    with _undone(lock.release):
+    with ExitStack() as undo:  # what was taken is given up where this fails
+        undo.callback(lock.release)
         slots = said.how.slots or 2
         pipeline = Pipeline(path, kind, durable, slots, meter, strategy, said.how.staging, check=is_checked, lock=lock)
-        with _undone(pipeline.close):
-            beside = _beside(said.how, found, path, meter)
-            beside.join(pipeline)
-            kind.remove_stale(path)
-            first = _first_step(found, said)
-            resumed = file.open(pipeline)
-            if resumed is not None:
-                first.restored_now(resumed.knows_options)
-            steps = Steps(
-                model,
-                found,
-                capture,
-                pipeline,
-                meter,
-                beside,
-                cadence=pace,
-                resumed=resumed,
-                first_step=first,
-                strict_data=said.how.strict_data,
-            )
-            session = Session(steps, lock, found.found)
+        undo.callback(pipeline.close)
+        beside = _beside(said.how, found, path, meter)
+        beside.join(pipeline)
+        kind.remove_stale(path)
+        first = _first_step(found, said)
+        resumed = file.open(pipeline)
+        if resumed is not None:
+            first.restored_now(resumed.knows_options)
+        steps = Steps(
+            said.model,
+            found,
+            capture,
+            pipeline,
+            meter,
+            beside,
+            cadence=pace,
+            resumed=resumed,
+            first_step=first,
+            strict_data=said.how.strict_data,
+        )
+        session = Session(steps, lock, found.found)
+        undo.pop_all()
     _begin(session, path, resumed)
     return session
 
@@ -145,19 +143,9 @@ def _beside(how: Saving, found: Found, path: str, meter: Meter) -> Beside:
     return Beside(holds, keeper, Finite(found.state, meter) if how.pause_on_nonfinite else None)
 
 
-@contextmanager
-def _undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Give up what was taken, where this block fails."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
-
-
 def _discover(said: Arguments) -> Found:
     model = said.model
-    found = discover({id(p): i for i, p in enumerate(model.parameters())}, said.optimizer, said.state)
+    found = discover(model, said.optimizer, said.state)
     check_objects(found.state)
     if not found.optimizers and next(model.parameters(), None) is None:
         log.warning(
@@ -178,7 +166,7 @@ def _discover(said: Arguments) -> Found:
 def _first_step(found: Found, said: Arguments) -> FirstStep:
     given = said.state or {}
     chosen = frozenset(id(unwrap(o.optimizer)) for o in given.values() if isinstance(o, LRScheduler))
-    return FirstStep(found.optimizers, found.state, "scheduler" in said.declined, chosen, of_several() is not None)
+    return FirstStep(found.optimizers, found.state, "scheduler" in said.declined, chosen)
 
 
 def _begin(session: Session, path: str, resumed: Resumed | None) -> None:

@@ -1,24 +1,66 @@
 """From a closed version to its commit: whether it is saved, who waits for it, and what failed behind the loop's back.
 
+Beside the pipeline stand pins, exports, and the look at values that are not finite.
+
 Invariant: whatever goes wrong in the background is remembered, raised at the next step, and again at ``close``; nothing
 here loses a committed version.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from numbers import Real
 
-from lightck.errors import BackgroundError, FlushTimeoutError
+from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
 from lightck.events import Event, Turn
 from lightck.following.following import Recorder
 from lightck.hooks.boundary import Boundary
 from lightck.interrupts import resumed
+from lightck.pipeline.finite import Finite
 from lightck.pipeline.pipeline import Pipeline
-from lightck.session.beside import Beside
 from lightck.session.interval import Cadence
 from lightck.session.snapshot import Capture
 from lightck.stats import Meter
+from lightck.tiers.keep import Keeper
+from lightck.tiers.pin import Hold, Holds
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What stands beside the pipeline of one session, to which it is listeners of commits, and decisions about them."""
+
+    holds: Holds = field(default_factory=Holds)
+    keeper: Keeper | None = None
+    finite: Finite | None = None
+
+    def join(self, pipeline: Pipeline) -> None:
+        """Before the pool is made or opened."""
+        pipeline.decisions.add(self.holds)
+        if self.finite is not None:
+            pipeline.decisions.add(self.finite)
+        pipeline.events.add(self.holds)
+        if self.keeper is not None:
+            pipeline.pool.add_spare_slot()
+            pipeline.events.add(self.keeper)
+
+    def pin(self, pipeline: Pipeline) -> Hold:
+        """Hold the newest committed version; where less than two slots would be left, the pool moves to a new file."""
+        pipeline.finish()
+        writer = pipeline.pool.writer
+        if writer is None or pipeline.committed is None:
+            raise SessionError("Nothing is committed yet that could be pinned. Pin after the first step.")
+        writer.refuse_lost_pool()
+        needed = self.holds.slots_for_a_pin(pipeline.pool.spare_slots)
+        hold = self.holds.take(writer, is_pin=True)
+        try:
+            pipeline.have_slots(needed)
+        except BaseException:
+            self.holds.release(hold)
+            raise
+        return hold
 
 
 class Commits:
@@ -134,3 +176,17 @@ class Commits:
         """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end it."""
         if self.beside.keeper is not None:
             self.beside.keeper.raise_failure(at_close=not self._turn.is_open)
+
+
+def deadline_in(timeout: object) -> float | None:
+    """``timeout`` seconds from now, on the monotonic clock; None (for ever) for None and infinity. Raises ``TypeError``
+    and ``ValueError``."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
+        kind = type(timeout).__name__
+        raise TypeError(f"timeout={timeout!r} is a {kind}. Pass a number of seconds, or None to wait for ever.")
+    seconds = float(timeout)
+    if math.isnan(seconds):
+        raise ValueError(f"timeout={timeout!r} is no time. Pass a number of seconds, or None to wait for ever.")
+    return None if seconds == math.inf else time.monotonic() + seconds

@@ -10,9 +10,10 @@ import gc
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -22,6 +23,9 @@ from lightck.errors import AmbiguousError, LateError, UnsupportedError
 from lightck.state.nest import followed, has_hooks, inner_of, inside, loose_tensors, places
 
 log = logging.getLogger("lightck")
+T = TypeVar("T")
+Objects = Mapping[str, Any]
+"""What is saved by name: each has ``state_dict`` and ``load_state_dict``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +34,38 @@ class Found:
 
     optimizers: tuple[Optimizer, ...]
     """Every one that is followed; a wrapper before what it wraps."""
-    state: Mapping[str, Any]
+    state: Objects
     found: Mapping[str, str] = field(default_factory=dict)
     """name -> class, for what was found rather than passed."""
     declined: bool = False
     """Nobody is to look for optimizers: ``optimizer=[]``, or those that there are."""
-    persistent: tuple[DataLoader[Any], ...] = ()
+    persistent: tuple[DataLoader[object], ...] = ()
     """Live DataLoaders with persistent workers."""
 
-    @property
-    def updating(self) -> int:
-        """How many optimizers make updates: one inside another does not."""
-        return sum(place.steps for place in places(self.optimizers))
+
+def updating(optimizers: Sequence[Optimizer]) -> int:
+    """How many of them make updates: one inside another does not."""
+    return sum(place.steps for place in places(optimizers))
 
 
-def unwrap(optimizer: Any) -> Any:
+def unwrap(optimizer: object) -> Optimizer:
     """The innermost optimizer: the one that a scheduler and a wrapper around it have in common."""
-    return followed([optimizer])[-1]
+    innermost: Optimizer = followed([optimizer])[-1]
+    return innermost
 
 
-def discover(params: Mapping[int, int], optimizer: Any, state: Mapping[str, Any] | None) -> Found:
-    """Join what was passed with what is found. ``params``: id of each parameter of the model -> its position.
+def positions(model: nn.Module) -> dict[int, int]:
+    """id of each parameter -> its position in the model."""
+    return {id(p): i for i, p in enumerate(model.parameters())}
+
+
+def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | None) -> Found:
+    """Join what was passed with what is found.
 
     Raises ``AmbiguousError`` where two live objects could fill one role.
     """
-    given = dict(state or {})
-    live = _LiveObjects()
+    given, params = dict(state or {}), positions(model)
+    live = LiveObjects()
     if optimizer is None:
         optimizers = _find_optimizers(live, params)
     else:
@@ -74,8 +84,9 @@ def discover(params: Mapping[int, int], optimizer: Any, state: Mapping[str, Any]
 _KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
 
 
-class _LiveObjects:
-    """One look at the heap, after a collection: the scaler of a training that is over is not part of this one."""
+class LiveObjects:
+    """One look at the heap. Garbage is collected first: the scaler of a training that is over is not part of this
+    one."""
 
     def __init__(self, *, collect: bool = True) -> None:
         if gc.get_freeze_count():
@@ -87,7 +98,7 @@ class _LiveObjects:
         kinds: set[type] = set().union(*map(_with_subclasses, _KINDS))
         self._candidates = [o for o in gc.get_objects() if type(o) in kinds]
 
-    def of(self, kind: type, accept: Callable[[Any], bool]) -> list[Any]:
+    def of(self, kind: type[T], accept: Callable[[T], bool]) -> list[T]:
         return [o for o in self._candidates if issubclass(type(o), kind) and accept(o)]
 
 
@@ -95,7 +106,8 @@ def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
-def drives(optimizer: Any, params: Mapping[int, int]) -> bool:
+def drives(optimizer: object, params: Mapping[int, int]) -> bool:
+    """Whether it has a parameter of the model with these ``positions``."""
     groups = getattr(optimizer, "param_groups", None) or ()
     try:
         return any(id(p) in params for g in groups for p in g["params"])
@@ -103,12 +115,12 @@ def drives(optimizer: Any, params: Mapping[int, int]) -> bool:
         return False
 
 
-def live_optimizers(params: Mapping[int, int]) -> tuple[Optimizer, ...]:
-    """What drives this model now, an outermost wrapper alone. ``params`` as in ``discover``. None where it is not
-    clear: each is followed when it steps."""
+def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
+    """What drives this model now, an outermost wrapper alone. None where it is not clear: each is followed when it
+    steps."""
     for collect in (False, True):  # one that is only waiting for collection is none
         try:
-            found = _find_optimizers(_LiveObjects(collect=collect), params)
+            found = _find_optimizers(LiveObjects(collect=collect), positions(model))
         except (AmbiguousError, UnsupportedError, TypeError):
             return ()
         if not found:
@@ -116,7 +128,7 @@ def live_optimizers(params: Mapping[int, int]) -> tuple[Optimizer, ...]:
     return tuple(o for o, place in zip(found, places(found), strict=True) if not place.is_wrapped)
 
 
-def late(optimizer: Any, known: Collection[int]) -> tuple[Optimizer, ...]:
+def late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
     """What to follow of one that was made after attach, which is told. Raises ``LateError`` where it steps parameters
     that an earlier one has: ``known`` are the ids of those."""
     new = followed([optimizer])
@@ -134,7 +146,7 @@ def late(optimizer: Any, known: Collection[int]) -> tuple[Optimizer, ...]:
     return new
 
 
-def _find_optimizers(live: _LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:
+def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:
     driving = live.of(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
     # The order of the heap is an accident; that of the model is the same in the next process.
     driving.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
@@ -165,22 +177,15 @@ def _describe(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__} ({n} parameters, lr {optimizer.param_groups[0].get('lr')})"
 
 
-def schedulers_of(optimizers: Iterable[Optimizer], *, collect: bool) -> list[LRScheduler]:
-    """Live LR schedulers that drive these optimizers and are not part of another one (SequentialLR, ...).
-
-    ``collect``: collect garbage before they count.
-    """
-    return _schedulers_among(_LiveObjects(collect=collect), optimizers)
-
-
-def _schedulers_among(live: _LiveObjects, optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
+def schedulers_of(live: LiveObjects, optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
+    """LR schedulers that drive these optimizers and are not part of another one (SequentialLR, ...)."""
     wanted = {id(o) for o in optimizers}
     found = live.of(LRScheduler, lambda s: id(_scheduled(s)) in wanted)
     parts = {id(part) for s in found for part in getattr(s, "_schedulers", ())}
     return [s for s in found if id(s) not in parts]
 
 
-def _scheduled(scheduler: Any) -> Any:
+def _scheduled(scheduler: LRScheduler) -> Optimizer | None:
     optimizer = getattr(scheduler, "optimizer", None)
     try:
         return unwrap(optimizer)
@@ -188,20 +193,15 @@ def _scheduled(scheduler: Any) -> Any:
         return None
 
 
-def _find_schedulers(
-    live: _LiveObjects, optimizers: tuple[Optimizer, ...], given: Mapping[str, Any]
-) -> dict[str, LRScheduler]:
+def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given: Objects) -> dict[str, LRScheduler]:
     taken = {id(_scheduled(obj)) for obj in given.values() if isinstance(obj, LRScheduler)}
     if not optimizers or given.get("scheduler", 0) is None:
         return {}
-    by_optimizer: dict[int, list[LRScheduler]] = {}
-    for scheduler in _schedulers_among(live, optimizers):
-        by_optimizer.setdefault(id(_scheduled(scheduler)), []).append(scheduler)
-    found = {}
+    alive, found = schedulers_of(live, optimizers), {}
     innermost = [o for o, place in zip(optimizers, places(optimizers), strict=True) if not place.wraps]
     for i, opt in enumerate(innermost):
-        name = _role("scheduler", i, innermost)
-        schedulers = by_optimizer.get(id(opt), [])
+        name = role("scheduler", i, len(innermost))
+        schedulers = [s for s in alive if _scheduled(s) is opt]
         if id(opt) in taken:
             _tell_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
             continue
@@ -228,7 +228,7 @@ def _tell_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) ->
         )
 
 
-def _find_scaler(live: _LiveObjects, given: Mapping[str, Any]) -> dict[str, Any]:
+def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradScaler]:
     kind = torch.amp.GradScaler
     if given.get("scaler", 0) is None or any(isinstance(obj, kind) for obj in given.values()):
         return {}
@@ -247,10 +247,10 @@ def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     for optimizer, place in zip(optimizers, places(optimizers), strict=True):
         around.setdefault(place.outermost, []).append(type(optimizer).__name__)
     joined = [" around ".join([outer, ", ".join(within)] if within else [outer]) for outer, *within in around.values()]
-    return {_role("optimizer", i, around): names for i, names in enumerate(joined)}
+    return {role("optimizer", i, len(around)): names for i, names in enumerate(joined)}
 
 
-def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Mapping[str, Any]) -> None:
+def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Objects) -> None:
     """What a third-party optimizer keeps in attributes is neither in a version nor in its own ``state_dict``."""
     loose = loose_tensors(optimizer, params)
     if loose and not any(obj is optimizer for obj in given.values()):
@@ -263,5 +263,6 @@ def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: 
         )
 
 
-def _role(role: str, index: int, optimizers: Collection[Any]) -> str:
-    return role if len(optimizers) == 1 else f"{role}.{index}"
+def role(name: str, index: int, count: int) -> str:
+    """Under which name it is saved: with its number where there are several."""
+    return name if count == 1 else f"{name}.{index}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from lightck.errors import LateError
-from lightck.session.discover import schedulers_of
+from lightck.session.discover import LiveObjects, Objects, schedulers_of
 from lightck.session.snapshot import Capture
-from lightck.state.ranks import is_one_of_several
+from lightck.state.ranks import is_one_of_several, of_several
 
 log = logging.getLogger("lightck")
 
@@ -24,15 +23,15 @@ class FirstStep:
     """Made at attach, used once in the first pre-step hook."""
 
     optimizers: tuple[Optimizer, ...]
-    objects: Mapping[str, Any]
+    objects: Objects
     declined: bool = False
     """Whether schedulers need not be saved: state={"scheduler": None}."""
     chosen: frozenset[int] = frozenset()
     """ids of the optimizers whose scheduler was passed: others of them are the user's business."""
-    is_rank: bool = False
+    _is_rank: bool = field(default_factory=lambda: of_several() is not None)
     """Whether the process was one of several ranks at attach already."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
-    _ticks: list[Any] = field(default_factory=list)
+    _ticks: list[object] = field(default_factory=list)
     _options_follow: bool = False
     _early: list[weakref.ref[LRScheduler]] = field(default_factory=list)
     """Schedulers that were there at attach, saved or not."""
@@ -44,12 +43,12 @@ class FirstStep:
         self._lrs = [(g, float(g["lr"])) for o in self.optimizers for g in o.param_groups if "initial_lr" in g]
         self._ticks = self._scheduler_ticks()
         if self._lrs:
-            self._early.extend(weakref.ref(s) for s in schedulers_of(self.optimizers, collect=False))
+            self._early.extend(weakref.ref(s) for s in schedulers_of(LiveObjects(collect=False), self.optimizers))
 
     def check(self, capture: Capture) -> None:
         """Raises ``LateError`` for a scheduler that was made after attach, ``UnsupportedError`` for a process that has
         become a rank since."""
-        if not self.is_rank:
+        if not self._is_rank:
             is_one_of_several()
         capture.before_first_update()
         self._check_schedulers([view.optimizer for view in capture.optimizers])
@@ -57,7 +56,7 @@ class FirstStep:
         capture.positions.before_first_update()
         capture.persistent.before_first_update()
 
-    def _scheduler_ticks(self) -> list[Any]:
+    def _scheduler_ticks(self) -> list[object]:
         schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
         parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]  # a chain counts in these only
         counts = ("last_epoch", "_step_count", "T_cur")  # the last one: of warm restarts, at parts of an epoch
@@ -72,7 +71,7 @@ class FirstStep:
         was, now = moved[0]
         fact = f"The learning rate was restored as {was:g} and is {now:g} now, though no known scheduler moved"
         early = [scheduler for known in self._early if (scheduler := known()) is not None]
-        if any(s not in early for s in schedulers_of(self.optimizers, collect=False)):
+        if any(s not in early for s in schedulers_of(LiveObjects(collect=False), self.optimizers)):
             raise LateError(
                 f"{fact}: an LR scheduler was built after attach and reset it. Build the scheduler before attach, or "
                 'pass it: attach(..., state={"scheduler": scheduler}).'
@@ -89,7 +88,7 @@ class FirstStep:
         known = {id(o) for o in self.objects.values()}
         watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
         for collect in (False, True):  # one that is only waiting for collection is no reason to stop a training
-            found = schedulers_of(watched, collect=collect) if watched else []
+            found = schedulers_of(LiveObjects(collect=collect), watched) if watched else []
             late = [s for s in found if id(s) not in known]
             if not late:
                 return

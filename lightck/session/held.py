@@ -21,7 +21,8 @@ from lightck.state.looks import version_of
 
 _BLOCK = 1 << 20
 
-Marks = dict[str, tuple[Any, ...]]
+Mark = tuple[object, ...]
+Marks = dict[str, Mark]
 """Name -> mark. What could not be read has none."""
 
 
@@ -46,7 +47,7 @@ def by_object(name: str, obj: Any) -> Marks:
         return {}
 
 
-def _epoch_of(state: Any) -> Any:
+def _epoch_of(state: object) -> object:
     """Of a scheduler and those in it, where they stand. ``step(epoch)`` sets the rest anew at each iteration, and
     counts that it was called."""
     if not isinstance(state, dict) or "last_epoch" not in state:
@@ -62,7 +63,7 @@ def by_options(view: OptimizerView) -> Marks:
         return {}
 
 
-def by_state(view: OptimizerView) -> tuple[Any, ...]:
+def by_state(view: OptimizerView) -> Mark:
     """Of the tensors of an optimizer's state, by their names."""
     marks = {live.name: _mark(live.tensor) for live in view.state_tensors() if live.alias is None}
     return "state", *sorted(marks.items(), key=lambda item: item[0])
@@ -77,7 +78,7 @@ def named(view: OptimizerView) -> str:
     return view.class_name + (f" {view.index}" if view.index else "")
 
 
-def moved(before: Mapping[str, tuple[Any, ...]], now: Mapping[str, tuple[Any, ...]]) -> list[str]:
+def moved(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[str]:
     """Names of what held something else before. What was read in another way (moved to a device) is passed over."""
     both = [(name, before[name], mark) for name, mark in now.items() if name in before]
     return [name for name, was, mark in both if was != mark and type(was[0]) is type(mark[0])]
@@ -87,7 +88,7 @@ def _digest(packed: bytes) -> bytes:
     return hashlib.blake2b(packed, digest_size=16).digest()
 
 
-def _mark(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def _mark(tensor: torch.Tensor) -> Mark | None:
     if lane_of(tensor) is not None or not tensor.is_cpu:
         return version_of(tensor), address_of(tensor)
     if not has_memory(tensor):

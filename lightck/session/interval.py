@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, SupportsFloat, SupportsIndex
 
 
 class Cadence(Protocol):
@@ -85,10 +85,10 @@ class Auto:
         object.__setattr__(self, "mtbf", mtbf)
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """NaN for what is no number, or one that is too large for a float."""
     try:
-        return math.nan if isinstance(value, str) else float(value)
+        return float(value) if isinstance(value, (SupportsFloat, SupportsIndex)) else math.nan
     except (TypeError, ValueError, OverflowError):
         return math.nan
 

@@ -24,10 +24,7 @@ class LoaderEvents(LoaderHost):
         return self._steps.boundary.step
 
     def loader_next(self, loader: SessionLoader) -> None:
-        if self._turn.is_live:
-            with self._turn:
-                if self._turn.is_open:
-                    self._next(loader)
+        self._turn.take(lambda: self._next(loader))
 
     def _next(self, loader: SessionLoader) -> None:
         steps, model = self._steps, self._steps.model
@@ -58,10 +55,7 @@ class LoaderEvents(LoaderHost):
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """An evaluation with swapped weights may follow, so the copies end first."""
-        if self._turn.is_live:
-            with self._turn:
-                if self._turn.is_open:
-                    self._pass_ended(loader)
+        self._turn.take(lambda: self._pass_ended(loader))
 
     def _pass_ended(self, loader: SessionLoader) -> None:
         steps = self._steps
@@ -73,10 +67,7 @@ class LoaderEvents(LoaderHost):
                 steps.commits.guard(steps.pipeline.copies_done)
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        if not self._turn.is_live:
-            return None
-        with self._turn:
-            return self._restored_rng(loader, pass_) if self._turn.is_open else None
+        return self._turn.take(lambda: self._restored_rng(loader, pass_))
 
     def _restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         resumed = self._steps.resumed

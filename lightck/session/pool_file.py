@@ -5,16 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
-from lightck.errors import (
-    CheckpointExistsError,
-    LateError,
-    NotAPoolError,
-    PoolError,
-    PoolNotFoundError,
-    SessionError,
-)
+from lightck.errors import CheckpointExistsError, LateError, NotAPoolError, PoolError, PoolNotFoundError, SessionError
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import CommitLine, DamagedError
@@ -22,12 +14,10 @@ from lightck.pool.reader import PoolReader, Version, open_pool
 from lightck.pool.ring import candidates
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
-from lightck.restore.checkpoint import (
-    Checkpoint,
-)
+from lightck.restore.contents import Contents
 from lightck.restore.edited import set_flags
 from lightck.restore.recover import erased_error, parse, restore_newest
-from lightck.restore.resume import Resumed, forget, restored_from, tell_differences
+from lightck.restore.resume import RestoredFrom, Resumed, forget, restored_from, tell_differences
 from lightck.session.arguments import Arguments
 from lightck.session.discover import Found
 from lightck.session.snapshot import Capture
@@ -99,12 +89,10 @@ class PoolFile:
             reader = open_pool(self.path, self.backend.name, write=write)
         except PoolNotFoundError:
             return None
-        except NotAPoolError as err:
-            if self.said.overwrite and err.in_the_way:
-                return None
-            raise
-        except PoolError:
-            if self.said.overwrite and self.backend.recognises(self.path):
+        except PoolError as err:
+            if not self.said.overwrite:
+                raise
+            if err.in_the_way if isinstance(err, NotAPoolError) else self.backend.recognises(self.path):
                 return None
             raise
         if self.said.overwrite:
@@ -112,7 +100,7 @@ class PoolFile:
             return None
         return reader
 
-    def _checkpoint(self, reader: PoolReader) -> tuple[Any, CommitLine] | None:
+    def _checkpoint(self, reader: PoolReader) -> tuple[Contents, CommitLine] | None:
         """The version to go on from; None where the pool never held one."""
         if reader.ring().is_empty:
             lost = erased_error(reader)
@@ -123,16 +111,23 @@ class PoolFile:
         if known is not None:
             return self._go_on_from(reader, known)
         if not self.said.resume:
-            raise self._exists(reader)
+            lines = candidates(reader.ring())
+            held = f"step {lines[0].step}" if lines else "versions that cannot be read"
+            raise CheckpointExistsError(
+                f"The pool {self.path!r} holds {held}. It is neither loaded nor overwritten unasked. Say "
+                "attach(..., resume=True) to go on from it, restore it yourself with lightck.recover(path, model, "
+                "...), or say overwrite=True to discard it."
+            )
         self._check_optimizer_in_time(reader)
         state = {**self.found.state, **dict.fromkeys(self.said.declined)}
         checkpoint = restore_newest(
             reader, None, self.said.model, list(self.found.optimizers), state, strict=True, complete=True
         )
-        _tell_rejected(checkpoint)
+        for rejected in checkpoint.rejected:
+            log.warning("lightck: passed over %s", rejected)
         return checkpoint.contents, checkpoint.line
 
-    def _go_on_from(self, reader: PoolReader, known: Any) -> tuple[Any, CommitLine]:
+    def _go_on_from(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitLine]:
         missing = [what for what in known.missing if what not in {f"state {name!r}" for name in self.said.declined}]
         if missing:
             raise SessionError(
@@ -151,15 +146,6 @@ class PoolFile:
             ) from err
         self.capture.built.is_from(known.contents.built)
         return known.contents, known.line
-
-    def _exists(self, reader: PoolReader) -> CheckpointExistsError:
-        lines = candidates(reader.ring())
-        held = f"step {lines[0].step}" if lines else "versions that cannot be read"
-        return CheckpointExistsError(
-            f"The pool {self.path!r} holds {held}. It is neither loaded nor overwritten unasked. Say "
-            "attach(..., resume=True) to go on from it, restore it yourself with lightck.recover(path, model, ...), or "
-            "say overwrite=True to discard it."
-        )
 
     def _check_optimizer_in_time(self, reader: PoolReader) -> None:
         if self.found.optimizers:
@@ -199,8 +185,3 @@ class PoolFile:
             for entry in foreseen:
                 entries.setdefault(entry.name, entry)
         return entries
-
-
-def _tell_rejected(checkpoint: Checkpoint) -> None:
-    for rejected in checkpoint.rejected:
-        log.warning("lightck: passed over %s", rejected)

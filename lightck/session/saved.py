@@ -12,9 +12,9 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from lightck.hooks.boundary import Boundary
 from lightck.session.held import Marks, by_tensors, moved
@@ -52,7 +52,7 @@ class SavedWatch:
         self._idle_ended = 0  # the same since the last update
         self._is_alive = False  # a training forward or an update was seen
         self._elsewhere = 0  # steps of optimizers that have no parameter of this model
-        self._last_one: weakref.ref[Any] | None = None  # of them
+        self._last_one: weakref.ref[Optimizer] | None = None  # of them
         self._by_one = 0  # its steps in a row
         self._twin = False
         self._before: Marks = {}
@@ -100,14 +100,18 @@ class SavedWatch:
     def before_step(self, index: int) -> None:
         """Before an update of the optimizer ``index``, behind the boundary that this may be."""
         n = self._boundary.pending(index)
-        if n >= MANY and not self._is_told:
-            if self._boundary.explicit:
-                if n >= MANY_EXPLICIT and not self._ended:
-                    self._tell_explicit(n)
-            elif self._boundary.optimizers > 1:
-                self._tell_round(index, n)
+        if n < MANY or self._is_told:
+            return
+        if self._boundary.explicit and n >= MANY_EXPLICIT and not self._ended:
+            self._tell(
+                f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from "
+                "then on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the "
+                "last statement of the loop"
+            )
+        elif not self._boundary.explicit and self._boundary.optimizers > 1:
+            self._tell_round(index, n)
 
-    def step_elsewhere(self, optimizer: Any) -> None:
+    def step_elsewhere(self, optimizer: Optimizer) -> None:
         """An optimizer steps that has no parameter of this model, and belongs to no open session."""
         self._elsewhere += 1
         if self._last_one is None or self._last_one() is not optimizer:
@@ -134,8 +138,7 @@ class SavedWatch:
         if self._boundary.optimizers or self._ended or self._idle < 2:
             return None
         changed = moved(self._before, self._params())
-        has_grads = any(p.grad is not None for p in self._capture.model.model.parameters())
-        if not (changed or has_grads or self._elsewhere):
+        if not (changed or self._has_gradients() or self._elsewhere):
             return None  # the model was only called
         fact = f" ({_some(changed)} changed)" if changed else ""
         return f"Nothing was saved of {self._idle} training forwards{fact}: {_NO_OPTIMIZER}. {_CURE}."
@@ -165,15 +168,13 @@ class SavedWatch:
         now = by_tensors(self._capture.model.tensors(None))
         is_same = bool(self._at_end) and self._at_end.keys() == now.keys() and not moved(self._at_end, now)
         self._at_end = now if self._ended < _FIRST // 2 else {}
-        if is_same and not self._is_told:
-            has_grads = any(p.grad is not None for p in self._capture.model.model.parameters())
-            if has_grads:
-                self._tell(
-                    "end_step() was called twice, no optimizer is followed, and the model did not change in between "
-                    "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
-                    "gradients: where they are accumulated, a resume loses those of the batches before. Call it after "
-                    "an update only"
-                )
+        if is_same and not self._is_told and self._has_gradients():
+            self._tell(
+                "end_step() was called twice, no optimizer is followed, and the model did not change in between "
+                "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
+                "gradients: where they are accumulated, a resume loses those of the batches before. Call it after "
+                "an update only"
+            )
 
     # -- an optimizer is followed ------------------------------------------------------------------------
 
@@ -193,25 +194,14 @@ class SavedWatch:
                 )
 
     def _tell_round(self, index: int, n: int) -> None:
-        missing = [root for root in self._roots() if not self._boundary.pending(root)]
-        names = [self._named(root) for root in missing]
+        roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})  # which make updates
+        names = [self._named(root) for root in roots if not self._boundary.pending(root)]
         self._tell(
             f"{self._named(index)} made {n} updates since a checkpoint closed, and {' and '.join(names)} none. With "
             f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass those "
             "that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last statement of "
             "the loop"
         )
-
-    def _tell_explicit(self, n: int) -> None:
-        self._tell(
-            f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from then "
-            "on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the last "
-            "statement of the loop"
-        )
-
-    def _roots(self) -> list[int]:
-        """The optimizers that make updates."""
-        return sorted({view.root for view in self._capture.optimizers if not view.wraps})
 
     def _named(self, root: int) -> str:
         views = [view for view in self._capture.optimizers if view.root == root and not view.wraps]
@@ -241,7 +231,10 @@ class SavedWatch:
     def _params(self) -> Marks:
         return by_tensors(live for live in self._capture.model.tensors(None) if live.role == "param")
 
-    def _is_twin(self, optimizer: Any) -> bool:
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self._capture.model.model.parameters())
+
+    def _is_twin(self, optimizer: Optimizer) -> bool:
         theirs = _shapes(p for group in optimizer.param_groups for p in group["params"])
         ours = _shapes(p for p in self._capture.model.model.parameters() if p.requires_grad)
         followed = _shapes(p for view in self._capture.optimizers if not view.wraps for _, p in view.params)

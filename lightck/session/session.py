@@ -1,12 +1,16 @@
-"""What a user holds of a training that is saved: where it stands, what it waits for, and its end."""
+"""What a user holds of a training that is saved: where it stands, what it waits for, and its end.
+
+At the end closed versions commit, threads end, and the pool is given up last.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -15,10 +19,12 @@ from lightck.dataloader.replay import wants_skip
 from lightck.dataloader.wrapped import name_of
 from lightck.errors import NothingSavedError, SessionError
 from lightck.events import Event
+from lightck.hooks.own import Handle, remove
+from lightck.interrupts import deferred, resumed
+from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.profiler.recording import Recording, Traces
-from lightck.session.ending import end
 from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
 from lightck.sessions import living
@@ -54,7 +60,7 @@ class Session:
         self._steps, self._pipeline = steps, steps.pipeline
         self._loaders = LoaderEvents(steps)
         self._traces = Traces(steps.events, steps.pipeline.events, steps.pipeline.engine, steps.meter)
-        self._finalizer = weakref.finalize(self, end, steps.pipeline, lock, steps.hooks.handles)
+        self._finalizer = weakref.finalize(self, _end, steps.pipeline, lock, steps.hooks.handles)
         self._finalizer.atexit = False
         steps.session = self
         living.add(steps)
@@ -197,7 +203,7 @@ class Session:
         try:
             if self._steps.half_updated:
                 log.warning("lightck: closed between backward() and step(): what was not committed before is not saved")
-            elif not self._steps.is_forked and self._steps.commits.failure is None:
+            elif not self._steps.turn.is_forked and self._steps.commits.failure is None:
                 self._steps.follows.ended()
                 with self._steps.meter.stall("close"):
                     self._steps.capture.is_done = done or self.done
@@ -238,8 +244,8 @@ class Session:
         self._check_usable()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
         else:
             self.abandon()
@@ -253,7 +259,7 @@ class Session:
     @property
     def is_open(self) -> bool:
         """Whether it is still followed and saved: neither ``close`` nor ``abandon`` was called."""
-        return self._steps.is_open
+        return self._steps.turn.is_open
 
     def __repr__(self) -> str:
         state = "" if self.is_open else ", closed"
@@ -267,7 +273,7 @@ class Session:
     def _check_usable(self) -> None:
         if not self.is_open:
             raise SessionError("This session is closed. Its pool is released. Attach again to go on.")
-        if self._steps.is_forked:
+        if self._steps.turn.is_forked:
             raise SessionError("This session belongs to the parent process. A forked child cannot use it.")
 
     def _release(self) -> None:
@@ -275,3 +281,23 @@ class Session:
         self._steps.turn.is_open = False
         self._finalizer()
         self._steps.forget()
+
+
+def _end(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
+    """Once, by ``close`` or by garbage collection. A collector runs anywhere, also on a thread that is waited for here:
+    then on another one."""
+    if pipeline.is_here:
+        threading.Thread(target=_end_here, args=(pipeline, lock, handles), name="lightck-end").start()
+    else:
+        _end_here(pipeline, lock, handles)
+
+
+def _end_here(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
+    """A handler that raises (Ctrl-C) may end the wait for copies, and nothing else: who has the lock next must find
+    nobody that writes."""
+    remove(handles)
+    with deferred(), ExitStack() as last:
+        last.callback(lock.release)
+        last.callback(pipeline.close)
+        if not pipeline.engine.is_forked:
+            resumed(pipeline.finish_quietly)

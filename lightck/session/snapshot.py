@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from lightck.dataloader.persistent import PersistentLoaders
 from lightck.dataloader.positions import Positions
 from lightck.dataloader.within import WithinBatch
 from lightck.events import Event
+from lightck.session.discover import Objects, role
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
 from lightck.state.built import BuiltNow
@@ -52,9 +53,7 @@ class Provisional:
 class Capture:
     """Everything that a session saves, by name."""
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Objects) -> None:
         self.model = ModelView(model)
         self.devices = Devices()
         self.objects = dict(objects)
@@ -75,16 +74,17 @@ class Capture:
         self._built: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
         self.expected_state_nbytes = 0
         """Length of the small state when ``expected_tensors`` last looked."""
-        names = self.model.names_by_id()
-        self.optimizers = optimizer_views(optimizers, names)
-        self.built = BuiltNow(self.model, self.optimizers, self.objects)
+        self.optimizers: list[OptimizerView] = []
+        self.built = BuiltNow(self.model, (), self.objects)
         self.numbers = Numbers(model)
         self._groups: defaultdict[int, values.Repeated] = defaultdict(values.Repeated)
-        self._n_followed = len(optimizers)
+        self._n_followed = 0
         self._told_shared = False
         self._forked = ForkWatch()
         self._by_hand: set[int] = set()
-        self._without_grad = {view.index: self._torch_params(view) for view in self.optimizers}
+        self._without_grad: dict[int, dict[int, torch.Tensor]] = {}
+        self._seen_grad: frozenset[int] = frozenset()
+        self.add_optimizers(optimizers)
 
     def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         views = optimizer_views(
@@ -127,8 +127,6 @@ class Capture:
                 self._without_grad[view.index] |= {
                     k: p for k, p in self._torch_params(view).items() if k not in self._seen_grad
                 }
-
-    _seen_grad: frozenset[int] = frozenset()
 
     # -- at the update -----------------------------------------------------------------------------------
 
@@ -188,15 +186,15 @@ class Capture:
         """The version that this event closes. ``stale_after``: what it has to say of older ones (``strike.py``)."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
+        moved = before if event is Event.PRE_STEP else None  # the forward of the next step has run
         lives, roster = self.tensors(), self._roster
         if roster is None or roster is not self._noted or event is Event.PRE_STEP:
             self._noted = roster
-            self._note_elastic(before.buffers if event is Event.PRE_STEP and before is not None else None)
+            self._note_elastic(None if moved is None else moved.buffers)
         self._tell_shared_memory(lives)
         small = self._small_state(event, explicit, never_rest, before, lives, stale_after)
-        then = self.provisional
-        if event is Event.PRE_STEP and then is not None and (then.buffers or self.model.has_buffers):
-            lives, roster = self._with_buffers_of(then, lives), None
+        if moved is not None and (moved.buffers or self.model.has_buffers):
+            lives, roster = self._with_buffers_of(moved, lives), None
         return Closing(step, iteration, lives, small, self._written_before_the_gate(lives), roster)
 
     def _tell_shared_memory(self, lives: list[Live]) -> None:
@@ -236,7 +234,7 @@ class Capture:
 
     @staticmethod
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
-        """The forward of the next step has run: buffers are what they were after the update, shape included."""
+        """Buffers are what they were after the update, shape included."""
         tied = {live.name for live in lives if live.alias is not None}
         buffers = [Live(name, "buffer", t, None, None) for name, t in provisional.buffers.items() if name not in tied]
         return [live for live in lives if live.role != "buffer" or live.alias is not None] + buffers
@@ -303,9 +301,9 @@ class Capture:
         }
         return values.pack(state, path="", large=None)
 
-    def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, Any]:
+    def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, object]:
         view.refuse_nameless()
-        path = _role("optimizer", view.index, len(self.optimizers))
+        path = role("optimizer", view.index, len(self.optimizers))
         with_values = None if self._roster is None else self._roster.with_values[view.index]
         state = view.state_values(with_values)
         return {
@@ -318,15 +316,14 @@ class Capture:
         }
 
     def _objects_value(self, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
-        packed = {}
+        known: Mapping[str, bytes] = {}
         if before is not None:
             lives.extend(before.large)
-        for name, obj in self.objects.items():
-            if before is not None and name in before.loaders:
-                packed[name] = before.loaders[name]
-            else:
-                packed[name] = self._object_bytes(name, obj, lives)
-        return packed
+            known = before.loaders
+        return {
+            name: known[name] if name in known else self._object_bytes(name, obj, lives)
+            for name, obj in self.objects.items()
+        }
 
     @staticmethod
     def _object_bytes(name: str, obj: Any, lives: list[Live]) -> bytes:
@@ -350,12 +347,8 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _collector(lives: list[Live], role: str) -> Any:
+def _collector(lives: list[Live], role: str) -> Callable[[str, torch.Tensor], None]:
     def large(path: str, tensor: torch.Tensor) -> None:
         lives.append(Live(path, role, tensor.detach(), None, None))
 
     return large
-
-
-def _role(role: str, index: int, n: int) -> str:
-    return role if n == 1 else f"{role}.{index}"

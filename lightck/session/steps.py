@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,23 +20,22 @@ from lightck.events import Event, StepEvents, StepListener, Turn
 from lightck.following.following import Comparison, Counted, Follows, Recorder
 from lightck.following.update import UpdateParts
 from lightck.hooks.boundary import BY_HAND, Boundary
-from lightck.hooks.forward import ForwardSeen
-from lightck.hooks.half import HalfUpdated
 from lightck.hooks.hooks import Hooks
+from lightck.hooks.layers import HalfUpdated
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
-from lightck.session.beside import Beside
-from lightck.session.commits import Commits
-from lightck.session.discover import Found, drives, late, live_optimizers
+from lightck.session.commits import Beside, Commits, deadline_in
+from lightck.session.discover import Found, drives, late, live_optimizers, positions, updating
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Cadence
-from lightck.session.patience import deadline_in
 from lightck.session.saved import SavedWatch
 from lightck.session.snapshot import Capture
 from lightck.session.top import LoopTop
 from lightck.sessions import OpenSession, is_followed
-from lightck.state.nest import ScalerWatch, places
+from lightck.state.nest import ScalerWatch
 from lightck.stats import Meter
+
+log = logging.getLogger("lightck")
 
 
 class Steps(StepListener):
@@ -69,7 +68,7 @@ class Steps(StepListener):
             capture.persistent.had_started = resumed.persistent_started
             done_at = resumed.step if resumed.done else None
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
-        self.boundary = Boundary(found.updating, *start)
+        self.boundary = Boundary(updating(found.optimizers), *start)
         self.follows = _follows(found, capture, pipeline, resumed, strict_data)
         recorder = self.follows.recorder
         self.commits = Commits(capture, pipeline, self.boundary, cadence, recorder, meter, self.turn, beside, done_at)
@@ -79,7 +78,8 @@ class Steps(StepListener):
         self.steps_on: int | None = None
         """The thread that steps."""
         self._told_step = self.boundary.step
-        self._forward = ForwardSeen()
+        self._is_forward_known = False
+        """The model's forward hook fires, or it was said that it does not."""
         self._scalers = ScalerWatch(capture.objects)
         self.half_updated = HalfUpdated()
         self.events = StepEvents(self.turn)
@@ -94,19 +94,11 @@ class Steps(StepListener):
         return self._model()
 
     @property
-    def is_open(self) -> bool:
-        return self.turn.is_open
-
-    @property
-    def is_forked(self) -> bool:
-        return self.turn.is_forked
-
-    @property
     def updates(self) -> int:
         """Updates made. Unlike ``Session.step`` this is not what a loop asks, so it is not noted that one did."""
         return self.boundary.step
 
-    def follows_optimizer(self, optimizer: Any) -> bool:
+    def follows_optimizer(self, optimizer: object) -> bool:
         """Whether its steps are updates of this session."""
         return self.hooks.follow(optimizer)
 
@@ -119,10 +111,7 @@ class Steps(StepListener):
 
     # -- an update ---------------------------------------------------------------------------------------
 
-    def before_step(self, index: int, by_hand: bool, has_gradients: bool) -> None:
-        self._before_update(index, by_hand, has_gradients)
-
-    def _before_update(self, index: int, by_hand: bool, has_gradients: bool, in_backward: bool = False) -> None:
+    def before_step(self, index: int, by_hand: bool, has_gradients: bool, in_backward: bool = False) -> None:
         """``in_backward``: before the first layer of a layer-wise update."""
         self.capture.devices.refuse_capture("An optimizer's step")
         with self.meter.stall("before the update"):
@@ -137,7 +126,7 @@ class Steps(StepListener):
             self._reaches(Event.PRE_STEP)
             if self.boundary.is_due(Event.PRE_STEP):
                 self.event(Event.PRE_STEP)
-                self._forward.tell_missing(self.boundary.explicit)
+                self._tell_no_forward()
             if not self.commits.paused:
                 self.watch.before_step(index)
                 self.follows.before_update(index if has_gradients else None)
@@ -186,7 +175,7 @@ class Steps(StepListener):
     # -- a layer-wise update -----------------------------------------------------------------------------
 
     def layers_begin(self, index: int) -> None:
-        self.half_updated.defer(lambda: self._before_update(index, False, False, in_backward=True))
+        self.half_updated.defer(lambda: self.before_step(index, False, False, in_backward=True))
         while not self.half_updated.defer(self.gate):
             pass  # a version was given up; there may be others
         self.commits.guard(self.pipeline.early.drop)  # what an update without a boundary began is of no version
@@ -203,10 +192,10 @@ class Steps(StepListener):
 
     # -- a forward ---------------------------------------------------------------------------------------
 
-    def before_forward(self, inputs: tuple[Any, ...]) -> None:
+    def before_forward(self, inputs: tuple[object, ...]) -> None:
         if self.commits.paused or self.capture.devices.is_captured(lambda: self.commits.is_idle):
             return
-        self._forward.fires = True
+        self._is_forward_known = True
         with self.meter.stall("forward begins"):
             self.watch.training_forward()
             self._reaches(Event.FORWARD)
@@ -217,6 +206,16 @@ class Steps(StepListener):
             if self.resumed is not None:
                 self.resumed.forward_begins(self.capture.numbers)
             self.follows.forward(inputs)
+
+    def _tell_no_forward(self) -> None:
+        """At an update that had to close the last version itself."""
+        if not (self._is_forward_known or self.boundary.explicit):
+            self._is_forward_known = True
+            log.info(
+                "lightck: the model's forward hook does not fire (compiled before attach, or never called "
+                "itself): versions close at the optimizer's step, and their copies are waited for there. "
+                "session.loader() or session.end_step() closes them earlier"
+            )
 
     def forward_ended(self) -> None:
         with self.meter.stall("forward ended"):
@@ -229,19 +228,19 @@ class Steps(StepListener):
         model = self.model
         if model is None:
             return
-        if not drives(optimizer, {id(p): i for i, p in enumerate(model.parameters())}):
+        if not drives(optimizer, positions(model)):
             if not is_followed(optimizer):
                 self.watch.step_elsewhere(optimizer)
             return
         new = late(optimizer, {id(p) for view in self.capture.optimizers for _, p in view.params})
         self.capture.add_optimizers(new)
-        self.boundary.optimizers += sum(place.steps for place in places(new))
+        self.boundary.optimizers += updating(new)
         self.hooks.add(new)
 
     def _follow_live(self) -> bool:
         """Follow what was made after attach and has not stepped yet. Whether there is any, followed or declined."""
         model = self.model
-        found = () if model is None else live_optimizers({id(p): i for i, p in enumerate(model.parameters())})
+        found = () if model is None else live_optimizers(model)
         for optimizer in () if self._declines_optimizers else found:
             self.unknown_optimizer(optimizer)
         return bool(found)

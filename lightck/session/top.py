@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightck.dataloader.passes import Pass
 
 log = logging.getLogger("lightck")
+_CURE = "Call session.end_step() as the last statement of the loop, or change it right behind the update"
 _POINTS = (Event.FORWARD, Event.PRE_STEP)
 _WHERE = {Event.FORWARD: "the model's training forward", Event.PRE_STEP: "the step of the optimizer"}
 
@@ -110,7 +111,7 @@ class LoopTop:
                 listed(names),
                 _WHERE[event],
                 self._step,
-                _cure(),
+                _CURE,
             )
         return False
 
@@ -125,7 +126,7 @@ class LoopTop:
                 "where it is set to what depends on the step alone). %s",
                 listed(steady),
                 _WHERE[self._point],
-                _cure(),
+                _CURE,
             )
 
     def _moved(self, before: Marks, event: Event) -> list[str]:
@@ -160,7 +161,3 @@ class LoopTop:
             for live in self._capture.model.tensors(None)
             if names is None or live.name.removeprefix("model/") in names
         )
-
-
-def _cure() -> str:
-    return "Call session.end_step() as the last statement of the loop, or change it right behind the update"

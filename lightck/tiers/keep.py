@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from lightck.errors import ExportError, KeepError, StateValueError
 from lightck.export import export_chosen
@@ -123,8 +122,7 @@ class Keeper(CommitListener):
             return
         self._collect()
         if self._is_due(step):
-            with self._told(step):
-                self._start(writer)
+            self._start(writer, step)
 
     def stop_reading(self) -> None:
         if self._thread is not None:
@@ -137,9 +135,7 @@ class Keeper(CommitListener):
             return
         self.stop_reading()
         if writer is not None and writer.slots.protected is not None and self._is_due(self._newest):
-            with self._told(self._newest):
-                self._hold = hold = self._holds.take(writer)
-                self._run(writer.reader, hold.line)  # here: an interpreter that ends starts no threads
+            self._start(writer, self._newest, here=True)  # an interpreter that ends starts no threads
             self._collect()
 
     def raise_failure(self, *, at_close: bool) -> None:
@@ -152,20 +148,19 @@ class Keeper(CommitListener):
     def _is_due(self, step: int) -> bool:
         return step // self._keep.every > self._last // self._keep.every
 
-    def _start(self, writer: PoolWriter) -> None:
-        self._hold = hold = self._holds.take(writer)
-        thread = threading.Thread(
-            target=self._run_named, args=(writer.reader, hold.line), name="lightck-keep", daemon=True
-        )
-        thread.start()
-        self._thread = thread
-
-    @contextlib.contextmanager
-    def _told(self, step: int) -> Iterator[None]:
-        """What fails in here is the failure of this step's export, and not of the training; it is not tried again."""
+    def _start(self, writer: PoolWriter, step: int, *, here: bool = False) -> None:
+        """Export the newest version, on a thread of its own or ``here``. What fails is the failure of this step's
+        export, and not of the training; it is not tried again."""
         self._last = step
         try:
-            yield
+            self._hold = hold = self._holds.take(writer)
+            if here:
+                self._run(writer.reader, hold.line)
+                return
+            what = writer.reader, hold.line
+            thread = threading.Thread(target=self._run_named, args=what, name="lightck-keep", daemon=True)
+            thread.start()
+            self._thread = thread
         except Exception as err:
             self._failed(step, err)
 
@@ -235,7 +230,7 @@ class Keeper(CommitListener):
             return False
 
 
-def _metadata(path: Path) -> dict[str, Any]:
+def _metadata(path: Path) -> dict[str, object]:
     """What a safetensors file says of itself. Not by safe_open, which maps the file for that: where there is no memory
     for it, it raises what it likes and leaves a descriptor open."""
     with path.open("rb") as file:

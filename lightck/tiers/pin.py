@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ class Hold:
 class Holds(CommitListener):
     """All holds of a session: a listener that takes them along to a new file, and a decision about slots.
 
-    Any thread may release; the rest is the training thread's.
+    Every thread may release; the rest is the training thread's.
     """
 
     def __init__(self) -> None:
@@ -228,9 +227,7 @@ class Pin:
     def __enter__(self) -> Pin:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __repr__(self) -> str:
