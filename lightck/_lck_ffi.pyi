@@ -1,4 +1,4 @@
-"""Types of the module that the build makes from native/include/lck.h; tests/test_native.py holds them to it.
+"""Types of the module that the build makes from native/include/lck.h; tests/pool/test_native.py holds them to it.
 
 ``ffi`` as far as lightck uses it, and all of the native library. The classes are there for type checkers only.
 """

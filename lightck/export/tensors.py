@@ -2,7 +2,7 @@
 
 The library itself wants every tensor in memory before it writes the first; a version in a pool is read one at a time.
 Tensors are asked for in the order in which they lie in the file. What is written is read back with the library in
-tests/test_export.py.
+tests/export/test_export.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     Strategy.plan (pure) -> WritePlan (frozen) -> Pipeline.submit
 
 A strategy sees the closed step, in which every tensor has a record of the pool, and what the slot holds already. It
-reads no bytes, takes no slot and changes nothing. ``tests/test_strategies.py`` holds what each has to keep.
+reads no bytes, takes no slot and changes nothing. ``tests/strategy/test_strategies.py`` holds what each has to keep.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What campaigns found, as files that are kept: ``docs/evidence/CAMPAIGN-BACKEND.json``.
 
-A page that cites a number cites it from here; ``tests/test_evidence.py`` compares.
+A page that cites a number cites it from here; ``tests/system/test_evidence.py`` compares.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def job(domain: str, *lines: str) -> str:
     environment = {
         "HOME": "/tmp",
         "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'pool' / 'storage'}",
         "PYTHONDONTWRITEBYTECODE": "1",
         "LIGHTCK_TEST_DIR": "/pm",
         "LIGHTCK_GUEST_DOMAIN": domain,
@@ -102,7 +102,8 @@ def test_the_suite_holds_on_persistent_memory(tmp_path, nvdimm, flush_test):
     with virtio.open("wb") as f:
         f.truncate(256 << 20)
     pytest_command = "$PYTHON -m pytest -p no:cacheprovider --basetemp=/pm/tmp --junitxml=/out/junit.xml"
-    suite = "tests/guest/on_dax.py tests/test_backend_conformance.py tests/test_session.py tests/test_recover.py"
+    suite = "tests/guest/on_dax.py tests/pool/storage/test_backend_conformance.py tests/session/test_session.py"
+    suite += " tests/restore/test_recover.py"
     booted = machine.boot(
         job(
             "memory_controller",

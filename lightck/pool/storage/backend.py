@@ -3,7 +3,7 @@
 Order of calls: ``create`` gives a container that is allocated, zeroed and not yet visible at its path; the pool is
 written into it; ``publish`` makes it durable and visible at once, replacing what was there. ``open`` gives a
 container of an existing pool. ``close`` may be called twice. Edge cases are in the methods' docstrings, and
-``tests/test_backend_conformance.py`` holds every backend to them.
+``tests/pool/storage/test_backend_conformance.py`` holds every backend to them.
 """
 
 from __future__ import annotations

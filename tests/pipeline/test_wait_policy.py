@@ -1,0 +1,391 @@
+"""OpenMP's threads wait passively while a version is copied, where that is found to be better, and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import BIG, adam, alive, everything, forward, is_step, left_since, net, train
+
+import lightck
+from lightck.pipeline import wait_policy
+from lightck.pipeline.wait_policy import PASSIVE, TRIAL, Trial, WaitPolicy
+from lightck.pool.engine import Engine
+from lightck.stats import Meter
+
+ROOT = Path(__file__).resolve().parents[2]
+ACTIVE, PASSIVELY = False, True
+STARVED, FED = (100 << 20, 60 << 20), (100 << 20, 1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def _left_to_lightck(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_STACKSIZE", "OMP_DISPLAY_AFFINITY", "LIGHTCK_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# -- the trial: what is kept -----------------------------------------------------------------------------------------
+
+
+def tried(passive: list[tuple[float, float]], active: list[tuple[float, float]]) -> tuple[bool | None, list[bool]]:
+    """The verdict on versions with these (seconds, waits), and which kind each of them was."""
+    trial, turns = Trial(), []
+    left = {PASSIVELY: list(passive), ACTIVE: list(active)}
+    verdict = None
+    while verdict is None and left[trial.next]:
+        turns.append(trial.next)
+        verdict = trial.passed(trial.next, *left[trial.next].pop(0))
+    return verdict, turns
+
+
+def test_what_is_as_fast_and_waits_less_is_kept():
+    assert tried([(0.600, 0.001)] * 16, [(0.602, 0.017)] * 16)[0] is True
+
+
+def test_what_slows_the_training_down_much_is_given_up_after_five_pairs():
+    verdict, turns = tried([(0.080, 0.001)] * 16, [(0.064, 0.006)] * 16)
+    assert verdict is False
+    assert len(turns) == 10
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.604, True), (0.608, False), (0.620, False)])
+def test_what_may_be_a_little_slower_is_looked_at_for_longer(seconds, kept):
+    verdict, turns = tried([(seconds, 0.001)] * 16, [(0.600, 0.017)] * 16)
+    assert verdict is kept
+    assert len(turns) == 32
+
+
+def test_what_is_slower_in_most_pairs_is_not_kept():
+    passive = [(0.080, 0.001)] * 16
+    passive[0] = passive[1] = passive[6] = passive[9] = (0.064, 0.001)
+    assert tried(passive, [(0.064, 0.006)] * 16)[0] is False
+
+
+def test_what_waits_as_long_is_not_kept():
+    """The medium is slow, and not the way to a processor."""
+    assert tried([(0.600, 0.017)] * 16, [(0.600, 0.020)] * 16)[0] is False
+
+
+def test_one_slow_version_decides_nothing():
+    passive = [(0.600, 0.001)] * 16
+    passive[3] = (5.0, 4.0)
+    assert tried(passive, [(0.600, 0.017)] * 16)[0] is True
+
+
+TIMES = st.tuples(st.floats(1e-6, 10), st.floats(0, 10))
+
+
+@given(st.lists(TIMES, min_size=16, max_size=16), st.lists(TIMES, min_size=16, max_size=16))
+def test_every_trial_ends_and_takes_both_kinds_in_turn(passive, active):
+    verdict, turns = tried(passive, active)
+    assert verdict is not None
+    pairs = [turns[i : i + 2] for i in range(0, len(turns), 2)]
+    assert pairs == [[True, False], [False, True]] * (len(pairs) // 2) + [[True, False]] * (len(pairs) % 2)
+
+
+# -- when it is tried ------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """Versions that reach the gate after so long, by a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.engine, self.meter = 0.0, Engine(), Meter()
+        monkeypatch.setattr(wait_policy.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(wait_policy, "_has_thread_per_processor", lambda: self.is_crowded)
+        self.policy = WaitPolicy(self.engine, self.meter)
+        self.seconds, self.waits = {PASSIVELY: 0.6, ACTIVE: 0.6}, {PASSIVELY: 0.001, ACTIVE: 0.017}
+        self.turns: list[bool] = []
+        self.is_crowded = True
+        wait_passively = self.engine.wait_passively
+        monkeypatch.setattr(self.engine, "wait_passively", lambda on: self.turns.append(on) or wait_passively(on))
+
+    def versions(self, count: int, copied: tuple[int, int], *, flushed: bool = False, early: int = 0) -> str | None:
+        """``flushed``: by a call, before any gate. ``early``: copies of layers before the boundary."""
+        for _ in range(count):
+            for _ in range(early):
+                self.policy.version_begins(early=True)
+                self.now += 0.01
+            self.policy.version_begins()
+            passive = self.turns[-1] if self.turns else ACTIVE
+            self.now += self.seconds[passive]
+            self.meter.wait_seconds += self.waits[passive]
+            self.policy.version_ended(*copied)
+            if not flushed:
+                self.policy.gate_passed()
+        return self.meter.wait_policy
+
+
+@pytest.fixture
+def training(monkeypatch):
+    made = Training(monkeypatch)
+    yield made
+    made.engine.close()
+
+
+def test_a_training_whose_copies_find_a_processor_is_left_alone(training):
+    assert training.versions(5000, FED) is None
+    assert not any(training.turns)
+
+
+def test_now_and_then_a_starved_version_is_no_reason(training):
+    for _ in range(50):
+        assert training.versions(2, STARVED) is None
+        assert training.versions(3, FED) is None
+    assert not any(training.turns)
+
+
+def test_three_starved_versions_of_five_begin_a_trial_and_what_is_better_stays(training, caplog):
+    assert training.versions(2, STARVED) is None
+    assert training.versions(2, FED) is None
+    assert training.versions(1, STARVED) == TRIAL
+    with caplog.at_level(logging.INFO, "lightck"):
+        assert training.versions(15, STARVED) == TRIAL
+        assert training.versions(1, STARVED) == PASSIVE
+    assert "wait passively while versions are copied: 600.0 ms to the gate, 1.0 ms of it waiting there" in caplog.text
+    training.turns.clear()
+    assert training.versions(500, FED) == PASSIVE
+    assert all(training.turns)
+
+
+def test_what_is_worse_is_not_tried_again_soon_and_later_ever_less(training):
+    training.seconds[PASSIVELY] = 0.8
+    tried_at: list[int] = []
+    for version in range(20_000):
+        before = training.meter.wait_policy
+        if training.versions(1, STARVED) == TRIAL and before is None:
+            tried_at.append(version)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tried_at)]
+    assert gaps == [1010, 2010, 4010, 8010]
+    assert sum(training.turns) == 5 * len(tried_at)
+
+
+def test_versions_that_a_flush_waits_for_are_no_reason(training):
+    assert training.versions(100, STARVED, flushed=True) is None
+    assert not any(training.turns)
+
+
+def test_a_trial_whose_versions_reach_no_gate_ends(training):
+    assert training.versions(3, STARVED) == TRIAL
+    assert training.versions(64, STARVED, flushed=True) == TRIAL
+    assert training.versions(1, STARVED, flushed=True) is None
+    assert training.turns[-1] is ACTIVE
+
+
+def test_layers_that_are_copied_before_the_boundary_count_from_the_first_one(training):
+    training.versions(3, STARVED, early=6)
+    training.turns.clear()
+    training.versions(2, STARVED, early=6)
+    assert training.turns == [PASSIVELY, ACTIVE]
+    assert training.policy._trial.seconds == {True: [pytest.approx(0.66)], False: [pytest.approx(0.66)]}
+
+
+def test_where_a_processor_is_free_nothing_is_tried_and_what_was_kept_rests(training):
+    training.is_crowded = False
+    assert training.versions(10, STARVED) is None
+    training.is_crowded = True
+    assert training.versions(1, STARVED) == TRIAL
+    training.is_crowded = False
+    assert training.versions(1, STARVED) is None
+    assert not any(training.turns)
+    training.is_crowded = True
+    assert training.versions(1020, STARVED) == PASSIVE
+    training.turns.clear()
+    training.is_crowded = False
+    training.versions(5, FED)
+    assert not any(training.turns)
+
+
+def test_what_was_kept_is_looked_at_again_and_given_up_when_the_training_changed(training):
+    training.versions(19, STARVED)
+    assert training.meter.wait_policy == PASSIVE
+    training.seconds[PASSIVELY] = 0.8  # smaller batches, say
+    training.versions(1100, FED)
+    assert training.meter.wait_policy is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OMP_WAIT_POLICY",
+        "GOMP_SPINCOUNT",
+        "OMP_STACKSIZE",
+        "OMP_DISPLAY_AFFINITY",
+    ],
+)
+def test_what_the_user_chose_stays(monkeypatch, name):
+    monkeypatch.setenv(name, "active")
+    training = Training(monkeypatch)
+    try:
+        assert training.versions(100, STARVED) is None
+        assert not training.turns
+    finally:
+        training.engine.close()
+
+
+OTHER_OPENMP = """
+from lightck.pipeline import wait_policy
+from lightck.pool.engine import find_openmp
+assert not find_openmp("libc.so.6") and not find_openmp("no-such-library.so")
+assert not engine.wait_passively(True)
+wait_policy.OPENMP_OF = "libc.so.6"
+for _ in range(3):
+    policy.version_ended(100 << 20, 60 << 20)
+    policy.gate_passed()
+begin_version()
+print(team(), session.stats().wait_policy)
+session.close()
+"""
+
+
+def test_another_openmp_is_left_alone(pool):
+    assert child(OTHER_OPENMP, pool).split() == ["0", "None"]
+
+
+# -- what it does ----------------------------------------------------------------------------------------------------
+
+
+def team() -> int:
+    """Threads of this process that keep OpenMP from spinning: the one that is always there, and the one that counts."""
+    found = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended since
+            found += (task / "comm").read_text() == "lightck-openmp\n"
+    return found
+
+
+def reaches(threads: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while team() != threads and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return team() == threads
+
+
+def test_the_team_is_there_while_a_version_is_copied_in_its_turn_and_never_else(pool, slow_memory, monkeypatch):
+    monkeypatch.setattr(wait_policy, "_STARVED_NBYTES", 0)
+    monkeypatch.setattr(wait_policy, "_has_thread_per_processor", lambda: True)
+    turns = []
+    wait_passively = Engine.wait_passively
+    monkeypatch.setattr(Engine, "wait_passively", lambda engine, on: turns.append(on) or wait_passively(engine, on))
+    before = alive()
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, 4)  # its gate ends the third version: every one was starved
+        assert session.stats().wait_policy == TRIAL
+        for threads in (2, 1, 1, 2, 2, 1):
+            loss = forward(model)
+            assert turns[-1] == (threads == 2)
+            assert reaches(threads)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert reaches(1), "the copies have ended: it is gone"
+        train(model, optimizer, 30)
+        session.flush()
+        assert session.stats().wait_policy is None, "on a slow medium the wait is as long"
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+    assert not left_since(before)
+
+
+def child(code: str, *args: object) -> str:
+    """What this prints, in a process of its own, whose OpenMP has a thread per processor."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment.pop("OMP_NUM_THREADS", None)
+    command = [sys.executable, "-c", BEGUN + code, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+BEGUN = """
+import os, resource, sys, time
+from pathlib import Path
+import torch
+import lightck
+from lightck.pool.storage import emulation
+from lightck.pool.storage.emulation import Profile
+from test_wait_policy import reaches, team
+from toys import adam, forward, net, train
+
+emulation.use(Profile("slow", 4_000_000, 1_000_000_000, 0, 64, "made up"))
+model = net(30_000)
+optimizer = adam(model)
+session = lightck.attach(model, sys.argv[1], optimizer=optimizer)
+train(model, optimizer, 2)
+policy, engine = session._pipeline.wait_policy, session._pipeline.engine
+
+def begin_version():
+    "Its copies take half a second."
+    forward(model)
+    assert session._pipeline._flights[0].pending.job.info().state == 1
+"""
+
+SLEEPS = """
+from lightck.pool.engine import find_openmp
+assert find_openmp("libtorch_cpu.so")
+policy._is_passive = sys.argv[2] == "True"
+torch.set_num_threads(len(os.sched_getaffinity(0)))
+x = torch.randn(256, 256)
+for _ in range(20):
+    x @ x
+teams = {task for task in Path("/proc/self/task").iterdir() if "lightck" not in (task / "comm").read_text()}
+begin_version()
+assert reaches(2) if policy._is_passive else team() == 0
+
+def sleeps():
+    lines = [line for task in teams for line in (task / "status").read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
+
+def copies():
+    return session._pipeline._flights[0].pending.job.info().state == 1
+
+before, rounds = sleeps(), 0
+while rounds < 200 and copies():
+    rounds += 1
+    x @ x
+    end = time.perf_counter() + 0.0003
+    while time.perf_counter() < end:
+        pass
+print((sleeps() - before) * 200 // rounds)
+assert rounds >= 20, "so few say nothing"  # on a machine that has other things to do
+session.close()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: OpenMP's threads wait for nobody")
+def test_waiting_threads_of_openmp_sleep_instead_of_spinning(folder):
+    """Told by how often they give their processor up, between parallel regions 0.3 ms apart."""
+    as_ever, passively = (int(child(SLEEPS, folder / f"{on}.pool", on)) for on in (False, True))
+    assert passively > 100
+    assert passively > 3 * as_ever
+
+
+NO_ROOM = """
+from lightck.pool.engine import find_openmp
+assert find_openmp("libtorch_cpu.so")
+assert engine.wait_passively(True)
+assert reaches(1)
+policy._is_passive = True
+for line in Path("/proc/self/status").read_text().splitlines():
+    if line.startswith("VmSize:"):
+        nbytes = int(line.split()[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (nbytes + (3 << 20), resource.RLIM_INFINITY))  # less than a stack
+begin_version()
+session.flush()
+print(team(), session.committed)
+"""
+
+
+def test_where_no_thread_can_be_started_the_training_goes_on(pool):
+    """GNU OpenMP ends the process there."""
+    assert child(NO_ROOM, pool).split() == ["1", "2"]
