@@ -86,6 +86,7 @@ class CurrentPool:
     def ready(self) -> PoolWriter:
         """The writer for the next checkpoint. Raises ``FullError`` where a new file is needed first."""
         if self.writer is None:
+            self.wanted_slots = None  # what a layout that was left for a signal wanted: the first one has it anyway
             raise FullError("there is no pool yet")
         if self.wanted_slots is not None:
             self.n_slots, self.wanted_slots = self.wanted_slots, None

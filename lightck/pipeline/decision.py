@@ -2,7 +2,6 @@
 
 Alone, a training overwrites any slot but that of the newest checkpoint (which the pool itself protects), and those that
 pins and exports hold; and it commits every checkpoint, unless its values are not finite and the user wants that seen.
-The ranks of a group have a rule of their own besides.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 
 import torch
 
-from lightck.errors import LightckError
+from lightck.errors import LightckError, SessionError
 from lightck.interrupts import Interrupted, leave_if_noted
 from lightck.pipeline.current_pool import CurrentPool
 from lightck.pipeline.decision import Decisions
@@ -75,6 +76,8 @@ class Pipeline:
         self._strategy, self._meter, self._check = strategy, meter, check
         self._behind_max = slots - 2
         self._flights: list[Flight] = []
+        self._writes_all = True
+        """The last plan wrote all tables that it was given."""
         self._newest: tuple[PoolWriter, Slot, int] | None = None
         """Where the version lies that was closed last: pool, slot, generation."""
 
@@ -133,6 +136,8 @@ class Pipeline:
         tables = self._tables(writer, closing)
         slot = self._take_slot(writer)
         plan = self._strategy.plan(closing, tables, self.guard.is_stored(writer, slot))
+        _refuse_missing(plan, slot)
+        self._writes_all = all(mine is given for mine, given in zip_longest(plan.tables, tables))
         return self.submit(writer, slot, plan)
 
     def _tables(self, writer: PoolWriter, closing: Closing) -> list[Columns]:
@@ -183,7 +188,7 @@ class Pipeline:
         """These are what they will be in the version to come: their copies begin now, where they can."""
         self.wait_policy.version_begins(early=True)
         writer = self.pool.writer
-        if writer is not None:
+        if writer is not None and self._writes_all:  # else what is copied may be what the next plan leaves out
             room = room_for_parts(self._flights, self._behind_max)
             self.early.copy(writer, tensors, room, lambda: self.decisions.held(writer))
 
@@ -371,6 +376,16 @@ class Pipeline:
             self.guard.forget()
             self.events.closed()
             self.pool.close()
+
+
+def _refuse_missing(plan: WritePlan, slot: Slot) -> None:
+    """Raises ``SessionError`` where the plan leaves out what its slot does not hold: such a version cannot be read."""
+    for live, record in plan.unchanged:
+        if not slot.image.in_slot[record.number]:
+            raise SessionError(
+                f"The strategy left out {live.name!r}, whose bytes are not in the slot that the version gets. Nothing "
+                "is committed. Leave out only what is_stored() confirms (pipeline/plan.py)."
+            )
 
 
 def _made_at(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:

@@ -1,8 +1,7 @@
 """A pool that is open for writing: it is adopted, and takes versions.
 
 ``PoolWriter`` joins a container, its mapping, its slots and its ring. A version enters by ``begin`` (which returns a
-``Job`` of the engine) and is taken note of by ``committed``, ``dropped`` or ``failed`` when the job has ended; the
-commit itself, the line written last, is native/src/seal.c.
+``Job`` of the engine) and is taken note of by ``committed`` or ``given_up`` when the job has ended; the commit itself, the line written last, is native/src/seal.c.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class VersionPlan:
     kept: npt.NDArray[np.int64]
     """Record numbers of the tensors whose bytes in the slot still hold."""
     present: npt.NDArray[np.int64]
-    """Record numbers that have no bytes to copy: tied or empty tensors."""
+    """Record numbers that have no bytes to copy here: tied or empty tensors, and what a draft has copied."""
     state: bytes
 
 

@@ -35,8 +35,9 @@ class Saving:
     def check(self) -> Cadence:
         """Raises ``TypeError`` or ``ValueError``. How often a version is saved."""
         refuse_other_than_bool(strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite)
-        if self.strategy is not None and not isinstance(self.strategy, Strategy):
-            raise TypeError(f"strategy is a {type(self.strategy).__name__}. Pass lightck.FullState().")
+        if self.strategy is not None and (isinstance(self.strategy, type) or not isinstance(self.strategy, Strategy)):
+            name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
+            raise TypeError(f"strategy is {name!r}. Pass lightck.FullState().")
         slots, keep = self.slots, self.keep
         if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
             raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")

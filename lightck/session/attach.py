@@ -133,7 +133,9 @@ def _attached(said: Arguments) -> Session:
         )
         session = Session(steps, lock, found.found)
         undo.pop_all()
-    _begin(session, path, resumed)
+        undo.callback(session.abandon)
+        _begin(session, path, resumed)
+        undo.pop_all()
     return session
 
 

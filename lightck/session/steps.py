@@ -148,6 +148,10 @@ class Steps(StepListener):
             self.capture.before_update(index)  # again: a closure makes its gradients inside the step
             self.capture.after_update()
             self.capture.positions.updated()
+        self._tell_step_ended()
+
+    def _tell_step_ended(self) -> None:
+        """Once for each update, where it is counted: with several optimizers that may be where a version closes."""
         if self.boundary.step != self._told_step:
             self._told_step = self.boundary.step
             self.events.step_ended(self._told_step)
@@ -171,6 +175,8 @@ class Steps(StepListener):
         self.capture.devices.note_updates()
         self.event(Event.END_STEP)
         self.commits.guard(self.pipeline.gate)
+        self._tell_step_ended()
+        self.events.update_begins()
 
     # -- a layer-wise update -----------------------------------------------------------------------------
 
@@ -262,6 +268,7 @@ class Steps(StepListener):
         step = self.boundary.close(event)
         self._scalers.skipped()
         self.commits.closed(event, step)
+        self._tell_step_ended()
 
     def commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
         """Close the version here, and bring it to its commit."""

@@ -299,7 +299,7 @@ def test_the_team_is_there_while_a_version_is_copied_in_its_turn_and_never_else(
 
 def child(code: str, *args: object) -> str:
     """What this prints, in a process of its own, whose OpenMP has a thread per processor."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'pipeline'}"}
     environment.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-c", BEGUN + code, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)

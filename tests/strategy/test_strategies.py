@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from toys import BIG, adam, everything, is_step, net, train
 
 import lightck
+from lightck.errors import SessionError
 from lightck.pipeline.plan import IsStored, Strategy, WritePlan
 from lightck.pipeline.write_table import Columns, Record
 from lightck.state.inventory import Live
@@ -121,5 +123,38 @@ def test_a_strategy_decides_what_is_written(pool):
 
 
 def test_what_is_no_strategy_is_refused(pool):
-    with pytest.raises(TypeError, match=r"Pass lightck.FullState\(\)"):
-        lightck.attach(net(), pool, strategy="full")
+    for strategy in ("full", lightck.FullState):
+        with pytest.raises(TypeError, match=r"Pass lightck.FullState\(\)"):
+            lightck.attach(net(), pool, strategy=strategy)
+
+
+def test_a_plan_that_leaves_out_what_the_slot_lacks_is_refused(pool):
+    class Lies:
+        def plan(self, closing: Closing, tables: Sequence[Columns], is_stored: IsStored) -> WritePlan:
+            return WritePlan(closing, tuple(tables), (), tuple(one for table in tables for one in table.single))
+
+    model = net(BIG)
+    model[0].weight.requires_grad_(False)
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, strategy=Lies())
+    with pytest.raises(SessionError, match=r"left out 'model/0.weight'"):
+        train(model, optimizer, 2)
+    session.abandon()
+
+
+def test_early_copies_are_for_plans_that_write_all(pool):
+    """A layer-wise update copies ahead of the plan, so what a plan may leave out is never copied ahead."""
+
+    class Parts:
+        def plan(self, closing: Closing, tables: Sequence[Columns], is_stored: IsStored) -> WritePlan:
+            plan = lightck.FullState().plan(closing, tables, is_stored)
+            return replace(plan, tables=tuple(copy.copy(table) for table in plan.tables))
+
+    model = net(BIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lightck.layerwise(model, optimizer)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Parts()) as session:
+        for number in range(6):
+            train(model, optimizer, 1, start=number)
+            assert session._pipeline.early.draft is None
+    assert is_step(lightck.recover(pool), everything(model, optimizer))

@@ -64,7 +64,7 @@ class Durability:
     numa_node: int | None = None
     """Of persistent memory: the node whose processors reach it fastest."""
     emulated: str | None = None
-    """The name of the memory whose speed is emulated here (``pool.emulation``): no speed seen here is the medium's."""
+    """The name of the memory whose speed is emulated here (``emulation.py``): no speed seen here is the medium's."""
 
     @property
     def is_persistent_memory(self) -> bool:

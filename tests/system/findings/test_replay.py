@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from loader_host import Host
 from resume.harness import Kill
-from test_loader import Host
 from torch.utils.data import DataLoader
 
 from lightck.dataloader.replay import wants_skip

@@ -152,7 +152,7 @@ class ForkServer:
         package, _, name = __name__.rpartition(".")
         folder = Path(__file__).resolve().parents[len(package.split("."))]
         code = (
-            f"import sys; sys.path.insert(0, {str(folder)!r})\n"
+            f"import sys; sys.path[:0] = {[str(folder), str(Path(__file__).resolve().parents[2])]!r}\n"
             f"import torch; torch.set_num_threads(1)\n"
             f"from {package}.{name} import main; "
             f"main({theirs.fileno()}, {compiles}, {without_lightck}, {programs or f'{package}.scenarios'!r})"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from optimizers import lookalikes as wild
+from state.optimizers import lookalikes as wild
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
