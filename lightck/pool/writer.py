@@ -1,7 +1,8 @@
 """A pool that is open for writing: it is adopted, and takes versions.
 
 ``PoolWriter`` joins a container, its mapping, its slots and its ring. A version enters by ``begin`` (which returns a
-``Job`` of the engine) and is taken note of by ``committed`` or ``given_up`` when the job has ended; the commit itself, the line written last, is native/src/seal.c.
+``Job`` of the engine) and is taken note of by ``committed`` or ``given_up`` when the job has ended; the commit itself,
+the line written last, is native/src/seal.c.
 """
 
 from __future__ import annotations

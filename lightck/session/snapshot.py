@@ -183,7 +183,7 @@ class Capture:
         never_rest: set[str],
         stale_after: int | None = None,
     ) -> Closing:
-        """The version that this event closes. ``stale_after``: what it has to say of older ones (see the write guard)."""
+        """The version that this event closes. ``stale_after``: what it has to say of older ones."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
         moved = before if event is Event.PRE_STEP else None  # the forward of the next step has run
