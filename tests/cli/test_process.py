@@ -17,6 +17,8 @@ from toys import child_that_holds
 import lightck
 from lightck.cli import NAMES, inspect, main
 
+pytestmark = pytest.mark.long
+
 TRAIN = """
 import sys, time, torch, lightck
 model = torch.nn.Linear(4, 2)

@@ -6,6 +6,8 @@ import pytest
 
 from .harness import Bench
 
+pytestmark = pytest.mark.long
+
 SMALL = [
     "frozen-weight-scaled-once-by-data",
     "frozen-weight-scaled-behind-the-update",
