@@ -143,7 +143,7 @@ class Endless(bytes):
 
 
 def test_fuzz_finds_a_type_that_is_believed(folder, monkeypatch):
-    monkeypatch.setattr(contents, "_typed", lambda value, kind: value)
+    monkeypatch.setattr(contents, "typed", lambda value, kind: value)
     assert play(fuzz.CAMPAIGN, folder, 800).findings
 
 
