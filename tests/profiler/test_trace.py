@@ -574,3 +574,16 @@ def test_twice_as_many_steps_are_twice_the_work():
         return Counted.asked
 
     assert work(200) < 2.5 * work(100)
+
+
+def test_a_trace_of_a_loop_without_an_optimizer_ends_after_its_steps(folder, pool):
+    model = net()
+    session = lightck.attach(model, pool)
+    recording = session.trace(folder / "run.trace", steps=2)
+    for number in range(5):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(number)
+        session.end_step()
+    assert not recording.is_on
+    session.close()

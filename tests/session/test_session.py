@@ -23,6 +23,7 @@ import lightck
 from lightck.errors import CheckpointExistsError, LateError, NoCheckpointError, PoolNotFoundError, SessionError
 from lightck.pool.storage.durability import probe
 from lightck.restore import restore
+from lightck.restore.resume import Resumed
 
 
 class Box:
@@ -920,3 +921,20 @@ def test_state_moves_to_a_device_with_its_parameters_but_not_its_step_count(pool
         "exp_avg": "meta",
         "exp_avg_sq": "meta",
     }
+
+
+def test_an_attach_that_fails_at_its_end_leaves_nothing_open(pool, monkeypatch):
+    """As where a device refuses its random state: the next attach is the first one."""
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        train(model, optimizer, 2)
+
+    def refuses(self: Resumed) -> None:
+        raise RuntimeError("refused")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="refused"):
+        patch.setattr(Resumed, "set_rng", refuses)
+        lightck.attach(model, pool, optimizer=optimizer, resume=True)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+        assert session.step == 2
