@@ -4,7 +4,8 @@
 
 A session's own listener (``session/steps.py``) stands last, since it acts: it may wait, close a version, or raise.
 Those that only look on (a trace) stand before it, the newest first. An event has one method, here and in each listener,
-so a search for its name finds all that happens at it.
+so a search for its name finds who hears it. (A layer-wise update is let through by the session alone, in
+``Steps.layers_begin``: others hear ``gate`` at ``step()``.)
 """
 
 from __future__ import annotations
@@ -172,6 +173,7 @@ class StepEvents(StepListener):
         self._tell(lambda one: one.before_step(index, by_hand, has_gradients))
 
     def gate(self) -> None:
+        """Then the update may begin, which is told too."""
         self._tell(lambda one: one.gate())
         self.update_begins()
 

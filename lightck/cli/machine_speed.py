@@ -142,8 +142,14 @@ class _Training:
     def __init__(self) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(
-            nn.Embedding(_VALUES, 64), nn.Flatten(), nn.Linear(64 * _BEFORE, _WIDTH), nn.ReLU(),
-            nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _VALUES))  # fmt: skip
+            nn.Embedding(_VALUES, 64),
+            nn.Flatten(),
+            nn.Linear(64 * _BEFORE, _WIDTH),
+            nn.ReLU(),
+            nn.Linear(_WIDTH, _WIDTH),
+            nn.ReLU(),
+            nn.Linear(_WIDTH, _VALUES),
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         text = torch.tensor(list(Path(__file__).read_bytes()))
         self._parts = text.unfold(0, _BEFORE + 1, 1)

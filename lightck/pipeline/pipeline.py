@@ -19,7 +19,7 @@ from itertools import zip_longest
 
 import torch
 
-from lightck.errors import LightckError, SessionError
+from lightck.errors import LightckError
 from lightck.interrupts import Interrupted, leave_if_noted
 from lightck.pipeline.current_pool import CurrentPool
 from lightck.pipeline.decision import Decisions
@@ -136,7 +136,6 @@ class Pipeline:
         tables = self._tables(writer, closing)
         slot = self._take_slot(writer)
         plan = self._strategy.plan(closing, tables, self.guard.is_stored(writer, slot))
-        _refuse_missing(plan, slot)
         self._writes_all = all(mine is given for mine, given in zip_longest(plan.tables, tables))
         return self.submit(writer, slot, plan)
 
@@ -376,16 +375,6 @@ class Pipeline:
             self.guard.forget()
             self.events.closed()
             self.pool.close()
-
-
-def _refuse_missing(plan: WritePlan, slot: Slot) -> None:
-    """Raises ``SessionError`` where the plan leaves out what its slot does not hold: such a version cannot be read."""
-    for live, record in plan.unchanged:
-        if not slot.image.in_slot[record.number]:
-            raise SessionError(
-                f"The strategy left out {live.name!r}, whose bytes are not in the slot that the version gets. Nothing "
-                "is committed. Leave out only what is_stored() confirms (pipeline/plan.py)."
-            )
 
 
 def _made_at(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck._native import errno_of, ffi, lib, reason
-from lightck.errors import BackgroundError
+from lightck.errors import BackgroundError, SessionError
 from lightck.pool.engine import COPIED, Engine, Job, Medium
 from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry, blocks_of
@@ -305,7 +305,8 @@ class PoolWriter:
         return Draft(self, slot, self.generation)
 
     def begin(self, plan: VersionPlan, slot: Slot, keep: object, draft: Draft | None = None) -> Pending:
-        """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``FullError`` before that.
+        """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``FullError`` before that, and
+        ``SessionError`` where the plan leaves out what the slot does not hold.
 
         ``draft``: what was begun of it in this slot; its records are among ``plan.present``.
         """
@@ -374,6 +375,12 @@ class PoolWriter:
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
             raise FullError("the small state outgrew the place for it")
+        missing = plan.kept[~image.in_slot[plan.kept]]
+        if len(missing):
+            raise SessionError(
+                f"The strategy left out {self.entries[missing[0]].name!r}, whose bytes are not in the slot that the "
+                "version gets. Nothing is committed. Leave out only what is_stored() confirms (pipeline/plan.py)."
+            )
         written = np.concatenate([plan.records, plan.present])
         listed = np.zeros(len(self.entries), np.bool_)
         listed[written] = listed[plan.kept] = True

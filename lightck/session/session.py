@@ -116,8 +116,9 @@ class Session:
             emulated=self.durability.emulated,
         )
 
-    def loader(self, loader: Any, *, name: str | None = None, anew: bool = False,
-               replay: str = "fetch") -> SessionLoader:  # fmt: skip
+    def loader(
+        self, loader: Any, *, name: str | None = None, anew: bool = False, replay: str = "fetch"
+    ) -> SessionLoader:
         """Wrap a training loader so that each ``next()`` is a boundary and a resume continues at its position.
 
         Call it once for each, before the loop, and in the same order in every run, or give each loader a ``name``.
@@ -141,8 +142,9 @@ class Session:
         key = name_of(loader, name, self._steps.capture.loaders)
         positions = self._steps.capture.positions
         restored = positions.of(key, anew)
-        wrapped = SessionLoader(loader, self._loaders, key, restored, not positions.any_live, anew,
-                                self._steps.capture.objects, skips)  # fmt: skip
+        wrapped = SessionLoader(
+            loader, self._loaders, key, restored, not positions.any_live, anew, self._steps.capture.objects, skips
+        )
         self._steps.capture.loaders.append(wrapped)
         positions.wrapped(wrapped)
         return wrapped

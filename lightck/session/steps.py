@@ -175,7 +175,6 @@ class Steps(StepListener):
         self.capture.devices.note_updates()
         self.event(Event.END_STEP)
         self.commits.guard(self.pipeline.gate)
-        self._tell_step_ended()
         self.events.update_begins()
 
     # -- a layer-wise update -----------------------------------------------------------------------------
