@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 
 from lightck.pipeline.watch import Look, look
-from lightck.pipeline.write_table import NONE, Columns, Record
+from lightck.pipeline.write_table import NONE, Columns, WriteTables
 from lightck.pool.slots import Slot
-from lightck.pool.writer import Draft, PoolWriter
+from lightck.pool.writer import Draft
 from lightck.state.blocks import checksums
 from lightck.state.inventory import Live
 
@@ -50,18 +50,20 @@ class Early:
         self._never: set[str] = set()
         """Names of tensors that something writes to after their update."""
 
-    def copy(
-        self, writer: PoolWriter, tensors: Iterable[torch.Tensor], room: int, held: Callable[[], frozenset[int]]
-    ) -> None:
+    def wants_slot(self, tables: WriteTables) -> bool:
+        """Whether nothing is under way yet, and there is what could be."""
+        return self._begun is None and tables.rostered is not None and bool(tables.rostered.background)
+
+    def begin(self, tables: WriteTables, slot: Slot) -> None:
+        """The version to come gets this slot. Only where a slot is wanted."""
+        assert tables.rostered is not None
+        self._begun = _Begun(tables, slot, tables.rostered, self._is_doubted)
+
+    def copy(self, tensors: Iterable[torch.Tensor], room: int) -> None:
         """These are what they will be in the version to come: their copies begin now, where they can.
 
-        ``room``: how many jobs of the engine this version may take beside the one that commits it. ``held``: slots that
-        may not be written.
+        ``room``: how many jobs of the engine this version may take beside the one that commits it.
         """
-        columns = writer.columns
-        if self._begun is None and isinstance(columns, Columns) and columns.background:
-            slot = writer.slots.choose(held()) if room > 0 else None
-            self._begun = None if slot is None else _Begun(writer, slot, columns, self._is_doubted)
         if self._begun is not None:
             self._begun.add(tensors, min(room, PARTS_MAX), self._never)
 
@@ -137,10 +139,10 @@ class _Begun:
     """The copies of one update. ``is_doubted``: see there."""
 
     def __init__(
-        self, writer: PoolWriter, slot: Slot, columns: Columns, is_doubted: Callable[[str, int | None], bool]
+        self, tables: WriteTables, slot: Slot, columns: Columns, is_doubted: Callable[[str, int | None], bool]
     ) -> None:
-        self.draft = writer.draft(slot)
-        self._writer, self._columns = writer, columns
+        self.draft = tables.writer.draft(slot)
+        self._tables, self._writer, self._columns = tables, tables.writer, columns
         self._is_doubted = is_doubted
         self.n_params = 0
         self._waiting: dict[int, _Copy] = {}
@@ -158,7 +160,7 @@ class _Begun:
         """These have been updated, and will not be again before the version is committed or dropped."""
         for tensor in tensors:
             found = self._columns.place_of(tensor)
-            if found is None or found[0].name in never or not self._is_as_recorded(*found):
+            if found is None or found[0].name in never or not self._tables.describes(*found):
                 continue
             live, number = found
             if number in self._copies:
@@ -175,10 +177,6 @@ class _Begun:
         self.n_params += is_param
         proof = checksums(live.tensor, self._writer.superblock.block) if doubted else None
         return _Copy(live.name, number, live.tensor, look(live.tensor), proof)
-
-    def _is_as_recorded(self, live: Live, number: int) -> bool:
-        record = self._writer.known.get(live.name)
-        return isinstance(record, Record) and record.number == number and record.describes(live)
 
     def _begin(self) -> None:
         waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0

@@ -21,7 +21,6 @@ import numpy as np
 
 from lightck.errors import listed
 from lightck.pipeline.flight import Flight
-from lightck.pipeline.plan import IsStored
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.watch import Resting, Watched, changed_error
 from lightck.pipeline.write_table import Record
@@ -40,6 +39,26 @@ class Verdict(NamedTuple):
     reason: str
     names: list[str]
     unannounced: bool = False
+
+
+class Target:
+    """A slot about to be written, as a strategy sees it (``plan.TargetSlot``)."""
+
+    def __init__(self, resting: Resting, writer: PoolWriter, slot: Slot) -> None:
+        self._resting, self._writer, self._slot = resting, writer, slot
+
+    @property
+    def index(self) -> int:
+        return self._slot.index
+
+    def is_stored(self, live: Live, record: Record) -> bool:
+        crcs = self._resting.crcs_at_rest(live)
+        in_slot = bool(self._slot.image.in_slot[record.number])
+        return crcs is not None and in_slot and np.array_equal(crcs, self._writer.raw_crcs(self._slot, record.number))
+
+    def generation_of(self, record: Record) -> int | None:
+        image = self._slot.image
+        return int(image.records["generation"][record.number]) if image.in_slot[record.number] else None
 
 
 class WriteGuard:
@@ -87,15 +106,9 @@ class WriteGuard:
             return None
         return max(BUDGET_NBYTES - spent, 0)
 
-    def is_stored(self, writer: PoolWriter, slot: Slot) -> IsStored:
-        """Whether the slot holds a still tensor's bytes already."""
-
-        def stored(live: Live, record: Record) -> bool:
-            crcs = self._resting.crcs_at_rest(live)
-            in_slot = bool(slot.image.in_slot[record.number])
-            return crcs is not None and in_slot and np.array_equal(crcs, writer.raw_crcs(slot, record.number))
-
-        return stored
+    def target(self, writer: PoolWriter, slot: Slot) -> Target:
+        """What a strategy is told of the slot that the next checkpoint gets."""
+        return Target(self._resting, writer, slot)
 
     # -- when its copies begin
 

@@ -31,7 +31,7 @@ from lightck.pipeline.staging.kinds import Kind
 from lightck.pipeline.staging.sending import Staging
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.wait_policy import WaitPolicy
-from lightck.pipeline.write_table import Columns, NoPlaceError, tables_of
+from lightck.pipeline.write_table import Columns, NoPlaceError, WriteTables
 from lightck.pool.engine import COPIED, ENDED, Engine
 from lightck.pool.format.structures import NextBatch
 from lightck.pool.listener import CommitEvents
@@ -76,6 +76,7 @@ class Pipeline:
         self._strategy, self._meter, self._check = strategy, meter, check
         self._behind_max = slots - 2
         self._flights: list[Flight] = []
+        self._tables: WriteTables | None = None
         self._writes_all = True
         """The last plan wrote all tables that it was given."""
         self._newest: tuple[PoolWriter, Slot, int] | None = None
@@ -133,21 +134,23 @@ class Pipeline:
                 flight.pending.job.release()
 
     def _begin(self, writer: PoolWriter, closing: Closing) -> Flight:
-        tables = self._tables(writer, closing)
+        tables = self._tables_of(writer, closing)
         slot = self._take_slot(writer)
-        plan = self._strategy.plan(closing, tables, self.guard.is_stored(writer, slot))
+        plan = self._strategy.plan(closing, tables, self.guard.target(writer, slot))
         self._writes_all = all(mine is given for mine, given in zip_longest(plan.tables, tables))
         return self.submit(writer, slot, plan)
 
-    def _tables(self, writer: PoolWriter, closing: Closing) -> list[Columns]:
+    def _tables_of(self, writer: PoolWriter, closing: Closing) -> list[Columns]:
         """All tensors of the version with their records. Raises ``FullError``."""
+        if self._tables is None or self._tables.writer is not writer:
+            self._tables = WriteTables(writer)
         try:
-            return tables_of(writer, closing, self.guard.never)
+            return self._tables.of(closing, self.guard.never)
         except NoPlaceError as need:
             self.finish()  # the images of the slots are replaced: nothing may be under way
             self.early.drop()
-            writer.add(need.entries, {live.name for live in closing.lives})
-            return tables_of(writer, closing, self.guard.never)
+            self._tables.add(need.entries, closing.lives)
+            return self._tables.of(closing, self.guard.never)
 
     def submit(self, writer: PoolWriter, slot: Slot, plan: WritePlan) -> Flight:
         """Copy what is copied at the boundary, and hand the rest to the engine."""
@@ -186,10 +189,15 @@ class Pipeline:
     def copy_early(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are what they will be in the version to come: their copies begin now, where they can."""
         self.wait_policy.version_begins(early=True)
-        writer = self.pool.writer
-        if writer is not None and self._writes_all:  # else what is copied may be what the next plan leaves out
-            room = room_for_parts(self._flights, self._behind_max)
-            self.early.copy(writer, tensors, room, lambda: self.decisions.held(writer))
+        tables, writer = self._tables, self.pool.writer
+        if tables is None or writer is None or tables.writer is not writer or not self._writes_all:
+            return  # where a plan leaves something out, what is copied may be that
+        room = room_for_parts(self._flights, self._behind_max)
+        if room > 0 and self.early.wants_slot(tables):
+            slot = writer.slots.choose(self.decisions.held(writer))
+            if slot is not None:
+                self.early.begin(tables, slot)
+        self.early.copy(tensors, room)
 
     def store_next(self, entries: Sequence[NextBatch]) -> None:
         """Record what followed the version that was closed last, where it still lies in its slot. A medium that fails
@@ -372,6 +380,7 @@ class Pipeline:
         finally:
             self.engine.close()
             self._flights.clear()
+            self._tables = None
             self.guard.forget()
             self.events.closed()
             self.pool.close()

@@ -8,7 +8,7 @@ reads no bytes, takes no slot and changes nothing. ``tests/strategy/test_strateg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -16,22 +16,34 @@ from lightck.pipeline.write_table import Columns, Record, Staged
 from lightck.state.inventory import Live
 from lightck.state.looks import Closing
 
-IsStored = Callable[[Live, Record], bool]
-"""Whether the slot holds these bytes already, as two checkpoints in a row have shown."""
+
+class TargetSlot(Protocol):
+    """The slot that the checkpoint gets, as far as a strategy may know it."""
+
+    @property
+    def index(self) -> int: ...
+
+    def is_stored(self, live: Live, record: Record) -> bool:
+        """Whether it holds what this still tensor holds, as two checkpoints in a row have shown."""
+        ...
+
+    def generation_of(self, record: Record) -> int | None:
+        """The generation in which the bytes of this record that lie in the slot were written; None: it has none. A
+        plan may leave them out where the strategy itself knows that the tensor has not changed since."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """One checkpoint. Each tensor of the closed step is in ``tables``, and has a place there; of those that are decided
-    at each checkpoint (``Columns.single``) each is in ``now`` or in ``unchanged``."""
+    """One checkpoint. Each tensor of the closed step has one place: in ``tables``, in ``now`` or in ``unchanged``."""
 
     closing: Closing
     tables: tuple[Columns, ...]
-    """How all others are written: at the boundary, in the background, or from their device."""
+    """Those that updates change: written at the boundary, in the background, or from their device."""
     now: tuple[tuple[Live, Record], ...]
-    """Copied at the boundary itself."""
+    """Of ``Columns.single``, which are decided at each checkpoint: copied at the boundary itself."""
     unchanged: tuple[tuple[Live, Record], ...]
-    """Left out: the slot holds their bytes."""
+    """Left out: the slot holds their bytes. Of ``Columns.single``, or taken from a table by ``Columns.without``."""
 
     @property
     def background(self) -> list[Live]:
@@ -53,12 +65,12 @@ class WritePlan:
 class Strategy(Protocol):
     """Which bytes a checkpoint holds."""
 
-    def plan(self, closing: Closing, tables: Sequence[Columns], is_stored: IsStored) -> WritePlan:
+    def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
         """The checkpoint of this step.
 
         Args:
             closing: the closed step.
             tables: all its tensors, with their records.
-            is_stored: whether a still tensor of ``Columns.single`` may be left out.
+            slot: what lies in the slot that the checkpoint gets, and so may be left out.
         """
         ...

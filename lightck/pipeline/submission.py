@@ -85,5 +85,6 @@ class Submission:
             now,
             np.array([record.number for _, record in self.plan.unchanged], np.int64),
             np.concatenate([present, begun]),
+            len(closing.lives),
             closing.state,
         )

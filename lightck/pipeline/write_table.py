@@ -6,7 +6,7 @@ sent; all others are left to the copy threads, but for still parameters, which a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,29 +60,6 @@ class NoPlaceError(Exception):
         self.entries = entries
 
 
-def records_of(writer: PoolWriter, lives: Sequence[Live], present: Sequence[Live]) -> list[Record]:
-    """The record of each tensor, with an extent that fits it as it is now. Raises ``NoPlaceError``.
-
-    ``present``: all tensors of the version.
-    """
-    known = writer.known
-    if len(known) > len(present):  # what is gone is not kept alive
-        for name in known.keys() - {live.name for live in present}:
-            del known[name]
-    records: list[Any] = [known.get(live.name) for live in lives]
-    changed = {
-        i: entry_of(live)
-        for i, (live, record) in enumerate(zip(lives, records, strict=True))
-        if record is None or not record.describes(live)
-    }
-    new = [entry for entry in changed.values() if not writer.fits(entry)]
-    if new:
-        raise NoPlaceError(new)
-    for i, entry in changed.items():
-        records[i] = known[entry.name] = _record(writer.numbers[entry.name], lives[i], entry)
-    return records
-
-
 def _record(number: int, live: Live, entry: Entry) -> Record:
     tensor = live.tensor
     plain, lane = is_plain(tensor), lane_of(tensor)
@@ -108,9 +85,12 @@ class Columns:
     """That of the roster; None where there is none."""
     never: int
     """How many tensors had moved unannounced when this was worked out."""
+    written: list[tuple[Live, Record]]
+    """Those that lie in host memory as they are, and are written at every checkpoint. The next three run beside it."""
     numbers: npt.NDArray[np.int64]
     sources: npt.NDArray[np.uint64]
     now: npt.NDArray[np.bool_]
+    """Copied at the boundary itself; the others are ``background``."""
     keep: list[object]
     """The memory of those that are left to background copies."""
     background: list[Live]
@@ -121,6 +101,26 @@ class Columns:
     staged: list[Staged]
     _places: dict[int, tuple[Live, int]] = field(default_factory=dict)
     _blocks: list[Blocks] = field(default_factory=list)
+
+    def without(self, left_out: Collection[int]) -> Columns:
+        """A table as this one, but without these records: for a plan that leaves them out (``WritePlan.unchanged``).
+        Those of ``present`` and ``single`` stay."""
+        stays = ~np.isin(self.numbers, np.fromiter(left_out, np.int64, len(left_out)))
+        later = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
+        return Columns(
+            None,
+            self.never,
+            [self.written[i] for i in np.flatnonzero(stays)],
+            self.numbers[stays],
+            self.sources[stays],
+            self.now[stays],
+            [self.keep[i] for i in later],
+            [self.background[i] for i in later],
+            [self.background_numbers[i] for i in later],
+            self.present,
+            self.single,
+            [one for one in self.staged if one.record.number not in left_out],
+        )
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Live, int] | None:
         """What this tensor is called, and its record, where it is one of ``background``."""
@@ -158,6 +158,7 @@ def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], t
     return Columns(
         token,
         len(never),
+        [(live, record) for live, record, _ in written],
         np.array([record.number for _, record, _ in written], np.int64),
         np.array([record.address for _, record, _ in written], np.uint64),
         np.array([now for _, _, now in written], np.bool_),
@@ -170,13 +171,56 @@ def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], t
     )
 
 
-def tables_of(writer: PoolWriter, closing: Closing, never: set[str]) -> list[Columns]:
-    """All tensors of a version in columns: those of its roster, and the rest. Raises ``NoPlaceError``."""
-    roster, known, lives = closing.roster, writer.columns, closing.lives
-    n = 0 if roster is None else len(roster.lives)
-    if isinstance(known, Columns) and roster is not None and (known.token, known.never) == (roster.token, len(never)):
-        return [known, columns(lives[n:], records_of(writer, lives[n:], lives), never)]
-    records = records_of(writer, lives, lives)
-    first = columns(lives[:n], records[:n], never, None if roster is None else roster.token)
-    writer.columns = first
-    return [first, columns(lives[n:], records[n:], never)]
+class WriteTables:
+    """What is remembered of the tensors of one pool file: the record of each, and the table of the last roster."""
+
+    def __init__(self, writer: PoolWriter) -> None:
+        self.writer = writer
+        self.rostered: Columns | None = None
+        self._records: dict[str, Record] = {}
+
+    def of(self, closing: Closing, never: set[str]) -> list[Columns]:
+        """All tensors of a version in columns: those of its roster, and the rest. Raises ``NoPlaceError``."""
+        roster, known, lives = closing.roster, self.rostered, closing.lives
+        n = 0 if roster is None else len(roster.lives)
+        if known is not None and roster is not None and (known.token, known.never) == (roster.token, len(never)):
+            return [known, columns(lives[n:], self._records_of(lives[n:], lives), never)]
+        records = self._records_of(lives, lives)
+        self.rostered = first = columns(lives[:n], records[:n], never, None if roster is None else roster.token)
+        return [first, columns(lives[n:], records[n:], never)]
+
+    def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
+        """Extents for tensors that have none; those that are not among these may give theirs away. Nothing is in
+        flight. Raises ``FullError``."""
+        try:
+            self.writer.add(entries, {live.name for live in lives})
+        finally:
+            numbers = self.writer.numbers
+            self._records = {name: one for name, one in self._records.items() if numbers.get(name) == one.number}
+
+    def describes(self, live: Live, number: int) -> bool:
+        """Whether this is its record still, and the tensor is read as it was."""
+        record = self._records.get(live.name)
+        return record is not None and record.number == number and record.describes(live)
+
+    def _records_of(self, lives: Sequence[Live], present: Sequence[Live]) -> list[Record]:
+        """The record of each tensor, with an extent that fits it as it is now. Raises ``NoPlaceError``.
+
+        ``present``: all tensors of the version.
+        """
+        known, writer = self._records, self.writer
+        if len(known) > len(present):  # what is gone is not kept alive
+            for name in known.keys() - {live.name for live in present}:
+                del known[name]
+        records: list[Any] = [known.get(live.name) for live in lives]
+        changed = {
+            i: entry_of(live)
+            for i, (live, record) in enumerate(zip(lives, records, strict=True))
+            if record is None or not record.describes(live)
+        }
+        new = [entry for entry in changed.values() if not writer.fits(entry)]
+        if new:
+            raise NoPlaceError(new)
+        for i, entry in changed.items():
+            records[i] = known[entry.name] = _record(writer.numbers[entry.name], lives[i], entry)
+        return records

@@ -71,6 +71,8 @@ class VersionPlan:
     """Record numbers of the tensors whose bytes in the slot still hold."""
     present: npt.NDArray[np.int64]
     """Record numbers that have no bytes to copy here: tied or empty tensors, and what a draft has copied."""
+    n_tensors: int
+    """How many tensors the version has: each is one of ``records``, ``kept`` and ``present``."""
     state: bytes
 
 
@@ -114,10 +116,6 @@ class PoolWriter:
         """Names of tensors that changed their kind or size."""
         self.layouts: int = 0 if after is None else after.layouts + 1
         """How many files came before this one in the session."""
-        self.known: dict[str, object] = {}
-        """name -> what the caller remembers of a tensor whose extent it compared before."""
-        self.columns: object = None
-        """What the caller remembers of all tensors of the last version."""
         self.generation: int = self.ring.generation if after is None else after.generation
         """The last one that was given to a checkpoint."""
         self.incarnation: int = self.ring.incarnation + 1 if after is None else after.incarnation
@@ -237,7 +235,6 @@ class PoolWriter:
         for name in names:
             if self.numbers[name] >= self._n_table:
                 self._free.append(self.numbers.pop(name))
-                self.known.pop(name, None)
 
     def raw_crcs(self, slot: Slot, number: int) -> npt.NDArray[np.uint32]:
         """Unseeded checksums of the bytes of one record that lie in a slot."""
@@ -375,15 +372,10 @@ class PoolWriter:
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
             raise FullError("the small state outgrew the place for it")
-        missing = plan.kept[~image.in_slot[plan.kept]]
-        if len(missing):
-            raise SessionError(
-                f"The strategy left out {self.entries[missing[0]].name!r}, whose bytes are not in the slot that the "
-                "version gets. Nothing is committed. Leave out only what is_stored() confirms (pipeline/plan.py)."
-            )
         written = np.concatenate([plan.records, plan.present])
         listed = np.zeros(len(self.entries), np.bool_)
         listed[written] = listed[plan.kept] = True
+        self._refuse_incomplete(plan, image, int(np.count_nonzero(listed)))
         image.records["generation"][written] = generation
         image.records["step"][written] = plan.step
         image.records["offset"][written] = self._template["dst"][written]
@@ -409,6 +401,21 @@ class PoolWriter:
             slot.index,
         )
         return image.write_tail(header.pack(), extras, plan.state)
+
+    def _refuse_incomplete(self, plan: VersionPlan, image: SlotImage, n_listed: int) -> None:
+        """Raise ``SessionError`` where what would be committed is not the whole of the version."""
+        missing = plan.kept[~image.in_slot[plan.kept]]
+        if len(missing):
+            raise SessionError(
+                f"The strategy left out {self.entries[missing[0]].name!r}, whose bytes are not in the slot that the "
+                "version gets. Nothing is committed. Leave out only what the slot holds (TargetSlot, pipeline/plan.py)."
+            )
+        if n_listed != plan.n_tensors:
+            raise SessionError(
+                f"The strategy's plan has places for {n_listed} tensors, and the training has {plan.n_tensors}. "
+                "Nothing is committed. Each tensor belongs into a table, into now or into unchanged (WritePlan, "
+                "pipeline/plan.py)."
+            )
 
     def _copies(
         self,

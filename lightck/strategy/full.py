@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightck.pipeline.plan import IsStored, WritePlan
+from lightck.pipeline.plan import TargetSlot, WritePlan
 
 if TYPE_CHECKING:
     from lightck.pipeline.write_table import Columns
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class FullState:
     """Every version is complete in itself: parameters, buffers, optimizer state and all small state."""
 
-    def plan(self, closing: Closing, tables: Sequence[Columns], is_stored: IsStored) -> WritePlan:
+    def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
         """All tensors; of those that no update touches only what the slot does not hold already."""
         single = [one for table in tables for one in table.single]
-        unchanged = tuple(one for one in single if one[0].still and is_stored(*one))
+        unchanged = tuple(one for one in single if one[0].still and slot.is_stored(*one))
         left_out = {record.number for _, record in unchanged}
         now = tuple(one for one in single if one[1].number not in left_out)
         return WritePlan(closing, tuple(tables), now, unchanged)

@@ -195,6 +195,7 @@ def _plan(version: Version, numbers: dict[str, int], tensors: dict[str, torch.Te
         np.ones(len(tensors), np.bool_),
         np.array([], np.int64),
         np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
+        len(numbers),
         bytes(version.state),
     )
 

@@ -63,6 +63,9 @@ class MemoryBackend:
         self.pools: dict[str, int] = {}
         """path -> descriptor."""
 
+    def claims(self, path: str) -> bool:
+        return self.recognises(path)
+
     def recognises(self, path: str) -> bool:
         fd = self.pools.get(path)
         return fd is not None and any(os.pread(fd, len(MAGIC), at) == MAGIC for at in SUPERBLOCK_OFFSETS)

@@ -16,12 +16,10 @@ from toys import BIG, adam, everything, is_step, net, train
 
 import lightck
 from lightck.errors import SessionError
-from lightck.pipeline.plan import IsStored, Strategy, WritePlan
+from lightck.pipeline.plan import Strategy, TargetSlot, WritePlan
 from lightck.pipeline.write_table import Columns, Record
 from lightck.state.inventory import Live
 from lightck.state.looks import Closing
-
-STRATEGIES = [lightck.FullState()]
 
 
 class Watched:
@@ -32,22 +30,60 @@ class Watched:
         self.plans: list[WritePlan] = []
         self.stored: list[set[int]] = []
 
-    def plan(self, closing: Closing, tables: Sequence[Columns], is_stored: IsStored) -> WritePlan:
-        stored: set[int] = set()
-
-        def asked(live: Live, record: Record) -> bool:
-            if is_stored(live, record):
-                stored.add(record.number)
-            return record.number in stored
-
+    def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
+        asked = Asked(slot)
         before = copy.deepcopy([numbers(table) for table in tables])
         plan = self.strategy.plan(closing, tables, asked)
         again = self.strategy.plan(closing, tables, asked)
         assert described(plan) == described(again), "it was asked twice of one step, and said two things"
         assert [numbers(table) for table in tables] == before, "it changed what it was given"
         self.plans.append(plan)
-        self.stored.append(stored)
+        self.stored.append(asked.stored)
         return plan
+
+
+class Asked:
+    """A slot that remembers what it said."""
+
+    def __init__(self, slot: TargetSlot) -> None:
+        self.slot, self.index = slot, slot.index
+        self.stored: set[int] = set()
+        """Records that the plan was told it may leave out."""
+
+    def is_stored(self, live: Live, record: Record) -> bool:
+        if self.slot.is_stored(live, record):
+            self.stored.add(record.number)
+        return record.number in self.stored
+
+    def generation_of(self, record: Record) -> int | None:
+        generation = self.slot.generation_of(record)
+        if generation is not None:
+            self.stored.add(record.number)
+        return generation
+
+
+class SameBytes:
+    """Leaves out what updates could have changed and did not, by its bytes: it knows what each slot got at which
+    step."""
+
+    def __init__(self) -> None:
+        self.given: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        """(slot, record) -> step -> bytes."""
+
+    def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
+        full = lightck.FullState().plan(closing, tables, slot)
+        written = [one for table in tables for one in table.written]
+        for live, record in written:
+            self.given.setdefault((slot.index, record.number), {})[closing.step] = live.tensor.detach().clone()
+        same = tuple((live, record) for live, record in written if self._is_same(record, closing.step, slot))
+        rest = tuple(table.without({record.number for _, record in same}) for table in tables)
+        return WritePlan(closing, rest, full.now, full.unchanged + same)
+
+    def _is_same(self, record: Record, step: int, slot: TargetSlot) -> bool:
+        given = self.given[slot.index, record.number]
+        before = max((one for one in given if one < step), default=None)
+        lies_there = slot.generation_of(record) is not None and before is not None
+        return lies_there and torch.equal(given[before], given[step])
 
 
 def numbers(table: Columns) -> list[int]:
@@ -61,7 +97,10 @@ def described(plan: WritePlan) -> tuple[Any, ...]:
     return in_tables, sorted(r.number for _, r in plan.now), sorted(r.number for _, r in plan.unchanged)
 
 
-@pytest.fixture(params=STRATEGIES, ids=repr)
+STRATEGIES = [lightck.FullState, SameBytes]
+
+
+@pytest.fixture(params=STRATEGIES)
 def run(request: pytest.FixtureRequest, pool: Path) -> tuple[Watched, nn.Module, torch.optim.Optimizer]:
     """Twelve steps of a model with a large layer, a frozen one, a buffer and an empty tensor."""
     torch.manual_seed(0)
@@ -70,7 +109,7 @@ def run(request: pytest.FixtureRequest, pool: Path) -> tuple[Watched, nn.Module,
     model.register_buffer("empty", torch.zeros(0))
     model[0].weight.requires_grad_(False)
     optimizer = adam(model)
-    watched = Watched(request.param)
+    watched = Watched(request.param())
     with lightck.attach(model, pool, optimizer=optimizer, strategy=watched):
         train(model, optimizer, 12)
     return watched, model, optimizer
@@ -81,8 +120,8 @@ def test_every_tensor_has_one_place(run):
     assert len(watched.plans) == 12
     for plan in watched.plans:
         in_tables, now, unchanged = described(plan)
-        single = sorted(record.number for table in plan.tables for _, record in table.single)
-        assert sorted(now + unchanged) == single
+        single = {record.number for table in plan.tables for _, record in table.single}
+        assert set(now) <= single <= set(now + unchanged)
         everywhere = in_tables + now + unchanged
         assert len(everywhere) == len(set(everywhere)) == len(plan.closing.lives)
 
@@ -109,7 +148,7 @@ def test_a_strategy_decides_what_is_written(pool):
     """One that says that nothing is left out: then nothing is."""
 
     class Whole:
-        def plan(self, closing: Closing, tables: Sequence[Columns], is_stored: IsStored) -> WritePlan:
+        def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
             return WritePlan(closing, tuple(tables), tuple(one for table in tables for one in table.single), ())
 
     model = net(BIG)
@@ -130,7 +169,7 @@ def test_what_is_no_strategy_is_refused(pool):
 
 def test_a_plan_that_leaves_out_what_the_slot_lacks_is_refused(pool):
     class Lies:
-        def plan(self, closing: Closing, tables: Sequence[Columns], is_stored: IsStored) -> WritePlan:
+        def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
             return WritePlan(closing, tuple(tables), (), tuple(one for table in tables for one in table.single))
 
     model = net(BIG)
@@ -142,12 +181,41 @@ def test_a_plan_that_leaves_out_what_the_slot_lacks_is_refused(pool):
     session.abandon()
 
 
+def test_what_updates_leave_as_it_was_can_be_left_out(pool):
+    """A layer whose gradient is zero: SGD steps over it, and its bytes stay."""
+    model = net(BIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].weight.register_hook(torch.zeros_like)
+    watched = Watched(SameBytes())
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=watched):
+        train(model, optimizer, 8)
+    left_out = [{live.name for live, _ in plan.unchanged} for plan in watched.plans]
+    assert ["model/0.weight" in names for names in left_out] == [False] * 2 + [True] * 6, (
+        "each of two slots has it once"
+    )
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_a_plan_that_forgets_a_tensor_is_refused(pool):
+    class Forgets:
+        def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
+            plan = lightck.FullState().plan(closing, tables, slot)
+            return replace(plan, tables=tuple(table.without({0}) for table in plan.tables))
+
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, strategy=Forgets())
+    with pytest.raises(SessionError, match=r"has places for 15 tensors, and the training has 16"):
+        train(model, optimizer, 2)
+    session.abandon()
+
+
 def test_early_copies_are_for_plans_that_write_all(pool):
     """A layer-wise update copies ahead of the plan, so what a plan may leave out is never copied ahead."""
 
     class Parts:
-        def plan(self, closing: Closing, tables: Sequence[Columns], is_stored: IsStored) -> WritePlan:
-            plan = lightck.FullState().plan(closing, tables, is_stored)
+        def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
+            plan = lightck.FullState().plan(closing, tables, slot)
             return replace(plan, tables=tuple(copy.copy(table) for table in plan.tables))
 
     model = net(BIG)

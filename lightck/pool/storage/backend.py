@@ -51,6 +51,10 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    def claims(self, path: str) -> bool:
+        """Whether what lies at ``path`` is for this backend and no other: a pool that it recognises, or what it alone
+        can say is wrong with it. False for a new pool of a kind that the user has to choose."""
+
     def recognises(self, path: str) -> bool:
         """Whether an existing file at ``path`` is, by its signature, a pool of this backend."""
 

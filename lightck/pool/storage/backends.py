@@ -1,6 +1,5 @@
-"""Which backend a path gets: a device-dax device its own; else the one whose signature an existing pool has; a new pool
-is a PMDK pool on persistent memory where PMDK is installed, else a plain file. ``$LIGHTCK_BACKEND`` names another one
-for new pools that are files.
+"""Which backend a path gets: the one that claims what lies there; a new pool is a PMDK pool on persistent memory where
+PMDK is installed, else a plain file. ``$LIGHTCK_BACKEND`` names another one for new pools that are files.
 """
 
 from __future__ import annotations
@@ -10,14 +9,15 @@ import stat
 from pathlib import Path
 
 from lightck.errors import PoolError, PoolPathError
-from lightck.pool.storage import pmdk, pmemobj
+from lightck.pool.storage import pmemobj
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.devdax import DevdaxBackend
 from lightck.pool.storage.file import FileBackend
 from lightck.pool.storage.pmdk import PmdkBackend
 
 DEVDAX = DevdaxBackend()
-BACKENDS: dict[str, Backend] = {"file": FileBackend(), "pmdk": PmdkBackend(), "devdax": DEVDAX}
+BACKENDS: dict[str, Backend] = {"devdax": DEVDAX, "file": FileBackend(), "pmdk": PmdkBackend()}
+"""In the order in which they are asked: no file is looked for on a device."""
 BACKEND_VARIABLE = "LIGHTCK_BACKEND"
 
 
@@ -25,12 +25,7 @@ def backend_for(path: str, name: str = "auto") -> Backend:
     """The backend for a pool path. ``name`` is ``"auto"`` or a backend's name."""
     if name != "auto":
         return _named(name, f"backend={name!r}")
-    if DEVDAX.claims(path):
-        return BACKENDS["devdax"]
-    found = next((b for b in BACKENDS.values() if b.recognises(path)), None)
-    if found is None and pmdk.claims(path):
-        return BACKENDS["pmdk"]  # which says why it is none of ours
-    return found or _for_new(path)
+    return next((backend for backend in BACKENDS.values() if backend.claims(path)), None) or _for_new(path)
 
 
 def _for_new(path: str) -> Backend:

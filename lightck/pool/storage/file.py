@@ -106,6 +106,9 @@ class FileBackend:
 
     name = "file"
 
+    def claims(self, path: str) -> bool:
+        return self.recognises(path)
+
     def recognises(self, path: str) -> bool:
         return peeked(path, _has_magic)
 

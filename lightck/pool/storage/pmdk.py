@@ -73,6 +73,10 @@ class PmdkBackend(FileBackend):
         """``arena_nbytes``: how large the objects may be, a multiple of 2 MiB. Tests use small ones."""
         self._arena_nbytes = arena_nbytes
 
+    def claims(self, path: str) -> bool:
+        """Of other programs' pools too: this backend says what is wrong with them."""
+        return peeked(path, pmdk_file.is_pmdk)
+
     def recognises(self, path: str) -> bool:
         return peeked(path, pmdk_file.is_ours)
 
@@ -105,11 +109,6 @@ class PmdkBackend(FileBackend):
             pool = _opened(path, file, shutdown_state=shutdown_state)
         _tell(path, durability)
         return PmdkContainer(file, places, pool)
-
-
-def claims(path: str) -> bool:
-    """Whether an existing file is PMDK's, whoever made it: this backend then says what is wrong with it."""
-    return peeked(path, pmdk_file.is_pmdk)
 
 
 def _opened(path: str, file: FileContainer, *, create: bool = False, shutdown_state: bool) -> pmemobj.Pool:

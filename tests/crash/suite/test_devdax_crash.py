@@ -65,7 +65,6 @@ class Device:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.path, _, self.backend = device(folder, NBYTES)
         patch.setitem(backends.BACKENDS, "devdax", self.backend)
-        patch.setattr(backends, "DEVDAX", self.backend)
         self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115 - as long as the device
 
     def read(self, offset: int, nbytes: int) -> bytes:

@@ -82,6 +82,7 @@ class BackendContract:
             backend.open(path, write=False)
         container.publish()
         assert backend.recognises(path)
+        assert backend.claims(path)
         assert container.is_current()
         assert self.content(backend, path) == MAGIC
         container.close()

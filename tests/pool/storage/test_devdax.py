@@ -41,7 +41,6 @@ def plugged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str
     """A device that ``attach`` finds, and that cannot be read."""
     path, system, backend = device(folder, 64 * MIB)
     monkeypatch.setitem(backends.BACKENDS, "devdax", backend)
-    monkeypatch.setattr(backends, "DEVDAX", backend)
     with pytest.MonkeyPatch.context() as patch:
         forbid_reading(patch, path)
         yield path, system, backend
@@ -53,7 +52,6 @@ class TestDevdax(BackendContract):
     @pytest.fixture
     def backend(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Backend:
         _, _, backend = device(folder, 256 * MIB)
-        monkeypatch.setattr(backends, "DEVDAX", backend)
         return backend
 
     @pytest.fixture
@@ -135,7 +133,6 @@ def test_pools_follow_each_other_at_the_two_ends_of_a_device(plugged):
 def test_without_room_for_two_a_pool_does_not_grow_and_is_not_lost(folder, monkeypatch):
     path, _, backend = device(folder, 12 * MIB)
     monkeypatch.setitem(backends.BACKENDS, "devdax", backend)
-    monkeypatch.setattr(backends, "DEVDAX", backend)
     trained(path)
     model = toys.net(seed=2)
     optimizer = toys.adam(model)
@@ -156,7 +153,6 @@ def test_without_room_for_two_a_pool_does_not_grow_and_is_not_lost(folder, monke
 def test_an_empty_pool_is_no_obstacle(folder, monkeypatch):
     path, _, backend = device(folder, 12 * MIB)
     monkeypatch.setitem(backends.BACKENDS, "devdax", backend)
-    monkeypatch.setattr(backends, "DEVDAX", backend)
     for _ in range(3):
         model = toys.net()
         lightck.attach(model, path, optimizer=toys.adam(model)).close()
