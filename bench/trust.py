@@ -43,7 +43,7 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()} {kernel}"
 
 
-def versions() -> dict[str, str]:
+def checkpoints() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -155,9 +155,9 @@ def _origins(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _origin(facts: dict[str, Any]) -> tuple[str, str]:
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    checkpoints = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     state = f"{facts['state_bytes'] / 1e6:.1f} MB of state"
-    return f"{facts['machine']}; {versions}; files on {facts['medium']}; {state}", facts["date"]
+    return f"{facts['machine']}; {checkpoints}; files on {facts['medium']}; {state}", facts["date"]
 
 
 def _table(rows: list[dict[str, Any]], kind: str, outcomes: dict[str, str]) -> Iterator[str]:
@@ -209,7 +209,7 @@ def main() -> None:
     result: dict[str, Any] = {"rows": [], "not_run": {}}
     facts: dict[str, Any] = {
         "machine": machine(),
-        "versions": versions(),
+        "versions": checkpoints(),
         "medium": "tmpfs" if args.dir == "/dev/shm" else args.dir,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "seed": args.seed,

@@ -25,7 +25,7 @@ class Stats:
     """Payload and manifests handed to the medium."""
     bytes_helped: int = 0
     """The part of it that the waiting training thread copied itself."""
-    versions: int = 0
+    checkpoints: int = 0
     """Versions committed."""
     committed: int | None = None
     """Step of the newest durable version."""
@@ -70,12 +70,12 @@ class Meter:
         self.staging: str | None = None
         self.staging_trial = False
         self.wait_policy: str | None = None
-        self.bytes_written = self.bytes_helped = self.versions = self.skipped = self.recopied = self.left_out = 0
+        self.bytes_written = self.bytes_helped = self.checkpoints = self.skipped = self.recopied = self.left_out = 0
         self._depth = 0
 
     def note_committed(self, nbytes: int, nbytes_helped: int) -> None:
         """One more version, of so many bytes."""
-        self.versions += 1
+        self.checkpoints += 1
         self.bytes_written += nbytes
         self.bytes_helped += nbytes_helped
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import slow_lanes
+import slow_transfers
 import torch
 from hypothesis import settings
 
@@ -128,8 +128,8 @@ def commits_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """``LIGHTCK_TEST_LANES=1``: in the whole suite every tensor is on a device whose copies arrive late."""
     if os.environ.get("LIGHTCK_TEST_LANES") == "1":
-        lane = slow_lanes.SlowLane(seed=1, seconds=0.002)
-        slow_lanes.install(monkeypatch, lambda tensor: lane)
+        transfer = slow_transfers.SlowTransfer(seed=1, seconds=0.002)
+        slow_transfers.install(monkeypatch, lambda tensor: transfer)
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ SUPERBLOCK_FIELDS = split(
     "table_nbytes table_hash block manifest_offset manifest_nbytes payload_offset reserve_offset regions zero"
 )
 LINE = struct.Struct("<QQQQQIBBBBQQ")
-LINE_FIELDS = split(
+COMMIT_RECORD_FIELDS = split(
     "generation incarnation step payload_generation manifest_hash manifest_nbytes kind slot manifest_index zero_a "
     "zero_b check"
 )
@@ -198,7 +198,7 @@ def fields(form: struct.Struct, names: list[str], data: bytes, at: int = 0) -> F
 class Version:
     """One version that was verified in every block."""
 
-    line: Fields
+    record: Fields
     manifest: Fields
     records: list[Fields]
     crcs: list[int]
@@ -241,7 +241,7 @@ class Pool:
         self.superblock, self.slots = self._superblock()
         self.entries = self._table()
         self.damaged: list[int] = []
-        self.lines = self._lines()
+        self.records = self._lines()
 
     def _superblock(self) -> tuple[Fields, list[tuple[int, int]]]:
         for at in (0, 4096):
@@ -280,16 +280,16 @@ class Pool:
             incomplete = raw[:8] == bytes(8)
             if incomplete:
                 raw = raw[24:32] + raw[8:]
-            line = fields(LINE, LINE_FIELDS, raw)
-            if incomplete and (not any(raw) or crc64(sb["uuid"] + raw[:56]) != line["check"]):
+            record = fields(LINE, COMMIT_RECORD_FIELDS, raw)
+            if incomplete and (not any(raw) or crc64(sb["uuid"] + raw[:56]) != record["check"]):
                 continue
-            if crc64(sb["uuid"] + raw[:56]) != line["check"]:
+            if crc64(sb["uuid"] + raw[:56]) != record["check"]:
                 self.damaged.append(i)
                 continue
-            assert line["kind"] in (1, 2)
-            assert max(line[n] for n in ("generation", "incarnation", "step", "payload_generation")) < 2**63
-            assert line["zero_a"] == line["zero_b"] == 0
-            found[i] = line
+            assert record["kind"] in (1, 2)
+            assert max(record[n] for n in ("generation", "incarnation", "step", "payload_generation")) < 2**63
+            assert record["zero_a"] == record["zero_b"] == 0
+            found[i] = record
         return found
 
     def slot_generation(self, slot: int) -> int | None:
@@ -316,41 +316,41 @@ class Pool:
 
     def candidates(self) -> list[Fields]:
         """Live lines, newest first."""
-        lines = list(self.lines.values())
-        adoptions = [a for a in lines if a["kind"] == 2]
+        records = list(self.records.values())
+        adoptions = [a for a in records if a["kind"] == 2]
         live = [
             ln
-            for ln in lines
+            for ln in records
             if not any(a["payload_generation"] < ln["generation"] < a["generation"] for a in adoptions)
         ]
         return sorted(live, key=lambda ln: (ln["incarnation"], ln["generation"]), reverse=True)
 
-    def versions(self) -> list[Version]:
+    def checkpoints(self) -> list[Version]:
         """What verifies, newest first; a version that is named by two lines comes twice."""
         found = []
-        for line in self.candidates():
-            version = self.version(line)
+        for record in self.candidates():
+            version = self.version(record)
             if version is not None:
                 found.append(version)
         return found
 
-    def version(self, line: Fields) -> Version | None:
+    def version(self, record: Fields) -> Version | None:
         sb = self.superblock
-        if (self.slot_generation(line["slot"]) or 0) > line["payload_generation"]:
+        if (self.slot_generation(record["slot"]) or 0) > record["payload_generation"]:
             return None
-        base = self.slots[line["slot"]][0]
-        at = base + sb["manifest_offset"] + line["manifest_index"] * sb["manifest_nbytes"]
-        raw = self.data[at : at + line["manifest_nbytes"]]
-        if crc64(sb["uuid"] + raw) != line["manifest_hash"]:
+        base = self.slots[record["slot"]][0]
+        at = base + sb["manifest_offset"] + record["manifest_index"] * sb["manifest_nbytes"]
+        raw = self.data[at : at + record["manifest_nbytes"]]
+        if crc64(sb["uuid"] + raw) != record["manifest_hash"]:
             return None
         manifest = fields(MANIFEST, MANIFEST_FIELDS, raw)
         assert manifest["magic"] == b"LCKMANI1"
         assert manifest["table_hash"] == sb["table_hash"]
-        assert (manifest["generation"], manifest["slot"]) == (line["payload_generation"], line["slot"])
+        assert (manifest["generation"], manifest["slot"]) == (record["payload_generation"], record["slot"])
         assert manifest["zero"] == 0
-        return self._read(line, manifest, raw, base)
+        return self._read(record, manifest, raw, base)
 
-    def _read(self, line: Fields, manifest: Fields, raw: bytes, base: int) -> Version | None:
+    def _read(self, record: Fields, manifest: Fields, raw: bytes, base: int) -> Version | None:
         def part(name: str) -> bytes:
             at = manifest[f"{name}_offset"]
             return raw[at : at + manifest[f"{name}_nbytes"]]
@@ -362,7 +362,7 @@ class Pool:
         at, step = manifest["records_offset"], manifest["record_nbytes"]
         records = [fields(RECORD, RECORD_FIELDS, raw, at + i * step) for i in range(len(entries))]
         crcs = list(struct.unpack_from(f"<{manifest['crcs_count']}I", raw, manifest["crcs_offset"]))
-        version = Version(line, manifest, records, crcs, extras, {}, {}, MessagePack.decode(part("state")))
+        version = Version(record, manifest, records, crcs, extras, {}, {}, MessagePack.decode(part("state")))
         for number, (entry, record) in enumerate(zip(entries, records, strict=True)):
             if record["generation"] == 0:
                 continue

@@ -29,21 +29,21 @@ class Host:
     updates: int = 0
     saved: int = 0
     log: list[Any] = field(default_factory=list)
-    versions: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    checkpoints: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     loaders: dict[str, SessionLoader] = field(default_factory=dict)
     ended: int = 0
     proxy: Any = None
 
     def __post_init__(self) -> None:
-        self.version = None if self.resumed is None else values.unpack(self.resumed)
+        self.checkpoint = None if self.resumed is None else values.unpack(self.resumed)
         self.once = None
-        if self.version is not None:
-            self.once = RestoredRng(rng.RngState.from_value(self.version["rng"]))
-            self.updates = self.saved = self.version["updates"]
-            self.number = self.version["number"]
+        if self.checkpoint is not None:
+            self.once = RestoredRng(rng.RngState.from_value(self.checkpoint["rng"]))
+            self.updates = self.saved = self.checkpoint["updates"]
+            self.number = self.checkpoint["number"]
 
     def loader(self, dl: Any, name: str = "train") -> SessionLoader:
-        positions = self.version["loaders"] if self.version else {}
+        positions = self.checkpoint["loaders"] if self.checkpoint else {}
         at_iter = self.once is not None and not any(position["live"] for position in positions.values())
         self.loaders[name] = SessionLoader(dl, self.proxy or self, name, positions.get(name), at_iter)
         return self.loaders[name]
@@ -58,7 +58,7 @@ class Host:
         self.ended += 1
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Any) -> rng.RngState | None:
-        if self.once is None or self.updates > self.version["updates"]:
+        if self.once is None or self.updates > self.checkpoint["updates"]:
             return None
         state = self.once.take(loader, pass_)
         for other in self.loaders.values() if state is not None else ():
@@ -68,13 +68,13 @@ class Host:
     def save(self) -> None:
         self.saved = self.updates
         self.number += 1
-        version = {
+        checkpoint = {
             "number": self.number,
             "updates": self.updates,
             "rng": rng.capture().to_value(),
             "loaders": {name: loader.position() for name, loader in self.loaders.items()},
         }
-        self.versions[self.number] = len(self.log), values.pack(version, path="v")
+        self.checkpoints[self.number] = len(self.log), values.pack(checkpoint, path="v")
         if self.number == self.kill:
             raise Killed
 

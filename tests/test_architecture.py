@@ -20,14 +20,14 @@ NATIVE = ROOT / "native"
 OUTSIDE = {"bench": ROOT / "bench", "crash": ROOT / "tests" / "crash"}
 """Rooms outside the package, under the same rules."""
 
-BASE = {"errors", "events", "interrupts", "noting", "stats", "sessions", "_native"}
+BASE = {"errors", "events", "interrupts", "failure_recording", "stats", "sessions", "_native"}
 LOW = BASE | {"pool", "state"}
 ROOMS = {
     # room, or file beside the rooms: what of lightck it may import, beside itself
     "errors": set(),
     "events": set(),
     "interrupts": set(),
-    "noting": set(),
+    "failure_recording": set(),
     "sessions": {"errors", "events"},
     "stats": {"interrupts"},
     "_lck_ffi": set(),  # made by the build

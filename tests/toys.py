@@ -23,7 +23,7 @@ from torch import nn
 
 import lightck
 from lightck._native import lib
-from lightck.pool.reader import Version, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.storage import extents
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.extents import Extents
@@ -231,11 +231,11 @@ def settled(session: lightck.Session, step: int, seconds: float = 20.0) -> None:
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
-def versions(pool: Path) -> list[Version]:
+def checkpoints(pool: Path) -> list[StoredCheckpoint]:
     """All versions whose manifest checks, newest first."""
     reader = open_pool(str(pool))
     try:
-        return [v for v in reader.versions() if isinstance(v, Version)]
+        return [v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)]
     finally:
         reader.close()
 
@@ -275,7 +275,7 @@ def is_pmdk(pool: Path | str) -> bool:
 
 def damage(pool: Path, name: str, steps: Sequence[int] | None = None, at: int = 0) -> None:
     """Flip a bit of one tensor's payload, in the versions of these steps (all of them by default)."""
-    for version in versions(pool):
-        if steps is None or version.step in steps:
-            slot_offset, _ = version.reader.superblock.slots[version.line.slot]
-            flip(pool, slot_offset + version.entries[name].offset + at)
+    for checkpoint in checkpoints(pool):
+        if steps is None or checkpoint.step in steps:
+            slot_offset, _ = checkpoint.reader.superblock.slots[checkpoint.record.slot]
+            flip(pool, slot_offset + checkpoint.entries[name].offset + at)

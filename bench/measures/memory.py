@@ -24,7 +24,7 @@ from bench.workloads import workload
 def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     training = Training(workload(options["workload"], options["size"]), options.get("batch", 0))
     saver = make(options["saver"], options.get("backend", "file"))
-    looks = _Looks()
+    looks = _Signatures()
     with PeakMemory(folder) as peak:
         # torch calls hooks in the order of their registration: this one before the saver's, the other one after them.
         training.optimizer.register_step_pre_hook(lambda *_: looks.look("before update"))
@@ -49,7 +49,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     }
 
 
-class _Looks:
+class _Signatures:
     """Private memory at the same moments of each step."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from bench.running.machine import fingerprint
 from lightck.errors import BenchError
 
 TMPFS, DISK = "tmpfs", "disk"
-_TOLD_MAX = 600
+_REPORTED_MAX = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ def _in_child(row: Row, place: Place, folder: str, out: str) -> dict[str, Any]:
         "out": out,
         "parent": os.getpid(),
     }
-    status, told = _ran(json.dumps(order), folder, _environment() | row.options.get("env", {}))
+    status, reported = _ran(json.dumps(order), folder, _environment() | row.options.get("env", {}))
     if status != 0:
-        last = told.strip().splitlines()[-1:] or ["it said nothing"]
+        last = reported.strip().splitlines()[-1:] or ["it said nothing"]
         how = f"was killed by signal {-status}" if status < 0 else "failed"
-        raise BenchError(f"The row {row.key!r} of {row.measure} {how}: {last[0][:_TOLD_MAX]}")
+        raise BenchError(f"The row {row.key!r} of {row.measure} {how}: {last[0][:_REPORTED_MAX]}")
     found: dict[str, Any] = json.loads(Path(out).read_text())
     return found
 
@@ -93,12 +93,12 @@ def _ran(order: str, folder: str, environment: dict[str, str]) -> tuple[int, str
         command, text=True, cwd=folder, env=environment, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe
     ) as child:
         try:
-            _, told = child.communicate(order)
+            _, reported = child.communicate(order)
         except BaseException:
             child.kill()
             child.wait()
             raise
-    return child.returncode, told
+    return child.returncode, reported
 
 
 def _environment() -> dict[str, str]:

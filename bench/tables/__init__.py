@@ -15,7 +15,7 @@ from bench.tables.results import Rows
 NAMES = ("resnet18", "vgg16", "inception_v3", "alexnet", "gpt2", "bert_large")
 LIGHTCK, TORCH_SAVE, NOTHING = "lightck", "torch.save", "nothing"
 PAIRS, RIVAL_PAIRS, QUICK = 30, 10, "quick"
-WAYS = ("direct", "host", "device")
+METHODS = ("direct", "host", "device")
 """Out of a device: names of ``savers.STAGING``, which needs torch."""
 STAGED = ("gpt2", "vgg16")
 """Workloads with which the ways out of a device are measured against each other, and the rivals on a device."""
@@ -166,7 +166,7 @@ def _gpu_rows(plan: Plan) -> list[Row]:
         return [row("resnet18", LIGHTCK, plan.pairs or 4, QUICK, batch=2)]
     pairs, rival_pairs = plan.pairs or PAIRS, plan.pairs or RIVAL_PAIRS
     found = [row(name, LIGHTCK, pairs) for name in NAMES]
-    found += [row(name, LIGHTCK, pairs, staging=way) for name in STAGED for way in WAYS]
+    found += [row(name, LIGHTCK, pairs, staging=method) for name in STAGED for method in METHODS]
     return found + [row(name, rival, rival_pairs) for name in STAGED for rival in plan.rivals]
 
 

@@ -10,7 +10,7 @@ from bench.tables.results import Rows, markdown, megabytes, milliseconds, percen
 NOTHING = "nothing"
 
 
-def _within(difference: dict[str, Any]) -> str:
+def _mid_batch(difference: dict[str, Any]) -> str:
     """A share with its interval, and what equal windows differ by where that is as much."""
     text = f"{percent(difference['share'])} ({percent(difference['share_low'])} to {percent(difference['share_high'])})"
     return text if difference["resolved"] else text + " not resolved"
@@ -36,9 +36,9 @@ def overhead(rows: Rows) -> str:
                 megabytes(r["nbytes"]),
                 milliseconds(r["step"]["median"]),
                 _pairs(r),
-                _within(r["difference"]),
+                _mid_batch(r["difference"]),
                 same,
-                _within(r["cpu_difference"]),
+                _mid_batch(r["cpu_difference"]),
                 milliseconds(r["own_cpu_seconds"]),
                 times(r["direct"]),
                 helped,

@@ -59,10 +59,10 @@ def ended_by_signals() -> Iterator[None]:
 def error_facts(error: Exception) -> Facts:
     """An error as ``--json`` shows it."""
     name = "UsageError" if isinstance(error, click.UsageError) else type(error).__name__
-    return {"error": {"class": name, "message": told(error), "reasons": list(getattr(error, "reasons", ()))}}
+    return {"error": {"class": name, "message": message_of(error), "reasons": list(getattr(error, "reasons", ()))}}
 
 
-def told(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Fact, reason and cure. The system gives the reason only, and click no stop."""
     if isinstance(error, click.ClickException):
         return error.format_message()
@@ -93,7 +93,7 @@ class Command(click.Command):
                 raise
             if ctx.params.get("as_json"):
                 say_json(error_facts(error))
-            complain(told(error))
+            complain(message_of(error))
             return BAD if isinstance(error, self.damage) else TROUBLE
 
 
@@ -177,7 +177,7 @@ def _say_why(error: Exception, as_json: bool) -> None:
     if isinstance(error, click.UsageError):
         _usage(error)
     elif isinstance(error, (click.ClickException, LightckError, *_SYSTEM)):
-        complain(told(error))
+        complain(message_of(error))
     else:
         traceback.print_exception(error)  # for whoever mends it
         complain("This is a mistake in lightck, and says nothing of the pool. Please report it, with the lines above.")

@@ -92,7 +92,7 @@ def command(words: tuple[str, ...], pool_dir: Path | None, threads: int | None, 
     with ended_by_signals():
         found = _measured(pool_dir, threads)
     if as_json:
-        say_json({**asdict(found), "verdict": told(found)})
+        say_json({**asdict(found), "verdict": verdict_on(found)})
     else:
         _show(found)
     return OK
@@ -134,7 +134,7 @@ def _show(found: Speed) -> None:
         for line in columns(table, right=range(1, 5)):
             click.echo(line)
     say()
-    verdict(told(found), good=True)
+    verdict(verdict_on(found), good=True)
     say(f"Medians of {found.rounds} rounds. Of your own training, session.stats() says what it costs.")
 
 
@@ -157,7 +157,7 @@ def _share(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def told(found: Speed) -> str:
+def verdict_on(found: Speed) -> str:
     """The verdict, in words. What is less than equal trainings differ by, or may as well be nothing, is not called a
     cost."""
     _, (again, ours, theirs) = zip(*found.added.items(), strict=True)

@@ -262,8 +262,8 @@ def logout(machine: Machine) -> Iterator[Line]:
     if machine.uid < 1000 or not machine.exists("/run/systemd/system"):
         return
     files = ["/etc/systemd/logind.conf", *_drop_ins(machine)]
-    told = [re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", machine.text(path), re.M) for path in files]
-    settings = [each for one in told for each in one]
+    reported = [re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", machine.text(path), re.M) for path in files]
+    settings = [each for one in reported for each in one]
     if settings and settings[-1].lower() in ("no", "false", "off", "0"):
         return
     cure = f"Then the training ends too, and its pool in {SHARED} is gone: loginctl enable-linger, or a pool on a disk."

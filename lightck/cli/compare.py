@@ -20,7 +20,7 @@ from lightck.cli.text import Facts
 from lightck.pool.format.layout import Entry
 from lightck.restore.contents import Contents, Source, load_tensor
 from lightck.state import values
-from lightck.state.lanes import bytes_in_order
+from lightck.state.device_transfers import bytes_in_order
 
 _CHUNK = 1 << 20
 """Elements that are compared at a time."""

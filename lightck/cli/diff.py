@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from lightck.cli import survey
+from lightck.cli import stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, ComparingCommand, json_option, trouble
 from lightck.cli.output import bar
 from lightck.cli.text import Facts, columns, count, say, say_json, verdict
@@ -58,8 +58,8 @@ def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bo
 def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
     """What ``--json`` prints; docs/tools.md names the keys."""
     with ExitStack() as stack:
-        readers = [stack.enter_context(survey.reading(path)) for path in (a, b)]
-        for _ in range(survey.ATTEMPTS):
+        readers = [stack.enter_context(stored_checkpoints.reading(path)) for path in (a, b)]
+        for _ in range(stored_checkpoints.ATTEMPTS):
             sides = [_side(reader, step) for reader, step in zip(readers, steps, strict=True)]
             try:
                 return _compared(sides)
@@ -67,20 +67,21 @@ def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
                 continue
     raise PoolLockedError(
         f"The pools {a!r} and {b!r} could not be compared: one is in use, and its versions were overwritten faster "
-        f"than they could be read, {survey.ATTEMPTS} times. Nothing is wrong with it. Try again, or end the training."
+        f"than they could be read, {stored_checkpoints.ATTEMPTS} times. Nothing is wrong with it. Try again, or end "
+        "the training."
     )
 
 
-def _side(reader: PoolReader, step: int | None) -> survey.Held:
-    versions = survey.held(reader, step)
-    chosen = survey.newest(versions, step)
+def _side(reader: PoolReader, step: int | None) -> stored_checkpoints.Held:
+    checkpoints = stored_checkpoints.held(reader, step)
+    chosen = stored_checkpoints.newest(checkpoints, step)
     if chosen is not None:
         return chosen
-    if not versions:
+    if not checkpoints:
         raise NoCheckpointError(
             f"The pool {reader.path!r} holds no version to compare: none was committed yet. Train a step first."
         )
-    reasons = tuple(f"step {v.step}: {v.reason}" for v in versions)
+    reasons = tuple(f"step {v.step}: {v.reason}" for v in checkpoints)
     raise CorruptPoolError(
         f"No version in the pool {reader.path!r} can be compared ({'; '.join(reasons)}). "
         f"lightck verify {reader.path} says more.",
@@ -88,7 +89,7 @@ def _side(reader: PoolReader, step: int | None) -> survey.Held:
     )
 
 
-def _compared(sides: list[survey.Held]) -> Facts:
+def _compared(sides: list[stored_checkpoints.Held]) -> Facts:
     from lightck.cli import compare
 
     contents = [side.contents for side in sides]
@@ -101,7 +102,7 @@ def _compared(sides: list[survey.Held]) -> Facts:
             tensors = list(compare.tensors(a, b, advance))
     except DamagedError as error:
         _refuse_damage(sides, error)
-    if not all(_is_there(side) for side, source in zip(sides, (a, b), strict=True) if source is side.version):
+    if not all(_is_there(side) for side, source in zip(sides, (a, b), strict=True) if source is side.stored):
         raise _OverwrittenError
     values = list(compare.small_state(contents[0], contents[1]))
     return {
@@ -114,30 +115,30 @@ def _compared(sides: list[survey.Held]) -> Facts:
     }
 
 
-def _source(side: survey.Held) -> Source:
+def _source(side: stored_checkpoints.Held) -> Source:
     """Where the tensors are read from: memory, where the slot may soon be written anew."""
     from lightck.restore.contents import in_memory
 
-    assert side.version is not None
-    if (side.nbytes or 0) > HELD_NBYTES_MAX or holder_of(side.version.reader.path) is None:
-        return side.version
-    source = in_memory(side.version)
+    assert side.stored is not None
+    if (side.nbytes or 0) > HELD_NBYTES_MAX or holder_of(side.stored.reader.path) is None:
+        return side.stored
+    source = in_memory(side.stored)
     if not _is_there(side):
         raise _OverwrittenError
     return source
 
 
-def _named(side: survey.Held) -> Facts:
-    assert side.version is not None
-    return {"pool": side.version.reader.path, "step": side.step, "generation": side.generation}
+def _named(side: stored_checkpoints.Held) -> Facts:
+    assert side.stored is not None
+    return {"pool": side.stored.reader.path, "step": side.step, "generation": side.generation}
 
 
-def _is_there(side: survey.Held) -> bool:
-    assert side.version is not None
-    return survey.still_there(side.version.reader, side.line)
+def _is_there(side: stored_checkpoints.Held) -> bool:
+    assert side.stored is not None
+    return stored_checkpoints.still_there(side.stored.reader, side.record)
 
 
-def _refuse_damage(sides: list[survey.Held], error: DamagedError) -> NoReturn:
+def _refuse_damage(sides: list[stored_checkpoints.Held], error: DamagedError) -> NoReturn:
     if not all(map(_is_there, sides)):
         raise _OverwrittenError from error
     named = " or ".join(f"step {side.step} of {_named(side)['pool']!r}" for side in sides)

@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 import click
 
-from lightck.cli import survey
+from lightck.cli import stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
 from lightck.cli.text import Facts, columns, count, listed, say, say_json, size, survives, verdict
 from lightck.errors import FormatError, NotAPoolError
@@ -53,10 +53,10 @@ def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
 
 def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
     """What ``--json`` prints; docs/tools.md names the keys."""
-    with survey.reading(path) as reader:
-        versions = survey.held(reader)
-        wanted = versions if step is None else survey.held(reader, step)
-        shown = survey.newest(wanted, step)
+    with stored_checkpoints.reading(path) as reader:
+        checkpoints = stored_checkpoints.held(reader)
+        wanted = checkpoints if step is None else stored_checkpoints.held(reader, step)
+        shown = stored_checkpoints.newest(wanted, step)
         backend = backend_for(reader.path)
         medium = backend.probe(reader.path)
         holder = holder_of(reader.path)
@@ -65,8 +65,10 @@ def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
             "holder": None if holder is None else asdict(holder),
             "durability": {name: getattr(medium, name) for name in ("process", "os", "power", "media", "medium")}
             | {"evidence": list(medium.evidence)},
-            "versions": [_version(each, each is survey.newest(versions, None)) for each in versions],
-            "unfinished": [{"slot": slot, "generation": gen} for slot, gen in survey.unfinished(reader)],
+            "versions": [
+                _checkpoint(each, each is stored_checkpoints.newest(checkpoints, None)) for each in checkpoints
+            ],
+            "unfinished": [{"slot": slot, "generation": gen} for slot, gen in stored_checkpoints.unfinished(reader)],
             "shown": None if shown is None else _contents(shown, tensors),
         }
 
@@ -96,13 +98,13 @@ def _format(reader: PoolReader) -> str:
     return "unknown"
 
 
-def _version(each: survey.Held, newest: bool) -> Facts:
+def _checkpoint(each: stored_checkpoints.Held, newest: bool) -> Facts:
     return {
         "step": each.step,
-        "iteration": None if each.version is None else each.version.iteration,
+        "iteration": None if each.stored is None else each.stored.iteration,
         "generation": each.generation,
-        "incarnation": each.line.incarnation,
-        "slot": each.line.slot,
+        "incarnation": each.record.incarnation,
+        "slot": each.record.slot,
         "state": each.state,
         "reason": each.reason,
         "newest": newest,
@@ -110,16 +112,16 @@ def _version(each: survey.Held, newest: bool) -> Facts:
     }
 
 
-def _contents(each: survey.Held, tensors: bool) -> Facts:
-    assert each.version is not None
+def _contents(each: stored_checkpoints.Held, tensors: bool) -> Facts:
+    assert each.stored is not None
     assert each.contents is not None
-    contents, version = each.contents, each.version
-    entries = version.entries
+    contents, stored = each.contents, each.stored
+    entries = stored.entries
     return {
         "step": each.step,
         "generation": each.generation,
         "nbytes": each.nbytes,
-        "small_state_nbytes": len(version.state),
+        "small_state_nbytes": len(stored.state),
         "tensors": len(entries),
         "layers": _layers(each),
         "tied": {name: entry.alias for name, entry in entries.items() if entry.alias is not None},
@@ -139,7 +141,7 @@ def _tensor(entry: Entry) -> Facts:
     return {name: getattr(entry, name) for name in names} | {"shape": list(entry.shape)}
 
 
-def _layers(each: survey.Held) -> list[Facts]:
+def _layers(each: stored_checkpoints.Held) -> list[Facts]:
     """One map per module, in the model's order: its own tensors, and the optimizer's state for them."""
     from lightck.restore.optimizer import keys_by_param
 
@@ -159,7 +161,7 @@ def _layers(each: survey.Held) -> list[Facts]:
     return list(found.values())
 
 
-def _optimizers(each: survey.Held) -> list[Facts]:
+def _optimizers(each: stored_checkpoints.Held) -> list[Facts]:
     from lightck.restore.optimizer import keys_by_param
 
     assert each.contents is not None
@@ -187,7 +189,7 @@ def _show(facts: Facts, step: int | None) -> None:
     for line in columns(list(_head(facts))):
         say(line)
     say()
-    _show_versions(facts)
+    _show_checkpoints(facts)
     if shown is not None:
         say()
         _show_contents(shown)
@@ -215,7 +217,7 @@ def _who(holder: Facts | None) -> str:
     return f"pid {holder['pid']}: {holder['command'] or '(command not readable)'}"
 
 
-def _show_versions(facts: Facts) -> None:
+def _show_checkpoints(facts: Facts) -> None:
     rows = [("step", "iteration", "run", "generation", "slot", "size", "state")]
     for v in facts["versions"]:
         iteration = "-" if v["iteration"] is None else str(v["iteration"])
@@ -232,12 +234,12 @@ def _show_versions(facts: Facts) -> None:
         say(f"slot {each['slot']}: generation {each['generation']} {why}; it is not committed")
 
 
-def _state(version: Facts) -> str:
-    if version["state"] == survey.REJECTED:
-        return f"rejected: {version['reason']}"
-    if version["state"] == survey.DEAD:
+def _state(stored: Facts) -> str:
+    if stored["state"] == stored_checkpoints.REJECTED:
+        return f"rejected: {stored['reason']}"
+    if stored["state"] == stored_checkpoints.DEAD:
         return "dead: training went back behind it; only step= gives it"
-    return "committed, newest" if version["newest"] else "committed"
+    return "committed, newest" if stored["newest"] else "committed"
 
 
 def _show_contents(shown: Facts) -> None:

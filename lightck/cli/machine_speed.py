@@ -101,7 +101,7 @@ def _copies(folder: str) -> dict[str, float]:
     container = backend.create(path, _COPY_NBYTES)
     medium = Medium(container.fd, container.extents, backend.probe(path).tier)
 
-    def as_a_version() -> None:
+    def as_a_checkpoint() -> None:
         crc = ffi.new("uint32_t *")
         for at in range(0, _COPY_NBYTES, BLOCK_MAX):
             check(lib.lck_m_copy(medium.handle, at, ffi.cast("void *", address + at), BLOCK_MAX, crc), "copying")
@@ -112,7 +112,7 @@ def _copies(folder: str) -> dict[str, float]:
             {
                 "memcpy in memory": lambda: ctypes.memmove(target.ctypes.data, address, _COPY_NBYTES),
                 "memcpy into a pool's file": lambda: ctypes.memmove(medium.address, address, _COPY_NBYTES),
-                "lightck into it, with checksums": as_a_version,
+                "lightck into it, with checksums": as_a_checkpoint,
             }
         )
     finally:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from lightck.noting import Noting
+from lightck.failure_recording import FailureRecordingFile
 
 
 def prepare() -> TextIO | None:
@@ -30,7 +30,7 @@ def prepare() -> TextIO | None:
         return out
     out.reconfigure(errors="backslashreplace")
     with contextlib.suppress(io.UnsupportedOperation):  # of a test, in memory
-        raw = Noting(out.fileno(), "wb", closefd=False)
+        raw = FailureRecordingFile(out.fileno(), "wb", closefd=False)
         sys.stdout = io.TextIOWrapper(
             io.BufferedWriter(raw), out.encoding, "backslashreplace", line_buffering=out.line_buffering
         )
@@ -48,7 +48,7 @@ def restore(out: TextIO | None) -> None:
 def failed(error: BaseException) -> bool:
     """Whether this is an error of the standard output."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    return isinstance(raw, Noting) and raw.failure is error
+    return isinstance(raw, FailureRecordingFile) and raw.failure is error
 
 
 def leave() -> None:

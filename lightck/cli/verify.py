@@ -14,22 +14,22 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from lightck.cli import survey
+from lightck.cli import stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
 from lightck.cli.output import bar
 from lightck.cli.text import Facts, columns, count, say, say_json, size, verdict
 from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format.structures import (
-    LINE_NBYTES,
+    COMMIT_RECORD_NBYTES,
     SLOTS_MAX,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
-    CommitLine,
+    CommitRecord,
     DamagedError,
     Superblock,
     layout_hash,
 )
-from lightck.pool.reader import PoolReader, Version
+from lightck.pool.reader import PoolReader, StoredCheckpoint
 
 SHOWN_MAX = 10
 """Damaged tensors that the text names per version."""
@@ -62,16 +62,16 @@ def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
 
 def pool_facts(path: str, step: int | None, deep: bool) -> Facts:
     """What ``--json`` prints; docs/tools.md names the keys."""
-    with survey.reading(path) as reader:
+    with stored_checkpoints.reading(path) as reader:
         structures = list(_structures(reader))
-        versions = _versions(reader, step, deep)
-        usable = [v for v in versions if v["blocks"] == "verified" and v["state"] == survey.COMMITTED]
-        damaged = [v for v in versions if v["damage"]]
+        checkpoints = _checkpoints(reader, step, deep)
+        usable = [v for v in checkpoints if v["blocks"] == "verified" and v["state"] == stored_checkpoints.COMMITTED]
+        damaged = [v for v in checkpoints if v["damage"]]
         return {
             "pool": reader.path,
             "ok": not damaged and not any(s["damaged"] for s in structures),
             "structures": structures,
-            "versions": versions,
+            "versions": checkpoints,
             "recoverable_step": usable[0]["step"] if usable else None,
         }
 
@@ -84,7 +84,7 @@ def _structures(reader: PoolReader) -> Iterator[Facts]:
         good = layout_hash(reader.read(offset, sb.table_nbytes)) == sb.table_hash
         yield _structure(f"layout table {name}", None if good else "it does not match its hash; the other copy is used")
     for position in range(sb.ring_lines):
-        yield _structure(f"commit line {position}", *_settled(lambda at=position: _line_reason(reader, at)))  # type: ignore[misc]
+        yield _structure(f"commit line {position}", *_settled(lambda at=position: _record_reason(reader, at)))  # type: ignore[misc]
     if reader.erased():
         yield _structure("commit lines", "all are erased, and slots hold versions: which were committed cannot be told")
     for slot in range(len(sb.slots)):
@@ -118,11 +118,11 @@ def _superblock_reason(reader: PoolReader, offset: int) -> str | None:
     return None if same else "it differs from the other copy"
 
 
-def _line_reason(reader: PoolReader, position: int) -> Reason:
+def _record_reason(reader: PoolReader, position: int) -> Reason:
     sb = reader.superblock
-    data = reader.read(sb.line_offset(position), LINE_NBYTES)
+    data = reader.read(sb.commit_record_offset(position), COMMIT_RECORD_NBYTES)
     try:
-        CommitLine.unpack(data, sb.uuid)
+        CommitRecord.unpack(data, sb.uuid)
     except DamagedError as error:
         if _lacks_last_store(data, reader):
             return "it lacks its last store, as a commit that a kill cut off; its version is not used", True
@@ -136,24 +136,24 @@ def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
     In the line of a version the generation stands twice. That of an adoption was the next one at some moment since. No
     generation is given to two lines: one that another line has, or a newer one, is what a flipped bit left."""
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
-    ring = reader.ring()
-    if any(line.generation == older for line in ring.lines.values()):
+    commit_log = reader.commit_log()
+    if any(record.generation == older for record in commit_log.records.values()):
         return False
-    newest = min(ring.generation + SLOTS_MAX, payload + _GENERATIONS_TRIED)
+    newest = min(commit_log.generation + SLOTS_MAX, payload + _GENERATIONS_TRIED)
     first = max(payload, older + 1)
     return any(_passes(generation, data, reader.superblock.uuid) for generation in range(first, newest + 1))
 
 
 def _passes(generation: int, data: bytes, uuid: bytes) -> bool:
     try:
-        return CommitLine.unpack(struct.pack("<Q", generation) + data[8:], uuid) is not None
+        return CommitRecord.unpack(struct.pack("<Q", generation) + data[8:], uuid) is not None
     except DamagedError:
         return False
 
 
 def _header_reason(reader: PoolReader, slot: int) -> Reason:
-    never_written = reader.read(reader.superblock.slots[slot][0], LINE_NBYTES) == bytes(LINE_NBYTES)
-    newest = survey.newest_generations(reader.ring()).get(slot, 0)
+    never_written = reader.read(reader.superblock.slots[slot][0], COMMIT_RECORD_NBYTES) == bytes(COMMIT_RECORD_NBYTES)
+    newest = stored_checkpoints.newest_generations(reader.commit_log()).get(slot, 0)
     generation = reader.slot_generation(slot)
     if generation is not None and generation < newest:
         return f"it names generation {generation}, and {newest} was committed: a write of it was lost", False
@@ -162,60 +162,60 @@ def _header_reason(reader: PoolReader, slot: int) -> Reason:
     return "it fails its check; its version is judged by its manifest and blocks", False
 
 
-def _versions(reader: PoolReader, step: int | None, deep: bool) -> list[Facts]:
+def _checkpoints(reader: PoolReader, step: int | None, deep: bool) -> list[Facts]:
     """One map per version held. Where a writer took all their slots meanwhile, the pool is looked at again."""
-    for _ in range(survey.ATTEMPTS):
-        held = survey.held(reader, step)
+    for _ in range(stored_checkpoints.ATTEMPTS):
+        held = stored_checkpoints.held(reader, step)
         rows = _checked(reader, held, deep or step is not None)
         if not held or any(row["blocks"] != "overwritten" for row in rows):
             return rows
-    raise survey.overwritten(reader)
+    raise stored_checkpoints.overwritten(reader)
 
 
-def _checked(reader: PoolReader, held: tuple[survey.Held, ...], all_blocks: bool) -> list[Facts]:
+def _checked(reader: PoolReader, held: tuple[stored_checkpoints.Held, ...], all_blocks: bool) -> list[Facts]:
     rows, whole = [], False
-    newest = survey.newest_generations(reader.ring())
+    newest = stored_checkpoints.newest_generations(reader.commit_log())
     total = sum(each.nbytes or 0 for each in held) if all_blocks else max((h.nbytes or 0 for h in held), default=0)
     with bar("verifying", total) as advance:
         for each in held:
-            read = all_blocks or (not whole and each.state == survey.COMMITTED)
+            read = all_blocks or (not whole and each.state == stored_checkpoints.COMMITTED)
             row = _row(reader, each, read, advance)
-            if row["damage"] and each.generation < newest.get(each.line.slot, 0):
+            if row["damage"] and each.generation < newest.get(each.record.slot, 0):
                 continue  # a newer version was committed over it: it is gone, and only the slot's header is stale
             rows.append(row)
             whole = whole or row["blocks"] == "verified"
     return rows
 
 
-def _row(reader: PoolReader, each: survey.Held, read: bool, advance: Callable[[int], None]) -> Facts:
+def _row(reader: PoolReader, each: stored_checkpoints.Held, read: bool, advance: Callable[[int], None]) -> Facts:
     row = {
         "step": each.step,
         "generation": each.generation,
-        "incarnation": each.line.incarnation,
-        "slot": each.line.slot,
+        "incarnation": each.record.incarnation,
+        "slot": each.record.slot,
         "state": each.state,
         "nbytes": each.nbytes,
         "blocks": "not read",
         "damage": [],
     }
-    if each.version is None:
+    if each.stored is None:
         return row | {"damage": [{"tensor": None, "reason": each.reason}]}
     if not read:
         return row
-    damage = list(_damage(each.version, advance))
-    if not survey.still_there(reader, each.line):
+    damage = list(_damage(each.stored, advance))
+    if not stored_checkpoints.still_there(reader, each.record):
         return row | {"blocks": "overwritten"}
     return row | {"blocks": "damaged" if damage else "verified", "damage": damage}
 
 
-def _damage(version: Version, advance: Callable[[int], None]) -> Iterator[Facts]:
+def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterator[Facts]:
     """Each tensor with a bad block; of a version that is being overwritten only the first one."""
-    for name, entry in version.entries.items():
+    for name, entry in stored.entries.items():
         try:
-            version.read_into(name, 0)
+            stored.read_into(name, 0)
         except DamagedError as error:
             yield {"tensor": name, "reason": str(error)}
-            if not version.is_intact():
+            if not stored.is_intact():
                 return
         advance(entry.nbytes)
 
@@ -228,28 +228,28 @@ def _show(facts: Facts, path: str) -> None:
     bad = [s for s in structures if s["damaged"]]
     rows = [("structures", "damaged" if bad else "OK", count(len(structures), "structure") + " checked")]
     rows += [("", "", f"{s['name']}: {s['note']}") for s in structures if s["note"]]
-    for version in facts["versions"]:
-        rows += _rows(version)
-    for line in columns(rows):
-        say(line)
+    for stored in facts["versions"]:
+        rows += _rows(stored)
+    for record in columns(rows):
+        say(record)
     say()
     _show_verdict(facts, path)
 
 
-def _rows(version: Facts) -> list[tuple[str, str, str]]:
-    name = f"step {version['step']}" + (" (dead)" if version["state"] == survey.DEAD else "")
-    damage = [each["reason"] for each in version["damage"]]
+def _rows(stored: Facts) -> list[tuple[str, str, str]]:
+    name = f"step {stored['step']}" + (" (dead)" if stored["state"] == stored_checkpoints.DEAD else "")
+    damage = [each["reason"] for each in stored["damage"]]
     if damage:
         rows = [(name if i == 0 else "", "damaged" if i == 0 else "", reason) for i, reason in enumerate(damage)]
         if len(rows) > SHOWN_MAX:
             rows[SHOWN_MAX:] = [("", "", f"and {len(rows) - SHOWN_MAX} more tensors (--json names them)")]
         return rows
     said = {
-        "verified": f"every block matches its checksum ({size(version['nbytes'] or 0)})",
+        "verified": f"every block matches its checksum ({size(stored['nbytes'] or 0)})",
         "not read": "its manifest matches; its blocks were not read (--deep reads them)",
         "overwritten": "not checked: the training wrote a newer version over it meanwhile",
     }
-    return [(name, "-" if version["blocks"] == "overwritten" else "OK", said[version["blocks"]])]
+    return [(name, "-" if stored["blocks"] == "overwritten" else "OK", said[stored["blocks"]])]
 
 
 def _show_verdict(facts: Facts, path: str) -> None:

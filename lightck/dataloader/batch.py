@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from lightck._native import ffi, lib
-from lightck.state.lanes import bytes_in_order
+from lightck.state.device_transfers import bytes_in_order
 
 if TYPE_CHECKING:
     from lightck._native import CData

@@ -20,24 +20,7 @@ from typing import Any
 import torch
 
 from lightck.dataloader.batch import Read, checksum_of, differ
-from lightck.dataloader.owned import Owned, OwnGenerators, States
-from lightck.dataloader.passes import Batches, LoaderHost, Pass, moment
-from lightck.dataloader.position import Mark, Position, Stand, corrupt, same
-from lightck.dataloader.positions import UsedAgain
-from lightck.dataloader.preview import Previews, is_only_asked, tell_lightning_counts
-from lightck.dataloader.replay import FACT, EndedEarly, Progress, iterate_behind, replay
-from lightck.dataloader.sampler import Watch, watch
-from lightck.dataloader.under import (
-    core_of,
-    fetches_here,
-    is_loader_of_torch,
-    keeps_state,
-    may_run_ahead,
-    passes_of,
-    renew,
-    set_passes,
-)
-from lightck.dataloader.wrapped import (
+from lightck.dataloader.identity import (
     DRAWS_IN_ITEMS,
     TAKEN_BEFORE,
     changed,
@@ -47,7 +30,24 @@ from lightck.dataloader.wrapped import (
     is_stateful,
     refuse_drift,
     refuse_own,
-    replay_doubt,
+    replay_risk,
+)
+from lightck.dataloader.loader_state import Owned, OwnGenerators, States
+from lightck.dataloader.passes import Batches, LoaderHost, Pass, moment
+from lightck.dataloader.position import Mark, Position, Stand, corrupt, same
+from lightck.dataloader.positions import UsedAgain
+from lightck.dataloader.preview import Previews, is_only_asked, tell_lightning_counts
+from lightck.dataloader.replay import FACT, EndedEarly, Progress, iterate_behind, replay
+from lightck.dataloader.sampler import Watch, watch
+from lightck.dataloader.wrapped_loader import (
+    core_of,
+    fetches_here,
+    is_loader_of_torch,
+    keeps_state,
+    may_run_ahead,
+    passes_of,
+    renew,
+    set_passes,
 )
 from lightck.errors import DriftError, SessionError
 
@@ -72,7 +72,7 @@ class SessionLoader:
     name: str
     """The name under which the position is saved."""
     restored_epoch = 0
-    told_within = was_asked = False
+    reported_within = was_asked = False
     in_eval = False
     """Whether the model is, as the host says at each ``next()``."""
     fetched_to_train = 0
@@ -133,7 +133,7 @@ class SessionLoader:
         self._persistent = workers > 0 and self._core is not None and self._core.persistent_workers
         self._checks = not self._stateful
         self._read: Read = {}
-        self._doubt = replay_doubt(dl)
+        self._risk = replay_risk(dl)
         self._epoch = 0
         self._pass: Pass | None = None
         self._has_one_pass = has_one_pass(dl)
@@ -147,8 +147,8 @@ class SessionLoader:
         """The restored position, until it is used up."""
         self._adopted = self._pending
         self.is_anew = is_anew
-        if self._doubt is not None:
-            self._tell_doubt(self._doubt, logging.INFO if self._doubt is DRAWS_IN_ITEMS else logging.WARNING)
+        if self._risk is not None:
+            self._warn_risk(self._risk, logging.INFO if self._risk is DRAWS_IN_ITEMS else logging.WARNING)
 
     @property
     def has_trained(self) -> bool:
@@ -243,17 +243,17 @@ class SessionLoader:
             stand=stand,
             previews=previews,
             previews_in_loop=in_loop,
-            used_again=self.used.is_told,
+            used_again=self.used.is_reported,
         ).to_value()
 
     def _own_state(self) -> object:
         has_one = (self._stateful or self._keeps_state) and self.is_begun
         return self.loader.state_dict() if has_one else None
 
-    def tell_within_batch(self, step: int) -> None:
+    def warn_mid_batch(self, step: int) -> None:
         """Once: this version's position counts a batch that the step after it is made on."""
-        if not self.told_within:
-            self.told_within = True
+        if not self.reported_within:
+            self.reported_within = True
             log.warning(
                 "loader %r: step %d ended within a batch: the loop makes several updates on one batch, or goes "
                 "over another session loader inside it, or began this pass in eval mode. A saved position "
@@ -263,9 +263,9 @@ class SessionLoader:
                 step,
             )
 
-    def _tell_doubt(self, doubt: str, level: int = logging.WARNING) -> None:
-        self._doubt = doubt
-        log.log(level, "loader %r: a resume in mid-pass may not be exact; %s", self.name, doubt)
+    def _warn_risk(self, risk: str, level: int = logging.WARNING) -> None:
+        self._risk = risk
+        log.log(level, "loader %r: a resume in mid-pass may not be exact; %s", self.name, risk)
 
     # -- restoring
 
@@ -425,7 +425,7 @@ class SessionLoader:
         self.used.begins()
         self._in_process = fetches_here(self.loader, self._core, inner)
         self._runs_ahead = self._in_process and not self._stateful and may_run_ahead(inner)
-        self._watch = watch(inner, self._in_process) if self._doubt is None and not self._stateful else None
+        self._watch = watch(inner, self._in_process) if self._risk is None and not self._stateful else None
         return Batches(self._next, lambda: self._host.updates, self._pass, inner)
 
     def _resume(self, position: Position) -> Batches:
@@ -443,7 +443,7 @@ class SessionLoader:
             skips = self._skips and position.stand.given > 1
             inner = self._iterate_behind(position) if skips else iter(self.loader)
             if not self._stateful and (position.stand.given or position.stand.raised) and not self._stands_there():
-                self._replay(inner, position, not reused and self._doubt is None, skips)
+                self._replay(inner, position, not reused and self._risk is None, skips)
             self._owned.put_back()
         self._generators.set_states(position.generators)
         self._rng_at_next = position.generators
@@ -510,7 +510,7 @@ class SessionLoader:
                     "loader %r: %s, so the training goes on with other data than the run before. %s",
                     self.name,
                     fact,
-                    self._doubt
+                    self._risk
                     or "Random augmentation in persistent workers is one reason, "
                     "a dataset that keeps a state from pass to pass another",
                 )
@@ -556,9 +556,9 @@ class SessionLoader:
                 pass_.stand.raised.get(pass_.stand.given, 0) + 1
             )  # the loop may pass it over and go on
             raise
-        if self._watch is not None and (doubt := self._watch.doubt()) is not None:
+        if self._watch is not None and (risk := self._watch.risk()) is not None:
             self._watch = None
-            self._tell_doubt(doubt)
+            self._warn_risk(risk)
         self._count(pass_, batch, before)
         self._host.loader_gave(self, pass_, batch, pass_.stand.checksum if self._checks else None, self._read)
         return batch
@@ -570,8 +570,8 @@ class SessionLoader:
             self._apply_restored_rng(pass_, generators)
 
     def _count(self, pass_: Pass, batch: object, before: Mark | None) -> None:
-        if TAKEN_BEFORE in self._identity and self._doubt is None:
-            self._tell_doubt(
+        if TAKEN_BEFORE in self._identity and self._risk is None:
+            self._warn_risk(
                 "an iterator has one pass, and this one was left and begun again. A new process begins at "
                 "its first batch, and refuses to go on. Pass what makes the iterator"
             )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
-from lightck.dataloader.under import chain
+from lightck.dataloader.wrapped_loader import chain
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightck.dataloader.identity import is_number
 from lightck.dataloader.position import Position
-from lightck.dataloader.wrapped import is_number
 from lightck.errors import DriftError
 
 if TYPE_CHECKING:
@@ -129,13 +129,13 @@ class UsedAgain:
         self._name = name
         self._first: weakref.ref[object] | None = None
         self._fetched = 0
-        self.is_told = False
+        self.is_reported = False
         """For the last pass."""
-        self._was_told = False
+        self._was_reported = False
 
     def begins(self) -> None:
         """A pass, in this process."""
-        self._first, self._fetched, self.is_told = None, 0, False
+        self._first, self._fetched, self.is_reported = None, 0, False
 
     def fetched(self, batch: object) -> None:
         self._fetched += 1
@@ -153,9 +153,9 @@ class UsedAgain:
 
     def tell(self) -> None:
         """An update was made after a pass ended, and none began. Said once."""
-        self.is_told = True
-        if not self._was_told:
-            self._was_told = True
+        self.is_reported = True
+        if not self._was_reported:
+            self._was_reported = True
             log.warning(
                 "loader %r: an update was made after the pass over it ended and before another began, so "
                 "batches are used again that the loop holds (itertools.cycle, a list), or others. %s",

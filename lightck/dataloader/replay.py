@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightck.dataloader.position import Mark, Position
-from lightck.dataloader.under import is_loader_of_torch
+from lightck.dataloader.wrapped_loader import is_loader_of_torch
 from lightck.errors import SessionError
 
 log = logging.getLogger("lightck")
@@ -77,12 +77,12 @@ class Progress:
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
-        self._begun = self._told = time.monotonic()
+        self._begun = self._reported = time.monotonic()
 
     def at(self, done: int) -> None:
         now = time.monotonic()
-        if now - self._told >= _TELL_SECONDS:
-            self._told = now
+        if now - self._reported >= _TELL_SECONDS:
+            self._reported = now
             log.info(
                 "loader %r: %d of the %d batches that its pass gave before are fetched again, %.1f in a second",
                 self._name,

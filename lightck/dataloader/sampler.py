@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from lightck.dataloader.under import is_made_by_torch
+from lightck.dataloader.wrapped_loader import is_made_by_torch
 
 _CURE = "give the sampler a generator of its own, as its attribute generator"
 _WATCHED_BATCHES = 4  # of each pass, where workers fetch
@@ -23,7 +23,7 @@ class Watch(Protocol):
     def before(self) -> None:
         """A fetch begins."""
 
-    def doubt(self) -> str | None:
+    def risk(self) -> str | None:
         """After a fetch: why a replay may not be exact, where that is seen now."""
 
 
@@ -57,7 +57,7 @@ class _AheadOfTheLoop:
         self._state = torch.get_rng_state() if self._left else None
         self._left -= bool(self._left)
 
-    def doubt(self) -> str | None:
+    def risk(self) -> str | None:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
             return None
         return f"its sampler draws from torch's global random generator at each next(), ahead of the loop: {_CURE}"
@@ -73,7 +73,7 @@ class _BetweenItsDraws:
         if self._state is not None and not torch.equal(self._state, torch.get_rng_state()):
             self._sampler.is_watched = True
 
-    def doubt(self) -> str | None:
+    def risk(self) -> str | None:
         if self._sampler.has_drawn:
             return f"its sampler draws from torch's global random generator at next(), as the loop does: {_CURE}"
         self._state = None if self._sampler.is_watched else torch.get_rng_state()

@@ -68,5 +68,5 @@ def kill_setting(planned: Planned, position: int, blocks: int, seed: int) -> str
     checkpoint = max(1, planned.after - position)
     if planned.site != "block":
         return f"{planned.site}:{checkpoint}"
-    within = random.Random(seed * 1_000_003 + planned.after).randint(1, blocks)
-    return f"block:{(checkpoint - 1) * blocks + within}"
+    most = random.Random(seed * 1_000_003 + planned.after).randint(1, blocks)
+    return f"block:{(checkpoint - 1) * blocks + most}"

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import IO
 
 from lightck.errors import ExportError, ExportExistsError
-from lightck.noting import Noting
+from lightck.failure_recording import FailureRecordingFile
 from lightck.pool.storage.backends import is_pool
 from lightck.pool.storage.file import sync_folder
 
@@ -45,7 +45,7 @@ def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iter
     temporary = temporary or f"{path}.{secrets.token_hex(4)}.tmp"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        raw = Noting(os.open(temporary, flags, 0o666), "wb")
+        raw = FailureRecordingFile(os.open(temporary, flags, 0o666), "wb")
     except OSError as err:
         raise _error(path, err) from err
     try:

@@ -146,15 +146,15 @@ def count_tensors(value: object) -> int:
     """Different tensors in a nested value."""
     found: set[int] = set()
 
-    def look(item: object) -> None:
+    def peek(item: object) -> None:
         if isinstance(item, torch.Tensor):
             found.add(id(item))
         elif isinstance(item, Mapping):
             for part in item.values():
-                look(part)
+                peek(part)
         elif isinstance(item, (list, tuple, set)):
             for part in item:
-                look(part)
+                peek(part)
 
-    look(value)
+    peek(value)
     return len(found)

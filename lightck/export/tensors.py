@@ -17,7 +17,7 @@ import torch
 
 from lightck.errors import StateValueError
 from lightck.pool.format.layout import ITEM_NBYTES
-from lightck.state.lanes import bytes_in_order
+from lightck.state.device_transfers import bytes_in_order
 
 DTYPES = {
     "bool": "BOOL",

@@ -20,9 +20,9 @@ from torch.optim.optimizer import (
 )
 
 from lightck.events import StepListener
-from lightck.hooks import own
+from lightck.hooks import own_hooks
 from lightck.hooks.layerwise import layerwise_of
-from lightck.state.nest import has_hooks, places
+from lightck.state.optimizer_wrappers import has_hooks, places
 
 _DUMMY_STEP = "_init_optim_state"
 """torch.distributed.checkpoint.state_dict makes optimizer state by a step that changes nothing."""
@@ -41,12 +41,12 @@ class Hooks:
         """Optimizer -> the frame of torch's hook wrapper around its running ``step``."""
         self._counted: FrameType | None = None
         """That of the step whose update was counted, and whose other post hooks run."""
-        self.handles: list[own.Handle] = [
-            model.register_forward_pre_hook(own.ModuleHook(self._forward_pre), with_kwargs=True),
-            model.register_forward_hook(own.ModuleHook(self._forward_post)),
-            own.CleanCopies(model),
-            register_optimizer_step_pre_hook(own.weakly(self._any_step_pre)),
-            register_optimizer_step_post_hook(own.weakly(self._any_step_post)),
+        self.handles: list[own_hooks.Handle] = [
+            model.register_forward_pre_hook(own_hooks.ModuleHook(self._forward_pre), with_kwargs=True),
+            model.register_forward_hook(own_hooks.ModuleHook(self._forward_post)),
+            own_hooks.CleanCopies(model),
+            register_optimizer_step_pre_hook(own_hooks.weakly(self._any_step_pre)),
+            register_optimizer_step_post_hook(own_hooks.weakly(self._any_step_post)),
         ]
         """Of all hooks, now and later: ``own.remove`` takes them out without needing this object."""
         self.add(optimizers)
@@ -59,7 +59,7 @@ class Hooks:
             post = optimizer.register_step_post_hook(self._step_post)
             self.handles += optimizer.register_step_pre_hook(self._step_pre), post
             # Before the user's post hooks: one that raises must not hide that an update was made.
-            own.move_to_end(optimizer._optimizer_step_post_hooks, post, last=False)
+            own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, post, last=False)
         for optimizer in optimizers:
             layers = layerwise_of(optimizer)
             if layers is not None:
@@ -98,7 +98,9 @@ class Hooks:
         if not self.follow(optimizer):
             self._events.unknown_optimizer(optimizer)
 
-    def _step_pre(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> own.Call | None:
+    def _step_pre(
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> own_hooks.Call | None:
         if _is_dummy(kwargs):
             self._events.gate()
             return None
@@ -106,7 +108,7 @@ class Hooks:
         if self._is_inside(index, wrapper):
             return None
         self._stepping[index] = wrapper
-        closure = own.closure_of(args, kwargs)
+        closure = own_hooks.closure_of(args, kwargs)
         self._events.before_step(index, self._optimizers[index] is not optimizer, has_gradients=closure is None)
         if closure is None:
             self._events.gate()
@@ -114,7 +116,7 @@ class Hooks:
         waits = type(optimizer).__module__.startswith("torch.optim.")
         if not waits:
             self._events.gate()
-        return own.with_closure(args, kwargs, self._wrapped(closure, gate_after_first=waits))
+        return own_hooks.with_closure(args, kwargs, self._wrapped(closure, gate_after_first=waits))
 
     def _is_inside(self, index: int, frame: FrameType | None) -> bool:
         """Whether this ``step`` is called by the optimizer's own ``step`` (a subclass whose ``step`` ends in
@@ -127,7 +129,7 @@ class Hooks:
             frame = frame.f_back
         return False
 
-    def _wrapped(self, closure: own.Closure, gate_after_first: bool) -> own.Closure:
+    def _wrapped(self, closure: own_hooks.Closure, gate_after_first: bool) -> own_hooks.Closure:
         """The user's closure; torch.optim updates nothing before its first call has returned."""
         waiting = gate_after_first
 
@@ -175,4 +177,4 @@ def _changed_nothing(optimizer: Optimizer) -> bool:
 def _is_dummy(kwargs: dict[str, object]) -> bool:
     if "closure" not in kwargs or kwargs["closure"] is not None:
         return False
-    return own.is_called_by(lambda frame: frame.f_code.co_name == _DUMMY_STEP)
+    return own_hooks.is_called_by(lambda frame: frame.f_code.co_name == _DUMMY_STEP)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightck.errors import SessionError, StateChangedError
 from lightck.state.blocks import checksums
-from lightck.state.looks import version_of
+from lightck.state.signatures import version_counter_of
 
 _NOT_SHARED = ("step", "_optimizer_")
 """Beginnings of attributes that a layer's instance does not take over: hooks, and a ``step`` that a scheduler wrapped.
@@ -88,7 +88,7 @@ class Used:
 
 
 def _noted(state: Mapping[object, object] | None) -> Noted:
-    return {key: (value, _version_of(value)) for key, value in (state or {}).items()}
+    return {key: (value, _version_counter_of(value)) for key, value in (state or {}).items()}
 
 
 def _is_as_noted(state: Mapping[object, object] | None, noted: Noted) -> bool:
@@ -98,8 +98,8 @@ def _is_as_noted(state: Mapping[object, object] | None, noted: Noted) -> bool:
     )
 
 
-def _version_of(value: object) -> int:
-    return version_of(value) if isinstance(value, torch.Tensor) else 0
+def _version_counter_of(value: object) -> int:
+    return version_counter_of(value) if isinstance(value, torch.Tensor) else 0
 
 
 def shape_of(optimizer: Optimizer) -> list[object]:
@@ -129,9 +129,9 @@ def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor
     part.state = optimizer.state
     for mine, theirs in zip(part.param_groups, layer.groups, strict=True):
         mine.update((key, value) for key, value in theirs.items() if key != "params")
-    versions = [p._version for p in params]
+    counters = [p._version for p in params]
     type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
-    silent = [p for p, before in zip(params, versions, strict=True) if p._version == before]
+    silent = [p for p, before in zip(params, counters, strict=True) if p._version == before]
     if silent:  # a fused kernel: autograd is to know that what it saved is no more
         torch.autograd.graph.increment_version(silent)
 
@@ -141,7 +141,7 @@ def tensors_of(optimizer: Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
     return [param, *(v for v in (state or {}).values() if isinstance(v, torch.Tensor))]
 
 
-class HalfUpdated:
+class PartialUpdate:
     """The optimizers (by index) whose update is half made, and an error that waits for their ``step()``."""
 
     def __init__(self) -> None:

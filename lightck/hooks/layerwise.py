@@ -26,11 +26,11 @@ from torch.utils.hooks import RemovableHandle
 from lightck import sessions
 from lightck.errors import SessionError, UnsupportedError
 from lightck.events import StepListener
-from lightck.hooks import own
+from lightck.hooks import own_hooks
 from lightck.hooks.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
 from lightck.state.blocks import checksums
 from lightck.state.inventory import clean_prefixes
-from lightck.state.nest import has_hooks, inner_of
+from lightck.state.optimizer_wrappers import has_hooks, inner_of
 from lightck.state.ranks import of_several
 
 _ALL_AT_ONCE = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -98,16 +98,16 @@ class Layerwise:
         self._passes = 0
         self._accumulating = 0
         self._shape: list[object] = []
-        self._param_handles: list[own.Handle] = []
+        self._param_handles: list[own_hooks.Handle] = []
         self._build(model, optimizer)
         self._step_hooks = (
             optimizer.register_step_pre_hook(self._step_pre),
             optimizer.register_step_post_hook(self._step_post),
         )
-        self._handles: list[own.Handle] = [
+        self._handles: list[own_hooks.Handle] = [
             *self._step_hooks,
-            model.register_forward_pre_hook(own.ModuleHook(own.weakly(self._forward_begins))),
-            own.CleanCopies(model),
+            model.register_forward_pre_hook(own_hooks.ModuleHook(own_hooks.weakly(self._forward_begins))),
+            own_hooks.CleanCopies(model),
         ]
         _known[optimizer] = self
 
@@ -136,7 +136,7 @@ class Layerwise:
                 param.grad = None
         self._over()
         if optimizer is not None:
-            for listener, index in self._told():
+            for listener, index in self._reported():
                 listener.layers_forgotten(index)
 
     def remove(self) -> None:
@@ -146,8 +146,8 @@ class Layerwise:
                 "Layers were updated whose optimizer.step() is still to come. Their gradients would count twice. Call "
                 "step() first (or forget(), after a backward() that failed), then remove()."
             )
-        own.remove(self._handles)
-        own.remove(self._param_handles)
+        own_hooks.remove(self._handles)
+        own_hooks.remove(self._param_handles)
         self._layers.clear()
         self._layer_of.clear()
         optimizer = self._optimizer()
@@ -158,22 +158,22 @@ class Layerwise:
         """Whether these are the layers of this model."""
         return self._model() is model
 
-    def tell(self, listener: StepListener, index: int) -> own.Handle:
+    def tell(self, listener: StepListener, index: int) -> own_hooks.Handle:
         """Tell this one too of updates inside the backward pass, until the handle is removed; ``index``: of the
         optimizer. A listener is not kept alive."""
         handle = RemovableHandle(self._listeners)
         self._listeners[handle.id] = weakref.ref(listener), index
         return handle
 
-    def _told(self) -> list[tuple[StepListener, int]]:
-        told = [(ref(), index) for ref, index in self._listeners.values()]
-        return [(listener, index) for listener, index in told if listener is not None]
+    def _reported(self) -> list[tuple[StepListener, int]]:
+        reported = [(ref(), index) for ref, index in self._listeners.values()]
+        return [(listener, index) for listener, index in reported if listener is not None]
 
     # -- layers ------------------------------------------------------------------------------------------
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
         """A layer for each module that trains parameters of this optimizer; a tied one belongs to its first module."""
-        own.remove(self._param_handles)
+        own_hooks.remove(self._param_handles)
         self._layers.clear()
         self._layer_of.clear()
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -184,7 +184,7 @@ class Layerwise:
                 layer = layer_over(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
                 self._layers.append(layer)
                 self._layer_of.update((id(p), layer) for p in params)
-                hook = own.weakly(self.arrived)
+                hook = own_hooks.weakly(self.arrived)
                 handles = [p.register_post_accumulate_grad_hook(hook) for p in params]  # type: ignore[no-untyped-call]
                 self._param_handles.extend(handles)
         self._shape = shape_of(optimizer)
@@ -219,13 +219,13 @@ class Layerwise:
             self._update(layer, optimizer)
 
     def _update(self, layer: Layer, optimizer: Optimizer) -> None:
-        listeners = self._told()
+        listeners = self._reported()
         if not self._used:
             _refuse_many_ranks()
             _refuse_scaled(optimizer)
             # The hooks of others are to see the gradients.
-            own.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
-            own.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
+            own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
+            own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._passes += 1
             for listener, index in listeners:
                 listener.layers_begin(index)
@@ -253,7 +253,7 @@ class Layerwise:
 
     def _forward_begins(self, *_: object) -> None:
         """What it computes belongs to this update still, and would be of the next one's parameters."""
-        if self._used and torch.is_grad_enabled() and not own.is_in_backward():
+        if self._used and torch.is_grad_enabled() and not own_hooks.is_in_backward():
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(), and its layers were updated inside "
                 "backward() already: its gradients would be those of the new parameters. Call optimizer.step() before "
@@ -265,7 +265,7 @@ class Layerwise:
 
     def _step_pre(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Hide the gradients that were used: ``step()`` passes over parameters without one, and does the others."""
-        if own.closure_of(args, kwargs) is not None:
+        if own_hooks.closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 "step(closure) was called, and layers are updated inside backward(): the closure's backward would "
                 "update them before step() does. Call backward() yourself, then step()."
@@ -313,7 +313,7 @@ def _refuse(optimizer: object) -> None:
     step = getattr(type(optimizer).step, "__wrapped__", None)
     if step is None or not str(step.__module__).startswith("torch.optim.") or inner_of(optimizer):
         raise UnsupportedError(
-            f"{kind} has a step() of its own, or wraps another optimizer. What it does with gradients of several "
+            f"{kind} has a step() of its own_hooks, or wraps another optimizer. What it does with gradients of several "
             "layers cannot be seen from outside. A layer-wise update is for the classes of torch.optim."
         )
     if isinstance(optimizer, _ALL_AT_ONCE) or any(g.get("differentiable") for g in optimizer.param_groups):
@@ -349,7 +349,7 @@ def _refuse_parallel(model: nn.Module) -> None:
 def _refuse_scaled(optimizer: Optimizer) -> None:
     fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
     # The stack is asked, too: what ``unscale_`` writes to the gradients moves no version counter (measured).
-    if fused or own.is_called_by(_is_of_scaler):
+    if fused or own_hooks.is_called_by(_is_of_scaler):
         raise UnsupportedError(
             "A GradScaler drives this optimizer. Whether a step is skipped is known when all gradients are there, and "
             "a layer-wise update comes before that. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none)."

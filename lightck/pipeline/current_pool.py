@@ -118,9 +118,9 @@ class CurrentPool:
         old, events = self.writer, self._events
         events.stop_reading()
         carried = events.to_carry(old) if old is not None else []
-        held = [entry for version in carried for entry in version.entries.values()]
+        held = [entry for checkpoint in carried for entry in checkpoint.entries.values()]
         table, extras = room_for(old, entries, held)
-        state_nbytes = max([state_nbytes, *(len(version.state) for version in carried)])
+        state_nbytes = max([state_nbytes, *(len(checkpoint.state) for checkpoint in carried)])
         writer = self._new_writer(in_order_of_need(table.values()), state_nbytes, spare_nbytes(old, table), extras)
         try:
             events.carry(writer)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from lightck.pool.writer import PoolWriter
-from lightck.state.looks import Closing
+from lightck.state.signatures import ClosedStep
 
 
 class CommitDecision(Protocol):
     """Asked by the pipeline, on the training thread."""
 
-    def may_commit(self, closing: Closing) -> bool:
+    def may_commit(self, closed_step: ClosedStep) -> bool:
         """Whether this checkpoint may become the newest. Asked before anything of it is written."""
         ...
 
@@ -33,8 +33,8 @@ class Decisions:
     def add(self, decision: CommitDecision) -> None:
         self._asked.append(decision)
 
-    def may_commit(self, closing: Closing) -> bool:
-        return all(one.may_commit(closing) for one in self._asked)
+    def may_commit(self, closed_step: ClosedStep) -> bool:
+        return all(one.may_commit(closed_step) for one in self._asked)
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
         return frozenset[int]().union(*(one.held(writer) for one in self._asked))

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from lightck.errors import listed
-from lightck.pipeline.flight import Flight
+from lightck.pipeline.in_flight import InFlightCheckpoint
+from lightck.pipeline.sources import SourceWatch, UnchangedTensors, changed_error
 from lightck.pipeline.submission import Submission
-from lightck.pipeline.watch import Resting, Watched, changed_error
-from lightck.pipeline.write_table import Record
+from lightck.pipeline.write_table import TensorRecord
 from lightck.pool.listener import CommitEvents
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
@@ -44,19 +44,19 @@ class Verdict(NamedTuple):
 class Target:
     """A slot about to be written, as a strategy sees it (``plan.TargetSlot``)."""
 
-    def __init__(self, resting: Resting, writer: PoolWriter, slot: Slot) -> None:
-        self._resting, self._writer, self._slot = resting, writer, slot
+    def __init__(self, resting: UnchangedTensors, writer: PoolWriter, slot: Slot) -> None:
+        self._unchanged, self._writer, self._slot = resting, writer, slot
 
     @property
     def index(self) -> int:
         return self._slot.index
 
-    def is_stored(self, live: Live, record: Record) -> bool:
-        crcs = self._resting.crcs_at_rest(live)
+    def is_stored(self, live: Live, record: TensorRecord) -> bool:
+        crcs = self._unchanged.crcs_if_unchanged(live)
         in_slot = bool(self._slot.image.in_slot[record.number])
         return crcs is not None and in_slot and np.array_equal(crcs, self._writer.raw_crcs(self._slot, record.number))
 
-    def generation_of(self, record: Record) -> int | None:
+    def generation_of(self, record: TensorRecord) -> int | None:
         image = self._slot.image
         return int(image.records["generation"][record.number]) if image.in_slot[record.number] else None
 
@@ -66,7 +66,7 @@ class WriteGuard:
 
     def __init__(self, check: bool) -> None:
         self._check = check
-        self._resting = Resting()
+        self._unchanged = UnchangedTensors()
         self._n_begun = self._turn = 0
         self._audited_nbytes = 0
         self._proof_turn, self._proved_until = Turn(), 0
@@ -77,18 +77,18 @@ class WriteGuard:
     @property
     def never(self) -> set[str]:
         """Names of tensors that are copied at the boundary itself: something wrote to them before."""
-        return self._resting.never
+        return self._unchanged.never
 
     def forget(self) -> None:
         """Let go of every tensor."""
-        self._resting = Resting()
+        self._unchanged = UnchangedTensors()
 
     # -- before a checkpoint is made
 
     def audit(self, writer: PoolWriter) -> None:
         """Look whether what the next checkpoint would leave out was written unannounced."""
         generation, block = writer.generation, writer.superblock.block
-        names, self._audited_nbytes = self._resting.audit(generation, block, self._budget())
+        names, self._audited_nbytes = self._unchanged.audit(generation, block, self._budget())
         if names:
             log.warning(
                 "lightck: %s was written in a way that moves no version counter (.data, numpy, a fused kernel "
@@ -97,7 +97,7 @@ class WriteGuard:
                 "bytes are struck when that one is committed.",
                 listed([repr(name) for name in sorted(names)]),
             )
-            self._found(names, self._resting.right_until, writer)
+            self._found(names, self._unchanged.right_until, writer)
 
     def _budget(self, spent: int = 0) -> int | None:
         """Bytes to read again for the next checkpoint, ``spent`` of which were read already; None: all. (At least one
@@ -108,42 +108,42 @@ class WriteGuard:
 
     def target(self, writer: PoolWriter, slot: Slot) -> Target:
         """What a strategy is told of the slot that the next checkpoint gets."""
-        return Target(self._resting, writer, slot)
+        return Target(self._unchanged, writer, slot)
 
     # -- when its copies begin
 
-    def watch(self, submission: Submission, writer: PoolWriter) -> Watched:
+    def watch(self, submission: Submission, writer: PoolWriter) -> SourceWatch:
         """The sources of its copies, as they look and what they hold. Of devices too: sending has added theirs."""
-        watched = Watched(submission.background, submission.background_numbers, submission.n_followed)
+        watched = SourceWatch(submission.background, submission.background_numbers, submission.n_followed)
         watched.prove(submission.blocks(writer), self._proof_turn, self._budget(self._audited_nbytes))
         return watched
 
     def begun(self, submission: Submission, writer: PoolWriter, slot: Slot) -> None:
         """Its copies are under way, and what had to be copied at the boundary is."""
-        for live, number in submission.stills:
-            self._resting.written(live, writer.raw_crcs(slot, number))
+        for live, number in submission.frozen:
+            self._unchanged.written(live, writer.raw_crcs(slot, number))
         left_out = [live for live, _ in submission.plan.unchanged]
-        self._resting.keep([*left_out, *(live for live, _ in submission.stills)])
+        self._unchanged.keep([*left_out, *(live for live, _ in submission.frozen)])
         self._n_begun += 1
 
     # -- until it commits
 
-    def moved(self, flight: Flight) -> Verdict | None:
+    def moved(self, checkpoint: InFlightCheckpoint) -> Verdict | None:
         """Whether its sources look otherwise than at the boundary. Their copies may have come before the write or after
         it, so nothing tells what it holds; copying again is no cure, since a loop that goes on from there writes
         again."""
-        watched = flight.watched
+        watched = checkpoint.watched
         names = [watched.lives[i].name for i in watched.moved()]
         who = "a forward" if watched.forward_seen else "something between the boundary and the next forward"
         return Verdict(f"{who} wrote to it", names) if names else None
 
-    def validate(self, flight: Flight, writer: PoolWriter) -> Verdict | None:
+    def validate(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> Verdict | None:
         """Its copies are done: why it must not commit, or None."""
-        verdict = self.moved(flight)
+        verdict = self.moved(checkpoint)
         if verdict is not None:
             return verdict
         self._turn += 1
-        names = flight.audit(writer, self._turn, self._check)
+        names = checkpoint.audit(writer, self._turn, self._check)
         if names:
             return Verdict(
                 "something wrote to it while it was copied, in a way that moves no version counter "
@@ -151,14 +151,14 @@ class WriteGuard:
                 names,
                 unannounced=True,
             )
-        if flight.watched.is_proved_whole:
-            self._proved_until = flight.pending.line.generation
+        if checkpoint.watched.is_proved_whole:
+            self._proved_until = checkpoint.pending.record.generation
         return None
 
     def given_up(self, verdict: Verdict, writer: PoolWriter) -> None:
         """The checkpoint was dropped: the next one is written whole. Raises ``StateChangedError`` under ``check``."""
         self.never.update(verdict.names)
-        self._resting.trust_none()
+        self._unchanged.trust_none()
         if verdict.unannounced:
             self._found(verdict.names, self._proved_until, writer)
             if self._check:
@@ -170,7 +170,7 @@ class WriteGuard:
         """These were written unannounced after the checkpoint of generation ``right_until``: nothing is taken for
         unchanged before it was written whole again."""
         self.never.update(names)
-        self._resting.trust_none()
+        self._unchanged.trust_none()
         self.stale_after = right_until if self.stale_after is None else min(self.stale_after, right_until)
         self._found_at = writer.generation
         log.info(

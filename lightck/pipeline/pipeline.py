@@ -23,15 +23,15 @@ from lightck.errors import LightckError
 from lightck.interrupts import Interrupted, leave_if_noted
 from lightck.pipeline.current_pool import CurrentPool
 from lightck.pipeline.decision import Decisions
-from lightck.pipeline.early import Early
-from lightck.pipeline.flight import Flight, left, room_for_parts
+from lightck.pipeline.eager_copies import EagerCopies
 from lightck.pipeline.guard import Verdict, WriteGuard, strike
+from lightck.pipeline.in_flight import InFlightCheckpoint, left, room_for_parts
 from lightck.pipeline.plan import Strategy, WritePlan
 from lightck.pipeline.staging.kinds import Kind
 from lightck.pipeline.staging.sending import Staging
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.wait_policy import WaitPolicy
-from lightck.pipeline.write_table import Columns, NoPlaceError, WriteTables
+from lightck.pipeline.write_table import NoExtentError, WriteTable, WriteTableCache
 from lightck.pool.engine import COPIED, ENDED, Engine
 from lightck.pool.format.structures import NextBatch
 from lightck.pool.listener import CommitEvents
@@ -41,7 +41,7 @@ from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import FullError, PoolWriter
 from lightck.state.inventory import entry_of
-from lightck.state.looks import Closing
+from lightck.state.signatures import ClosedStep
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
@@ -70,13 +70,13 @@ class Pipeline:
         self.committed: int | None = None
         self.engine, self.events, self.decisions = Engine(), CommitEvents(), Decisions()
         self.pool = CurrentPool(path, backend, durability, self.engine, slots, lock, self.events)
-        self.guard, self.early = WriteGuard(check), Early(check)
+        self.guard, self.eager = WriteGuard(check), EagerCopies(check)
         self.staging = Staging(meter, staging, runs_behind=slots > 2, is_on=not check)
         self.wait_policy = WaitPolicy(self.engine, meter, is_on=not check)
         self._strategy, self._meter, self._check = strategy, meter, check
         self._behind_max = slots - 2
-        self._flights: list[Flight] = []
-        self._tables: WriteTables | None = None
+        self._in_flight: list[InFlightCheckpoint] = []
+        self._tables: WriteTableCache | None = None
         self._writes_all = True
         """The last plan wrote all tables that it was given."""
         self._newest: tuple[PoolWriter, Slot, int] | None = None
@@ -88,7 +88,7 @@ class Pipeline:
         return self.staging.is_here or self.events.is_here
 
     def adopted(
-        self, step: int, at_once: Sequence[str], slots: int | None, generation: int, stale_after: int | None
+        self, step: int, at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
     ) -> None:
         """The version that this session goes on from is in the pool and named by a durable line. ``generation``: of its
         payload; ``stale_after``: what it says of older ones."""
@@ -96,7 +96,7 @@ class Pipeline:
         self.committed = step
         if stale_after is not None:
             strike(writer, self.events, stale_after, generation)
-        self.guard.never.update(at_once)
+        self.guard.never.update(at_boundary)
         self.pool.want_slots(slots)
         self.events.adopted(writer, step)
 
@@ -112,92 +112,92 @@ class Pipeline:
         if self.pool.writer is not None:
             self.guard.audit(self.pool.writer)
 
-    def close_version(self, closing: Closing) -> None:
+    def begin_checkpoint(self, closed_step: ClosedStep) -> None:
         """Begin writing a version. Small tensors, buffers and state are copied before this returns."""
         self._reap()
         self._newest = None
-        self.guard.never.update(closing.at_once)
-        if not self.decisions.may_commit(closing):
-            self.early.drop()
+        self.guard.never.update(closed_step.at_boundary)
+        if not self.decisions.may_commit(closed_step):
+            self.eager.drop()
             return
         try:
             writer = self.pool.ready()
-            self.wait_policy.version_begins()
-            flight = self._begin(writer, closing)
+            self.wait_policy.checkpoint_begins()
+            checkpoint = self._begin(writer, closed_step)
         except FullError as why:
-            self._relayout(closing, why)
+            self._relayout(closed_step, why)
             return
-        self._flights.append(flight)
-        self._newest = writer, flight.pending.slot, flight.pending.line.generation
-        if flight.is_apart:
+        self._in_flight.append(checkpoint)
+        self._newest = writer, checkpoint.pending.slot, checkpoint.pending.record.generation
+        if checkpoint.is_apart:
             with suppress(LightckError):  # it failed already, which the gate tells
-                flight.pending.job.release()
+                checkpoint.pending.job.release()
 
-    def _begin(self, writer: PoolWriter, closing: Closing) -> Flight:
-        tables = self._tables_of(writer, closing)
+    def _begin(self, writer: PoolWriter, closed_step: ClosedStep) -> InFlightCheckpoint:
+        tables = self._tables_of(writer, closed_step)
         slot = self._take_slot(writer)
-        plan = self._strategy.plan(closing, tables, self.guard.target(writer, slot))
+        plan = self._strategy.plan(closed_step, tables, self.guard.target(writer, slot))
         self._writes_all = all(mine is given for mine, given in zip_longest(plan.tables, tables))
         return self.submit(writer, slot, plan)
 
-    def _tables_of(self, writer: PoolWriter, closing: Closing) -> list[Columns]:
+    def _tables_of(self, writer: PoolWriter, closed_step: ClosedStep) -> list[WriteTable]:
         """All tensors of the version with their records. Raises ``FullError``."""
         if self._tables is None or self._tables.writer is not writer:
-            self._tables = WriteTables(writer)
+            self._tables = WriteTableCache(writer)
         try:
-            return self._tables.of(closing, self.guard.never)
-        except NoPlaceError as need:
+            return self._tables.of(closed_step, self.guard.never)
+        except NoExtentError as need:
             self.finish()  # the images of the slots are replaced: nothing may be under way
-            self.early.drop()
-            self._tables.add(need.entries, closing.lives)
-            return self._tables.of(closing, self.guard.never)
+            self.eager.drop()
+            self._tables.add(need.entries, closed_step.lives)
+            return self._tables.of(closed_step, self.guard.never)
 
-    def submit(self, writer: PoolWriter, slot: Slot, plan: WritePlan) -> Flight:
+    def submit(self, writer: PoolWriter, slot: Slot, plan: WritePlan) -> InFlightCheckpoint:
         """Copy what is copied at the boundary, and hand the rest to the engine."""
         submission = Submission(plan)
-        begun, again = self.early.sift(submission.background, submission.background_numbers)
+        begun, again = self.eager.sift(submission.background, submission.background_numbers)
         self._meter.recopied += again
-        room = room_for_parts(self._flights, self._behind_max)
-        with self.staging.sending(writer, slot, submission, self.early.draft, room) as (draft, sent):
+        room = room_for_parts(self._in_flight, self._behind_max)
+        with self.staging.sending(writer, slot, submission, self.eager.reservation, room) as (reservation, sent):
             watched = self.guard.watch(submission, writer)
-            pending = writer.begin(submission.version_plan(begun, sent), slot, submission.keep, draft)
+            pending = writer.begin(submission.copy_plan(begun, sent), slot, submission.keep, reservation)
         # From here on nothing may fail before there is a flight: it is what ends the job and frees the slot.
-        closing = plan.closing
+        closed_step = plan.closed_step
         is_apart = len(sent) > 0 and not submission.background
-        flight = Flight(pending, watched, closing.step, is_apart)
-        self.early.taken()
+        checkpoint = InFlightCheckpoint(pending, watched, closed_step.step, is_apart)
+        self.eager.taken()
         self.guard.begun(submission, writer, slot)
         self._meter.left_out = len(plan.unchanged)
-        self.events.begun(pending.line.generation, closing.step, writer.entries)
-        return flight
+        self.events.begun(pending.record.generation, closed_step.step, writer.entries)
+        return checkpoint
 
     def _take_slot(self, writer: PoolWriter) -> Slot:
         """That of the early copies, or a free one, for which older versions are waited for."""
-        if self.early.draft is not None:
-            return self.early.draft.slot
+        if self.eager.reservation is not None:
+            return self.eager.reservation.slot
         while True:
             slot = writer.slots.choose(self.decisions.held(writer))
             if slot is not None:
                 return slot
-            if not self._flights:
+            if not self._in_flight:
                 raise LightckError(
                     "No slot of the pool is left to write to: the others failed. The last committed version is "
                     "intact. Put the pool on a sound medium and start again with resume=True."
                 )
-            self._finish(self._flights[0])
+            self._finish(self._in_flight[0])
 
-    def copy_early(self, tensors: Iterable[torch.Tensor]) -> None:
+    def copy_eagerly(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are what they will be in the version to come: their copies begin now, where they can."""
-        self.wait_policy.version_begins(early=True)
+        self.wait_policy.checkpoint_begins(eager=True)
         tables, writer = self._tables, self.pool.writer
         if tables is None or writer is None or tables.writer is not writer or not self._writes_all:
             return  # where a plan leaves something out, what is copied may be that
-        room = room_for_parts(self._flights, self._behind_max)
-        if room > 0 and self.early.wants_slot(tables):
+        room = room_for_parts(self._in_flight, self._behind_max)
+        if room > 0 and self.eager.wants_slot(tables):
             slot = writer.slots.choose(self.decisions.held(writer))
             if slot is not None:
-                self.early.begin(tables, slot)
-        self.early.copy(tensors, room)
+                self.eager.begin(tables, slot)
+        self.eager.copy(tensors, room)
 
     def store_next(self, entries: Sequence[NextBatch]) -> None:
         """Record what followed the version that was closed last, where it still lies in its slot. A medium that fails
@@ -210,23 +210,23 @@ class Pipeline:
 
     # -- a new pool file ---------------------------------------------------------------------------------
 
-    def _relayout(self, closing: Closing, why: FullError) -> None:
+    def _relayout(self, closed_step: ClosedStep, why: FullError) -> None:
         """A new pool file for what no longer fits: its first commit, then its name, only then acknowledged."""
 
-        def first(writer: PoolWriter) -> Flight:
-            flight = self._begin(writer, closing)
-            flight.commit()
-            return flight
+        def first(writer: PoolWriter) -> InFlightCheckpoint:
+            checkpoint = self._begin(writer, closed_step)
+            checkpoint.commit()
+            return checkpoint
 
-        entries = [entry_of(live) for live in closing.lives]
+        entries = [entry_of(live) for live in closed_step.lives]
         try:
             self.finish()
             if self.pool.writer is not None:
                 log.info("lightck: %s; the pool %r is laid out anew", why, self.path)
-            self.early.drop()
-            flight = self.pool.move(entries, len(closing.state), first)
-            self._note_committed(flight)
-            self._newest = self._writer, flight.pending.slot, flight.pending.line.generation
+            self.eager.drop()
+            checkpoint = self.pool.move(entries, len(closed_step.state), first)
+            self._note_committed(checkpoint)
+            self._newest = self._writer, checkpoint.pending.slot, checkpoint.pending.record.generation
         except Interrupted:
             self.pool.wanted_slots = self.pool.n_slots  # for when this is begun again
             raise
@@ -241,7 +241,7 @@ class Pipeline:
                 pool.n_slots = max(wanted, pool.n_slots)
                 log.info("lightck: the pool %r is laid out anew with %d slots, for a pin", self.path, pool.n_slots)
                 made_at = self._newest[1].made_at or self._newest[2] if self._newest is not None else None
-                self.early.drop()
+                self.eager.drop()
                 pool.move((), 0, lambda _: None)
                 self._newest = _made_at(self._writer, made_at)
             pool.wanted_slots = None  # fewer slots were asked for, and these are needed
@@ -253,50 +253,50 @@ class Pipeline:
 
     def forward_begins(self) -> None:
         """A training forward starts: what moved since the boundary was written by the loop, and not by a forward."""
-        for flight in self._open_flights():
-            if not flight.watched.forward_seen:
-                flight.watched.forward_seen = not self._give_up(flight, self.guard.moved(flight))
+        for checkpoint in self._unvalidated():
+            if not checkpoint.watched.forward_seen:
+                checkpoint.watched.forward_seen = not self._give_up(checkpoint, self.guard.moved(checkpoint))
         self.poll()
 
     def poll(self) -> None:
         """Let versions commit whose bytes are all copied from sources that have not moved. Waits for nothing."""
         if self._check:
             return
-        for flight in self._open_flights():
-            if flight.pending.job.info().state == COPIED and not flight.watched.moved():
-                self.settle(flight)
+        for checkpoint in self._unvalidated():
+            if checkpoint.pending.job.info().state == COPIED and not checkpoint.watched.moved():
+                self.settle(checkpoint)
 
     def copies_done(self) -> None:
         """Help until no copy is under way: arbitrary code (an evaluation with swapped weights) may follow."""
         with self._meter.wait():
-            self.early.wait()
-            for flight in self._open_flights():
-                self._wait_or_fail(flight, COPIED)
-                if not flight.watched.moved():
-                    self.settle(flight)
+            self.eager.wait()
+            for checkpoint in self._unvalidated():
+                self._wait_or_fail(checkpoint, COPIED)
+                if not checkpoint.watched.moved():
+                    self.settle(checkpoint)
 
     def gate(self) -> None:
         """Before an update: every source is released, and all versions but the newest slots-2 have committed.
         ``slots`` as attach was told: those for pins and for keep= put nothing off."""
-        if not self._flights:
+        if not self._in_flight:
             return
         with self._meter.wait():
-            for flight in self._open_flights():
-                self.settle(flight)
-            while len(self._flights) > self._behind_max:
-                self._finish(self._flights[0])
+            for checkpoint in self._unvalidated():
+                self.settle(checkpoint)
+            while len(self._in_flight) > self._behind_max:
+                self._finish(self._in_flight[0])
         self._reap()
         self.wait_policy.gate_passed()
 
     def finish(self, deadline: float | None = None) -> bool:
         """Bring every closed version to its end. False where they were not by then (of ``time.monotonic``)."""
         with self._meter.wait():
-            for flight in self._open_flights():
-                if not flight.pending.job.wait(COPIED, left(deadline), pause=leave_if_noted):
+            for checkpoint in self._unvalidated():
+                if not checkpoint.pending.job.wait(COPIED, left(deadline), pause=leave_if_noted):
                     return False
-                self.settle(flight)
-            while self._flights:
-                if not self._flights[0].pending.job.wait(ENDED, left(deadline), pause=leave_if_noted):
+                self.settle(checkpoint)
+            while self._in_flight:
+                if not self._in_flight[0].pending.job.wait(ENDED, left(deadline), pause=leave_if_noted):
                     return False
                 self._reap()
         return True
@@ -308,66 +308,68 @@ class Pipeline:
         except Exception as err:
             log.error("lightck: %s", err)
 
-    def _open_flights(self) -> list[Flight]:
-        return [f for f in self._flights if not f.pending.job.is_released]
+    def _unvalidated(self) -> list[InFlightCheckpoint]:
+        return [f for f in self._in_flight if not f.pending.job.is_released]
 
-    def settle(self, flight: Flight) -> None:
+    def settle(self, checkpoint: InFlightCheckpoint) -> None:
         """End of doubt: the copies are done, and the version is allowed to commit or is dropped."""
-        self._wait_or_fail(flight, COPIED)
-        if not self._give_up(flight, self.guard.validate(flight, self._writer)):
-            flight.pending.job.release()
+        self._wait_or_fail(checkpoint, COPIED)
+        if not self._give_up(checkpoint, self.guard.validate(checkpoint, self._writer)):
+            checkpoint.pending.job.release()
 
-    def _give_up(self, flight: Flight, verdict: Verdict | None) -> bool:
+    def _give_up(self, checkpoint: InFlightCheckpoint, verdict: Verdict | None) -> bool:
         """Drop the version where there is a reason to. Whether there was."""
         if verdict is None:
             return False
-        flight.drop(verdict.reason, verdict.names)
-        self._flights.remove(flight)
-        self._writer.given_up(flight.pending, bad=False)
+        checkpoint.drop(verdict.reason, verdict.names)
+        self._in_flight.remove(checkpoint)
+        self._writer.given_up(checkpoint.pending, bad=False)
         self._meter.skipped += 1
         self.guard.given_up(verdict, self._writer)
         return True
 
-    def _finish(self, flight: Flight) -> None:
-        if not flight.pending.job.is_released:
-            self.settle(flight)
-        if flight in self._flights:
-            self._wait_or_fail(flight, ENDED)
+    def _finish(self, checkpoint: InFlightCheckpoint) -> None:
+        if not checkpoint.pending.job.is_released:
+            self.settle(checkpoint)
+        if checkpoint in self._in_flight:
+            self._wait_or_fail(checkpoint, ENDED)
             self._reap()
 
-    def _wait_or_fail(self, flight: Flight, until: int) -> None:
+    def _wait_or_fail(self, checkpoint: InFlightCheckpoint, until: int) -> None:
         try:
-            flight.pending.job.wait(until, pause=leave_if_noted)
+            checkpoint.pending.job.wait(until, pause=leave_if_noted)
         except LightckError:
-            self._flights.remove(flight)
-            flight.pending.job.abandon()
-            self._writer.given_up(flight.pending, bad=True)
+            self._in_flight.remove(checkpoint)
+            checkpoint.pending.job.abandon()
+            self._writer.given_up(checkpoint.pending, bad=True)
             self._writer.refuse_lost_pool()  # says more, where that is the reason
             raise
 
     def _reap(self) -> None:
         """Take note of versions that ended in the background. Raises the error of one that failed."""
-        while self._flights and self._flights[0].pending.job.is_released and self._flights[0].pending.job.has_ended:
-            flight = self._flights[0]
-            self._wait_or_fail(flight, ENDED)
-            self._flights.pop(0)
-            self._note_committed(flight)
+        while (
+            self._in_flight and self._in_flight[0].pending.job.is_released and self._in_flight[0].pending.job.has_ended
+        ):
+            checkpoint = self._in_flight[0]
+            self._wait_or_fail(checkpoint, ENDED)
+            self._in_flight.pop(0)
+            self._note_committed(checkpoint)
 
-    def _note_committed(self, flight: Flight) -> None:
+    def _note_committed(self, checkpoint: InFlightCheckpoint) -> None:
         writer = self._writer
         writer.refuse_lost_pool()
-        info = flight.pending.job.info()
-        writer.committed(flight.pending)
-        self.committed = flight.step
-        self.guard.committed(flight.pending.line.generation, writer, self.events)
+        info = checkpoint.pending.job.info()
+        writer.committed(checkpoint.pending)
+        self.committed = checkpoint.step
+        self.guard.committed(checkpoint.pending.record.generation, writer, self.events)
         self._meter.note_committed(info.nbytes, info.nbytes_helped)
-        self.wait_policy.version_ended(info.nbytes, info.nbytes_helped)
-        flight.pending.job.forget()
-        self.events.committed(writer, flight.step)
+        self.wait_policy.checkpoint_ended(info.nbytes, info.nbytes_helped)
+        checkpoint.pending.job.forget()
+        self.events.committed(writer, checkpoint.step)
 
     def newest_committed(self) -> int | None:
         """Step of the newest durable version, as of now. Takes note of nothing: any thread may ask."""
-        done = [f.step for f in tuple(self._flights) if f.pending.job.is_released and f.pending.job.has_committed]
+        done = [f.step for f in tuple(self._in_flight) if f.pending.job.is_released and f.pending.job.has_committed]
         return done[-1] if done else self.committed
 
     def close(self) -> None:
@@ -375,11 +377,11 @@ class Pipeline:
         try:
             self.events.closing(self.pool.writer)
             if not self.engine.is_forked:
-                self.early.drop()
+                self.eager.drop()
                 self.staging.close()
         finally:
             self.engine.close()
-            self._flights.clear()
+            self._in_flight.clear()
             self._tables = None
             self.guard.forget()
             self.events.closed()

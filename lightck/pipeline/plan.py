@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from lightck.pipeline.write_table import Columns, Record, Staged
+from lightck.pipeline.write_table import StagedTensor, TensorRecord, WriteTable
 from lightck.state.inventory import Live
-from lightck.state.looks import Closing
+from lightck.state.signatures import ClosedStep
 
 
 class TargetSlot(Protocol):
@@ -23,11 +23,11 @@ class TargetSlot(Protocol):
     @property
     def index(self) -> int: ...
 
-    def is_stored(self, live: Live, record: Record) -> bool:
+    def is_stored(self, live: Live, record: TensorRecord) -> bool:
         """Whether it holds what this still tensor holds, as two checkpoints in a row have shown."""
         ...
 
-    def generation_of(self, record: Record) -> int | None:
+    def generation_of(self, record: TensorRecord) -> int | None:
         """The generation in which the bytes of this record that lie in the slot were written; None: it has none. A
         plan may leave them out where the strategy itself knows that the tensor has not changed since."""
         ...
@@ -37,13 +37,14 @@ class TargetSlot(Protocol):
 class WritePlan:
     """One checkpoint. Each tensor of the closed step has one place: in ``tables``, in ``now`` or in ``unchanged``."""
 
-    closing: Closing
-    tables: tuple[Columns, ...]
+    closed_step: ClosedStep
+    tables: tuple[WriteTable, ...]
     """Those that updates change: written at the boundary, in the background, or from their device."""
-    now: tuple[tuple[Live, Record], ...]
-    """Of ``Columns.single``, which are decided at each checkpoint: copied at the boundary itself."""
-    unchanged: tuple[tuple[Live, Record], ...]
-    """Left out: the slot holds their bytes. Of ``Columns.single``, or taken from a table by ``Columns.without``."""
+    now: tuple[tuple[Live, TensorRecord], ...]
+    """Of ``WriteTable.single``, which are decided at each checkpoint: copied at the boundary itself."""
+    unchanged: tuple[tuple[Live, TensorRecord], ...]
+    """Left out, because the slot holds their bytes. They come from ``WriteTable.single``, or were taken from a table by
+    ``WriteTable.without``."""
 
     @property
     def background(self) -> list[Live]:
@@ -56,7 +57,7 @@ class WritePlan:
         return [number for table in self.tables for number in table.background_numbers]
 
     @property
-    def staged(self) -> list[Staged]:
+    def staged(self) -> list[StagedTensor]:
         """What lies on a device."""
         return [one for table in self.tables for one in table.staged]
 
@@ -65,11 +66,11 @@ class WritePlan:
 class Strategy(Protocol):
     """Which bytes a checkpoint holds."""
 
-    def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
+    def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
         """The checkpoint of this step.
 
         Args:
-            closing: the closed step.
+            closed_step: the closed step.
             tables: all its tensors, with their records.
             slot: what lies in the slot that the checkpoint gets, and so may be left out.
         """

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.pipeline.plan import WritePlan
-from lightck.pipeline.write_table import NONE, Record, Staged
-from lightck.pool.writer import PoolWriter, VersionPlan
+from lightck.pipeline.write_table import NONE, StagedTensor, TensorRecord
+from lightck.pool.writer import CopyPlan, PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.inventory import Live, memory_of, staged
 
@@ -23,7 +23,7 @@ class Submission:
         self.background, self.background_numbers = plan.background, plan.background_numbers
         self.n_followed = 0
         """How many of ``background``, the last ones, are on their way from a device."""
-        self.stills: list[tuple[Live, int]] = []
+        self.frozen: list[tuple[Live, int]] = []
         """Still tensors that are written whole, with their records."""
         self._keep: list[object] = []
         self._numbers: list[int] = []
@@ -31,7 +31,7 @@ class Submission:
         for live, record in plan.now:
             self._copy(live, record)
 
-    def _copy(self, live: Live, record: Record) -> None:
+    def _copy(self, live: Live, record: TensorRecord) -> None:
         """At the boundary."""
         source, address = live.tensor, record.address
         if not record.plain:
@@ -40,15 +40,15 @@ class Submission:
         self._numbers.append(record.number)
         self._sources.append(address)
         self._keep.append(memory_of(source))
-        if live.still:
-            self.stills.append((live, record.number))
+        if live.is_frozen:
+            self.frozen.append((live, record.number))
 
-    def copy_at_once(self, tensors: Sequence[Staged]) -> None:
+    def copy_at_boundary(self, tensors: Sequence[StagedTensor]) -> None:
         """These do not wait for their device: they are read now."""
         for one in tensors:
             self._copy(one.live, one.record)
 
-    def follow(self, tensors: Sequence[Staged]) -> None:
+    def follow(self, tensors: Sequence[StagedTensor]) -> None:
         """These are on their way, and read until the copies are done."""
         self.n_followed += len(tensors)
         self.background += [one.live for one in tensors]
@@ -66,9 +66,9 @@ class Submission:
         """The memory that the copies read from."""
         return (*(table.keep for table in self.plan.tables), self._keep)
 
-    def version_plan(self, *early: npt.NDArray[np.int64]) -> VersionPlan:
+    def copy_plan(self, *early: npt.NDArray[np.int64]) -> CopyPlan:
         """For the pool's writer. ``early``: records whose copies are under way already, or whose bytes are."""
-        closing, tables = self.plan.closing, self.plan.tables
+        closed_step, tables = self.plan.closed_step, self.plan.tables
         begun = np.concatenate([NONE, *early])
         numbers = np.concatenate([*(table.numbers for table in tables), np.array(self._numbers, np.int64)])
         sources = np.concatenate([*(table.sources for table in tables), np.array(self._sources, np.uint64)])
@@ -77,14 +77,14 @@ class Submission:
         if len(begun):
             left = np.isin(numbers, begun, invert=True)
             numbers, sources, now = numbers[left], sources[left], now[left]
-        return VersionPlan(
-            closing.step,
-            closing.iteration,
+        return CopyPlan(
+            closed_step.step,
+            closed_step.iteration,
             numbers,
             sources,
             now,
             np.array([record.number for _, record in self.plan.unchanged], np.int64),
             np.concatenate([present, begun]),
-            len(closing.lives),
-            closing.state,
+            len(closed_step.lives),
+            closed_step.state,
         )

@@ -25,14 +25,14 @@ log = logging.getLogger("lightck")
 OPENMP_OF = "libtorch_cpu.so"
 TRIAL, PASSIVE = "trial", "passive"
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-_IN_THE_WAY = ("OMP_STACKSIZE", "GOMP_STACKSIZE", "OMP_DISPLAY_AFFINITY")
+_INCOMPATIBLE_VARIABLES = ("OMP_STACKSIZE", "GOMP_STACKSIZE", "OMP_DISPLAY_AFFINITY")
 """With these set, one more team might be too large, or be announced at every version."""
 
 _STARVED_SHARE, _STARVED_NBYTES = 0.1, 16 << 20
 """A version was starved where the waiting thread copied as much of it."""
-_STARVED_VERSIONS, _OF_THE_LAST = 3, 5
+_STARVED_CHECKPOINTS, _OF_THE_LAST = 3, 5
 """So many of them are worth a trial."""
-_VERSIONS_UNTIL_NEXT = 1000
+_CHECKPOINTS_UNTIL_NEXT = 1000
 """After a trial; twice as many after each further one. Trainings change, but seldom."""
 
 
@@ -100,20 +100,20 @@ class WaitPolicy:
 
     def __init__(self, engine: Engine, meter: Meter, *, is_on: bool = True) -> None:
         self._engine, self._meter = engine, meter
-        self._is_on = is_on and not any(name in os.environ for name in (*_CHOSEN_BY_USER, *_IN_THE_WAY))
+        self._is_on = is_on and not any(name in os.environ for name in (*_CHOSEN_BY_USER, *_INCOMPATIBLE_VARIABLES))
         self._is_passive = False
         self._trial: Trial | None = None
         self._window: tuple[bool, float, float] | None = None
         """Of a trial's version under way: whether OpenMP waits passively, the time, and the seconds waited so far."""
-        self._has_begun_early = False
+        self._has_begun_eagerly = False
         self._was_starved = False
         self._starved: deque[bool] = deque(maxlen=_OF_THE_LAST)
-        self._versions = 0
-        self._next_trial, self._pause = 0, _VERSIONS_UNTIL_NEXT
+        self._checkpoints = 0
+        self._next_trial, self._pause = 0, _CHECKPOINTS_UNTIL_NEXT
 
-    def version_begins(self, *, early: bool = False) -> None:
-        """Its copies begin now; ``early``: those of its first layers, before its boundary."""
-        has_begun, self._has_begun_early = self._has_begun_early, early
+    def checkpoint_begins(self, *, eager: bool = False) -> None:
+        """Its copies begin now; ``eager``: those of its first layers, before its boundary."""
+        has_begun, self._has_begun_eagerly = self._has_begun_eagerly, eager
         if has_begun or not self._is_on:
             return
         self._window = None
@@ -127,9 +127,9 @@ class WaitPolicy:
         elif self._trial is not None:
             self._window = wanted, time.perf_counter(), self._meter.wait_seconds
 
-    def version_ended(self, nbytes: int, nbytes_helped: int) -> None:
+    def checkpoint_ended(self, nbytes: int, nbytes_helped: int) -> None:
         """It is committed; so many of its bytes were copied by a thread that waited."""
-        self._versions += 1
+        self._checkpoints += 1
         self._was_starved = nbytes_helped >= max(_STARVED_NBYTES, _STARVED_SHARE * nbytes)
 
     def gate_passed(self) -> None:
@@ -148,8 +148,8 @@ class WaitPolicy:
 
     def _consider(self) -> None:
         """A trial, where there is reason for one."""
-        due = self._is_on and self._versions >= self._next_trial
-        if due and (self._is_passive or sum(self._starved) >= _STARVED_VERSIONS) and _has_thread_per_processor():
+        due = self._is_on and self._checkpoints >= self._next_trial
+        if due and (self._is_passive or sum(self._starved) >= _STARVED_CHECKPOINTS) and _has_thread_per_processor():
             self._is_on = find_openmp(OPENMP_OF)
             self._trial = Trial() if self._is_on else None
             self._tell()
@@ -162,7 +162,7 @@ class WaitPolicy:
         )
         self._trial, self._is_passive = None, passive
         self._starved.clear()
-        self._next_trial, self._pause = self._versions + self._pause, 2 * self._pause
+        self._next_trial, self._pause = self._checkpoints + self._pause, 2 * self._pause
         self._engine.wait_passively(passive)
         self._tell()
 

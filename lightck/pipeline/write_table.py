@@ -17,9 +17,9 @@ import torch
 from lightck.pool.format.layout import Entry
 from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
+from lightck.state.device_transfers import DeviceTransfer, transfer_of
 from lightck.state.inventory import Live, entry_of, is_plain, memory_of
-from lightck.state.lanes import Lane, lane_of
-from lightck.state.looks import Closing, Reading, reading_of
+from lightck.state.signatures import ClosedStep, Reading, reading_of
 
 NONE = np.array([], np.int64)
 NOW_NBYTES = 4096
@@ -27,7 +27,7 @@ NOW_NBYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TensorRecord:
     """Where a tensor lies in the pool, and what of it need not be asked again while it stays where it is."""
 
     number: int
@@ -37,8 +37,8 @@ class Record:
     nbytes: int
     plain: bool
     """Its own memory can be copied as it is."""
-    at_once: bool
-    lane: Lane | None = None
+    at_boundary: bool
+    transfer: DeviceTransfer | None = None
     """The way out of its device, where it has one."""
 
     @property
@@ -51,7 +51,7 @@ class Record:
         return self.tensor is live.tensor and self.alias == live.alias and self.reading == reading_of(live.tensor)
 
 
-class NoPlaceError(Exception):
+class NoExtentError(Exception):
     """Tensors appeared, or changed their kind, and have no extent in the pool yet. Internal: extents are added where
     nothing is in flight, and the tables worked out again."""
 
@@ -60,32 +60,32 @@ class NoPlaceError(Exception):
         self.entries = entries
 
 
-def _record(number: int, live: Live, entry: Entry) -> Record:
+def _record(number: int, live: Live, entry: Entry) -> TensorRecord:
     tensor = live.tensor
-    plain, lane = is_plain(tensor), lane_of(tensor)
-    at_once = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not (plain or lane)
-    return Record(number, tensor, reading_of(tensor), live.alias, entry.nbytes, plain, at_once, lane)
+    plain, transfer = is_plain(tensor), transfer_of(tensor)
+    at_boundary = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not (plain or transfer)
+    return TensorRecord(number, tensor, reading_of(tensor), live.alias, entry.nbytes, plain, at_boundary, transfer)
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedTensor:
     """A tensor on a device. ``in_order``: the next kernels may change it."""
 
     live: Live
-    record: Record
-    lane: Lane
+    record: TensorRecord
+    transfer: DeviceTransfer
     in_order: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class WriteTable:
     """How tensors are written whose records are known; worked out once for a roster, and used while that holds."""
 
     token: object
     """That of the roster; None where there is none."""
     never: int
     """How many tensors had moved unannounced when this was worked out."""
-    written: list[tuple[Live, Record]]
+    written: list[tuple[Live, TensorRecord]]
     """Those that lie in host memory as they are, and are written at every checkpoint. The next three run beside it."""
     numbers: npt.NDArray[np.int64]
     sources: npt.NDArray[np.uint64]
@@ -96,18 +96,18 @@ class Columns:
     background: list[Live]
     background_numbers: list[int]
     present: list[int]
-    single: list[tuple[Live, Record]]
+    single: list[tuple[Live, TensorRecord]]
     """Those that are decided anew at each version: they may rest, or are copied by way of a staged copy."""
-    staged: list[Staged]
+    staged: list[StagedTensor]
     _places: dict[int, tuple[Live, int]] = field(default_factory=dict)
     _blocks: list[Blocks] = field(default_factory=list)
 
-    def without(self, left_out: Collection[int]) -> Columns:
+    def without(self, left_out: Collection[int]) -> WriteTable:
         """A table as this one, but without these records: for a plan that leaves them out (``WritePlan.unchanged``).
         Those of ``present`` and ``single`` stay."""
         stays = ~np.isin(self.numbers, np.fromiter(left_out, np.int64, len(left_out)))
         later = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
-        return Columns(
+        return WriteTable(
             None,
             self.never,
             [self.written[i] for i in np.flatnonzero(stays)],
@@ -139,23 +139,25 @@ class Columns:
         return self._blocks[0]
 
 
-def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], token: object = None) -> Columns:
+def write_table(
+    lives: Sequence[Live], records: Sequence[TensorRecord], never: set[str], token: object = None
+) -> WriteTable:
     """Sort tensors by how they are written. ``never``: names of those that are never left to a background copy."""
-    written: list[tuple[Live, Record, bool]] = []
+    written: list[tuple[Live, TensorRecord, bool]] = []
     present: list[int] = []
-    single: list[tuple[Live, Record]] = []
-    staged: list[Staged] = []
+    single: list[tuple[Live, TensorRecord]] = []
+    staged: list[StagedTensor] = []
     for live, record in zip(lives, records, strict=True):
         if not record.nbytes:
             present.append(record.number)
-        elif record.lane is not None and not live.still:
-            staged.append(Staged(live, record, record.lane, record.at_once or live.name in never))
-        elif live.still or not record.plain:
+        elif record.transfer is not None and not live.is_frozen:
+            staged.append(StagedTensor(live, record, record.transfer, record.at_boundary or live.name in never))
+        elif live.is_frozen or not record.plain:
             single.append((live, record))
         else:
-            written.append((live, record, record.at_once or live.name in never))
+            written.append((live, record, record.at_boundary or live.name in never))
     later = [(live, record.number) for live, record, now in written if not now]
-    return Columns(
+    return WriteTable(
         token,
         len(never),
         [(live, record) for live, record, _ in written],
@@ -171,23 +173,29 @@ def columns(lives: Sequence[Live], records: Sequence[Record], never: set[str], t
     )
 
 
-class WriteTables:
+class WriteTableCache:
     """What is remembered of the tensors of one pool file: the record of each, and the table of the last roster."""
 
     def __init__(self, writer: PoolWriter) -> None:
         self.writer = writer
-        self.rostered: Columns | None = None
-        self._records: dict[str, Record] = {}
+        self.cached: WriteTable | None = None
+        self._records: dict[str, TensorRecord] = {}
 
-    def of(self, closing: Closing, never: set[str]) -> list[Columns]:
-        """All tensors of a version in columns: those of its roster, and the rest. Raises ``NoPlaceError``."""
-        roster, known, lives = closing.roster, self.rostered, closing.lives
-        n = 0 if roster is None else len(roster.lives)
-        if known is not None and roster is not None and (known.token, known.never) == (roster.token, len(never)):
-            return [known, columns(lives[n:], self._records_of(lives[n:], lives), never)]
+    def of(self, closed_step: ClosedStep, never: set[str]) -> list[WriteTable]:
+        """All tensors of a version in columns: those of its roster, and the rest. Raises ``NoExtentError``."""
+        tensor_list, known, lives = closed_step.tensor_list, self.cached, closed_step.lives
+        n = 0 if tensor_list is None else len(tensor_list.lives)
+        if (
+            known is not None
+            and tensor_list is not None
+            and (known.token, known.never) == (tensor_list.token, len(never))
+        ):
+            return [known, write_table(lives[n:], self._records_of(lives[n:], lives), never)]
         records = self._records_of(lives, lives)
-        self.rostered = first = columns(lives[:n], records[:n], never, None if roster is None else roster.token)
-        return [first, columns(lives[n:], records[n:], never)]
+        self.cached = first = write_table(
+            lives[:n], records[:n], never, None if tensor_list is None else tensor_list.token
+        )
+        return [first, write_table(lives[n:], records[n:], never)]
 
     def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
         """Extents for tensors that have none; those that are not among these may give theirs away. Nothing is in
@@ -203,8 +211,8 @@ class WriteTables:
         record = self._records.get(live.name)
         return record is not None and record.number == number and record.describes(live)
 
-    def _records_of(self, lives: Sequence[Live], present: Sequence[Live]) -> list[Record]:
-        """The record of each tensor, with an extent that fits it as it is now. Raises ``NoPlaceError``.
+    def _records_of(self, lives: Sequence[Live], present: Sequence[Live]) -> list[TensorRecord]:
+        """The record of each tensor, with an extent that fits it as it is now. Raises ``NoExtentError``.
 
         ``present``: all tensors of the version.
         """
@@ -220,7 +228,7 @@ class WriteTables:
         }
         new = [entry for entry in changed.values() if not writer.fits(entry)]
         if new:
-            raise NoPlaceError(new)
+            raise NoExtentError(new)
         for i, entry in changed.items():
             records[i] = known[entry.name] = _record(writer.numbers[entry.name], lives[i], entry)
         return records

@@ -17,9 +17,9 @@ from lightck.pool.format.structures import (
     LARGE_EXTENT_ALIGN,
     MANIFEST_HEADER_NBYTES,
     PAGE,
-    RECORD_NBYTES,
     SLOT_ALIGN,
     TABLE_OFFSET,
+    TENSOR_RECORD_NBYTES,
     Superblock,
     align_up,
     layout_hash,
@@ -79,9 +79,9 @@ def _geometry(
     reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) + spare_nbytes
     # Twice: a tensor that changed its size takes twice the room that it needs.
     reserve += 2 * sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in more)
-    fixed = MANIFEST_HEADER_NBYTES + len(entries) * RECORD_NBYTES + 4 * blocks
+    fixed = MANIFEST_HEADER_NBYTES + len(entries) * TENSOR_RECORD_NBYTES + 4 * blocks
     extras = 64 * KIB + fixed // 4 + 2 * len(layout.encode_extras(more))
-    extras += sum(RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in more)
+    extras += sum(TENSOR_RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in more)
     manifest = align_up(fixed + extras + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
     payload_offset = PAGE + 2 * manifest
     placed, reserve_offset = layout.place(entries, payload_offset)

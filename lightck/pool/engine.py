@@ -79,9 +79,9 @@ class Medium:
     def sync(self) -> None:
         check(lib.lck_m_sync(self.handle), "making the pool durable")
 
-    def line(self, offset: int, line: bytes) -> None:
+    def store_commit_record(self, offset: int, store_commit_record: bytes) -> None:
         """One commit line, its first eight bytes last, durable on return."""
-        check(lib.lck_m_line(self.handle, offset, line), "writing a commit line")
+        check(lib.lck_m_commit_record(self.handle, offset, store_commit_record), "writing a commit line")
 
     def close(self) -> None:
         if self.handle is not None:

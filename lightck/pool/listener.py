@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightck.pool.format.layout import Entry
-    from lightck.pool.reader import Version
+    from lightck.pool.reader import StoredCheckpoint
     from lightck.pool.writer import PoolWriter
 
 
@@ -33,7 +33,7 @@ class CommitListener:
     def struck(self, slots: Sequence[int]) -> None:
         """What lay in these slots can be read by nobody any more: it held wrong bytes."""
 
-    def to_carry(self, old: PoolWriter) -> Sequence[Version]:
+    def to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
         """Checkpoints that a new pool file has to take along, oldest first."""
         return ()
 
@@ -90,8 +90,8 @@ class CommitEvents(CommitListener):
         for one in self._listeners:
             one.struck(slots)
 
-    def to_carry(self, old: PoolWriter) -> Sequence[Version]:
-        return [version for one in self._listeners for version in one.to_carry(old)]
+    def to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
+        return [checkpoint for one in self._listeners for checkpoint in one.to_carry(old)]
 
     def carry(self, new: PoolWriter) -> None:
         for one in self._listeners:

@@ -20,10 +20,11 @@ import numpy as np
 from lightck import _native
 from lightck._native import ffi, lib
 from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolTruncatedError
+from lightck.pool.commit_log import CommitLog, candidates, read_commit_log
 from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry, blocks_of
 from lightck.pool.format.structures import (
-    LINE_NBYTES,
+    COMMIT_RECORD_NBYTES,
     MANIFEST_HEADER_NBYTES,
     NEXT_NBYTES,
     NEXT_OFFSET,
@@ -31,7 +32,7 @@ from lightck.pool.format.structures import (
     RO_COMPAT_KNOWN,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
-    CommitLine,
+    CommitRecord,
     DamagedError,
     ManifestHeader,
     NextBatch,
@@ -43,14 +44,15 @@ from lightck.pool.format.structures import (
     unpack_slot_header,
     uuid_words,
 )
-from lightck.pool.ring import Ring, candidates, read_ring
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import native
-from lightck.pool.storage.failures import io_error, is_of_medium, told, undone
+from lightck.pool.storage.failures import io_error, is_of_medium, reported, undone
 
 log = logging.getLogger("lightck")
-RECORD_DTYPE = np.dtype([("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("zero", "<u4")])
+TENSOR_RECORD_DTYPE = np.dtype(
+    [("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("zero", "<u4")]
+)
 READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation")])
 """``lck_read``."""
 MANY_NBYTES = 4 << 20
@@ -149,7 +151,7 @@ class PoolReader:
 
     def _ours(self, first: Superblock, last: Superblock) -> Superblock:
         """Of two that differ one is another pool's, written here by mistake: no line passes with its uuid."""
-        if first != last and not read_ring(first, self.read).lines and read_ring(last, self.read).lines:
+        if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
 
@@ -178,24 +180,24 @@ class PoolReader:
             "copy of the pool if there is one."
         )
 
-    def ring(self) -> Ring:
-        return read_ring(self.superblock, self.read)
+    def commit_log(self) -> CommitLog:
+        return read_commit_log(self.superblock, self.read)
 
     def slot_generation(self, slot: int) -> int | None:
         """Generation that the slot's header names; None where the header proves nothing."""
-        data = self.read(self.superblock.slots[slot][0], LINE_NBYTES)
-        if len(data) < LINE_NBYTES:
+        data = self.read(self.superblock.slots[slot][0], COMMIT_RECORD_NBYTES)
+        if len(data) < COMMIT_RECORD_NBYTES:
             return None
         return unpack_slot_header(data, slot, self.superblock.uuid)
 
     def erased(self) -> tuple[int, ...]:
         """Generations of versions that no line names though one must have: no line is there, and several slots hold a
         manifest, of which the second is written after the first line. A crash before that leaves one at most."""
-        if not self.ring().is_empty:
+        if not self.commit_log().is_empty:
             return ()
         found = [self._sealed(slot) for slot in range(len(self.superblock.slots))]
         generations = tuple(generation for generation in found if generation is not None)
-        return generations if len(generations) > 1 and self.ring().is_empty else ()  # nor did one come meanwhile
+        return generations if len(generations) > 1 and self.commit_log().is_empty else ()  # nor did one come meanwhile
 
     def _sealed(self, slot: int) -> int | None:
         """The generation that the slot's header names, where a manifest of it lies there."""
@@ -210,53 +212,53 @@ class PoolReader:
                 return generation
         return None
 
-    def next_batches(self, line: CommitLine) -> tuple[NextBatch, ...] | None:
+    def next_batches(self, record: CommitRecord) -> tuple[NextBatch, ...] | None:
         """What is recorded of the batch that followed the version of this line; None where nothing is."""
         sb = self.superblock
         if not sb.has_next:
             return None
-        data = self.read(sb.slots[line.slot][0] + NEXT_OFFSET, NEXT_NBYTES)
-        return unpack_next(data, line.payload_generation, sb.uuid)
+        data = self.read(sb.slots[record.slot][0] + NEXT_OFFSET, NEXT_NBYTES)
+        return unpack_next(data, record.payload_generation, sb.uuid)
 
-    def is_reused(self, line: CommitLine) -> bool:
+    def is_reused(self, record: CommitRecord) -> bool:
         """Whether the slot's header names a newer version than this line. An older one proves nothing: a header is
         durable before any line that counts on it, so a later write of it was lost."""
-        return (self.slot_generation(line.slot) or 0) > line.payload_generation
+        return (self.slot_generation(record.slot) or 0) > record.payload_generation
 
     def _is_struck(self, slot: int) -> bool:
-        data = self.read(self.superblock.slots[slot][0], LINE_NBYTES)
-        return len(data) == LINE_NBYTES and is_struck_header(data)
+        data = self.read(self.superblock.slots[slot][0], COMMIT_RECORD_NBYTES)
+        return len(data) == COMMIT_RECORD_NBYTES and is_struck_header(data)
 
-    def versions(self, step: int | None = None) -> Iterator[Version | Rejected]:
+    def checkpoints(self, step: int | None = None) -> Iterator[StoredCheckpoint | RejectedCheckpoint]:
         """Versions from the newest on (or those of one step), each with its manifest checked, not its payload."""
-        for line in candidates(self.ring(), step):
+        for record in candidates(self.commit_log(), step):
             try:
-                yield self.version(line)
+                yield self.checkpoint(record)
             except DamagedError as err:
-                yield Rejected(line.step, line.generation, str(err))
+                yield RejectedCheckpoint(record.step, record.generation, str(err))
 
-    def version(self, line: CommitLine) -> Version:
+    def checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
         """The version that a line names. Raises ``DamagedError`` with the reason where it is not (all) there, and
         ``PoolIOError`` where there is no memory to look."""
-        with told(f"The version of step {line.step} in the pool {self.path!r} cannot be read"):
-            return self._version(line)
+        with reported(f"The version of step {record.step} in the pool {self.path!r} cannot be read"):
+            return self._checkpoint(record)
 
-    def _version(self, line: CommitLine) -> Version:
+    def _checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
         sb = self.superblock
-        if self.is_reused(line):
-            raise DamagedError(STRUCK if self._is_struck(line.slot) else "its slot was reused by a newer version")
-        if line.manifest_nbytes > sb.manifest_nbytes:
+        if self.is_reused(record):
+            raise DamagedError(STRUCK if self._is_struck(record.slot) else "its slot was reused by a newer version")
+        if record.manifest_nbytes > sb.manifest_nbytes:
             raise DamagedError("its manifest is larger than the place for it")
-        if not self._can_hold(line.manifest_nbytes):
+        if not self._can_hold(record.manifest_nbytes):
             raise DamagedError("its manifest is larger than all that the file holds")
-        manifest = self.read(sb.manifest_at(line.slot, line.manifest_index), line.manifest_nbytes)
-        if len(manifest) != line.manifest_nbytes or manifest_hash(sb.uuid, manifest) != line.manifest_hash:
+        manifest = self.read(sb.manifest_at(record.slot, record.manifest_index), record.manifest_nbytes)
+        if len(manifest) != record.manifest_nbytes or manifest_hash(sb.uuid, manifest) != record.manifest_hash:
             raise DamagedError("its manifest does not match the commit line")
         header = ManifestHeader.unpack(manifest)
         identity = (header.generation, header.step, header.slot, header.table_hash)
-        if identity != (line.payload_generation, line.step, line.slot, sb.table_hash):
+        if identity != (record.payload_generation, record.step, record.slot, sb.table_hash):
             raise DamagedError("its manifest belongs to another version")
-        return Version(self, line, header, manifest)
+        return StoredCheckpoint(self, record, header, manifest)
 
     def close(self) -> None:
         """Reads fail from here on: also those that went by addresses."""
@@ -265,7 +267,7 @@ class PoolReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class RejectedCheckpoint:
     """A version that was passed over, and why."""
 
     step: int
@@ -276,12 +278,12 @@ class Rejected:
         return f"step {self.step} (generation {self.generation}): {self.reason}"
 
 
-class Version:
+class StoredCheckpoint:
     """One committed version: its manifest is checked, its payload is verified as it is read."""
 
-    def __init__(self, reader: PoolReader, line: CommitLine, header: ManifestHeader, manifest: bytes) -> None:
+    def __init__(self, reader: PoolReader, record: CommitRecord, header: ManifestHeader, manifest: bytes) -> None:
         self.reader = reader
-        self.line = line
+        self.record = record
         self.header = header
         sb = reader.superblock
         if header.n_table != len(reader.entries):
@@ -293,7 +295,7 @@ class Version:
         )
         if header.n_records != header.n_table + len(extras):
             raise DamagedError("its manifest has a wrong number of records")
-        self.records = np.frombuffer(manifest, RECORD_DTYPE, header.n_records, offset=128)
+        self.records = np.frombuffer(manifest, TENSOR_RECORD_DTYPE, header.n_records, offset=128)
         self.crcs = np.frombuffer(manifest, "<u4", header.crcs_count, offset=header.crcs_offset)
         self.state = manifest[header.state_offset : header.state_offset + header.state_nbytes]
         self.extras = extras
@@ -379,7 +381,7 @@ class Version:
     @property
     def _base(self) -> int:
         """Where its slot begins in the pool."""
-        return self.reader.superblock.slots[self.line.slot][0]
+        return self.reader.superblock.slots[self.record.slot][0]
 
     def _refuse_bad(self, status: int, name: str, block: int) -> None:
         if status == lib.LCK_ECHECKSUM:
@@ -392,7 +394,7 @@ class Version:
 
     def is_intact(self) -> bool:
         """Whether the slot still holds this version: it may be in use by a writer."""
-        return not self.reader.is_reused(self.line)
+        return not self.reader.is_reused(self.record)
 
     def verify(self) -> None:
         """Read and verify every block. Raises ``DamagedError``."""
@@ -433,7 +435,7 @@ def refuse_unwritable(reader: PoolReader) -> None:
             "lightck.recover() reads it."
         )
     generations = (reader.slot_generation(slot) or 0 for slot in range(len(reader.superblock.slots)))
-    highest = max(reader.ring().highest, *generations)
+    highest = max(reader.commit_log().highest, *generations)
     if highest >= HIGHEST:
         raise CorruptPoolError(
             f"The pool {reader.path!r} has counted up to {highest}, and its numbers end at {NUMBER_MAX}. No training "

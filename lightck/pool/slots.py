@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightck.pool.format.structures import MANIFEST_HEADER_NBYTES, RECORD_NBYTES
-from lightck.pool.reader import RECORD_DTYPE
+from lightck.pool.format.structures import MANIFEST_HEADER_NBYTES, TENSOR_RECORD_NBYTES
+from lightck.pool.reader import TENSOR_RECORD_DTYPE
 
 
 class SlotImage:
@@ -24,11 +24,11 @@ class SlotImage:
     """
 
     def __init__(self, n_records: int, n_crcs: int, nbytes_max: int) -> None:
-        self.crcs_offset = MANIFEST_HEADER_NBYTES + n_records * RECORD_NBYTES
+        self.crcs_offset = MANIFEST_HEADER_NBYTES + n_records * TENSOR_RECORD_NBYTES
         self.tail_offset = self.crcs_offset + 4 * n_crcs
         self.nbytes_max = nbytes_max
         self.buffer = np.zeros(max(nbytes_max, self.tail_offset), np.uint8)
-        self.records = self.buffer[MANIFEST_HEADER_NBYTES : self.crcs_offset].view(RECORD_DTYPE)
+        self.records = self.buffer[MANIFEST_HEADER_NBYTES : self.crcs_offset].view(TENSOR_RECORD_DTYPE)
         self.crcs = self.buffer[self.crcs_offset : self.tail_offset].view("<u4")
         self.raw = np.zeros(n_crcs, np.uint32)
         self.in_slot = np.zeros(n_records, np.bool_)

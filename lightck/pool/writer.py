@@ -18,15 +18,16 @@ import numpy.typing as npt
 
 from lightck._native import errno_of, ffi, lib, reason
 from lightck.errors import BackgroundError, SessionError
+from lightck.pool.commit_log import CommitLog, next_position
 from lightck.pool.engine import COPIED, Engine, Job, Medium
 from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry, blocks_of
 from lightck.pool.format.structures import (
     KIND_ADOPTION,
-    KIND_VERSION,
+    KIND_CHECKPOINT,
     NEXT_OFFSET,
     NUMBER_MAX,
-    CommitLine,
+    CommitRecord,
     ManifestHeader,
     NextBatch,
     pack_next,
@@ -34,7 +35,6 @@ from lightck.pool.format.structures import (
     uuid_words,
 )
 from lightck.pool.reader import PoolReader
-from lightck.pool.ring import Ring, next_position
 from lightck.pool.slots import Slot, SlotImage, Slots, crc_starts
 from lightck.pool.storage.durability import TIER_DISK, Durability
 from lightck.pool.storage.failures import io_error
@@ -55,7 +55,7 @@ class FullError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class VersionPlan:
+class CopyPlan:
     """One version as the pipeline hands it down: numbers and addresses, no tensors. Arrays are parallel; record numbers
     are the writer's."""
 
@@ -82,9 +82,9 @@ class Pending:
 
     job: Job
     slot: Slot
-    line: CommitLine
+    record: CommitRecord
     position: int
-    plan: VersionPlan
+    plan: CopyPlan
 
 
 class PoolWriter:
@@ -103,7 +103,7 @@ class PoolWriter:
         self._lock = lock
         self.durability = durability
         self.superblock = sb = reader.superblock
-        self.ring = reader.ring()
+        self.commit_log = reader.commit_log()
         self.entries: list[Entry] = list(reader.entries)
         self.numbers = {e.name: i for i, e in enumerate(self.entries)}
         self._n_table = len(self.entries)
@@ -116,10 +116,12 @@ class PoolWriter:
         """Names of tensors that changed their kind or size."""
         self.layouts: int = 0 if after is None else after.layouts + 1
         """How many files came before this one in the session."""
-        self.generation: int = self.ring.generation if after is None else after.generation
+        self.generation: int = self.commit_log.generation if after is None else after.generation
         """The last one that was given to a checkpoint."""
-        self.incarnation: int = self.ring.incarnation + 1 if after is None else after.incarnation
-        self._last_position = max(self.ring.lines, key=lambda p: self.ring.lines[p].generation, default=-1)
+        self.incarnation: int = self.commit_log.incarnation + 1 if after is None else after.incarnation
+        self._last_position = max(
+            self.commit_log.records, key=lambda p: self.commit_log.records[p].generation, default=-1
+        )
         self._engine = engine
         self.before_unmap: list[Callable[[], None]] = []
         """Called before the mapping goes: by what lets others than the engine write into it."""
@@ -144,8 +146,8 @@ class PoolWriter:
 
     def _slot(self, index: int) -> Slot:
         image = SlotImage(len(self.entries), self._n_crcs, self.superblock.manifest_nbytes_max)
-        lines = [ln for ln in self.ring.lines.values() if ln.slot == index]
-        newest = max(lines, key=lambda ln: ln.generation, default=None)
+        records = [ln for ln in self.commit_log.records.values() if ln.slot == index]
+        newest = max(records, key=lambda ln: ln.generation, default=None)
         generation = self.reader.slot_generation(index)
         if newest is not None:
             generation = max(generation or 0, newest.payload_generation)
@@ -252,23 +254,25 @@ class PoolWriter:
 
     # -- identity ----------------------------------------------------------------------------------------
 
-    def adopt(self, line: CommitLine) -> None:
+    def adopt(self, record: CommitRecord) -> None:
         """Go on from this version: a durable adoption line, then its slot is protected."""
         self.generation += 1
-        adoption = line._replace(generation=self.generation, incarnation=self.incarnation, kind=KIND_ADOPTION)
+        adoption = record._replace(generation=self.generation, incarnation=self.incarnation, kind=KIND_ADOPTION)
         position = self._next_position()
-        self.medium.line(self.superblock.line_offset(position), adoption.pack(self.superblock.uuid))
-        self._note_line(position, adoption)
-        self.slots.protected = line.slot
-        self.slots.dead = (line.payload_generation, adoption.generation)
+        self.medium.store_commit_record(
+            self.superblock.commit_record_offset(position), adoption.pack(self.superblock.uuid)
+        )
+        self._note_record(position, adoption)
+        self.slots.protected = record.slot
+        self.slots.dead = (record.payload_generation, adoption.generation)
 
     def _next_position(self) -> int:
-        lines = self.superblock.ring_lines
-        self._last_position = next_position(self.ring, self.slots.contents(), lines, self._last_position)
+        records = self.superblock.ring_lines
+        self._last_position = next_position(self.commit_log, self.slots.contents(), records, self._last_position)
         return self._last_position
 
-    def _note_line(self, position: int, line: CommitLine) -> None:
-        self.ring = Ring({**self.ring.lines, position: line}, self.ring.damaged)
+    def _note_record(self, position: int, record: CommitRecord) -> None:
+        self.commit_log = CommitLog({**self.commit_log.records, position: record}, self.commit_log.damaged)
 
     def strike(self, after: int, before: int) -> list[int]:
         """Make the checkpoints unreadable, durably, that were made in a generation between these two (both excluded):
@@ -294,27 +298,27 @@ class PoolWriter:
 
     # -- versions ----------------------------------------------------------------------------------------
 
-    def draft(self, slot: Slot) -> Draft:
+    def reservation(self, slot: Slot) -> Reservation:
         """Take a slot for a version that is not closed yet."""
         self._refuse_lost_lock()
         self.generation += 1
         slot.generation, slot.in_flight, slot.made_at = self.generation, True, None
-        return Draft(self, slot, self.generation)
+        return Reservation(self, slot, self.generation)
 
-    def begin(self, plan: VersionPlan, slot: Slot, keep: object, draft: Draft | None = None) -> Pending:
+    def begin(self, plan: CopyPlan, slot: Slot, keep: object, reservation: Reservation | None = None) -> Pending:
         """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``FullError`` before that, and
         ``SessionError`` where the plan leaves out what the slot does not hold.
 
-        ``draft``: what was begun of it in this slot; its records are among ``plan.present``.
+        ``reservation``: what was begun of it in this slot; its records are among ``plan.present``.
         """
-        if draft is None:
+        if reservation is None:
             self._refuse_lost_lock()
-        generation = self.generation + 1 if draft is None else draft.generation
+        generation = self.generation + 1 if reservation is None else reservation.generation
         image_nbytes = self._fill_image(slot, plan, generation)
         self.generation = max(self.generation, generation)
         slot.generation, slot.in_flight, slot.made_at = generation, True, None
         position = self._next_position()
-        parts = [] if draft is None else draft.parts
+        parts = [] if reservation is None else reservation.parts
         commit = self._commit(slot, plan.step, generation, position, image_nbytes, lib.LCK_FOLLOWS if parts else 0)
         copies = self._copies(slot, plan.records, plan.sources, np.where(plan.now, lib.LCK_NOW, 0))
         status, ticket = self._submit(copies, commit)
@@ -325,30 +329,30 @@ class PoolWriter:
             raise error
         slot.manifest_index = 1 - slot.manifest_index
         job = Job(self._engine, ticket, (keep, copies), parts)
-        line = CommitLine(
+        record = CommitRecord(
             generation,
             self.incarnation,
             plan.step,
             generation,
             0,
             image_nbytes,
-            KIND_VERSION,
+            KIND_CHECKPOINT,
             slot.index,
             commit.manifest_index,
         )
-        return Pending(job, slot, line, position, plan)
+        return Pending(job, slot, record, position, plan)
 
     def submit_part(
         self,
-        draft: Draft,
+        reservation: Reservation,
         records: npt.NDArray[np.int64],
         sources: npt.NDArray[np.uint64] | None,
         flags: int,
         keep: object,
     ) -> Job | None:
-        """Of ``Draft.copy``. None where the engine is busy."""
-        slot = draft.slot
-        commit = self._commit(slot, 0, draft.generation, 0, slot.image.tail_offset, flags)
+        """Of ``Reservation.copy``. None where the engine is busy."""
+        slot = reservation.slot
+        commit = self._commit(slot, 0, reservation.generation, 0, slot.image.tail_offset, flags)
         copies = self._copies(
             slot, records, 0 if sources is None else sources, lib.LCK_PLACED if sources is None else 0
         )
@@ -367,7 +371,7 @@ class PoolWriter:
         status = lib.lck_job_submit(self._engine.handle, self.medium.handle, array, len(copies), commit, ticket)
         return status, ticket[0]
 
-    def _fill_image(self, slot: Slot, plan: VersionPlan, generation: int) -> int:
+    def _fill_image(self, slot: Slot, plan: CopyPlan, generation: int) -> int:
         image = slot.image
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
@@ -402,7 +406,7 @@ class PoolWriter:
         )
         return image.write_tail(header.pack(), extras, plan.state)
 
-    def _refuse_incomplete(self, plan: VersionPlan, image: SlotImage, n_listed: int) -> None:
+    def _refuse_incomplete(self, plan: CopyPlan, image: SlotImage, n_listed: int) -> None:
         """Raise ``SessionError`` where what would be committed is not the whole of the version."""
         missing = plan.kept[~image.in_slot[plan.kept]]
         if len(missing):
@@ -438,7 +442,7 @@ class PoolWriter:
             {
                 "header_off": slot.offset,
                 "manifest_off": slot.offset + sb.manifest_offset + slot.manifest_index * sb.manifest_nbytes,
-                "line_off": sb.line_offset(position),
+                "record_off": sb.commit_record_offset(position),
                 "image": slot.image.buffer.ctypes.data,
                 "image_nbytes": image_nbytes,
                 "crcs_off": slot.image.crcs_offset,
@@ -475,16 +479,16 @@ class PoolWriter:
         """The version's line is durable: its slot is the protected one now."""
         pending.slot.in_flight = False
         self.slots.protected = pending.slot.index
-        self._note_line(pending.position, pending.line)
+        self._note_record(pending.position, pending.record)
 
     def given_up(self, pending: Pending, *, bad: bool) -> None:
         """The version was dropped, or failed (``bad``): what lies in its slot is unknown from here on."""
         pending.slot.is_bad |= bad
         self._slot_unknown(pending.slot)
 
-    def draft_given_up(self, draft: Draft, *, bad: bool) -> None:
-        draft.slot.is_bad |= bad
-        self._slot_unknown(draft.slot)
+    def reservation_given_up(self, reservation: Reservation, *, bad: bool) -> None:
+        reservation.slot.is_bad |= bad
+        self._slot_unknown(reservation.slot)
 
     @staticmethod
     def _slot_unknown(slot: Slot) -> None:
@@ -527,11 +531,11 @@ def _submit_error(status: int) -> Exception:
     )
 
 
-class Draft:
+class Reservation:
     """A version that is begun before it is closed: its slot is taken, and some of its tensors are on their way.
 
     The bytes go into their places as those of any version; what is missing, and what commits, is the job that
-    ``PoolWriter.begin`` submits later for the same generation. Made by ``PoolWriter.draft``; ends in
+    ``PoolWriter.begin`` submits later for the same generation. Made by ``PoolWriter.reservation``; ends in
     ``PoolWriter.begin`` or ``drop``. Invariant: a slot with a draft holds no version, and its generation is used for
     nothing else.
     """
@@ -569,4 +573,4 @@ class Draft:
             part.drop()
             failed |= part.has_failed
             part.forget()
-        self._writer.draft_given_up(self, bad=failed)
+        self._writer.reservation_given_up(self, bad=failed)

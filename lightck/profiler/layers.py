@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from lightck.hooks.own import CleanCopies, Handle, OwnHook, remove
+from lightck.hooks.own_hooks import CleanCopies, Handle, OwnHook, remove
 from lightck.profiler.events import BACKWARD, FORWARD, Args
 from lightck.state.inventory import clean_prefixes
 

@@ -46,7 +46,7 @@ class Recording:
         overwrite: bool,
         *,
         model: nn.Module,
-        told_by: StepEvents,
+        reported_by: StepEvents,
         commits: CommitEvents,
         engine: Engine,
         meter: Meter,
@@ -62,7 +62,7 @@ class Recording:
         self._dropped = 0
         self._rows: set[str] = set()
         self._failure: LightckError | None = None
-        self._told_by, self._commits, self._meter = told_by, commits, meter
+        self._reported_by, self._commits, self._meter = reported_by, commits, meter
         self._update_since = 0
         self._start = self._step_since = time.monotonic_ns()
         self.is_on = False
@@ -75,7 +75,7 @@ class Recording:
             self._layers.remove()
             raise _error(self.path, err) from err
         self._listener = _Steps(self)
-        told_by.add(self._listener)
+        reported_by.add(self._listener)
         self._begun = _Begun(self)
         commits.add(self._begun)
         meter.observer = self
@@ -137,8 +137,8 @@ class Recording:
         """From the session's meter, in seconds of CLOCK_MONOTONIC."""
         self.add(STATE if is_state else STALL, what, round(begin * 1e9), round(end * 1e9), {})
 
-    def version(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
-        self._spans.version(generation, step, entries)
+    def checkpoint(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
+        self._spans.checkpoint(generation, step, entries)
 
     def forward_begins(self) -> None:
         self._layers.forward_begins()
@@ -193,7 +193,7 @@ class Recording:
 
     def _stop(self) -> None:
         self._meter.observer = None
-        self._told_by.remove(self._listener)
+        self._reported_by.remove(self._listener)
         self._commits.remove(self._begun)
         try:
             self._layers.remove()
@@ -243,8 +243,8 @@ class Recording:
 class Traces:
     """The recordings of one session: one at a time."""
 
-    def __init__(self, told_by: StepEvents, commits: CommitEvents, engine: Engine, meter: Meter) -> None:
-        self._record = partial(Recording, told_by=told_by, commits=commits, engine=engine, meter=meter)
+    def __init__(self, reported_by: StepEvents, commits: CommitEvents, engine: Engine, meter: Meter) -> None:
+        self._record = partial(Recording, reported_by=reported_by, commits=commits, engine=engine, meter=meter)
         self._newest: Recording | None = None
 
     def start(
@@ -316,10 +316,10 @@ class _Begun(CommitListener):
     """What a recording hears of checkpoints: which step each generation is of."""
 
     def __init__(self, recording: Recording) -> None:
-        self._version = recording._guarded(recording.version)
+        self._checkpoint = recording._guarded(recording.checkpoint)
 
     def begun(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
-        self._version(generation, step, entries)
+        self._checkpoint(generation, step, entries)
 
 
 def _check(path: str, steps: object, overwrite: bool) -> None:

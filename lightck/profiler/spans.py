@@ -37,11 +37,11 @@ _PAUSE_NS = 200_000
 """Blocks that lie further apart than this are shown apart: the thread did something else, or had no processor."""
 _CELLS = 1 << 16
 """Of the engine's queue, 72 bytes each: 4 GB of blocks between two takes."""
-_COMMIT_PARTS = {lib.LCK_SPAN_MANIFEST: "manifest", lib.LCK_SPAN_SYNC: "sync", lib.LCK_SPAN_LINE: "line"}
+_COMMIT_PARTS = {lib.LCK_SPAN_MANIFEST: "manifest", lib.LCK_SPAN_SYNC: "sync", lib.LCK_SPAN_COMMIT_RECORD: "line"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Version:
+class _Checkpoint:
     step: int
     entries: tuple[Entry, ...]
 
@@ -53,7 +53,7 @@ class Spans:
         self._engine = engine
         self._taken: list[npt.NDArray[np.void]] = []
         self._count = 0
-        self._versions: dict[int, _Version] = {}
+        self._checkpoints: dict[int, _Checkpoint] = {}
         self._buffer = np.zeros(1 << 14, SPAN_DTYPE)
         self._trainer = threading.get_native_id()
         self.dropped = 0
@@ -64,9 +64,9 @@ class Spans:
         self.dropped = self._count = 0
         check(lib.lck_spans_start(self._engine.handle, _CELLS), "recording spans")
 
-    def version(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
+    def checkpoint(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
         """A version begins; ``entries`` by record number, as they are now."""
-        self._versions[generation] = _Version(step, tuple(entries))
+        self._checkpoints[generation] = _Checkpoint(step, tuple(entries))
 
     def take(self) -> None:
         """Empty the queue."""
@@ -107,13 +107,13 @@ class Spans:
                 yield event
 
     def _event(self, span: np.void, row: str, start: int) -> Event | None:
-        version = self._versions.get(int(span["generation"]))
-        if version is None:  # began before the recording
+        checkpoint = self._checkpoints.get(int(span["generation"]))
+        if checkpoint is None:  # began before the recording
             return None
         kind, nbytes = int(span["kind"]), int(span["nbytes"])
         begin, end = int(span["begin"]) - start, int(span["end"]) - start
         by = row.removeprefix("copy: ")
-        args = {"step": version.step, "bytes": nbytes, "cpu_ms": round(int(span["cpu"]) / 1e6, 4), "by": by}
+        args = {"step": checkpoint.step, "bytes": nbytes, "cpu_ms": round(int(span["cpu"]) / 1e6, 4), "by": by}
         if kind in _COMMIT_PARTS:
             return Event(COMMIT, _COMMIT_PARTS[kind], begin, end, args)
         if kind == lib.LCK_SPAN_HEADER:
@@ -121,7 +121,7 @@ class Spans:
         if kind == lib.LCK_SPAN_NOW:
             return Event(HELPED, "at once", begin, end, args) if nbytes else None
         number = int(span["tensor"])
-        name = version.entries[number].name if number < len(version.entries) else f"tensor {number}"
+        name = checkpoint.entries[number].name if number < len(checkpoint.entries) else f"tensor {number}"
         return Event(row, name, begin, end, {**args, "module": module_of(name), "helped": bool(span["helped"])})
 
 

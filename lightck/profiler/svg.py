@@ -150,10 +150,10 @@ class _Picture:
     def _rect(self, bar: _Bar, top: int) -> str:
         pale = ' fill-opacity="0.45"' if bar.pale else ""
         more = f" and {bar.joined - 1} more" if bar.joined > 1 else ""
-        told = f"{bar.event.name}{more}: {_duration(bar.event.end - bar.event.begin)}"
+        reported = f"{bar.event.name}{more}: {_duration(bar.event.end - bar.event.begin)}"
         return (
             f'<rect x="{_LEFT + bar.left:.1f}" y="{top + bar.inset:g}" width="{bar.right - bar.left:.1f}" '
-            f'height="{_ROW - 2 * bar.inset:g}" fill="{bar.colour}"{pale}><title>{_text(told, 150)}</title></rect>'
+            f'height="{_ROW - 2 * bar.inset:g}" fill="{bar.colour}"{pale}><title>{_text(reported, 150)}</title></rect>'
         )
 
     def _names(self, bars: Sequence[_Bar], top: int) -> Iterator[str]:
@@ -218,8 +218,8 @@ def _legend(rows: Sequence[str], y: int) -> Iterator[str]:
             x += 10
         yield f'<text x="{x + 5:.0f}" y="{y}" fill="#444" font-size="11">{_text(label, 40)}</text>'
         x += 5 + 5.6 * len(label) + 16
-    told = "light to dark: first to last layer; pale: a copy that mostly waited, for a processor or emulated memory"
-    yield f'<text x="14" y="{y + 18}" fill="#777" font-size="11">{told}</text>'
+    reported = "light to dark: first to last layer; pale: a copy that mostly waited, for a processor or emulated memory"
+    yield f'<text x="14" y="{y + 18}" fill="#777" font-size="11">{reported}</text>'
 
 
 # -- text, numbers and colours ---------------------------------------------------------------------------------------

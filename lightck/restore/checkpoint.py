@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lightck.errors import LightckError, SessionError
-from lightck.pool.format.structures import CommitLine
-from lightck.pool.reader import Rejected
+from lightck.pool.format.structures import CommitRecord
+from lightck.pool.reader import RejectedCheckpoint
 from lightck.restore import restore as _restore
 from lightck.restore.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
 from lightck.restore.memory import ordinary_tensors
@@ -21,7 +21,7 @@ from lightck.restore.optimizer import joined, keys_by_param
 from lightck.restore.resume import RestoredFrom, mark_poisoned, remember
 from lightck.sessions import has_open_session
 from lightck.state import values
-from lightck.state.nest import followed
+from lightck.state.optimizer_wrappers import followed
 from lightck.state.rng import RngState
 
 
@@ -40,21 +40,21 @@ class Checkpoint:
         self,
         contents: Contents,
         source: Callable[[], MemorySource],
-        line: CommitLine,
+        record: CommitRecord,
         path: str,
         uuid: bytes,
-        rejected: Sequence[Rejected],
+        rejected: Sequence[RejectedCheckpoint],
     ) -> None:
         """``source`` gives the tensors when they are first asked for. One that was restored in place reads the pool
         again then: the live tensors train on, and are not this version for long."""
         self.step = contents.step
         self.iteration = contents.iteration
-        self.rejected: tuple[Rejected, ...] = tuple(rejected)
+        self.rejected: tuple[RejectedCheckpoint, ...] = tuple(rejected)
         self.drift = _restore.Drift()
         self.contents = contents
         self._read_source = source
         self._known: MemorySource | None = None
-        self.line = line
+        self.record = record
         self._path = path
         self._uuid = uuid
 
@@ -118,7 +118,7 @@ class Checkpoint:
 
     def note_restored(self, model: nn.Module, plan: _restore.Plan) -> None:
         self.drift = plan.drift
-        remember(model, RestoredFrom(self._path, self._uuid, self.line, self.contents, not_taken(plan)))
+        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, not_taken(plan)))
 
     @property
     def _source(self) -> MemorySource:
@@ -202,8 +202,10 @@ def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Modu
     _restore.poison(touched, model)
     mark_poisoned(model)
     if isinstance(error, LightckError) and error.args:
-        told = f"{error.args[0]} The model's parameters are NaN now: build it anew, or restore a checkpoint into it."
-        error.args = (told, *error.args[1:])
+        reported = (
+            f"{error.args[0]} The model's parameters are NaN now: build it anew, or restore a checkpoint into it."
+        )
+        error.args = (reported, *error.args[1:])
 
 
 def not_taken(plan: _restore.Plan) -> tuple[str, ...]:

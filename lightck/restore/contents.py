@@ -1,7 +1,7 @@
 """A version's contents at the level of torch: names, groups, values and tensors, parsed from untrusted bytes.
 
 ``Contents`` is built from the small state of a version before any payload is read. Two sources give the payload: the
-pool (``Version``, verified as it is read) and memory (``MemorySource``, a checkpoint that was loaded whole).
+pool (``StoredCheckpoint``, verified as it is read) and memory (``MemorySource``, a checkpoint that was loaded whole).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from lightck.errors import CorruptPoolError, NoTensorError
 from lightck.pool.format.layout import Entry
 from lightck.state import values
-from lightck.state.built import Built
+from lightck.state.build_record import Built
 from lightck.state.rng import RngState
 from lightck.state.storable import dtype_from_name
 from lightck.state.values import typed
@@ -86,8 +86,8 @@ class Contents:
     """Name in ``state`` -> class of the object that it was saved from."""
     extra: dict[str, bytes]
     loaders: dict[str, dict[str, object]]
-    at_once: list[str]
-    elastic: frozenset[str]
+    at_boundary: list[str]
+    resizable: frozenset[str]
     """Buffers that came, went or changed their size: taken as they were saved."""
     built: Built | None
     """What the script had built at attach; None in a pool of an older lightck."""
@@ -123,8 +123,8 @@ class Contents:
                 classes={typed(k, str): typed(v, str) for k, v in typed(raw.get("classes", {}), dict).items()},
                 extra=_bytes_map(raw["extra"]),
                 loaders={typed(k, str): typed(v, dict) for k, v in typed(raw["loaders"], dict).items()},
-                at_once=[typed(n, str) for n in typed(raw["at_once"], list)],
-                elastic=frozenset(typed(n, str) for n in typed(raw.get("elastic", []), list)),
+                at_boundary=[typed(n, str) for n in typed(raw["at_once"], list)],
+                resizable=frozenset(typed(n, str) for n in typed(raw.get("elastic", []), list)),
                 built=None if raw.get("built") is None else Built.parse(raw["built"]),
                 frozen=None if raw.get("frozen") is None else [typed(n, str) for n in typed(raw["frozen"], list)],
                 fingerprint=typed(raw["fingerprint"], dict),

@@ -16,7 +16,7 @@ import torch
 
 from lightck.pool.format.layout import Entry, is_contiguous, is_dense
 from lightck.restore.contents import Source, load_tensor
-from lightck.state.lanes import bytes_in_order
+from lightck.state.device_transfers import bytes_in_order
 
 Named = tuple[str, torch.Tensor]
 _ALIGN = 64

@@ -20,8 +20,8 @@ import torch
 from lightck.errors import DriftError, StateValueError, listed
 from lightck.restore import memory
 from lightck.state import rng, values
+from lightck.state.device_transfers import bytes_in_order
 from lightck.state.inventory import OptimizerView
-from lightck.state.lanes import bytes_in_order
 from lightck.state.storable import is_loader
 
 log = logging.getLogger("lightck")

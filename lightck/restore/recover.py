@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
-from lightck.pool.format.structures import CommitLine, DamagedError
-from lightck.pool.reader import PoolReader, Rejected, Version, open_pool
-from lightck.pool.ring import Ring
+from lightck.pool.commit_log import CommitLog
+from lightck.pool.format.structures import CommitRecord, DamagedError
+from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint, open_pool
 from lightck.pool.storage.backends import readable_path
 from lightck.pool.storage.lock import holder_of
 from lightck.restore import restore as _restore
@@ -110,35 +110,39 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
         )
 
 
-def newest(reader: PoolReader, step: int | None, take: Callable[[Version, Contents, list[Rejected]], T]) -> T:
+def newest(
+    reader: PoolReader, step: int | None, take: Callable[[StoredCheckpoint, Contents, list[RejectedCheckpoint]], T]
+) -> T:
     """``take`` of the newest version that it does not reject by ``DamagedError``.
 
     On a pool in use a slot may be re-used while we look at it: as long as new lines appear, we look again.
     """
     for _ in range(_ATTEMPTS):
-        ring, rejected = reader.ring(), []
+        commit_log, rejected = reader.commit_log(), []
         stale_after: int | None = None
-        for version in reader.versions(step):
-            if isinstance(version, Rejected):
-                rejected.append(version)
+        for stored in reader.checkpoints(step):
+            if isinstance(stored, RejectedCheckpoint):
+                rejected.append(stored)
                 continue
-            generation = version.line.payload_generation
+            generation = stored.record.payload_generation
             if stale_after is not None and generation > stale_after:
-                rejected.append(Rejected(version.step, version.line.generation, STALE))
+                rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, STALE))
                 continue
             try:
-                contents = parse(version)
+                contents = parse(stored)
                 known = [each for each in (stale_after, contents.stale_after) if each is not None]
                 stale_after = min(known, default=None)
-                taken = take(version, contents, rejected)
+                taken = take(stored, contents, rejected)
             except DamagedError as err:
-                rejected.append(Rejected(version.step, version.line.generation, str(err)))
+                rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, str(err)))
                 continue
-            if version.is_intact():
+            if stored.is_intact():
                 return taken
-            rejected.append(Rejected(version.step, version.line.generation, "its slot was reused while it was read"))
-        if reader.ring() == ring:
-            raise _nothing_left(reader, ring, step, rejected)
+            rejected.append(
+                RejectedCheckpoint(stored.step, stored.record.generation, "its slot was reused while it was read")
+            )
+        if reader.commit_log() == commit_log:
+            raise _nothing_left(reader, commit_log, step, rejected)
     raise PoolLockedError(
         f"The pool {reader.path!r} is in use, and its versions were overwritten faster than they could be read, "
         f"{_ATTEMPTS} times. Nothing is wrong with it. Try again, end the training first, or give it more slots: "
@@ -146,22 +150,24 @@ def newest(reader: PoolReader, step: int | None, take: Callable[[Version, Conten
     )
 
 
-def parse(version: Version) -> Contents:
+def parse(stored: StoredCheckpoint) -> Contents:
     """Raises ``DamagedError`` where the small state does not make sense."""
     try:
-        return Contents.parse(version.state, version.step, version.iteration, version.entries)
+        return Contents.parse(stored.state, stored.step, stored.iteration, stored.entries)
     except CorruptPoolError as err:
         raise DamagedError(str(err)) from err
 
 
-def _nothing_left(reader: PoolReader, ring: Ring, step: int | None, rejected: list[Rejected]) -> Exception:
-    reasons = tuple(map(str, rejected)) + tuple(f"commit line {p} is damaged" for p in ring.damaged)
-    if ring.is_empty:
+def _nothing_left(
+    reader: PoolReader, commit_log: CommitLog, step: int | None, rejected: list[RejectedCheckpoint]
+) -> Exception:
+    reasons = tuple(map(str, rejected)) + tuple(f"commit line {p} is damaged" for p in commit_log.damaged)
+    if commit_log.is_empty:
         return erased_error(reader) or NoCheckpointError(
             f"The pool {reader.path!r} holds no checkpoint yet. The training that made it committed no step so far. "
             "If it has ended, start it afresh; attach(..., resume=True) does that by itself."
         )
-    held = {line.step for line in ring.lines.values() if not reader.is_reused(line)}
+    held = {record.step for record in commit_log.records.values() if not reader.is_reused(record)}
     if step is not None and step not in held:
         return NoCheckpointError(
             f"The pool {reader.path!r} does not hold step {step}. It holds {', '.join(map(str, sorted(held)))}: older "
@@ -188,22 +194,26 @@ def erased_error(reader: PoolReader) -> CorruptPoolError | None:
 
 
 def _load(
-    reader: PoolReader, version: Version, contents: Contents, rejected: list[Rejected], device: torch.device | str
+    reader: PoolReader,
+    stored: StoredCheckpoint,
+    contents: Contents,
+    rejected: list[RejectedCheckpoint],
+    device: torch.device | str,
 ) -> Checkpoint:
-    source = in_memory(version, device)
-    return Checkpoint(contents, lambda: source, version.line, reader.path, reader.superblock.uuid, rejected)
+    source = in_memory(stored, device)
+    return Checkpoint(contents, lambda: source, stored.record, reader.path, reader.superblock.uuid, rejected)
 
 
-def _read_again(path: str, uuid: bytes, line: CommitLine) -> MemorySource:
+def _read_again(path: str, uuid: bytes, record: CommitRecord) -> MemorySource:
     """The tensors of a version that was restored in place, if the pool still holds it."""
     reader = open_pool(path)
     try:
         if reader.superblock.uuid != uuid:
             raise DamagedError("the pool was made anew since")
-        return in_memory(reader.version(line))
+        return in_memory(reader.checkpoint(record))
     except DamagedError as err:
         raise NoCheckpointError(
-            f"Step {line.step}, which was restored in place, is no longer in the pool {path!r} ({err}), and the live "
+            f"Step {record.step}, which was restored in place, is no longer in the pool {path!r} ({err}), and the live "
             "tensors may have trained on. Use lightck.recover(path) without a model to keep a version in memory."
         ) from err
     finally:
@@ -228,17 +238,17 @@ def restore_newest(
     """
     touched: list[torch.Tensor] = []
 
-    def take(version: Version, contents: Contents, rejected: list[Rejected]) -> Checkpoint:
+    def take(stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
         plan = plan_restore(contents, model, optimizer, state, strict=strict, complete=complete)
-        source = in_memory(version, "cpu") if in_use or touched else version
-        if source is not version and not version.is_intact():
+        source = in_memory(stored, "cpu") if in_use or touched else stored
+        if source is not stored and not stored.is_intact():
             raise DamagedError("its slot was reused while it was read")
         try:
             _restore.apply(plan, source)
         finally:
             touched.extend(plan.held.values())
-        path, uuid, line = reader.path, reader.superblock.uuid, version.line
-        checkpoint = Checkpoint(contents, lambda: _read_again(path, uuid, line), line, path, uuid, rejected)
+        path, uuid, record = reader.path, reader.superblock.uuid, stored.record
+        checkpoint = Checkpoint(contents, lambda: _read_again(path, uuid, record), record, path, uuid, rejected)
         checkpoint.note_restored(model, plan)
         return checkpoint
 

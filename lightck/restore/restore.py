@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.errors import DriftError, LightckError, listed
 from lightck.pool.format.layout import Entry
-from lightck.restore import edited, memory
+from lightck.restore import changed_options, memory
 from lightck.restore.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
 from lightck.restore.memory import Fills
 from lightck.restore.optimizer import read_state, set_state
@@ -63,7 +63,7 @@ class Plan:
     drift: Drift
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """Entry name -> live tensor to fill."""
-    elastic: list[tuple[str | None, Live]] = field(default_factory=list)
+    resizable: list[tuple[str | None, Live]] = field(default_factory=list)
     """Buffers that came, went or changed their size while the version was trained: entry name, or None for one that
     was None, and where it belongs."""
     optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
@@ -102,7 +102,7 @@ def check(
     tensors = view.tensors(None) + [live for o in opt_views for live in o.outside()]
     for live in tensors:
         refuse_unstorable(live.name, live.tensor, "restored")
-    left = _match_elastic(contents, view, tensors, plan)
+    left = _match_resizable(contents, view, tensors, plan)
     missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
     _match_optimizers(contents, opt_views, plan, notes, complete)
     _match_objects(contents, objects, plan, notes, complete, strict)
@@ -115,23 +115,23 @@ def check(
             "lightck.recover(path, model, strict=False).",
             plan.drift,
         )
-    plan.edited = edited.options(contents, plan.optimizers, plan.objects)
+    plan.edited = changed_options.options(contents, plan.optimizers, plan.objects)
     return plan
 
 
-def _match_elastic(contents: Contents, view: ModelView, lives: list[Live], plan: Plan) -> list[Live]:
+def _match_resizable(contents: Contents, view: ModelView, lives: list[Live], plan: Plan) -> list[Live]:
     """Plan for the buffers that do not fit and are known to come, go or change their size. Returns the others."""
     left = []
     for live in lives:
         entry = contents.entries.get(live.name)
-        if live.role == "buffer" and live.name in contents.elastic and not (entry and _is_like(live.tensor, entry)):
-            plan.elastic.append((None if entry is None else entry.alias or live.name, live))
+        if live.role == "buffer" and live.name in contents.resizable and not (entry and _is_like(live.tensor, entry)):
+            plan.resizable.append((None if entry is None else entry.alias or live.name, live))
         else:
             left.append(live)
     for name, home, key in view.vacant_buffers():
         entry = contents.entries.get(name)
-        if entry is not None and name in contents.elastic:
-            plan.elastic.append((entry.alias or name, Live(name, "buffer", torch.empty(0), home, key)))
+        if entry is not None and name in contents.resizable:
+            plan.resizable.append((entry.alias or name, Live(name, "buffer", torch.empty(0), home, key)))
     return left
 
 
@@ -143,7 +143,7 @@ def _match_tensors(
     contents: Contents, lives: list[Live], plan: Plan, notes: list[str]
 ) -> tuple[_Names, _Names, _Names, _Names]:
     held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
-    for _, live in plan.elastic:
+    for _, live in plan.resizable:
         held.pop(live.name, None)
     objects = {live.name: live.tensor for live in lives}
     missing, reshaped, retyped = [], [], []
@@ -271,7 +271,7 @@ def apply(plan: Plan, source: Source) -> None:
     """Do it. Raises ``DamagedError`` at a block that does not verify: live tensors may have changed by then, and
     ``plan.held`` names them."""
     _refuse_contradiction(plan, source)
-    fresh = {name: load_tensor(source, name) for name, _ in plan.elastic if name is not None}
+    fresh = {name: load_tensor(source, name) for name, _ in plan.resizable if name is not None}
     with torch.no_grad():
         fills = Fills(source)
         for name, tensor in plan.tensors:
@@ -285,7 +285,7 @@ def apply(plan: Plan, source: Source) -> None:
     rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
     extra = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra}
-    _set_elastic(plan, fresh)
+    _set_resizable(plan, fresh)
     for name, module in plan.extra:
         module.set_extra_state(extra[name])
     checks = {name: ObjectCheck(name, obj) for name, obj in plan.objects.items()}
@@ -300,7 +300,7 @@ def apply(plan: Plan, source: Source) -> None:
         check_optimizer(live, state, rest, saved.groups)
     for name, check_one in checks.items():  # load_state_dict may have changed what it was given: taken apart again
         check_one.after(values.unpack(plan.contents.state[name], tensor=plan.held.__getitem__))
-    edited.tell_options(plan.edited)
+    changed_options.tell_options(plan.edited)
 
 
 def _refuse_contradiction(plan: Plan, source: Source) -> None:
@@ -314,10 +314,10 @@ def _refuse_contradiction(plan: Plan, source: Source) -> None:
         )
 
 
-def _set_elastic(plan: Plan, fresh: Mapping[str, torch.Tensor]) -> None:
+def _set_resizable(plan: Plan, fresh: Mapping[str, torch.Tensor]) -> None:
     """All that can fail was read: buffers appear, go, or take their new size, as the same objects where there are."""
     device = next((tensor.device for _, tensor in plan.tensors), torch.device("cpu"))
-    for name, live in plan.elastic:
+    for name, live in plan.resizable:
         assert live.home is not None
         if name is None:
             live.home[live.key] = None

@@ -17,8 +17,8 @@ from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import Pass
 from lightck.dataloader.preview import RestoredRng
 from lightck.events import Event
-from lightck.following.update import OPTIONS
-from lightck.pool.format.structures import CommitLine, NextBatch
+from lightck.following.update_parts import OPTIONS
+from lightck.pool.format.structures import CommitRecord, NextBatch
 from lightck.restore.contents import Contents
 from lightck.state.fingerprint import fingerprint
 from lightck.state.numbers import Numbers
@@ -102,7 +102,7 @@ class RestoredFrom:
 
     path: str
     uuid: bytes
-    line: CommitLine
+    record: CommitRecord
     contents: Contents
     missing: tuple[str, ...]
     """What the version holds and nobody took."""

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightck.errors import UnsupportedError
 from lightck.hooks.layerwise import layerwise_of
-from lightck.pipeline.finite import Finite
+from lightck.pipeline.nonfinite import NonfiniteCheck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import Kind
@@ -27,15 +27,15 @@ from lightck.pool.storage.backends import pool_path as _pool_path
 from lightck.restore.memory import ordinary_tensors
 from lightck.restore.resume import Resumed
 from lightck.session.arguments import Arguments, Saving
+from lightck.session.capture import Capture
 from lightck.session.commits import Beside
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile
 from lightck.session.session import Session
-from lightck.session.snapshot import Capture
 from lightck.session.steps import Steps
-from lightck.state.nest import enabled
+from lightck.state.optimizer_wrappers import enabled
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
 from lightck.strategy.full import FullState
@@ -142,7 +142,7 @@ def _attached(said: Arguments) -> Session:
 def _beside(how: Saving, found: Found, path: str, meter: Meter) -> Beside:
     holds = Holds()
     keeper = Keeper(how.keep, path, meter, holds) if how.keep is not None else None
-    return Beside(holds, keeper, Finite(found.state, meter) if how.pause_on_nonfinite else None)
+    return Beside(holds, keeper, NonfiniteCheck(found.state, meter) if how.pause_on_nonfinite else None)
 
 
 def _discover(said: Arguments) -> Found:

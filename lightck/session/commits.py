@@ -16,13 +16,13 @@ from numbers import Real
 
 from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
 from lightck.events import Event, Turn
-from lightck.following.following import Recorder
+from lightck.following.comparison import Recorder
 from lightck.hooks.boundary import Boundary
 from lightck.interrupts import resumed
-from lightck.pipeline.finite import Finite
+from lightck.pipeline.nonfinite import NonfiniteCheck
 from lightck.pipeline.pipeline import Pipeline
+from lightck.session.capture import Capture
 from lightck.session.interval import Cadence
-from lightck.session.snapshot import Capture
 from lightck.stats import Meter
 from lightck.tiers.keep import Keeper
 from lightck.tiers.pin import Hold, Holds
@@ -34,7 +34,7 @@ class Beside:
 
     holds: Holds = field(default_factory=Holds)
     keeper: Keeper | None = None
-    finite: Finite | None = None
+    finite: NonfiniteCheck | None = None
 
     def join(self, pipeline: Pipeline) -> None:
         """Before the pool is made or opened."""
@@ -106,7 +106,7 @@ class Commits:
         """The version of this step was closed: save it where it is due."""
         is_saved = event is Event.FLUSH or self.cadence.is_due(step, self.saved_step)
         self.cadence.passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
-        self._capture.within.boundary(event, step, is_saved)
+        self._capture.mid_batch.boundary(event, step, is_saved)
         if is_saved:
             self._save(event, step)
         else:
@@ -116,17 +116,17 @@ class Commits:
         began = time.perf_counter()
         self.saved_step, self._is_done_saved = step, self._capture.is_done
         self.guard(self.pipeline.audit)
-        closing = self._capture.close(
+        closed_step = self._capture.close(
             event,
             step,
             self._boundary.iteration,
             explicit=self._boundary.explicit,
-            never_rest=self.pipeline.guard.never,
+            always_copied=self.pipeline.guard.never,
             stale_after=self.pipeline.guard.stale_after,
         )
         self._meter.note_state(step, began)
         self._recorder.closes()
-        self.guard(lambda: self.pipeline.close_version(closing))
+        self.guard(lambda: self.pipeline.begin_checkpoint(closed_step))
         self._recorder.closed(event)
 
     # -- what the user waits for -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightck.dataloader.persistent import draws_once
 from lightck.errors import AmbiguousError, LateError, UnsupportedError
-from lightck.state.nest import followed, has_hooks, inner_of, inside, loose_tensors, places
+from lightck.state.optimizer_wrappers import followed, has_hooks, inner_of, inside, loose_tensors, places
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -158,9 +158,9 @@ def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Opti
 def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
     """State is saved by the name of its parameter, so a parameter has one optimizer (and wrappers around it)."""
     owner: dict[int, Optimizer] = {}
-    wrappers = [(id(o), within) for o in optimizers if (within := inside(o))]
+    wrappers = [(id(o), within_) for o in optimizers if (within_ := inside(o))]
     for opt in optimizers:
-        around = {key for key, within in wrappers if id(opt) in within}
+        around = {key for key, within_ in wrappers if id(opt) in within_}
         for group in opt.param_groups:
             for p in group["params"]:
                 other = owner.setdefault(id(p), opt)
@@ -246,7 +246,9 @@ def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     around: dict[int, list[str]] = {}
     for optimizer, place in zip(optimizers, places(optimizers), strict=True):
         around.setdefault(place.outermost, []).append(type(optimizer).__name__)
-    joined = [" around ".join([outer, ", ".join(within)] if within else [outer]) for outer, *within in around.values()]
+    joined = [
+        " around ".join([outer, ", ".join(within_)] if within_ else [outer]) for outer, *within_ in around.values()
+    ]
     return {role("optimizer", i, len(around)): names for i, names in enumerate(joined)}
 
 

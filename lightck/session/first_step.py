@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from lightck.errors import LateError
+from lightck.session.capture import Capture
 from lightck.session.discover import LiveObjects, Objects, schedulers_of
-from lightck.session.snapshot import Capture
 from lightck.state.ranks import is_one_of_several, of_several
 
 log = logging.getLogger("lightck")

@@ -28,7 +28,7 @@ class LoaderEvents(LoaderHost):
 
     def _next(self, loader: SessionLoader) -> None:
         steps, model = self._steps, self._steps.model
-        steps.capture.within.fetches(loader, model is not None and not model.training)
+        steps.capture.mid_batch.fetches(loader, model is not None and not model.training)
         steps.capture.positions.fetches(loader)
         if steps.commits.paused:
             return

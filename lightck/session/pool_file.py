@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 
 from lightck.errors import CheckpointExistsError, LateError, NotAPoolError, PoolError, PoolNotFoundError, SessionError
 from lightck.pipeline.pipeline import Pipeline
+from lightck.pool.commit_log import candidates
 from lightck.pool.format.layout import Entry
-from lightck.pool.format.structures import CommitLine, DamagedError
-from lightck.pool.reader import PoolReader, Version, open_pool
-from lightck.pool.ring import candidates
+from lightck.pool.format.structures import CommitRecord, DamagedError
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
+from lightck.restore.changed_options import set_flags
 from lightck.restore.contents import Contents
-from lightck.restore.edited import set_flags
 from lightck.restore.recover import erased_error, parse, restore_newest
 from lightck.restore.resume import RestoredFrom, Resumed, forget, restored_from, tell_differences
 from lightck.session.arguments import Arguments
+from lightck.session.capture import Capture
 from lightck.session.discover import Found
-from lightck.session.snapshot import Capture
 from lightck.state.inventory import entry_of
 from lightck.state.predict import predict
 from lightck.tiers.keep import refuse_unkept
@@ -71,13 +71,13 @@ class PoolFile:
             reader.close()
             self._create(pipeline)
             return None
-        contents, line = checkpoint
-        recorded = reader.next_batches(line)
-        pipeline.pool.open(reader).adopt(line)
+        contents, record = checkpoint
+        recorded = reader.next_batches(record)
+        pipeline.pool.open(reader).adopt(record)
         pipeline.adopted(
-            contents.step, contents.at_once, self.said.how.slots, line.payload_generation, contents.stale_after
+            contents.step, contents.at_boundary, self.said.how.slots, record.payload_generation, contents.stale_after
         )
-        self.capture.elastic.update(contents.elastic)
+        self.capture.resizable.update(contents.resizable)
         set_flags(contents, self.capture.model)
         tell_differences(contents)
         forget(self.said.model)
@@ -100,9 +100,9 @@ class PoolFile:
             return None
         return reader
 
-    def _checkpoint(self, reader: PoolReader) -> tuple[Contents, CommitLine] | None:
+    def _checkpoint(self, reader: PoolReader) -> tuple[Contents, CommitRecord] | None:
         """The version to go on from; None where the pool never held one."""
-        if reader.ring().is_empty:
+        if reader.commit_log().is_empty:
             lost = erased_error(reader)
             if lost is not None:
                 raise lost
@@ -111,8 +111,8 @@ class PoolFile:
         if known is not None:
             return self._go_on_from(reader, known)
         if not self.said.resume:
-            lines = candidates(reader.ring())
-            held = f"step {lines[0].step}" if lines else "versions that cannot be read"
+            records = candidates(reader.commit_log())
+            held = f"step {records[0].step}" if records else "versions that cannot be read"
             raise CheckpointExistsError(
                 f"The pool {self.path!r} holds {held}. It is neither loaded nor overwritten unasked. Say "
                 "attach(..., resume=True) to go on from it, restore it yourself with lightck.recover(path, model, "
@@ -125,9 +125,9 @@ class PoolFile:
         )
         for rejected in checkpoint.rejected:
             log.warning("lightck: passed over %s", rejected)
-        return checkpoint.contents, checkpoint.line
+        return checkpoint.contents, checkpoint.record
 
-    def _go_on_from(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitLine]:
+    def _go_on_from(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitRecord]:
         missing = [what for what in known.missing if what not in {f"state {name!r}" for name in self.said.declined}]
         if missing:
             raise SessionError(
@@ -137,7 +137,7 @@ class PoolFile:
                 "overwrite=True discards what this one holds."
             )
         try:
-            reader.version(known.line)
+            reader.checkpoint(known.record)
         except DamagedError as err:
             raise CheckpointExistsError(
                 f"Step {known.contents.step}, which this model was restored from, is no longer in {self.path!r}: "
@@ -145,15 +145,15 @@ class PoolFile:
                 "overwrite=True to discard it."
             ) from err
         self.capture.built.is_from(known.contents.built)
-        return known.contents, known.line
+        return known.contents, known.record
 
     def _check_optimizer_in_time(self, reader: PoolReader) -> None:
         if self.found.optimizers:
             return
-        for version in reader.versions():
-            if isinstance(version, Version):
+        for stored in reader.checkpoints():
+            if isinstance(stored, StoredCheckpoint):
                 try:
-                    names = [o.class_name for o in parse(version).optimizers]
+                    names = [o.class_name for o in parse(stored).optimizers]
                 except DamagedError:
                     continue
                 if names:

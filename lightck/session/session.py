@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from lightck.dataloader.identity import name_of
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.replay import wants_skip
-from lightck.dataloader.wrapped import name_of
 from lightck.errors import NothingSavedError, SessionError
 from lightck.events import Event
-from lightck.hooks.own import Handle, remove
+from lightck.hooks.own_hooks import Handle, remove
 from lightck.interrupts import deferred, resumed
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.storage.durability import Durability
@@ -158,7 +158,7 @@ class Session:
         self._check_usable()
         with self._steps.meter.stall("end_step"):
             self._steps.commits.raise_failure()
-            self._steps.half_updated.refuse_boundary()
+            self._steps.partial_update.refuse_boundary()
             if self._steps.commits.paused or not self._steps.watch.end_step():
                 self._steps.event(Event.END_STEP)
             else:
@@ -170,7 +170,7 @@ class Session:
         self._check_usable()
         if self._steps.commits.paused:
             raise SessionError("flush() inside paused(): the weights are not the training's now. Leave paused() first.")
-        self._steps.half_updated.refuse_boundary()
+        self._steps.partial_update.refuse_boundary()
         with self._steps.meter.stall("flush"):
             self._steps.commits.raise_failure()
             self._steps.commit_current(timeout)
@@ -203,7 +203,7 @@ class Session:
             return
         problem = None
         try:
-            if self._steps.half_updated:
+            if self._steps.partial_update:
                 log.warning("lightck: closed between backward() and step(): what was not committed before is not saved")
             elif not self._steps.turn.is_forked and self._steps.commits.failure is None:
                 self._steps.follows.ended()

@@ -17,22 +17,22 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.dataloader.positions import Positions
 from lightck.events import Event, StepEvents, StepListener, Turn
-from lightck.following.following import Comparison, Counted, Follows, Recorder
-from lightck.following.update import UpdateParts
+from lightck.following.comparison import Comparison, Counted, Follows, Recorder
+from lightck.following.update_parts import UpdateParts
 from lightck.hooks.boundary import BY_HAND, Boundary
 from lightck.hooks.hooks import Hooks
-from lightck.hooks.layers import HalfUpdated
+from lightck.hooks.layers import PartialUpdate
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
+from lightck.session.capture import Capture
 from lightck.session.commits import Beside, Commits, deadline_in
 from lightck.session.discover import Found, drives, late, live_optimizers, positions, updating
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Cadence
-from lightck.session.saved import SavedWatch
-from lightck.session.snapshot import Capture
-from lightck.session.top import LoopTop
+from lightck.session.loop_top import LoopTop
+from lightck.session.saved_watch import SavedWatch
 from lightck.sessions import OpenSession, is_followed
-from lightck.state.nest import ScalerWatch
+from lightck.state.optimizer_wrappers import ScalerWatch
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
@@ -77,11 +77,11 @@ class Steps(StepListener):
         self._declines_optimizers = found.declined
         self.steps_on: int | None = None
         """The thread that steps."""
-        self._told_step = self.boundary.step
+        self._reported_step = self.boundary.step
         self._is_forward_known = False
         """The model's forward hook fires, or it was said that it does not."""
         self._scalers = ScalerWatch(capture.objects)
-        self.half_updated = HalfUpdated()
+        self.partial_update = PartialUpdate()
         self.events = StepEvents(self.turn)
         self.events.add(self)
         self.hooks = Hooks(self.events, model, found.optimizers)
@@ -118,7 +118,7 @@ class Steps(StepListener):
             self.commits.raise_failure()
             if not in_backward:
                 self.commits.raise_keep_failure()
-                self.half_updated.raise_deferred()
+                self.partial_update.raise_deferred()
                 self.steps_on = threading.get_ident()
             if by_hand:
                 self.capture.stepped_by_hand(index)
@@ -144,7 +144,7 @@ class Steps(StepListener):
             if self.top is not None:
                 self.top.updated(self.boundary)
             self._scalers.stepped()
-            self.half_updated.end(index)
+            self.partial_update.end(index)
             self.capture.before_update(index)  # again: a closure makes its gradients inside the step
             self.capture.after_update()
             self.capture.positions.updated()
@@ -152,9 +152,9 @@ class Steps(StepListener):
 
     def _tell_step_ended(self) -> None:
         """Once for each update, where it is counted: with several optimizers that may be where a version closes."""
-        if self.boundary.step != self._told_step:
-            self._told_step = self.boundary.step
-            self.events.step_ended(self._told_step)
+        if self.boundary.step != self._reported_step:
+            self._reported_step = self.boundary.step
+            self.events.step_ended(self._reported_step)
 
     def after_step_hooks(self) -> None:
         with self.meter.stall("after the update"):
@@ -162,7 +162,7 @@ class Steps(StepListener):
 
     def skipped_step(self, index: int) -> None:
         self.meter.skipped += 1
-        self.half_updated.end(index)
+        self.partial_update.end(index)
 
     def updated_by_hand(self) -> None:
         """An update of a loop in which no optimizer is followed. No hook comes before the next one, so the gate is
@@ -180,20 +180,20 @@ class Steps(StepListener):
     # -- a layer-wise update -----------------------------------------------------------------------------
 
     def layers_begin(self, index: int) -> None:
-        self.half_updated.defer(lambda: self.before_step(index, False, False, in_backward=True))
-        while not self.half_updated.defer(self.gate):
+        self.partial_update.defer(lambda: self.before_step(index, False, False, in_backward=True))
+        while not self.partial_update.defer(self.gate):
             pass  # a version was given up; there may be others
-        self.commits.guard(self.pipeline.early.drop)  # what an update without a boundary began is of no version
-        self.half_updated.begin(index)
+        self.commits.guard(self.pipeline.eager.drop)  # what an update without a boundary began is of no version
+        self.partial_update.begin(index)
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
         step, is_last = self.boundary.step + 1, self.boundary.optimizers == 1  # another may write them still
         if is_last and not self.commits.paused and self.commits.cadence.foresees(step, self.commits.saved_step):
             with self.meter.stall("layer updated"):
-                self.commits.guard(lambda: self.pipeline.copy_early(tensors))
+                self.commits.guard(lambda: self.pipeline.copy_eagerly(tensors))
 
     def layers_forgotten(self, index: int) -> None:
-        self.half_updated.end(index)
+        self.partial_update.end(index)
 
     # -- a forward ---------------------------------------------------------------------------------------
 
@@ -261,9 +261,9 @@ class Steps(StepListener):
             is_skip = event is not Event.FLUSH and self._scalers.skipped()
             self.boundary.passed_without_update(event, is_skip)
             return
-        if event is Event.FORWARD and self.capture.within.holds_batch(self.boundary.step):
+        if event is Event.FORWARD and self.capture.mid_batch.holds_batch(self.boundary.step):
             return  # it may only be looked at
-        self.half_updated.refuse_boundary()
+        self.partial_update.refuse_boundary()
         step = self.boundary.close(event)
         self._scalers.skipped()
         self.commits.closed(event, step)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from lightck.state.device_transfers import transfer_of
 from lightck.state.inventory import Live, ModelView, is_plain, staged
-from lightck.state.lanes import lane_of
-from lightck.state.looks import Looks, all_same
+from lightck.state.signatures import Signatures, all_same
 from lightck.state.storable import refuse_unstorable
 
 
@@ -19,7 +19,7 @@ class BufferCopies:
 
     def __init__(self) -> None:
         self._found: list[torch.Tensor | None] = []
-        self._looks: Looks | None = None
+        self._signatures: Signatures | None = None
         self._lives: list[Live] = []
         self._sources: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
@@ -30,7 +30,7 @@ class BufferCopies:
         found = model.buffers_or_none()
         if not self._hold(found):
             self._begin(model, found)
-        if self._looks is not None:
+        if self._signatures is not None:
             torch._foreach_copy_(self._copies, self._sources)
         else:
             self._copies = [_clone(live.tensor, last) for live, last in zip(self._lives, self._copies, strict=True)]
@@ -38,23 +38,23 @@ class BufferCopies:
 
     def _hold(self, found: list[torch.Tensor | None]) -> bool:
         same = len(found) == len(self._found) and all_same(found, self._found)
-        return same and self._looks is not None and self._looks.hold()
+        return same and self._signatures is not None and self._signatures.hold()
 
     def _begin(self, model: ModelView, found: list[torch.Tensor | None]) -> None:
         last = {live.name: copy for live, copy in zip(self._lives, self._copies, strict=True)}
-        self._lives, self._found, self._looks = list(model.buffers()), found, None
+        self._lives, self._found, self._signatures = list(model.buffers()), found, None
         for live in self._lives:
             refuse_unstorable(live.name, live.tensor)
         self._copies = [_clone(live.tensor, last.get(live.name)) for live in self._lives]
         if self._lives and all(is_plain(live.tensor) and live.tensor.numel() for live in self._lives):
             self._sources = [live.tensor.detach() for live in self._lives]
-            self._looks = Looks([live.tensor for live in self._lives])
+            self._signatures = Signatures([live.tensor for live in self._lives])
 
 
 def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     """A copy; into the last one where it fits, since fresh memory costs a fault on every page. One on a device stays
     there: bringing it here would wait for all that the device has to do."""
-    source = staged(tensor) if lane_of(tensor) is None else tensor.detach().resolve_conj().resolve_neg()
+    source = staged(tensor) if transfer_of(tensor) is None else tensor.detach().resolve_conj().resolve_neg()
     if last is not None and (last.shape, last.dtype, last.stride()) == (source.shape, source.dtype, source.stride()):
         return last.copy_(source)
     return source.clone()

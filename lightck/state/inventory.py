@@ -15,8 +15,8 @@ from torch import nn
 
 from lightck.errors import StateValueError
 from lightck.pool.format.layout import Entry
-from lightck.state.lanes import lies_dense
-from lightck.state.nest import Place, has_own_state, inner_of, places
+from lightck.state.device_transfers import lies_dense
+from lightck.state.optimizer_wrappers import Place, has_own_state, inner_of, places
 from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_script, refuse_unstorable
 
 _WRAPPERS = {
@@ -40,7 +40,7 @@ class Live:
     key: object
     layer: int = -1
     alias: str | None = None
-    still: bool = False
+    is_frozen: bool = False
     """A parameter that no optimizer step changes: it counts as a buffer until it has proved that it rests."""
 
     def is_home(self) -> bool:
@@ -144,7 +144,7 @@ class ModelView:
                 continue
             live = Live(name, role, tensor, home, key, layer)
             if role == "param" and trained is not None:
-                live.still = id(tensor) not in trained or not tensor.requires_grad
+                live.is_frozen = id(tensor) not in trained or not tensor.requires_grad
             first = firsts.setdefault(id(tensor), live)
             if first is live:
                 address = address_of(tensor)
@@ -217,11 +217,11 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _wake_shared(lives: list[Live]) -> None:
     """A still parameter in a storage that an update writes to, under whatever name, does not rest."""
-    if any(live.still for live in lives):
-        written = {storage_of(live.tensor) for live in lives if not live.still} - {0}
+    if any(live.is_frozen for live in lives):
+        written = {storage_of(live.tensor) for live in lives if not live.is_frozen} - {0}
         for live in lives:
-            if live.still and storage_of(live.tensor) in written:
-                live.still = False
+            if live.is_frozen and storage_of(live.tensor) in written:
+                live.is_frozen = False
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -286,7 +286,7 @@ class OptimizerView:
         """Parameters that belong to the optimizer and not to the model."""
         for name, p in self.params:
             if name.startswith("outside/"):
-                yield Live(name, "param", p, None, None, still=not p.requires_grad)
+                yield Live(name, "param", p, None, None, is_frozen=not p.requires_grad)
 
     def state_tensors(self) -> Iterator[Live]:
         """Tensors that lie directly in ``optimizer.state[p]``; one that several parameters share as an alias."""

@@ -28,7 +28,7 @@ class Numbers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._checkpoints = self._looks = 0
+        self._checkpoints = self._signatures = 0
         self._last = {name: home[key] for name, home, key in _numbers(model)}
         self._changes: dict[str, int] = {}
         """At how many looks a number was another one than at the look before."""
@@ -40,15 +40,15 @@ class Numbers:
         n = self._checkpoints
         if n <= _ALWAYS or n & (n - 1) == 0:
             self._look()
-        often = [name for name, count in self._changes.items() if 2 * count > self._looks]
+        often = [name for name, count in self._changes.items() if 2 * count > self._signatures]
         found = ((name, *self._homes[name]) for name in often)
         return {name: home[key] for name, home, key in found if _is_number(home.get(key))}
 
     def _look(self) -> None:
-        self._looks += bool(self._changes)
+        self._signatures += bool(self._changes)
         for name, home, key in _numbers(self._model):
             if self._last.get(name, home[key]) != home[key]:
-                self._looks += not self._changes  # those before the first change say nothing
+                self._signatures += not self._changes  # those before the first change say nothing
                 self._changes[name] = self._changes.get(name, 0) + 1
                 self._homes[name] = home, key
             self._last[name] = home[key]

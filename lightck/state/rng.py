@@ -224,16 +224,16 @@ class ForkWatch:
 
     def __init__(self) -> None:
         self._at_attach = _references()
-        self._is_within = False
-        self._is_told = False
+        self._is_mid_batch = False
+        self._is_reported = False
 
     def updated(self) -> None:
-        self._is_within = _references() > self._at_attach
+        self._is_mid_batch = _references() > self._at_attach
 
     def closed_later(self) -> None:
         """By a forward or the next update: the version holds the random state of right after its update. Warns once."""
-        if self._is_within and not self._is_told:
-            self._is_told = True
+        if self._is_mid_batch and not self._is_reported:
+            self._is_reported = True
             log.warning(
                 "lightck: an update was made within torch.random.fork_rng(), and its checkpoint is closed by "
                 "the next forward: it holds the random state of the end of the update, which the block threw "

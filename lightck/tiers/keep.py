@@ -24,7 +24,7 @@ from lightck.export import export_chosen
 from lightck.export.choice import check_what, choose
 from lightck.export.tensors import check_dtype
 from lightck.pool.format.layout import Entry
-from lightck.pool.format.structures import CommitLine, DamagedError
+from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.listener import CommitListener
 from lightck.pool.reader import PoolReader
 from lightck.pool.writer import PoolWriter
@@ -88,7 +88,7 @@ class Keeper(CommitListener):
         self._thread: threading.Thread | None = None
         self._hold: Hold | None = None
         self._failure: KeepError | None = None
-        self._is_told = False
+        self._is_reported = False
         self._pid = os.getpid()
         self._prepare()
 
@@ -141,8 +141,8 @@ class Keeper(CommitListener):
     def raise_failure(self, *, at_close: bool) -> None:
         """Once at a step for each export that failed; at close where no later one went well."""
         failure = self._failure
-        if failure is not None and (at_close or not self._is_told):
-            self._is_told = True
+        if failure is not None and (at_close or not self._is_reported):
+            self._is_reported = True
             raise failure
 
     def _is_due(self, step: int) -> bool:
@@ -155,9 +155,9 @@ class Keeper(CommitListener):
         try:
             self._hold = hold = self._holds.take(writer)
             if here:
-                self._run(writer.reader, hold.line)
+                self._run(writer.reader, hold.record)
                 return
-            what = writer.reader, hold.line
+            what = writer.reader, hold.record
             thread = threading.Thread(target=self._run_named, args=what, name="lightck-keep", daemon=True)
             thread.start()
             self._thread = thread
@@ -166,7 +166,7 @@ class Keeper(CommitListener):
 
     def _failed(self, step: int, err: Exception) -> None:
         reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
-        self._is_told, self._failure = False, _error(f"Step {step} could not be kept", reason, err)
+        self._is_reported, self._failure = False, _error(f"Step {step} could not be kept", reason, err)
 
     def _collect(self) -> None:
         self._thread = None
@@ -176,32 +176,32 @@ class Keeper(CommitListener):
 
     # -- on the thread -----------------------------------------------------------------------------------
 
-    def _run_named(self, reader: PoolReader, line: CommitLine) -> None:
+    def _run_named(self, reader: PoolReader, record: CommitRecord) -> None:
         with contextlib.suppress(OSError):  # for top and perf: before 3.14 Python names its threads for itself only
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("lightck-keep")
-        self._run(reader, line)
+        self._run(reader, record)
 
-    def _run(self, reader: PoolReader, line: CommitLine) -> None:
+    def _run(self, reader: PoolReader, record: CommitRecord) -> None:
         cpu = time.thread_time()
         try:
-            self._export(reader, line)
+            self._export(reader, record)
         except Exception as err:
-            self._failed(line.step, err)
+            self._failed(record.step, err)
         else:
             self._failure = None
             self._meter.kept += 1
         finally:
             self._meter.keep_cpu_seconds += time.thread_time() - cpu
 
-    def _export(self, reader: PoolReader, line: CommitLine) -> None:
-        path = self._folder / f"step-{line.step:08d}.safetensors"
+    def _export(self, reader: PoolReader, record: CommitRecord) -> None:
+        path = self._folder / f"step-{record.step:08d}.safetensors"
         if os.path.lexists(path) and not self._is_own(path):
             raise ExportError(f"{str(path)!r} exists, and was not written by this training")
-        version = reader.version(line)
-        chosen = choose(parse(version), self._keep.what, lambda name: load_tensor(version, name), _BY_HAND)
+        stored = reader.checkpoint(record)
+        chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _BY_HAND)
         chosen.metadata[_MARK] = self._mark
         export_chosen(chosen, str(path), overwrite=True, temporary=str(self._temporary))
-        if not version.is_intact():
+        if not stored.is_intact():
             path.unlink()
             raise DamagedError("its slot was reused while it was read")
         self._prune(path)

@@ -17,11 +17,11 @@ import torch
 
 from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.engine import ENDED
-from lightck.pool.format.structures import SLOTS_MAX, CommitLine, DamagedError
+from lightck.pool.format.structures import SLOTS_MAX, CommitRecord, DamagedError
 from lightck.pool.listener import CommitListener
-from lightck.pool.reader import Version
+from lightck.pool.reader import StoredCheckpoint
 from lightck.pool.storage.failures import io_error
-from lightck.pool.writer import PoolWriter, VersionPlan
+from lightck.pool.writer import CopyPlan, PoolWriter
 from lightck.restore.contents import load_tensors
 
 log = logging.getLogger("lightck")
@@ -32,7 +32,7 @@ class Hold:
     """One version that stays. ``line`` changes when the pool moves to a new file."""
 
     step: int
-    line: CommitLine
+    record: CommitRecord
     is_pin: bool = False
     made_at: int = 0
     """The generation in which the training made it. When the pool moves it gets another one."""
@@ -46,8 +46,8 @@ class Holds(CommitListener):
 
     def __init__(self) -> None:
         self._held: list[Hold] = []
-        self._carried: list[tuple[Hold, Version]] = []
-        self._moving: list[tuple[Hold, CommitLine]] = []
+        self._carried: list[tuple[Hold, StoredCheckpoint]] = []
+        self._moving: list[tuple[Hold, CommitRecord]] = []
         self._new: PoolWriter | None = None
         """While the pool moves: what is to come along, what lies in the new file already, and that file."""
         self._lock = threading.Lock()
@@ -71,8 +71,8 @@ class Holds(CommitListener):
         """Hold the version in the protected slot: the newest that the writer knows to be committed."""
         assert writer.slots.protected is not None, "a version was committed"
         slot = writer.slots.slots[writer.slots.protected]
-        line = _line_of(writer, slot.index, slot.generation)
-        hold = Hold(line.step, line, is_pin, slot.made_at or line.payload_generation)
+        record = _commit_record_of(writer, slot.index, slot.generation)
+        hold = Hold(record.step, record, is_pin, slot.made_at or record.payload_generation)
         with self._lock:
             self._held.append(hold)
         return hold
@@ -85,20 +85,20 @@ class Holds(CommitListener):
 
     # -- a decision about slots
 
-    def may_commit(self, closing: object) -> bool:
+    def may_commit(self, closed_step: object) -> bool:
         return True
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
         with self._lock:
             if writer is self._new:
-                return frozenset(line.slot for _, line in self._moving)
-            return frozenset(hold.line.slot for hold in self._held)
+                return frozenset(record.slot for _, record in self._moving)
+            return frozenset(hold.record.slot for hold in self._held)
 
     # -- a listener
 
     def struck(self, slots: Sequence[int]) -> None:
         with self._lock:
-            gone = [hold for hold in self._held if hold.line.slot in set(slots)]
+            gone = [hold for hold in self._held if hold.record.slot in set(slots)]
             self._held = [hold for hold in self._held if hold not in gone]
         pinned = sorted(hold.step for hold in gone if hold.is_pin)
         if pinned:
@@ -108,31 +108,31 @@ class Holds(CommitListener):
                 ", ".join(map(str, pinned)),
             )
 
-    def to_carry(self, old: PoolWriter) -> Sequence[Version]:
+    def to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
         """The held versions, oldest first. Raises ``CorruptPoolError`` where one cannot be read any more."""
         self._carried = []
-        for hold in sorted(self._held, key=lambda h: h.line.generation):
+        for hold in sorted(self._held, key=lambda h: h.record.generation):
             try:
-                self._carried.append((hold, old.reader.version(hold.line)))
+                self._carried.append((hold, old.reader.checkpoint(hold.record)))
             except DamagedError as err:
                 raise _damaged(hold, err) from err
-        return [version for _, version in self._carried]
+        return [stored for _, stored in self._carried]
 
     def carry(self, new: PoolWriter) -> None:
         """Each once. The slot that it gets is held from then on."""
         self._new = new
-        done: dict[int, CommitLine] = {}
-        for hold, version in self._carried:
-            generation = version.header.generation
+        done: dict[int, CommitRecord] = {}
+        for hold, stored in self._carried:
+            generation = stored.header.generation
             if generation not in done:
-                done[generation] = _carry(version, hold, new, self.held(new))
+                done[generation] = _carry(stored, hold, new, self.held(new))
             with self._lock:
                 self._moving.append((hold, done[generation]))
 
     def moved(self, new: PoolWriter) -> None:
         with self._lock:
-            for hold, line in self._moving:
-                hold.line = line
+            for hold, record in self._moving:
+                hold.record = record
         self.not_moved()
 
     def not_moved(self) -> None:
@@ -144,59 +144,59 @@ class Holds(CommitListener):
             self._held = []
 
 
-def _carry(version: Version, hold: Hold, writer: PoolWriter, held: frozenset[int]) -> CommitLine:
+def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: frozenset[int]) -> CommitRecord:
     """Verified as it is read."""
-    numbers = _numbers(version, writer)
+    numbers = _numbers(stored, writer)
     try:
-        tensors = load_tensors(version, [name for name, entry in version.entries.items() if entry.nbytes])
+        tensors = load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
     except DamagedError as err:
         raise _damaged(hold, err) from err
-    plan = _plan(version, numbers, tensors)
+    plan = _plan(stored, numbers, tensors)
     slot = writer.slots.choose(held)
     assert slot is not None, "a new pool has room for what is held"
     pending = writer.begin(plan, slot, tensors)
     pending.job.release()
     pending.job.wait(ENDED)
-    recorded = version.reader.next_batches(version.line)
+    recorded = stored.reader.next_batches(stored.record)
     if recorded is not None:
-        writer.store_next(slot, pending.line.generation, recorded)
+        writer.store_next(slot, pending.record.generation, recorded)
     writer.committed(pending)
     slot.made_at = hold.made_at
     pending.job.forget()
-    return _line_of(writer, slot.index, pending.line.generation)
+    return _commit_record_of(writer, slot.index, pending.record.generation)
 
 
-def _line_of(writer: PoolWriter, slot: int, generation: int | None) -> CommitLine:
+def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> CommitRecord:
     """The newest line of what a slot holds, read back. Raises ``PoolIOError`` where the medium lost it."""
-    ring, here = writer.reader.ring(), (slot, generation)
-    lines = [line for line in ring.lines.values() if (line.slot, line.payload_generation) == here]
-    if not lines:
+    commit_log, here = writer.reader.commit_log(), (slot, generation)
+    records = [record for record in commit_log.records.values() if (record.slot, record.payload_generation) == here]
+    if not records:
         raise io_error(f"The newest version in the pool {writer.reader.path!r} cannot be read back", errno.EIO)
-    return max(lines, key=lambda line: line.generation)
+    return max(records, key=lambda record: record.generation)
 
 
-def _numbers(version: Version, writer: PoolWriter) -> dict[str, int]:
+def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
     """Places for its tensors. The training's own keep theirs, and do not count as having grown."""
     mine, grew = dict(writer.numbers), set(writer.grew)
-    other = [entry for entry in version.entries.values() if not writer.fits(entry)]
+    other = [entry for entry in stored.entries.values() if not writer.fits(entry)]
     if other:
-        writer.add(other, set(version.entries))
-    numbers = {name: writer.numbers[name] for name in version.entries}
+        writer.add(other, set(stored.entries))
+    numbers = {name: writer.numbers[name] for name in stored.entries}
     writer.numbers, writer.grew = writer.numbers | mine, grew
     return numbers
 
 
-def _plan(version: Version, numbers: dict[str, int], tensors: dict[str, torch.Tensor]) -> VersionPlan:
-    return VersionPlan(
-        version.step,
-        version.iteration,
+def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, torch.Tensor]) -> CopyPlan:
+    return CopyPlan(
+        stored.step,
+        stored.iteration,
         np.array([numbers[name] for name in tensors], np.int64),
         np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64),
         np.ones(len(tensors), np.bool_),
         np.array([], np.int64),
         np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
         len(numbers),
-        bytes(version.state),
+        bytes(stored.state),
     )
 
 

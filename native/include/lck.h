@@ -38,7 +38,7 @@ enum {
 };
 
 /* Raised whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 16 };
+enum { LCK_ABI_VERSION = 17 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -149,7 +149,7 @@ int32_t lck_m_mark(lck_medium *medium, uint32_t mark, uint64_t value);
 
 /* Write one 64-byte commit line at off: body (bytes 8..63), flush, fence, then its first 8 bytes as one atomic
  * store, flush, sync. For lines that no job commits (adoption). Passes the kill sites "body", "word", "ack". */
-int32_t lck_m_line(lck_medium *medium, uint64_t off, const void *line);
+int32_t lck_m_commit_record(lck_medium *medium, uint64_t off, const void *line);
 
 /* -- trace -- */
 
@@ -254,7 +254,7 @@ enum {
 typedef struct lck_commit {
     uint64_t header_off;        /* slot header in the medium: 64 bytes, invalidated first (see lck_job_submit) */
     uint64_t manifest_off;      /* where the manifest goes in the medium */
-    uint64_t line_off;          /* where the commit line goes */
+    uint64_t record_off;          /* where the commit line goes */
     uint64_t image;             /* address of the manifest's bytes; the engine fills its checksums in */
     uint64_t image_nbytes;
     uint64_t crcs_off;          /* offset in the image of the u32 array of seeded block checksums, 4-aligned */
@@ -321,7 +321,7 @@ enum {
     LCK_SPAN_COPY = 3,     /* one block; LCK_NOW ones only where they are whole blocks */
     LCK_SPAN_MANIFEST = 4, /* the manifest was stored and written back */
     LCK_SPAN_SYNC = 5,     /* payload and manifest were made durable */
-    LCK_SPAN_LINE = 6      /* the commit line was written and made durable */
+    LCK_SPAN_COMMIT_RECORD = 6      /* the commit line was written and made durable */
 };
 
 enum { LCK_SPANS_MAX = 1 << 20 };

@@ -417,7 +417,7 @@ int32_t lck_m_mark(lck_medium *medium, uint32_t mark, uint64_t value)
     return status;
 }
 
-int32_t lck_m_line(lck_medium *medium, uint64_t off, const void *line)
+int32_t lck_m_commit_record(lck_medium *medium, uint64_t off, const void *line)
 {
     int32_t status = check_range(medium, off, LCK_LINE);
     if (status != LCK_OK)

@@ -81,7 +81,7 @@ static int32_t write_line(struct job *job)
         .manifest_index = (uint8_t)commit->manifest_index,
     };
     line.check = check_of(commit, &line, offsetof(struct line, check));
-    return medium_line(job->medium, commit->line_off, &line);
+    return medium_line(job->medium, commit->record_off, &line);
 }
 
 static int32_t part(lck_engine *engine, struct job *job, uint32_t kind, int32_t (*step)(struct job *), uint64_t nbytes,
@@ -108,7 +108,7 @@ int32_t seal_job(lck_engine *engine, struct job *job, bool helped)
     atomic_fetch_add(&job->nbytes, nbytes);
     if (helped)
         atomic_fetch_add(&job->nbytes_helped, nbytes);
-    status = part(engine, job, LCK_SPAN_LINE, write_line, LCK_LINE, helped);
+    status = part(engine, job, LCK_SPAN_COMMIT_RECORD, write_line, LCK_LINE, helped);
     if (status == LCK_OK)
         medium_mark(job->medium, LCK_MARK_ACK, job->commit.generation);
     return status;

@@ -9,7 +9,7 @@
 static bool commit_fits(const lck_medium *medium, const lck_commit *commit)
 {
     bool places = commit->header_off % LCK_LINE == 0 && medium_holds(medium, commit->header_off, LCK_LINE) &&
-                  commit->line_off % LCK_LINE == 0 && medium_holds(medium, commit->line_off, LCK_LINE) &&
+                  commit->record_off % LCK_LINE == 0 && medium_holds(medium, commit->record_off, LCK_LINE) &&
                   medium_holds(medium, commit->manifest_off, commit->image_nbytes);
     bool image = commit->image != 0 && commit->image_nbytes > 0 && commit->image_nbytes <= UINT32_MAX &&
                  commit->crcs_off % 4 == 0 && commit->crcs_off <= commit->image_nbytes &&

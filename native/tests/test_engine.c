@@ -63,7 +63,7 @@ static void teardown(void)
 }
 
 static uint64_t slot_off(uint64_t generation) { return SLOT0 + generation % SLOTS * SLOT_NBYTES; }
-static uint64_t line_off(uint64_t generation) { return RING + generation % 16 * 256; }
+static uint64_t record_off(uint64_t generation) { return RING + generation % 16 * 256; }
 
 static void fill_copies(struct version *v, uint32_t flags)
 {
@@ -92,7 +92,7 @@ static struct version *version_new(uint64_t generation, uint32_t flags)
     fill_copies(v, flags);
     v->commit = (lck_commit){
         .header_off = slot_off(generation), .manifest_off = slot_off(generation) + MANIFEST,
-        .line_off = line_off(generation), .image = (uintptr_t)v->image, .image_nbytes = IMAGE, .crcs_off = CRCS_OFF,
+        .record_off = record_off(generation), .image = (uintptr_t)v->image, .image_nbytes = IMAGE, .crcs_off = CRCS_OFF,
         .crcs_count = CRCS, .raw_crcs = (uintptr_t)v->raw, .block = BLOCK, .uuid_lo = 0x1111, .uuid_hi = 0x2222,
         .origin_lo = 0x3333, .origin_hi = 0x4444, .generation = generation, .incarnation = 7,
         .step = 1000 + generation, .slot = (uint32_t)(generation % SLOTS), .manifest_index = 1};
@@ -161,7 +161,7 @@ static void check_header(struct version *v)
 static void check_line(struct version *v)
 {
     unsigned char line[64];
-    read_back(fd, line, 64, v->commit.line_off);
+    read_back(fd, line, 64, v->commit.record_off);
     CHECK_EQ(u64_at(line), v->generation);
     CHECK_EQ(u64_at(line + 8), 7);
     CHECK_EQ(u64_at(line + 16), 1000 + v->generation);
@@ -175,7 +175,7 @@ static void check_line(struct version *v)
 static int has_line(struct version *v)
 {
     unsigned char line[64];
-    read_back(fd, line, 64, v->commit.line_off);
+    read_back(fd, line, 64, v->commit.record_off);
     return u64_at(line) == v->generation;
 }
 
@@ -714,7 +714,7 @@ static void test_arguments(void)
     } while (0)
     REFUSED(header_off, 32);
     REFUSED(header_off, SIZE);
-    REFUSED(line_off, RING + 8);
+    REFUSED(record_off, RING + 8);
     REFUSED(manifest_off, SIZE - 100);
     REFUSED(image, 0);
     REFUSED(image_nbytes, 100);
@@ -976,7 +976,7 @@ static int line_after_kill(const char *site, uint64_t nth)
     CHECK_EQ(waitpid(child, &status, 0), child);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
     unsigned char word[8];
-    read_back(file, word, 8, line_off(1));
+    read_back(file, word, 8, record_off(1));
     close(file);
     return u64_at(word) == 1;
 }

@@ -42,7 +42,7 @@ static void check_each_store(uint32_t tier)
         case 1: status = lck_m_store8(medium, 9 * PAGE, 1); break;
         case 2: CHECK_EQ(lck_m_copy(medium, 7 * PAGE, data, sizeof data, &crc), LCK_ESYS); break;
         case 3: status = lck_m_store(medium, 8 * PAGE - 50, data, 100); break;
-        case 4: CHECK_EQ(lck_m_line(medium, 9 * PAGE, data), LCK_ESYS); break;
+        case 4: CHECK_EQ(lck_m_commit_record(medium, 9 * PAGE, data), LCK_ESYS); break;
         }
         CHECK_EQ(status, LCK_OK);
         CHECK_EQ(lck_m_sync(medium), LCK_ESYS);
@@ -64,7 +64,7 @@ static void check_job(void)
     CHECK_EQ(lck_engine_open(2, &engine), LCK_OK);
     CHECK_EQ(lck_engine_populate(engine, medium), LCK_OK);
     lck_copy copy = {.src = (uint64_t)(uintptr_t)data, .dst = 32 * PAGE, .nbytes = sizeof data};
-    lck_commit commit = {.manifest_off = PAGE, .line_off = 2 * PAGE, .image = (uint64_t)(uintptr_t)image,
+    lck_commit commit = {.manifest_off = PAGE, .record_off = 2 * PAGE, .image = (uint64_t)(uintptr_t)image,
                          .image_nbytes = sizeof image, .crcs_off = 128, .crcs_count = sizeof data / PAGE, .block = PAGE,
                          .generation = 1, .incarnation = 1, .step = 1};
     uint64_t ticket = 0;

@@ -40,7 +40,7 @@ static void check_ranges(void)
     CHECK_EQ(lck_m_store8(medium, 4, 1), LCK_EINVAL);
     CHECK_EQ(lck_m_store8(medium, SIZE - 8, 1), LCK_OK);
     CHECK_EQ(lck_m_flush(medium, 1, SIZE), LCK_EINVAL);
-    CHECK_EQ(lck_m_line(medium, 32, "x"), LCK_EINVAL);
+    CHECK_EQ(lck_m_commit_record(medium, 32, "x"), LCK_EINVAL);
     CHECK_EQ(lck_m_store(NULL, 0, "", 0), LCK_EINVAL);
     CHECK_EQ(lck_medium_close(medium), LCK_OK);
     CHECK_EQ(lck_medium_close(NULL), LCK_EINVAL);
@@ -238,7 +238,7 @@ static void check_trace(void)
     CHECK_EQ(lck_trace_start(medium), LCK_OK);
     CHECK_EQ(lck_m_mark(medium, LCK_MARK_USER, 42), LCK_OK);
     CHECK_EQ(lck_m_store(medium, 10, "abc", 3), LCK_OK);
-    CHECK_EQ(lck_m_line(medium, 8192, line), LCK_OK);
+    CHECK_EQ(lck_m_commit_record(medium, 8192, line), LCK_OK);
     expect(medium, 0, LCK_EV_MARK, LCK_MARK_USER, 42);
     expect(medium, 1, LCK_EV_STORE, 10, 3);
     expect_data(medium, 1, "abc");
@@ -313,8 +313,8 @@ static void line_killed_at(const char *site, unsigned char *got)
     if (child == 0) {
         lck_medium *medium = open_medium(fd, SIZE, LCK_TIER_CACHE);
         CHECK_EQ(lck_kill(site, 2), LCK_OK);
-        CHECK_EQ(lck_m_line(medium, 0, line), LCK_OK);
-        lck_m_line(medium, 4096, line);
+        CHECK_EQ(lck_m_commit_record(medium, 0, line), LCK_OK);
+        lck_m_commit_record(medium, 4096, line);
         _exit(0);
     }
     int status;
@@ -351,7 +351,7 @@ static void check_fork(void)
         CHECK_EQ(lck_m_fence(medium), LCK_EFORK);
         CHECK_EQ(lck_m_sync(medium), LCK_EFORK);
         CHECK_EQ(lck_m_mark(medium, 3, 1), LCK_EFORK);
-        CHECK_EQ(lck_m_line(medium, 0, "x"), LCK_EFORK);
+        CHECK_EQ(lck_m_commit_record(medium, 0, "x"), LCK_EFORK);
         CHECK_EQ(lck_trace_start(medium), LCK_EFORK);
         CHECK_EQ(lck_trace_stop(medium), LCK_EFORK);
         CHECK_EQ(lck_trace_count(medium), 0);

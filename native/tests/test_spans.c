@@ -46,7 +46,7 @@ static void run(bool now)
         dst += (nbytes_of[i] + 255) / 256 * 256;
         crc += (nbytes_of[i] + BLOCK - 1) / BLOCK;
     }
-    lck_commit commit = {.header_off = 64 << 10, .manifest_off = 128 << 10, .line_off = 8192,
+    lck_commit commit = {.header_off = 64 << 10, .manifest_off = 128 << 10, .record_off = 8192,
                          .image = (uintptr_t)image, .image_nbytes = IMAGE, .crcs_off = CRCS_OFF, .crcs_count = CRCS,
                          .block = BLOCK, .generation = generation, .incarnation = 1};
     uint64_t ticket;
@@ -105,7 +105,7 @@ static void check_version(uint64_t n, uint64_t copies, uint64_t copied, uint64_t
     CHECK_EQ(count_of(n, LCK_SPAN_MANIFEST, &nbytes), 1);
     CHECK_EQ(nbytes, IMAGE);
     CHECK_EQ(count_of(n, LCK_SPAN_SYNC, &nbytes), 1);
-    CHECK_EQ(count_of(n, LCK_SPAN_LINE, &nbytes), 1);
+    CHECK_EQ(count_of(n, LCK_SPAN_COMMIT_RECORD, &nbytes), 1);
 }
 
 static void test_every_part_is_there_once(uint32_t threads)

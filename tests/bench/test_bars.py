@@ -178,7 +178,7 @@ def test_a_memcpy_on_as_many_threads_as_lightck_s_stands_beside_the_bar(tmp_path
     assert "on all processors (8 at most), over memcpy on one" in bar["says"]
 
 
-def test_memory_is_that_with_a_version_in_flight_where_it_is_known(tmp_path):
+def test_memory_is_that_with_a_checkpoint_in_flight_where_it_is_known(tmp_path):
     kept = filled(tmp_path)
     for saver, nbytes in (("nothing", 0), ("lightck", 100 << 20)):
         flying = {"forward begins": 1000, "before update": 2000 + nbytes}
@@ -225,8 +225,8 @@ def test_what_the_windows_were_is_said(tmp_path):
     for name in ("direct", "difference", "stall"):
         assert checked(tmp_path)[f"{name} gpt2"]["note"].endswith("20 pairs; 3 windows unsettled")
     note = checked(tmp_path)["stall-of-rivals torch.save"]["note"]
-    told = "(20 and 10 pairs; 3 and 0 windows unsettled; plain steps 1.00 s and 1.20 s)"
-    assert f"gpt2 100.00 x {told}" in note
+    reported = "(20 and 10 pairs; 3 and 0 windows unsettled; plain steps 1.00 s and 1.20 s)"
+    assert f"gpt2 100.00 x {reported}" in note
     kept.keep("steps", "gpt2 torch.save", step_row(stall=0.1, cpu=1.0, step=1.09))
     assert "plain steps" not in checked(tmp_path)["stall-of-rivals torch.save"]["note"]
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import slow_lanes
+import slow_transfers
 import torch
 from click.testing import CliRunner
-from slow_lanes import SlowLane
+from slow_transfers import SlowTransfer
 
 from bench.command import command
 from bench.measures import loop, measure
 from bench.measures.savers import STAGING, Lightck
 from bench.measures.training import Training
-from bench.tables import NAMES, STAGED, TABLES, WAYS, Plan
+from bench.tables import METHODS, NAMES, STAGED, TABLES, Plan
 from bench.workloads import workload
 from lightck.errors import BenchError
 
@@ -37,21 +37,21 @@ def test_without_a_device_nothing_is_measured_and_nothing_fails(folder):
         measure("gpu", {"workload": "vgg16", "size": "small", "saver": "lightck", "pairs": 1, "device": "cuda"}, "")
 
 
-def test_each_way_out_of_a_device_has_its_rows_and_a_saver(monkeypatch):
+def test_each_method_out_of_a_device_has_its_rows_and_a_saver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert set(WAYS) == set(STAGING)
+    assert set(METHODS) == set(STAGING)
     keys = [row.key for row in TABLES["gpu"].rows(Plan())]
     assert len(set(keys)) == len(keys)
-    assert {f"{name} lightck {way}" for name in STAGED for way in WAYS} <= set(keys)
+    assert {f"{name} lightck {method}" for name in STAGED for method in METHODS} <= set(keys)
     assert {f"{name} torch.save" for name in STAGED} <= set(keys)
 
 
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> SlowLane:
+def transfer(monkeypatch: pytest.MonkeyPatch) -> SlowTransfer:
     """All tensors are on one device, made of CPU tensors, whose copies are slower than a step."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
-    slow = SlowLane(1, seconds=0.2)
-    slow_lanes.install(monkeypatch, lambda tensor: slow)
+    slow = SlowTransfer(1, seconds=0.2)
+    slow_transfers.install(monkeypatch, lambda tensor: slow)
     return slow
 
 
@@ -67,11 +67,11 @@ class _Watched(Lightck):
         self.noted.append((saved, self._session.committed))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_of_a_checkpoint_falls_on_the_plain_window_after_it(way, folder, lane, monkeypatch):
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_of_a_checkpoint_falls_on_the_plain_window_after_it(method, folder, transfer, monkeypatch):
     """With a slot more a version goes on after the update."""
     monkeypatch.setattr(loop, "WARM_UP", 1)
-    training, saver = Training(workload("vgg16", "small")), _Watched(way)
+    training, saver = Training(workload("vgg16", "small")), _Watched(method)
     found = loop.run(training, saver, str(folder), 3)
     assert [committed for saved, committed in saver.noted if saved] == [2, 4, 6, 8]
     assert any(w.costs.end_seconds > 0 for w in found.saved)
@@ -79,13 +79,13 @@ def test_nothing_of_a_checkpoint_falls_on_the_plain_window_after_it(way, folder,
     loop.check(training, saver, str(folder))
 
 
-def test_a_row_of_three_slots_counts_the_bytes_of_its_versions(folder, lane):
+def test_a_row_of_three_slots_counts_the_bytes_of_its_checkpoints(folder, transfer):
     options = {"workload": "vgg16", "size": "small", "saver": "lightck", "pairs": 3, "staging": "device"}
     found = measure("steps", options, str(folder))
     assert found["nbytes"] <= found["written_bytes"] < 1.2 * found["nbytes"]
 
 
-def test_windows_count_when_the_way_out_of_a_device_is_chosen(folder, lane):
+def test_windows_count_when_the_method_out_of_a_device_is_chosen(folder, transfer):
     """It is after nine versions: later than the warm-up of five."""
     settled: list[bool] = []
 

@@ -162,7 +162,7 @@ def test_what_does_not_load_back_right_is_no_result(folder):
         check(training, saver, str(folder))
 
 
-def test_a_version_that_is_older_than_what_was_saved_is_no_result(folder):
+def test_a_checkpoint_that_is_older_than_what_was_saved_is_no_result(folder):
     class Late(InPlace):
         def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> int:
             return super().load(model, optimizer, folder) - 1
@@ -242,7 +242,7 @@ def test_memory(saver, folder):
     assert ("attach_seconds" in found) == (saver == "lightck")
 
 
-def test_memory_is_looked_at_while_a_version_is_in_flight(folder, monkeypatch):
+def test_memory_is_looked_at_while_a_checkpoint_is_in_flight(folder, monkeypatch):
     """What is held from the boundary to the update is in none of the looks after it."""
 
     class Holds(InPlace):

@@ -220,8 +220,8 @@ def test_what_is_measured_ends_with_the_run_and_its_folder_goes_with_the_next(fo
 
 def test_a_row_whose_run_is_gone_is_not_measured(folder):
     order = {"measure": "many", "options": {}, "folder": str(folder), "threads": 1, "out": "", "parent": 2**22 + 1}
-    status, told = rows._ran(json.dumps(order), str(folder), rows._environment())
-    assert (status, told.strip()) == (1, "The process that started this one is gone.")
+    status, output_of = rows._ran(json.dumps(order), str(folder), rows._environment())
+    assert (status, output_of.strip()) == (1, "The process that started this one is gone.")
 
 
 def test_only_what_is_surely_stale_is_removed(folder):
@@ -315,8 +315,10 @@ def test_a_row_that_was_measured_with_other_options_is_no_row_that_is_done(tmp_p
     kept = {"options": {"tensors": 100_000, "steps": 15, "layers": 1_000}}
     Results(tmp_path).keep("many", "full", {**made(), **kept})
     done = call("bench", "many", "--results", tmp_path)
-    told = "not measured anew (--again does): the kept row many 'full' has steps 15 and not 30, threads 1 and not 2"
-    assert (done.exit_code, told in done.stderr) == (0, True), done.stderr
+    output_of = (
+        "not measured anew (--again does): the kept row many 'full' has steps 15 and not 30, threads 1 and not 2"
+    )
+    assert (done.exit_code, output_of in done.stderr) == (0, True), done.stderr
     Results(tmp_path).keep("many", "full", {**made(), "options": {**kept["options"], "steps": 30}})
     done = call("bench", "many", "--results", tmp_path, "--threads", 1)
     assert "0 rows to measure, 1 kept already" in done.stderr
@@ -372,10 +374,10 @@ def test_the_project_s_results_are_written_out_beside_them(place, title):
 
 def test_the_readme_tells_what_was_measured():
     readme = (ROOT / "README.md").read_text()
-    assert told(ROOT / "bench" / "results") in readme
+    assert output_of(ROOT / "bench" / "results") in readme
 
 
-def told(kept: Path) -> str:
+def output_of(kept: Path) -> str:
     """The table of the README."""
     steps, recovery = (Results(kept).rows(measure) for measure in ("steps", "recovery"))
     titles = {

@@ -86,10 +86,10 @@ def test_what_was_played_before_keeps_its_machine_and_date(tmp_path):
     assert lightck["taken"] == {"kills": now, "flips": facts()}
     assert (lightck["kills"]["trials"], lightck["use"]) == (9, "otherwise")
     assert other["taken"] == {"kills": facts(), "flips": facts()}
-    told = (tmp_path / "trust.md").read_text()
+    reported = (tmp_path / "trust.md").read_text()
     where = "torch 1; files on tmpfs; 0.0 MB of state"
-    assert f"lightck (kills): new; {where}; seed 2; now." in told
-    assert f"lightck (flips), torch.save (kills, flips): old; {where}; seed 1; then." in told
+    assert f"lightck (kills): new; {where}; seed 2; now." in reported
+    assert f"lightck (flips), torch.save (kills, flips): old; {where}; seed 1; then." in reported
 
 
 def test_why_a_rival_was_not_run_is_asked_anew(tmp_path, monkeypatch):

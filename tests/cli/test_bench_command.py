@@ -13,7 +13,7 @@ import pytest
 from calls import PROGRAM, ROOT, assert_harmless, call, call_json, environment
 
 import lightck
-from lightck.cli.bench import told
+from lightck.cli.bench import verdict_on
 from lightck.cli.machine_speed import Share, Speed
 
 SMALL = """
@@ -35,11 +35,11 @@ def measured(cwd: Path, *words: Any) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def checkout(at: Path, version: str = lightck.__version__) -> Path:
+def checkout(at: Path, checkpoint: str = lightck.__version__) -> Path:
     """A made-up one, whose bench says that it ran."""
     (at / "bench").mkdir(parents=True)
     (at / "pyproject.toml").write_text(
-        f'[project]\nname = "lightck"\nversion = "{version}"\n\n[tool.x]\nversion = "7"\n'
+        f'[project]\nname = "lightck"\nversion = "{checkpoint}"\n\n[tool.x]\nversion = "7"\n'
     )
     (at / "bench" / "__init__.py").write_text("")
     (at / "bench" / "command.py").write_text(
@@ -118,19 +118,19 @@ def found(again: Share, ours: float, theirs: float, is_synced: bool = False) -> 
     ],
 )
 def test_the_verdict_claims_no_more_than_equal_trainings_let_it(ours, theirs, said):
-    assert said in told(found(Share(0.01, -0.03, 0.02), ours, theirs))
+    assert said in verdict_on(found(Share(0.01, -0.03, 0.02), ours, theirs))
 
 
 def test_a_cost_that_may_as_well_be_nothing_is_none():
     speed = found(Share(0, -0.01, 0.01), 0.09, 0.41)
     speed.added["lightck"] = Share(0.09, -0.04, 0.2)
-    assert "cannot be told from noise on this medium: 9.0 % of a step" in told(speed)
+    assert "cannot be told from noise on this medium: 9.0 % of a step" in verdict_on(speed)
     speed.added["torch.save"] = Share(0.41, -0.04, 0.9)
-    assert told(speed).startswith("Nothing can be told now")
+    assert verdict_on(speed).startswith("Nothing can be told now")
 
 
 def test_a_torch_save_that_is_made_durable_is_called_so():
-    assert "torch.save and fsync at each step" in told(found(Share(0, 0, 0), 0.1, 0.2, is_synced=True))
+    assert "torch.save and fsync at each step" in verdict_on(found(Share(0, 0, 0), 0.1, 0.2, is_synced=True))
 
 
 # -- the bench of a checkout -----------------------------------------------------------------------------------------

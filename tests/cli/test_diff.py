@@ -234,7 +234,7 @@ def test_chunks_add_up(monkeypatch):
     assert compare.distance(a, b) == whole
 
 
-def test_memory_is_bounded_by_the_tensors_not_the_version(folder, monkeypatch):
+def test_memory_is_bounded_by_the_tensors_not_the_checkpoint(folder, monkeypatch):
     """No more than the two sides of one tensor are alive at any time."""
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
     pool = folder / "it"

@@ -265,7 +265,7 @@ def test_files_in_shared_memory_that_go_at_logout(fake):
 
 
 @pytest.mark.parametrize(
-    ("version", "level"),
+    ("checkpoint", "level"),
     [(None, "problem"), ("2.8.1", "note"), ("2.9.0+cu128", "ok"), ("2.13.0+cpu", "ok"), ("3.0", "ok")],
 )
 def test_torch(monkeypatch, fake, version, level):

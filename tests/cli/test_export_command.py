@@ -30,7 +30,7 @@ def test_a_torch_file_is_loaded_without_pickled_code(good, tmp_path, what):
     assert same(dict(loaded if what == "model" else loaded["model"]), dict(lightck.recover(good).model))
 
 
-def test_a_file_that_is_there_is_kept_unless_told(good, tmp_path):
+def test_a_file_that_is_there_is_kept_unless_asked(good, tmp_path):
     out = tmp_path / "it.safetensors"
     out.write_bytes(b"precious")
     result = call("export", good, out)
@@ -52,7 +52,7 @@ def test_a_pool_is_never_replaced(good, folder, name):
     assert sorted(p.name for p in folder.iterdir()) == ["good.pool", "other.pool"]
 
 
-def test_what_only_looks_like_a_pool_is_replaced_when_told(good, folder):
+def test_what_only_looks_like_a_pool_is_replaced_when_asked(good, folder):
     """One that was cut to nothing is none."""
     empty = folder / "empty.pool"
     empty.touch()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from calls import PROGRAM, call, call_json, environment
-from toys import adam, child_that_holds, net, train, versions
+from toys import adam, checkpoints, child_that_holds, net, train
 
 import lightck
 
@@ -140,7 +140,7 @@ def test_other_kinds_of_path(made, copy, kind, status):
     assert copy.exists() == (status == 0)
 
 
-def test_a_pool_without_versions_has_structures_to_hit(made, copy):
+def test_a_pool_without_checkpoints_has_structures_to_hit(made, copy):
     pool = made("no version yet")
     for options in (["--flip"], ["--flip", "payload"], ["--zero-page"], ["--torn-slot"]):
         result = call("inject", pool, copy, *options)
@@ -179,4 +179,4 @@ def test_a_reader_of_the_output_that_goes_away(good, copy):
 
 def test_a_torn_slot_keeps_its_line_and_manifest(good, copy):
     call("inject", good, copy, "--torn-slot", "--seed", 2)
-    assert [v.step for v in versions(copy)] == [4, 3, 2]
+    assert [v.step for v in checkpoints(copy)] == [4, 3, 2]

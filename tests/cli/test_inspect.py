@@ -10,7 +10,7 @@ import pytest
 import torch
 from calls import call, call_json, overwrite
 from torch import nn
-from toys import adam, damage, flip, net, pool_with, train, versions
+from toys import adam, checkpoints, damage, flip, net, pool_with, train
 
 import lightck
 from lightck.pool.format.structures import SUPERBLOCK_OFFSETS, crc64, pack_slot_header
@@ -28,7 +28,7 @@ class Tied(nn.Module):
         return self.inner(x) + self.extra(x).sum()
 
 
-def test_versions_sizes_and_parts_are_those_of_the_pool(pool):
+def test_checkpoints_sizes_and_parts_are_those_of_the_pool(pool):
     model = Tied()
     optimizer = adam(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -82,15 +82,18 @@ def test_a_step_is_shown_by_its_number(good):
 
 
 def test_a_damaged_manifest_is_rejected_with_its_reason(good):
-    newest = versions(good)[0]
+    newest = checkpoints(good)[0]
     sb = newest.reader.superblock
-    flip(good, sb.slots[newest.line.slot][0] + sb.manifest_offset + newest.line.manifest_index * sb.manifest_nbytes + 8)
+    flip(
+        good,
+        sb.slots[newest.record.slot][0] + sb.manifest_offset + newest.record.manifest_index * sb.manifest_nbytes + 8,
+    )
     result = call("inspect", good)
     assert "rejected: its manifest does not match the commit line" in result.stdout
     assert "goes on from step 3" in result.stdout
 
 
-def test_a_version_that_training_went_back_behind_is_dead(good):
+def test_a_checkpoint_that_training_went_back_behind_is_dead(good):
     damage(good, "model/0.weight", [4])
     model = net()
     optimizer = adam(model)
@@ -101,10 +104,10 @@ def test_a_version_that_training_went_back_behind_is_dead(good):
     assert "dead: training went back behind it" in call("inspect", good).stdout
 
 
-def test_a_version_that_was_begun_is_named(good):
+def test_a_checkpoint_that_was_begun_is_named(good):
     """As if a kill had come right behind the header of the next version."""
-    oldest = versions(good)[-1]
-    sb, slot = oldest.reader.superblock, oldest.line.slot
+    oldest = checkpoints(good)[-1]
+    sb, slot = oldest.reader.superblock, oldest.record.slot
     overwrite(good, sb.slots[slot][0], pack_slot_header(77, slot, sb.uuid))
     _, facts = call_json("inspect", good)
     assert facts["unfinished"] == [{"slot": slot, "generation": 77}]
@@ -211,7 +214,7 @@ def test_a_path_with_blanks_is_quoted_in_what_to_do_next(flag, folder):
 
 
 def test_a_format_of_a_newer_minor_number_is_shown_as_the_pool_has_it(good):
-    body = bytearray(versions(good)[0].reader.superblock.pack()[:-8])
+    body = bytearray(checkpoints(good)[0].reader.superblock.pack()[:-8])
     body[14:16] = (7).to_bytes(2, "little")
     for offset in SUPERBLOCK_OFFSETS:
         overwrite(good, offset, bytes(body) + crc64(bytes(body)).to_bytes(8, "little"))
@@ -219,8 +222,8 @@ def test_a_format_of_a_newer_minor_number_is_shown_as_the_pool_has_it(good):
 
 
 def test_a_step_that_is_rejected_is_said_to_be_of_no_use(good):
-    newest = versions(good)[0]
-    sb, line = newest.reader.superblock, newest.line
+    newest = checkpoints(good)[0]
+    sb, line = newest.reader.superblock, newest.record
     flip(good, sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes + 8)
     result = call("inspect", good, "--step", 4)
     assert result.exit_code == 1

@@ -63,13 +63,13 @@ def test_numbers_of_each_step(file):
 def test_a_picture_of_a_step_or_a_range(file, tmp_path, chosen):
     out = tmp_path / "out.svg"
     assert call("trace", file, "--svg", out, *chosen).exit_code == 0
-    told = texts(out)
-    assert {"forward", "backward", "update", "commit"} <= set(told)
+    reported = texts(out)
+    assert {"forward", "backward", "update", "commit"} <= set(reported)
     if chosen[:1] == ["--step"]:
-        assert "step 3" in told
+        assert "step 3" in reported
 
 
-def test_a_picture_that_is_there_is_kept_unless_told(file, tmp_path):
+def test_a_picture_that_is_there_is_kept_unless_asked(file, tmp_path):
     out = tmp_path / "out.svg"
     out.write_text("precious")
     refused = call("trace", file, "--svg", out)
@@ -209,7 +209,7 @@ def test_text_of_a_trace_is_only_text(recorded, tmp_path):
     file.write_text(json.dumps(found))
     assert call("trace", file, "--svg", out, "--to", 1e6).exit_code == 0
     assert call_json("trace", file)[0] == 0
-    assert any("<script>" in told for told in texts(out))
+    assert any("<script>" in reported for reported in texts(out))
     assert "<script>" not in out.read_text()
 
 

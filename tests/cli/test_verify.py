@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from calls import call, call_json
-from toys import adam, damage, flip, kill_at, killed_child, net, pool_with, train, versions
+from toys import adam, checkpoints, damage, flip, kill_at, killed_child, net, pool_with, train
 
 import lightck
 from lightck.cli.base import BAD, OK
@@ -24,7 +24,7 @@ def superblock(pool):
 def position_of(line, pool):
     reader = open_pool(str(pool))
     try:
-        return next(position for position, other in reader.ring().lines.items() if other == line)
+        return next(position for position, other in reader.commit_log().records.items() if other == line)
     finally:
         reader.close()
 
@@ -47,7 +47,7 @@ def test_a_damaged_tensor_is_named_with_its_block(good):
     assert facts["recoverable_step"] == 3 == lightck.recover(good).step
 
 
-def test_only_deep_reads_the_blocks_of_older_versions(good):
+def test_only_deep_reads_the_blocks_of_older_checkpoints(good):
     damage(good, "model/0.weight", [2])
     status, facts = call_json("verify", good)
     assert (status, [v["blocks"] for v in facts["versions"]]) == (0, ["verified", "not read", "not read"])
@@ -58,7 +58,7 @@ def test_only_deep_reads_the_blocks_of_older_versions(good):
 
 
 def test_every_damaged_tensor_is_counted_and_the_text_stays_short(good):
-    for name in versions(good)[0].entries:
+    for name in checkpoints(good)[0].entries:
         damage(good, name, [4])
     _, facts = call_json("verify", good)
     assert len(facts["versions"][0]["damage"]) == 16
@@ -79,19 +79,19 @@ def test_each_copy_of_superblock_and_table_is_checked(good, copy):
 
 
 def test_a_damaged_line_and_a_damaged_header_are_found(good):
-    sb, newest = superblock(good), versions(good)[0]
-    position = position_of(newest.line, good)
-    flip(good, sb.line_offset(position) + 20)
-    flip(good, sb.slots[newest.line.slot][0] + 3)
+    sb, newest = superblock(good), checkpoints(good)[0]
+    position = position_of(newest.record, good)
+    flip(good, sb.commit_record_offset(position) + 20)
+    flip(good, sb.slots[newest.record.slot][0] + 3)
     status, facts = call_json("verify", good)
     assert status == 1
-    assert set(structures(facts)) == {f"commit line {position}", f"header of slot {newest.line.slot}"}
+    assert set(structures(facts)) == {f"commit line {position}", f"header of slot {newest.record.slot}"}
     assert facts["recoverable_step"] == 3
 
 
 def test_a_damaged_manifest_is_found(good):
-    newest = versions(good)[0]
-    sb, line = newest.reader.superblock, newest.line
+    newest = checkpoints(good)[0]
+    sb, line = newest.reader.superblock, newest.record
     flip(good, sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes + 200)
     status, facts = call_json("verify", good)
     assert status == 1
@@ -134,15 +134,15 @@ def test_a_restart_that_was_killed_in_its_adoption_line_is_no_damage(pool):
 def test_every_flipped_bit_of_a_line_in_use_is_called_damage(good):
     """A line that lost a bit is not taken for one that was cut off."""
     sb, content = superblock(good), good.read_bytes()
-    used = position_of(versions(good)[0].line, good)
+    used = position_of(checkpoints(good)[0].record, good)
     for byte in (0, 1, 7, *range(8, 64, 5)):
-        flip(good, sb.line_offset(used) + byte)
+        flip(good, sb.commit_record_offset(used) + byte)
         status, facts = call_json("verify", good)
         assert (status, set(structures(facts))) == (1, {f"commit line {used}"}), byte
         good.write_bytes(content)
 
 
-def test_a_pool_whose_commit_lines_are_erased_is_damaged(good, tmp_path):
+def test_a_pool_whose_commit_records_are_erased_is_damaged(good, tmp_path):
     erased = tmp_path / "erased.pool"
     assert call("inject", good, erased, "--zero-page", "line").exit_code == OK
     result = call("verify", erased)

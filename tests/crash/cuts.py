@@ -36,7 +36,7 @@ ALL, NOTHING = Image(False, {}), Image(True, {})
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Signature:
     """How closely to look at one crash point."""
 
     budget: int = 1024
@@ -57,7 +57,9 @@ VITAL, METADATA, PAYLOAD = range(3)
 """Kinds of fates: ring, headers and tables; manifests; payload."""
 
 
-def images(fates: Sequence[Fate], kinds: Sequence[int], look: Look, rng: random.Random) -> Iterator[tuple[str, Image]]:
+def images(
+    fates: Sequence[Fate], kinds: Sequence[int], look: Signature, rng: random.Random
+) -> Iterator[tuple[str, Image]]:
     """(how it came about, image), each once as far as that is cheap to know."""
     yield "everything arrived", ALL
     if not fates:
@@ -97,7 +99,7 @@ def _all(fates: Sequence[Fate], which: Sequence[int]) -> Iterator[Mapping[int, C
         yield {i: content for i, content in zip(which, contents, strict=True) if content != newest[i]}
 
 
-def _picked(kinds: Sequence[int], look: Look, rng: random.Random) -> list[int]:
+def _picked(kinds: Sequence[int], look: Signature, rng: random.Random) -> list[int]:
     picked: list[int] = []
     for kind, most in ((VITAL, len(kinds)), (METADATA, look.metadata), (PAYLOAD, look.payload)):
         of_kind = [i for i, known in enumerate(kinds) if known == kind]
@@ -105,13 +107,13 @@ def _picked(kinds: Sequence[int], look: Look, rng: random.Random) -> list[int]:
     return picked
 
 
-def _some(fate: Fate, look: Look, rng: random.Random) -> list[Content]:
+def _some(fate: Fate, look: Signature, rng: random.Random) -> list[Content]:
     if fate.count() <= look.contents:
         return fate.contents()
     return list(dict.fromkeys([fate.lost, fate.newest, *(fate.draw(rng) for _ in range(look.contents))]))
 
 
-def _prefixes(fates: Sequence[Fate], look: Look, rng: random.Random) -> Iterator[tuple[str, Image]]:
+def _prefixes(fates: Sequence[Fate], look: Signature, rng: random.Random) -> Iterator[tuple[str, Image]]:
     order = sorted(range(len(fates)), key=lambda i: fates[i].first)
     places = range(1, len(order))
     for at in places if len(places) <= look.prefixes else sorted(rng.sample(places, look.prefixes)):

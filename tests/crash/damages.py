@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from lightck.pool.format import anatomy
 from lightck.pool.format.anatomy import Part
-from lightck.pool.format.structures import LINE_NBYTES, PAGE, Superblock
+from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, PAGE, Superblock
 from lightck.pool.storage.extents import Extents, runs
 
 Write = tuple[int, bytes]
@@ -129,7 +129,7 @@ class Damages:
     def _blotted(self, rng: random.Random) -> Damage:
         """A page or a cache line of something that is read: zeros, ones, noise."""
         part = rng.choice(rng.choice(self._by_kind()))
-        nbytes = rng.choice((LINE_NBYTES, PAGE))
+        nbytes = rng.choice((COMMIT_RECORD_NBYTES, PAGE))
         at = part.offset + rng.randrange(part.nbytes)
         at -= at % nbytes
         name, data = rng.choice(
@@ -154,7 +154,7 @@ class Damages:
         first, nbytes, what = self._stretch(rng, n)
         at, to = a + first, b + first
         if rng.random() < 0.3:
-            one, two = rng.sample([p for p in self.image.parts if p.nbytes >= LINE_NBYTES], 2)
+            one, two = rng.sample([p for p in self.image.parts if p.nbytes >= COMMIT_RECORD_NBYTES], 2)
             at, to, nbytes, what = one.offset, two.offset, min(one.nbytes, two.nbytes), "parts"
         writes = self.image.write(to, self.image.read(at, nbytes))
         if rng.random() < 0.6:
@@ -191,7 +191,7 @@ class Damages:
         return rng.choice(
             (
                 (0, length, "whole slot"),
-                (0, LINE_NBYTES, "header"),
+                (0, COMMIT_RECORD_NBYTES, "header"),
                 (0, sb.payload_offset, "header and manifests"),
                 (sb.manifest_offset, 2 * sb.manifest_nbytes, "manifests"),
                 (sb.payload_offset, length - sb.payload_offset, "payload"),

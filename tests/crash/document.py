@@ -15,11 +15,11 @@ from lightck._native import lib
 from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import (
-    LINE_NBYTES,
+    COMMIT_RECORD_NBYTES,
     MANIFEST_HEADER_NBYTES,
-    RECORD_NBYTES,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
+    TENSOR_RECORD_NBYTES,
     DamagedError,
     Superblock,
     crc64,
@@ -27,7 +27,7 @@ from lightck.pool.format.structures import (
     manifest_hash,
     uuid_words,
 )
-from lightck.pool.reader import PoolReader, Version
+from lightck.pool.reader import PoolReader, StoredCheckpoint
 
 Patch = tuple[int, bytes]
 """Offset in the pool, and what is put there."""
@@ -66,26 +66,26 @@ class Base:
         self.table = reader.table
         self.table_tree = parse(reader.table)
         self.entries = reader.entries
-        self.lines = [reader.read(sb.line_offset(i), LINE_NBYTES) for i in range(sb.ring_lines)]
-        self.headers = [reader.read(off, LINE_NBYTES) for off, _ in sb.slots]
+        self.records = [reader.read(sb.commit_record_offset(i), COMMIT_RECORD_NBYTES) for i in range(sb.ring_lines)]
+        self.headers = [reader.read(off, COMMIT_RECORD_NBYTES) for off, _ in sb.slots]
         self.payload = [reader.read(off, _CHECKED_MAX + sb.payload_offset) for off, _ in sb.slots]
-        positions = {line.generation: at for at, line in reader.ring().lines.items()}
-        found = [v for v in reader.versions() if isinstance(v, Version)]
-        self.versions = [_base_version(reader, v, positions[v.line.generation]) for v in found]
+        positions = {record.generation: at for at, record in reader.commit_log().records.items()}
+        found = [v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)]
+        self.checkpoints = [_base_version(reader, v, positions[v.record.generation]) for v in found]
 
 
-def _base_version(reader: PoolReader, v: Version, position: int) -> BaseVersion:
+def _base_version(reader: PoolReader, v: StoredCheckpoint, position: int) -> BaseVersion:
     sb = reader.superblock
-    at = sb.slots[v.line.slot][0] + sb.manifest_offset + v.line.manifest_index * sb.manifest_nbytes
-    raw = reader.read(at, v.line.manifest_nbytes)
-    records = raw[MANIFEST_HEADER_NBYTES : MANIFEST_HEADER_NBYTES + v.header.n_records * RECORD_NBYTES]
+    at = sb.slots[v.record.slot][0] + sb.manifest_offset + v.record.manifest_index * sb.manifest_nbytes
+    raw = reader.read(at, v.record.manifest_nbytes)
+    records = raw[MANIFEST_HEADER_NBYTES : MANIFEST_HEADER_NBYTES + v.header.n_records * TENSOR_RECORD_NBYTES]
     crcs = raw[v.header.crcs_offset : v.header.crcs_offset + 4 * v.header.crcs_count]
     extras = raw[v.header.extras_offset : v.header.extras_offset + v.header.extras_nbytes]
     return BaseVersion(
         position,
-        v.line.slot,
+        v.record.slot,
         at,
-        v.line.payload_generation,
+        v.record.payload_generation,
         raw[:MANIFEST_HEADER_NBYTES],
         records,
         crcs,
@@ -112,7 +112,7 @@ class Manifest:
     def pack(self) -> bytes:
         crcs_at = MANIFEST_HEADER_NBYTES + len(self.records)
         extras_at = crcs_at + len(self.crcs)
-        _U32.pack_into(self.header, 72, len(self.records) // RECORD_NBYTES)
+        _U32.pack_into(self.header, 72, len(self.records) // TENSOR_RECORD_NBYTES)
         struct.pack_into(
             "<6I",
             self.header,
@@ -137,15 +137,17 @@ class Document:
         self.superblock = bytearray(base.superblock)
         self.copies: tuple[int, ...] = SUPERBLOCK_OFFSETS
         self.table = base.table
-        self.lines: dict[int, bytearray] = {}
+        self.records: dict[int, bytearray] = {}
         self.headers: dict[int, bytearray] = {}
-        self.manifests = [Manifest(v, v.records, v.crcs, v.extras, v.state, bytearray(v.header)) for v in base.versions]
+        self.manifests = [
+            Manifest(v, v.records, v.crcs, v.extras, v.state, bytearray(v.header)) for v in base.checkpoints
+        ]
         self.tail: list[Patch] = []
         self.is_sealed = True
 
-    def line(self, position: int) -> bytearray:
+    def record(self, position: int) -> bytearray:
         """The line at this position, to be changed."""
-        return self.lines.setdefault(position, bytearray(self.base.lines[position]))
+        return self.records.setdefault(position, bytearray(self.base.records[position]))
 
     def slot_header(self, slot: int) -> bytearray:
         return self.headers.setdefault(slot, bytearray(self.base.headers[slot]))
@@ -204,10 +206,10 @@ class Document:
                 raw = manifest.pack()
                 found.append((manifest.base.manifest_at, raw[: sb.manifest_nbytes]))
                 if self.is_sealed:
-                    line = self.line(manifest.base.position)
-                    _U64.pack_into(line, 32, manifest_hash(sb.uuid, raw))
-                    _U32.pack_into(line, 40, len(raw))
-        found += [(sb.line_offset(at), self._sealed(line)) for at, line in self.lines.items()]
+                    record = self.record(manifest.base.position)
+                    _U64.pack_into(record, 32, manifest_hash(sb.uuid, raw))
+                    _U32.pack_into(record, 40, len(raw))
+        found += [(sb.commit_record_offset(at), self._sealed(record)) for at, record in self.records.items()]
         found += [(sb.slots[slot][0], self._sealed(header)) for slot, header in self.headers.items()]
         if self.superblock != self.base.superblock:
             body = bytes(self.superblock[:-8])
@@ -215,10 +217,10 @@ class Document:
             found += [(at, body + check) for at in self.copies]
         return found + self.tail
 
-    def _sealed(self, line: bytearray) -> bytes:
+    def _sealed(self, record: bytearray) -> bytes:
         if not self.is_sealed:
-            return bytes(line)
-        return bytes(line[:56]) + _U64.pack(crc64(self.base.sb.uuid + bytes(line[:56])))
+            return bytes(record)
+        return bytes(record[:56]) + _U64.pack(crc64(self.base.sb.uuid + bytes(record[:56])))
 
 
 def crc32c(data: bytes) -> int:

@@ -125,7 +125,7 @@ class Life:
         """Create, train, re-lay out, pin, keep, export, close, recover, resume, train, close."""
         training = Training()
         if self._train(training, range(6), resume=False):
-            self._told(self._export)
+            self._reported(self._export)
             self._train(Training(seed=1), range(6, LAST), resume=True)
 
     def _train(self, training: Training, steps: range, *, resume: bool) -> bool:
@@ -157,7 +157,7 @@ class Life:
         sessions: list[lightck.Session] = []
         for _ in range(_TRIES):
             before = _open_things(self.folder)
-            if self._told(attach) is None:
+            if self._reported(attach) is None:
                 return sessions[0]
             gc.collect()
             self._expect_nothing_open(before, "a refused attach")
@@ -182,27 +182,27 @@ class Life:
         """Do it, again after an error of which lightck says that the loop may go on."""
         for _ in range(_TRIES):
             before = training.digest()
-            error = self._told(work)
+            error = self._reported(work)
             if error is None:
                 return True
             if isinstance(error, BackgroundError):
                 self._has_failed = True
-                self._expect_told_again(session, training)
+                self._expect_reported_again(session, training)
                 return False
             if training.digest() != before:
                 self.broken.append(f"the training was changed by what was refused: {_short(error)}")
                 return False
         return False
 
-    def _expect_told_again(self, session: lightck.Session, training: Training) -> None:
+    def _expect_reported_again(self, session: lightck.Session, training: Training) -> None:
         """At the next step, which changes nothing, and (see ``_closed``) at close."""
         before = training.digest()
-        error = self._told(training.optimizer.step)
+        error = self._reported(training.optimizer.step)
         if not isinstance(error, BackgroundError) or training.digest() != before:
             self.broken.append(f"a failure of the background was not told by the next step (it told {error!r})")
 
     def _closed(self, session: lightck.Session) -> bool:
-        error = self._told(session.close)
+        error = self._reported(session.close)
         if self._has_failed and error is None:
             self.broken.append("a failure of the background was told by the step and not by close")
         self.acknowledge(session)
@@ -219,7 +219,7 @@ class Life:
         self.acknowledged = max(self.acknowledged, session.committed or 0)
         self._note.step = self.acknowledged
 
-    def _told(self, work: Callable[[], object]) -> LightckError | None:
+    def _reported(self, work: Callable[[], object]) -> LightckError | None:
         """The error that it raised, which has to be one of lightck's, with a fact, a reason and a cure."""
         try:
             work()

@@ -17,7 +17,7 @@ from crash.ledger import BrokenError, Ledger
 from crash.victims import Kill, Story, Tell, Work, story
 from lightck.errors import LightckError
 from lightck.pool.format.structures import DamagedError
-from lightck.pool.reader import Version, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.storage import extents, temporary
 
 
@@ -40,22 +40,22 @@ class Life:
     ) -> Story:
         """A process that attaches and trains, and what has to be there after its end. ``before`` runs in it first;
         a ``refusal`` may end it, and is told as such."""
-        told = story(partial(self._train, slots, steps, before, refusal), kill)
-        self.history.append(f"{kill or 'no kill'}, {slots} slots: {told}")
-        self.ledger.note(told, slots)
-        if not told.was_killed and os.path.lexists(temporary.name_of(self.path)):
+        reported = story(partial(self._train, slots, steps, before, refusal), kill)
+        self.history.append(f"{kill or 'no kill'}, {slots} slots: {reported}")
+        self.ledger.note(reported, slots)
+        if not reported.was_killed and os.path.lexists(temporary.name_of(self.path)):
             raise BrokenError("a new file that a kill left is still there")
         self.judge()
-        return told
+        return reported
 
     def process(self, work: Work, kill: Kill | None) -> Story:
         """Any other process: what the pool holds must not be touched by it."""
-        told = story(work, kill)
-        self.history.append(f"{kill or 'no kill'}: {told}")
-        for trace in told.of("error"):
+        reported = story(work, kill)
+        self.history.append(f"{kill or 'no kill'}: {reported}")
+        for trace in reported.of("error"):
             raise BrokenError(f"an error in the process: {trace}")
         self.judge(closely=True)
-        return told
+        return reported
 
     def judge(self, *, closely: bool = False) -> int:
         self._processes += 1
@@ -74,7 +74,7 @@ class Life:
             tell("refused", str(err))
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def reported(self) -> Iterator[None]:
         """Puts what happened before into the message of what is raised."""
         try:
             yield
@@ -96,27 +96,30 @@ def intact(path: str) -> list[int]:
     """The steps that verify, the one that recovery takes first."""
     steps = []
     with closing(open_pool(path)) as reader:
-        for version in reader.versions():
+        for checkpoint in reader.checkpoints():
             with suppress(DamagedError):
-                if isinstance(version, Version):
-                    version.verify()
-                    steps.append(version.step)
+                if isinstance(checkpoint, StoredCheckpoint):
+                    checkpoint.verify()
+                    steps.append(checkpoint.step)
     return steps
 
 
 def places_in_newest(path: str) -> dict[str, tuple[int, int]]:
     """Structure -> offset and length, in the newest version of a pool."""
     with closing(open_pool(path)) as reader:
-        version = next(v for v in reader.versions() if isinstance(v, Version))
-        sb, line = reader.superblock, version.line
-        slot, _ = sb.slots[line.slot]
-        at = next(p for p, each in reader.ring().lines.items() if each.generation == line.generation)
-        largest = max(version.entries.values(), key=lambda entry: entry.nbytes)
+        checkpoint = next(v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint))
+        sb, record = reader.superblock, checkpoint.record
+        slot, _ = sb.slots[record.slot]
+        at = next(p for p, each in reader.commit_log().records.items() if each.generation == record.generation)
+        largest = max(checkpoint.entries.values(), key=lambda entry: entry.nbytes)
         return {
             "payload": (slot + largest.offset, largest.nbytes),
-            "manifest": (slot + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes, line.manifest_nbytes),
+            "manifest": (
+                slot + sb.manifest_offset + record.manifest_index * sb.manifest_nbytes,
+                record.manifest_nbytes,
+            ),
             "slot header": (slot, 64),
-            "commit line": (sb.line_offset(at), 64),
+            "commit line": (sb.commit_record_offset(at), 64),
             "superblock": (0, 4096),
         }
 

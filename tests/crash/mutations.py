@@ -15,7 +15,12 @@ from functools import lru_cache
 from crash import messages
 from crash.document import Document, Manifest, Patch
 from crash.messages import BIN, EXT, LIST, MAP, STR, Node
-from lightck.pool.format.structures import LINE_NBYTES, MANIFEST_HEADER_NBYTES, RECORD_NBYTES, SUPERBLOCK_OFFSETS
+from lightck.pool.format.structures import (
+    COMMIT_RECORD_NBYTES,
+    MANIFEST_HEADER_NBYTES,
+    SUPERBLOCK_OFFSETS,
+    TENSOR_RECORD_NBYTES,
+)
 
 Change = Callable[[random.Random, Document], None]
 EDGES = (
@@ -137,15 +142,15 @@ def regions(rng: random.Random, doc: Document) -> None:
     struct.pack_into("<I", doc.superblock, 160, rng.choice((len(chosen), len(chosen), 122, 123, (1 << 32) - 1)))
 
 
-def line(rng: random.Random, doc: Document) -> None:
-    word(rng, doc.line(rng.choice(doc.base.versions).position), 0, 56, doc.base.nbytes)
+def record(rng: random.Random, doc: Document) -> None:
+    word(rng, doc.record(rng.choice(doc.base.checkpoints).position), 0, 56, doc.base.nbytes)
 
 
 def many_lines(rng: random.Random, doc: Document) -> None:
     """Lines of all kinds in places that had none: adoptions of what never was, the same payload twice."""
     for _ in range(rng.choice((1, 2, 8, 16))):
-        data = doc.line(rng.randrange(doc.base.sb.ring_lines))
-        data[:] = doc.base.lines[rng.choice(doc.base.versions).position]
+        data = doc.record(rng.randrange(doc.base.sb.ring_lines))
+        data[:] = doc.base.records[rng.choice(doc.base.checkpoints).position]
         struct.pack_into("<Q", data, 0, rng.randrange(1, 40))
         struct.pack_into("<Q", data, 8, rng.choice((0, 1, 2, (1 << 64) - 1)))
         if rng.random() < 0.5:
@@ -184,9 +189,9 @@ def records(rng: random.Random, doc: Document) -> None:
     data = bytearray(manifest.records)
     action = rng.randrange(4)
     if action == 0 and data:
-        data = data[: rng.randrange(0, len(data), RECORD_NBYTES)]
+        data = data[: rng.randrange(0, len(data), TENSOR_RECORD_NBYTES)]
     elif action == 1 and data:
-        data += data[: rng.randrange(RECORD_NBYTES, len(data) + 1, RECORD_NBYTES)]
+        data += data[: rng.randrange(TENSOR_RECORD_NBYTES, len(data) + 1, TENSOR_RECORD_NBYTES)]
     else:
         word(rng, data, 0, len(data), doc.base.sb.slot_nbytes)
     manifest.records = bytes(data)
@@ -226,7 +231,7 @@ def extras(rng: random.Random, doc: Document) -> None:
 
 def swapped_manifest(rng: random.Random, doc: Document) -> None:
     """The manifest of another version in this one's place, or parts of it."""
-    manifest, other = _manifest(rng, doc), rng.choice(doc.base.versions)
+    manifest, other = _manifest(rng, doc), rng.choice(doc.base.checkpoints)
     for part in rng.sample(("records", "crcs", "extras", "state"), rng.randint(1, 4)):
         setattr(manifest, part, getattr(other, part))
     if rng.random() < 0.5:
@@ -399,7 +404,10 @@ def unsealed(rng: random.Random, doc: Document) -> None:
     nbytes, starts = doc.base.nbytes, [off for off, _ in doc.base.sb.slots]
     for _ in range(rng.choice((1, 1, 2, 8))):
         at = rng.choice((0, 4096, 8192, 16384, *starts, *(s + 4096 for s in starts))) + rng.randrange(4096)
-        patch: Patch = at, rng.choice((bytes(1), bytes(LINE_NBYTES), rng.randbytes(rng.choice((1, 8, 64, 4096)))))
+        patch: Patch = (
+            at,
+            rng.choice((bytes(1), bytes(COMMIT_RECORD_NBYTES), rng.randbytes(rng.choice((1, 8, 64, 4096))))),
+        )
         if at + len(patch[1]) <= nbytes:
             doc.tail.append(patch)
 
@@ -407,7 +415,7 @@ def unsealed(rng: random.Random, doc: Document) -> None:
 CHANGES: tuple[tuple[Change, int], ...] = (
     (superblock, 8),
     (regions, 3),
-    (line, 6),
+    (record, 6),
     (many_lines, 4),
     (slot_header, 3),
     (manifest_header, 8),

@@ -46,7 +46,7 @@ def recovery(path: str, step: int | None = None) -> Outcome:
     except Exception as err:
         said = str(err).replace(repr(path), "POOL")  # the same for the same bytes, wherever they lie
         return Refused(type(err).__name__, said, isinstance(err, lightck.LightckError))
-    return Recovered(checkpoint.line.payload_generation, checkpoint.step, content)
+    return Recovered(checkpoint.record.payload_generation, checkpoint.step, content)
 
 
 def truth(model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any) -> bytes:

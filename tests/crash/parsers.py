@@ -19,7 +19,7 @@ from lightck.pool.format.structures import (
     NEXT_ENTRIES_MAX,
     NEXT_NBYTES,
     SUPERBLOCK_NBYTES,
-    CommitLine,
+    CommitRecord,
     DamagedError,
     ManifestHeader,
     NextBatch,
@@ -75,7 +75,9 @@ class Inputs:
         Superblock.unpack((bytes(body) + _U64.pack(crc64(bytes(body))))[: rng.choice((SUPERBLOCK_NBYTES, 4095, 0))])
 
     def _line(self, rng: random.Random) -> None:
-        CommitLine.unpack(self._sealed(rng, self._base.lines[self._base.versions[0].position]), self._base.sb.uuid)
+        CommitRecord.unpack(
+            self._sealed(rng, self._base.records[self._base.checkpoints[0].position]), self._base.sb.uuid
+        )
 
     def _header(self, rng: random.Random) -> None:
         unpack_slot_header(self._sealed(rng, self._base.headers[0]), 0, self._base.sb.uuid)
@@ -95,7 +97,7 @@ class Inputs:
         return bytes(body) + _U64.pack(crc64(self._base.sb.uuid + bytes(body)))
 
     def _manifest(self, rng: random.Random) -> None:
-        data = bytearray(self._base.versions[0].header + self._base.versions[0].records)
+        data = bytearray(self._base.checkpoints[0].header + self._base.checkpoints[0].records)
         for _ in range(rng.choice((1, 2, 4))):
             mutations.word(rng, data, 8, 128, len(data))
         ManifestHeader.unpack(bytes(data[: rng.choice((len(data), 128, 127))]))
@@ -109,11 +111,11 @@ class Inputs:
         layout.decode_extras(mutations.changed_tree(rng, self._base.table_tree.children[1]), low=0, high=1 << 40)
 
     def _state(self, rng: random.Random) -> None:
-        version = self._base.versions[0]
-        Contents.parse(mutations.changed_tree(rng, version.state_tree), 1, 1, {})
+        checkpoint = self._base.checkpoints[0]
+        Contents.parse(mutations.changed_tree(rng, checkpoint.state_tree), 1, 1, {})
 
     def _values(self, rng: random.Random) -> None:
-        data = mutations.changed_tree(rng, self._base.versions[0].state_tree)
+        data = mutations.changed_tree(rng, self._base.checkpoints[0].state_tree)
         values.unpack(data if rng.random() < 0.8 else mutations.damaged(rng, data))
 
     def _random_state(self, rng: random.Random) -> None:
@@ -135,7 +137,7 @@ class Inputs:
 
 def _part(base: Base, key: bytes) -> Node:
     """The value of a key of the small state, as a tree of its own."""
-    pairs = base.versions[0].state_tree.children[0].children
+    pairs = base.checkpoints[0].state_tree.children[0].children
     return parse(next(pair.children[1].raw for pair in pairs if pair.children[0].raw == key))
 
 

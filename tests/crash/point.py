@@ -24,7 +24,7 @@ class Point:
         """Of the image that is shown."""
         self._file = file
         self._shown = ALL
-        self._told: dict[bool, tuple[Outcome, set[int]]] = {}
+        self._reported: dict[bool, tuple[Outcome, set[int]]] = {}
         self._runs = [_runs(fate) for fate in fates]
         self._known: dict[tuple[int, Content], int] = {}
 
@@ -45,13 +45,13 @@ class Point:
 
     def known(self, image: Image) -> Outcome | None:
         """The outcome, where the recovery of the image that this one is told from read nothing that differs."""
-        told = self._told.get(image.is_bare)
-        return told[0] if told is not None and not any(i in told[1] for i in image.but) else None
+        reported = self._reported.get(image.is_bare)
+        return reported[0] if reported is not None and not any(i in reported[1] for i in image.but) else None
 
     def learn(self, image: Image, outcome: Outcome, places: Sequence[Place]) -> None:
         """What recovery made of an image with nothing in ``but``, and where it looked."""
         if not image.but:
-            self._told[image.is_bare] = outcome, {i for i, f in enumerate(self.fates) if _is_read(f, places)}
+            self._reported[image.is_bare] = outcome, {i for i, f in enumerate(self.fates) if _is_read(f, places)}
 
     def _put(self, i: int, before: Content, content: Content) -> None:
         for low, high in self._runs[i]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from unittest.mock import patch
 
-from lightck.pool.reader import PoolReader, Version
+from lightck.pool.reader import PoolReader, StoredCheckpoint
 
 T = TypeVar("T")
 Place = tuple[int, int]
@@ -24,30 +24,30 @@ Place = tuple[int, int]
 def watched() -> Iterator[list[Place]]:
     """Inside, every read from any pool is appended to the list, in order."""
     places: list[Place] = []
-    read, read_into, read_many = PoolReader.read, Version.read_into, Version.read_many
+    read, read_into, read_many = PoolReader.read, StoredCheckpoint.read_into, StoredCheckpoint.read_many
 
     def watched_read(reader: PoolReader, offset: int, nbytes: int) -> bytes:
         places.append((offset, nbytes))
         return read(reader, offset, nbytes)
 
-    def note(version: Version, name: str) -> None:
-        entry = version.entries[name]
+    def note(checkpoint: StoredCheckpoint, name: str) -> None:
+        entry = checkpoint.entries[name]
         if entry.nbytes:
-            places.append((version.reader.superblock.slots[version.line.slot][0] + entry.offset, entry.nbytes))
+            places.append((checkpoint.reader.superblock.slots[checkpoint.record.slot][0] + entry.offset, entry.nbytes))
 
-    def watched_read_into(version: Version, name: str, address: int) -> None:
-        note(version, name)
-        read_into(version, name, address)
+    def watched_read_into(checkpoint: StoredCheckpoint, name: str, address: int) -> None:
+        note(checkpoint, name)
+        read_into(checkpoint, name, address)
 
-    def watched_read_many(version: Version, wanted: Sequence[tuple[str, int]]) -> None:
+    def watched_read_many(checkpoint: StoredCheckpoint, wanted: Sequence[tuple[str, int]]) -> None:
         for name, _ in wanted:
-            note(version, name)
-        read_many(version, wanted)
+            note(checkpoint, name)
+        read_many(checkpoint, wanted)
 
     with (
         patch.object(PoolReader, "read", watched_read),
-        patch.object(Version, "read_into", watched_read_into),
-        patch.object(Version, "read_many", watched_read_many),
+        patch.object(StoredCheckpoint, "read_into", watched_read_into),
+        patch.object(StoredCheckpoint, "read_many", watched_read_many),
     ):
         yield places
 

@@ -82,7 +82,7 @@ class _File:
     pages: dict[int, bytes]
     is_visible: bool
     events: list[Event] = field(default_factory=list)
-    versions: list[tuple[int, ManifestHeader]] = field(default_factory=list)
+    checkpoints: list[tuple[int, ManifestHeader]] = field(default_factory=list)
     """(session, manifest) of what was written."""
     adopted: dict[int, int] = field(default_factory=dict)
 
@@ -156,7 +156,7 @@ class Recorder:
                 del self._open[number]
                 events = trace.stop(medium)
                 self._files[number].events += events
-                self._files[number].versions += [(self._sessions, header) for header in _manifests(events)]
+                self._files[number].checkpoints += [(self._sessions, header) for header in _manifests(events)]
 
     def published(self, fd: int) -> None:
         """The file was made durable and renamed to the pool's path."""
@@ -166,9 +166,9 @@ class Recorder:
         else:
             self._files[number].events.append(Mark(0, PUBLISHED, 0))
 
-    def line(self, medium: Medium, line: bytes, kind: int) -> None:
+    def store_commit_record(self, medium: Medium, store_commit_record: bytes, kind: int) -> None:
         """A line that no job commits begins or is durable (``kind`` is the mark)."""
-        generation, payload = (int.from_bytes(line[at : at + 8], "little") for at in (0, 24))
+        generation, payload = (int.from_bytes(store_commit_record[at : at + 8], "little") for at in (0, 24))
         number = next(n for n, known in self._open.items() if known is medium)
         self._files[number].adopted[generation] = payload
         trace.mark(medium, kind, generation)
@@ -218,7 +218,7 @@ class Recorder:
         expected = {} if before is None else dict(before.expected)
         content = {} if before is None else dict(before.content)
         content.update(file.adopted)
-        for session, header in file.versions:
+        for session, header in file.checkpoints:
             content[header.generation] = header.generation
             known = self._notes.get((session, header.step))
             if known is not None:
@@ -253,10 +253,10 @@ class _RecordingMedium(Medium):
         super().__init__(fd, places, tier)
         self._recorder.mapped(self, fd, places)
 
-    def line(self, offset: int, line: bytes) -> None:
-        self._recorder.line(self, line, _native.lib.LCK_MARK_BEGIN)
-        super().line(offset, line)
-        self._recorder.line(self, line, _native.lib.LCK_MARK_ACK)
+    def store_commit_record(self, offset: int, store_commit_record: bytes) -> None:
+        self._recorder.store_commit_record(self, store_commit_record, _native.lib.LCK_MARK_BEGIN)
+        super().store_commit_record(offset, store_commit_record)
+        self._recorder.store_commit_record(self, store_commit_record, _native.lib.LCK_MARK_ACK)
 
     def close(self) -> None:
         if self.handle is not None:

@@ -16,7 +16,7 @@ import torch
 import lightck
 from crash.recorded import Average, Pair, Workload, build, one_step
 from crash.recording import Recorder
-from lightck.pool.reader import Version, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 
 CHECKPOINTS_MAX, OTHERS_MAX = 3, 2
 CHECKPOINTS = {"step": 0, "grow": 1, "outgrow": 2}
@@ -123,7 +123,7 @@ class _Run:
         model, optimizer = self._sequence.build()
         if not options:
             with closing(open_pool(self._recorder.path)) as pool:
-                oldest = min(v.step for v in pool.versions() if isinstance(v, Version))
+                oldest = min(v.step for v in pool.checkpoints() if isinstance(v, StoredCheckpoint))
             lightck.recover(self._recorder.path, model, optimizer, self._state, step=oldest)
         try:
             with self._recorder.attach(model, optimizer, state=self._state, slots=self._slots, **options) as session:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from crash import cuts, fingerprint
-from crash.cuts import ALL, Image, Look
+from crash.cuts import ALL, Image, Signature
 from crash.images import PAGE, ImageFile
 from crash.oracle import Outcome, Recovered, recovery
 from crash.persistence import Model, Tracker
@@ -40,7 +40,7 @@ Transform = Callable[[Sequence[Event]], Iterable[Event]]
 class Effort:
     """How closely to look, and how often to look closer."""
 
-    look: Look = field(default_factory=Look)
+    look: Signature = field(default_factory=Signature)
     again_every: int = 100
     """Every so many images the recovery is run for certain, and its outcome compared."""
     compare_every: int = 10
@@ -54,7 +54,7 @@ class Effort:
 
     def less(self) -> Effort:
         """For a recording that began in a crash image."""
-        look = Look(budget=64, metadata=4, payload=2, contents=2, prefixes=1, masks=1)
+        look = Signature(budget=64, metadata=4, payload=2, contents=2, prefixes=1, masks=1)
         return replace(self, look=look)
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightck
 from crash.oracle import digest, truth
 from crash.victims import Tell
-from lightck.pipeline import early
+from lightck.pipeline import eager_copies
 
 UPDATES = 16
 
@@ -190,7 +190,7 @@ def layer_by_layer(follow: Follow) -> None:
         nn.Linear(40, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 40)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    early.PART_NBYTES_MIN = 1  # or all of so small a model would be one part
+    eager_copies.PART_NBYTES_MIN = 1  # or all of so small a model would be one part
     layers = lightck.layerwise(model, optimizer)
     session = follow.attach(model, optimizer)
     data = _fixed(64, 40)

@@ -31,7 +31,7 @@ Tell: TypeAlias = Callable[[str, Any], None]
 """Called in the victim: a word, and a value that JSON can hold."""
 Work: TypeAlias = Callable[[Tell], None]
 
-VERSION_SITES = ("header", "block", "manifest", "sealed", "body", "word", "ack")
+CHECKPOINT_SITES = ("header", "block", "manifest", "sealed", "body", "word", "ack")
 """The kill points of the native library, in the order of a version."""
 HANG_SECONDS = 120.0
 """Nobody waits longer for a message: a hang is a finding, not a timing."""
@@ -59,7 +59,7 @@ class Kill:
 class Story:
     """What one victim told, in order, and its end."""
 
-    told: list[tuple[str, Any]] = field(default_factory=list)
+    reported: list[tuple[str, Any]] = field(default_factory=list)
     status: int = 0
     """Exit status; minus the signal where one ended it."""
 
@@ -70,14 +70,14 @@ class Story:
     @property
     def last(self) -> str:
         """What it was at when it ended: the word that it told last."""
-        return self.told[-1][0] if self.told else "its fork"
+        return self.reported[-1][0] if self.reported else "its fork"
 
     def of(self, word: str) -> list[Any]:
         """All values that were told with this word."""
-        return [value for said, value in self.told if said == word]
+        return [value for said, value in self.reported if said == word]
 
     def __str__(self) -> str:
-        return f"status {self.status} after {self.told[-6:]}"
+        return f"status {self.status} after {self.reported[-6:]}"
 
 
 class Victim:
@@ -119,7 +119,7 @@ class Victim:
         while self._waiting or self._read():
             while self._waiting:
                 message = self._waiting.popleft()
-                self.story.told.append(message)
+                self.story.reported.append(message)
                 yield message
 
     def _read(self) -> bool:

@@ -107,14 +107,14 @@ def check(program: Program, kills: list[list[int]] | None = None) -> Host:
     """Each list in ``kills`` is one chain of kills; by default one chain for each version, and one through all."""
     reference = run(program, seed=1)
     if kills is None:
-        kills = [[step] for step in reference.versions] + [list(reference.versions)[::4]]
+        kills = [[step] for step in reference.checkpoints] + [list(reference.checkpoints)[::4]]
     for chain in kills:
         resumed = None
         for number, step in enumerate([*chain, None]):
             host = run(program, seed=1 if number == 0 else 50 + number, kill=step, resumed=resumed)
             if step is not None:
-                resumed = host.versions[step][1]
-        assert host.log == reference.log[reference.versions[chain[-1]][0] :], f"resumed at {chain}"
+                resumed = host.checkpoints[step][1]
+        assert host.log == reference.log[reference.checkpoints[chain[-1]][0] :], f"resumed at {chain}"
         assert host.updates == reference.updates
         assert host.loaders["train"].epoch == reference.loaders["train"].epoch
     return reference
@@ -208,7 +208,7 @@ def test_epoch_start_and_length():
     loader = reference.loaders["train"]
     assert (loader.epoch, loader.start, len(loader)) == (EPOCHS, 0, PASS)
     assert isinstance(loader.loader, DataLoader)
-    host = Host(resumed=reference.versions[PASS + 4][1])
+    host = Host(resumed=reference.checkpoints[PASS + 4][1])
     loader = host.loader(IN_PROCESS["shuffled"]())
     assert (loader.epoch, loader.start) == (1, 4)
     assert len(list(loader)) == PASS - 4
@@ -217,9 +217,9 @@ def test_epoch_start_and_length():
         len(host.loader(DataLoader(Stream()), "stream"))
 
 
-def test_the_end_of_a_pass_is_not_counted_in_its_last_version():
+def test_the_end_of_a_pass_is_not_counted_in_its_last_checkpoint():
     reference = run(train(IN_PROCESS["shuffled"]), seed=1)
-    host = Host(resumed=reference.versions[PASS][1])
+    host = Host(resumed=reference.checkpoints[PASS][1])
     loader = host.loader(IN_PROCESS["shuffled"]())
     assert (loader.epoch, loader.start) == (0, PASS)
     assert list(loader) == []
@@ -238,13 +238,13 @@ def test_an_iterator_has_one_pass(caplog):
     assert not caplog.records
 
 
-def test_an_iterator_that_is_left_and_begun_again_is_told_and_not_resumed(caplog):
+def test_an_iterator_that_is_left_and_begun_again_is_reported_and_not_resumed(caplog):
     reference = run(train(numbers, leave_at=4), seed=1)
     assert caplog.text.count("Pass what makes the iterator") == 1
-    assert Host(resumed=reference.versions[3][1]).loader(numbers()).start == 3
+    assert Host(resumed=reference.checkpoints[3][1]).loader(numbers()).start == 3
     for number in (4, 5, 8, 9):  # from the next() of a later pass on
         with pytest.raises(DriftError, match=r"batches taken before the pass was [48] and is None"):
-            Host(resumed=reference.versions[number][1]).loader(numbers())
+            Host(resumed=reference.checkpoints[number][1]).loader(numbers())
 
 
 class Rewinding:
@@ -265,10 +265,10 @@ def test_an_iterator_that_begins_anew_is_replayed(caplog):
 
 
 @pytest.mark.parametrize("name", ["shuffled", "generator", "list"])
-def test_versions_before_between_and_behind_passes(name):
+def test_checkpoints_before_between_and_behind_passes(name):
     def program(host: Host) -> None:
         loader = host.loader(IN_PROCESS[name]())
-        if host.version is None:
+        if host.checkpoint is None:
             host.updates += 1
             host.save()
         for epoch in range(loader.epoch, EPOCHS):
@@ -300,7 +300,7 @@ def test_a_pass_is_counted_where_it_trained():
 
 def test_a_second_iter_after_a_restore_begins_a_new_pass():
     reference = run(train(IN_PROCESS["in order"]), seed=1)
-    loader = Host(resumed=reference.versions[3][1]).loader(IN_PROCESS["in order"]())
+    loader = Host(resumed=reference.checkpoints[3][1]).loader(IN_PROCESS["in order"]())
     assert next(iter(loader))[0, 0] == 6
     assert next(iter(loader))[0, 0] == 0
     assert loader.epoch == 1
@@ -466,15 +466,15 @@ class Queue:
 
 def test_a_state_of_somebodys_own():
     reference = run(train(Queue), seed=1)
-    host = run(train(Queue), seed=2, resumed=reference.versions[7][1])
-    assert host.log == reference.log[reference.versions[7][0] :]
+    host = run(train(Queue), seed=2, resumed=reference.checkpoints[7][1])
+    assert host.log == reference.log[reference.checkpoints[7][0] :]
 
 
 def test_a_state_that_the_loader_refuses():
     reference = run(train(Queue), seed=1)
-    version = values.unpack(reference.versions[7][1])
-    version["loaders"]["train"]["inner"] = {"other": 1}
-    loader = Host(resumed=values.pack(version, path="v")).loader(Queue())
+    checkpoint = values.unpack(reference.checkpoints[7][1])
+    checkpoint["loaders"]["train"]["inner"] = {"other": 1}
+    loader = Host(resumed=values.pack(checkpoint, path="v")).loader(Queue())
     with pytest.raises(DriftError, match="refuses"):
         iter(loader)
 
@@ -483,30 +483,30 @@ def test_a_state_that_the_loader_refuses():
 
 
 @pytest.fixture(scope="module")
-def version() -> bytes:
+def checkpoint() -> bytes:
     with rng.shielded():
-        return run(train(IN_PROCESS["generator"]), seed=1).versions[8][1]
+        return run(train(IN_PROCESS["generator"]), seed=1).checkpoints[8][1]
 
 
-def drifted(version: bytes, dl: Any) -> str:
+def drifted(checkpoint: bytes, dl: Any) -> str:
     with pytest.raises(DriftError) as caught:
-        Host(resumed=version).loader(dl)
+        Host(resumed=checkpoint).loader(dl)
     assert "anew=True" in str(caught.value)
     return str(caught.value)
 
 
-def test_a_loader_that_was_built_otherwise(version):
+def test_a_loader_that_was_built_otherwise(checkpoint):
     generator = torch.Generator()
-    assert "batch_size was 2 and is 3" in drifted(version, DataLoader(Noisy(), 3, shuffle=True, generator=generator))
-    longer = Host(resumed=version).loader(DataLoader(Noisy(13), BATCH, shuffle=True, generator=generator))
+    assert "batch_size was 2 and is 3" in drifted(checkpoint, DataLoader(Noisy(), 3, shuffle=True, generator=generator))
+    longer = Host(resumed=checkpoint).loader(DataLoader(Noisy(13), BATCH, shuffle=True, generator=generator))
     with pytest.raises(DriftError, match=r"length was 6 and is 7.*anew=True"):
         iter(longer)
-    text = drifted(version, DataLoader(Noisy(), BATCH, num_workers=2, persistent_workers=True, generator=generator))
+    text = drifted(checkpoint, DataLoader(Noisy(), BATCH, num_workers=2, persistent_workers=True, generator=generator))
     for name in ("workers was 0 and is 2", "SequentialSampler", "persistent_workers was", "prefetch_factor was None"):
         assert name in text
-    assert "generators was 1 and is 0" in drifted(version, DataLoader(Noisy(), BATCH, shuffle=True))
-    assert "class was" in drifted(version, [1, 2])
-    assert "kind was 'plain'" in drifted(version, stateful(Noisy(), BATCH))
+    assert "generators was 1 and is 0" in drifted(checkpoint, DataLoader(Noisy(), BATCH, shuffle=True))
+    assert "class was" in drifted(checkpoint, [1, 2])
+    assert "kind was 'plain'" in drifted(checkpoint, stateful(Noisy(), BATCH))
 
 
 def test_between_passes_a_loader_may_change(caplog):
@@ -514,7 +514,7 @@ def test_between_passes_a_loader_may_change(caplog):
         host = Host()
         list(host.loader(dl))
         host.save()
-        return host.versions[1][1]
+        return host.checkpoints[1][1]
 
     saved = save(IN_PROCESS["generator"]())
     loader = Host(resumed=saved).loader(DataLoader(Noisy(), 3, shuffle=True))
@@ -528,7 +528,7 @@ def test_a_dataset_that_changed():
         def __getitem__(self, index: int) -> torch.Tensor:
             return super().__getitem__(index) + (index == 7)
 
-    saved = run(train(lambda: DataLoader(Noisy(), BATCH)), seed=1).versions
+    saved = run(train(lambda: DataLoader(Noisy(), BATCH)), seed=1).checkpoints
     changed = Host(resumed=saved[4][1]).loader(DataLoader(Shifted(), BATCH))
     before = rng.capture().to_value()
     with pytest.raises(DriftError, match="dataset changed"):
@@ -537,7 +537,7 @@ def test_a_dataset_that_changed():
     assert changed.start == 4
     iter(Host(resumed=saved[3][1]).loader(DataLoader(Shifted(), BATCH)))  # only the last batch is compared
 
-    saved = run(train(lambda: iter(range(9)) and Short(9)), seed=1).versions
+    saved = run(train(lambda: iter(range(9)) and Short(9)), seed=1).checkpoints
     with pytest.raises(DriftError, match="ended after 3 of the 5"):
         iter(Host(resumed=saved[5][1]).loader(Short(3)))
 
@@ -561,7 +561,7 @@ class Pair(NamedTuple):
     ids=["named tuple", "bytes", "ordered dict", "user dict", "nested"],
 )
 def test_batches_in_other_containers_are_compared(hold):
-    saved = run(train(lambda: [hold(torch.full((2,), i)) for i in range(4)]), seed=1).versions
+    saved = run(train(lambda: [hold(torch.full((2,), i)) for i in range(4)]), seed=1).checkpoints
     again = Host(resumed=saved[3][1]).loader([hold(torch.full((2,), i)) for i in range(4)])
     assert len(list(again)) == 1
     changed = Host(resumed=saved[3][1]).loader([hold(torch.full((2,), i + (i == 2))) for i in range(4)])
@@ -573,7 +573,7 @@ def test_batches_that_are_not_compared():
     class Text(str):
         pass
 
-    saved = run(train(lambda: [Text("a"), Text("b"), Text("c")]), seed=1).versions
+    saved = run(train(lambda: [Text("a"), Text("b"), Text("c")]), seed=1).checkpoints
     assert values.unpack(saved[2][1])["loaders"]["train"]["content"] is None
     assert values.unpack(saved[2][1])["loaders"]["train"]["r_last"] is None
     assert list(Host(resumed=saved[2][1]).loader([Text("x"), Text("y"), Text("z")])) == ["z"]
@@ -617,7 +617,7 @@ class DrawingSampler:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_sampler_that_draws_beside_the_loop_is_told_once(caplog, workers):
+def test_a_sampler_that_draws_beside_the_loop_is_reported_once(caplog, workers):
     loader = Host().loader(DataLoader(Noisy(40), 1, sampler=DrawingSampler(), num_workers=workers))
     for _ in range(2):
         for _ in itertools.islice(loader, 6):
@@ -653,7 +653,7 @@ def test_a_sampler_that_draws_for_each_chunk_is_replayed_where_it_draws_alone(ca
     assert not caplog.records
 
 
-def test_a_sampler_that_draws_for_each_chunk_beside_the_loop_is_told(caplog):
+def test_a_sampler_that_draws_for_each_chunk_beside_the_loop_is_reported(caplog):
     class Opaque:
         def __init__(self, items: list[torch.Tensor]) -> None:
             self.items = items
@@ -661,7 +661,7 @@ def test_a_sampler_that_draws_for_each_chunk_beside_the_loop_is_told(caplog):
     def build(collate: Any = None) -> DataLoader:
         return DataLoader(Noisy(), BATCH, sampler=Chunks(own=False), collate_fn=collate)
 
-    saved = run(train(build), seed=1).versions
+    saved = run(train(build), seed=1).checkpoints
     assert caplog.text.count("its sampler draws from torch's global random generator at next()") == 1
     with pytest.raises(DriftError, match=r"sampler draws.*give it a generator of its own"):
         iter(Host(resumed=saved[5][1]).loader(build()))
@@ -671,7 +671,7 @@ def test_a_sampler_that_draws_for_each_chunk_beside_the_loop_is_told(caplog):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samplers_of_torch_are_not_told(caplog, workers):
+def test_samplers_of_torch_are_not_reported(caplog, workers):
     weighted = WeightedRandomSampler([1.0] * ITEMS, ITEMS)
     for sampler in (None, weighted, RandomSampler(Noisy(), num_samples=40), RandomSampler(Noisy(), replacement=True)):
         loader = Host().loader(DataLoader(Noisy(), 1, sampler=sampler, shuffle=sampler is None, num_workers=workers))
@@ -712,15 +712,15 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("key", "value"), DAMAGE)
-def test_damage(version, key, value):
-    position = values.unpack(version)["loaders"]["train"]
+def test_damage(checkpoint, key, value):
+    position = values.unpack(checkpoint)["loaders"]["train"]
     position[key] = value
     with pytest.raises(CorruptPoolError, match="recover an older version"):
         SessionLoader(IN_PROCESS["generator"](), Host(), "train", position)
 
 
-def test_damage_deep_inside(version):
-    position = values.unpack(version)["loaders"]["train"]
+def test_damage_deep_inside(checkpoint):
+    position = values.unpack(checkpoint)["loaders"]["train"]
     position["r_iter"]["generators"] = [b"\xff" * 5056]
     with pytest.raises(CorruptPoolError, match="refuses its state"):
         SessionLoader(IN_PROCESS["generator"](), Host(), "train", position)

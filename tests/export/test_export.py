@@ -348,7 +348,7 @@ def test_all_of_several_optimizers_and_a_restored_checkpoint(pool, folder):
     [({1: "int", "1": "str"}, "1 and '1'"), ({"deep": [{None: 5, "None": 6}]}, "None and 'None'")],
     ids=["number", "deep"],
 )
-def test_two_keys_that_are_one_in_json_are_told(pool, folder, value, keys):
+def test_two_keys_that_are_one_in_json_are_reported(pool, folder, value, keys):
     checkpoint = saved(net(), pool, state={"box": Box(value)})
     with pytest.raises(StateValueError, match=rf"'state/box.* has the keys {keys}\..*format=\"torch\""):
         lightck.export_checkpoint(checkpoint, folder / "it", what="all")
@@ -357,7 +357,7 @@ def test_two_keys_that_are_one_in_json_are_told(pool, folder, value, keys):
     assert torch.load(folder / "it", weights_only=True)["state"]["box"] == value
 
 
-def test_two_things_of_one_name_are_told(pool, folder):
+def test_two_things_of_one_name_are_reported(pool, folder):
     model = nn.Module()
     for name in ("w", "optimizer/w/exp_avg"):
         model.register_parameter(name, nn.Parameter(torch.ones(2)))
@@ -551,7 +551,7 @@ def test_unknown_choices_are_refused(options, message, pool, folder):
         lightck.export_checkpoint(lightck.recover(pool), folder / "file", **options)
 
 
-def test_missing_folder_is_told(pool, folder):
+def test_missing_folder_is_reported(pool, folder):
     pool_with(pool)
     with pytest.raises(ExportError, match="No such file"):
         lightck.export_checkpoint(lightck.recover(pool), folder / "nowhere" / "file")

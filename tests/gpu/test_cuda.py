@@ -16,7 +16,7 @@ import torch
 from toys import BIG, adam, batch, everything, is_step, net, same
 
 import lightck
-from lightck.state.lanes import lane_of
+from lightck.state.device_transfers import transfer_of
 
 SCRIPT = """
 import os, signal, sys
@@ -104,7 +104,7 @@ def test_live_tensors_on_the_device_are_filled_in_place(pool):
 
 
 @KINDS
-def test_updates_that_are_still_queued_are_in_the_version(pool, kind):
+def test_updates_that_are_still_queued_are_in_the_checkpoint(pool, kind):
     """The boundary comes while the device is far behind."""
     model = net(BIG).cuda()
     optimizer = adam(model)
@@ -134,7 +134,7 @@ class Changing(torch.nn.Module):
         return self.out(self.norm(self.conv(x)).mean((2, 3)).to(torch.bfloat16))
 
 
-def each_version_is_exact(
+def each_checkpoint_is_exact(
     pool: Path,
     finish: Callable[[lightck.Session, Callable[[], None]], None],
     make: Callable[[Any], Any] = adam,
@@ -177,7 +177,7 @@ def test_no_step_waits_for_the_device_and_each_is_exact(pool, slots, fused, kind
     def make(model: Any) -> Any:
         return torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
 
-    each_version_is_exact(pool, finish, make, slots=slots, staging=kind)
+    each_checkpoint_is_exact(pool, finish, make, slots=slots, staging=kind)
 
 
 @KINDS
@@ -206,7 +206,7 @@ def test_a_boundary_while_another_stream_is_current_comes_after_the_update(pool,
 
 
 @pytest.mark.parametrize("kind", [lightck.Host(), lightck.Direct()], ids=str)
-def test_a_write_beside_the_loop_drops_the_version(pool, kind):
+def test_a_write_beside_the_loop_drops_the_checkpoint(pool, kind):
     model = net(BIG).cuda()
     optimizer = adam(model)
     with lightck.attach(model, pool, staging=kind) as session:
@@ -233,7 +233,7 @@ def test_under_check_the_same_is_saved(pool, monkeypatch):
     assert is_step(lightck.recover(pool), on_cpu(everything(model, optimizer)))
 
 
-def test_fused_steps_that_a_scaler_skips_make_no_version(pool):
+def test_fused_steps_that_a_scaler_skips_make_no_checkpoint(pool):
     model = net(BIG).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     scaler = torch.amp.GradScaler("cuda")
@@ -293,7 +293,7 @@ def test_a_killed_training_goes_on_with_the_same_bits(pool, kill_at):
 
 
 @pytest.mark.parametrize("kind", [lightck.Host(), lightck.Direct(), lightck.Device()], ids=str)
-def test_the_way_that_was_named_is_gone(pool, kind):
+def test_the_method_that_was_named_is_gone(pool, kind):
     if kind == lightck.Direct() and (why := why_not_registered(pool.with_name("registered"))):
         pytest.skip(f"this driver registers no memory of this kind: {why}")
     model = net(BIG).cuda()
@@ -309,15 +309,15 @@ def test_the_way_that_was_named_is_gone(pool, kind):
 def why_not_registered(path: Path) -> str:
     """Whether the driver lets a device write to a mapped file of this folder."""
     path.write_bytes(bytes(1 << 20))
-    lane = lane_of(torch.zeros(1, device="cuda"))
+    transfer = transfer_of(torch.zeros(1, device="cuda"))
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         memory = torch.frombuffer(mapped, dtype=torch.uint8)
         try:
-            lane.register(memory)
+            transfer.register(memory)
         except RuntimeError as err:
             return str(err)
         else:
-            lane.unregister(memory)
+            transfer.unregister(memory)
             return ""
         finally:
             del memory
@@ -325,13 +325,13 @@ def why_not_registered(path: Path) -> str:
 
 def test_memory_that_cannot_be_registered_leaves_no_error_behind():
     """The runtime keeps the last error of a thread for whoever looks next."""
-    lane = lane_of(torch.zeros(1, device="cuda"))
+    transfer = transfer_of(torch.zeros(1, device="cuda"))
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
-    lane.register(memory)
+    transfer.register(memory)
     with pytest.raises(RuntimeError, match=r"cudaHostRegister: .*already"):
-        lane.register(memory[4096:])
+        transfer.register(memory[4096:])
     assert torch.ones(8, device="cuda").sum().item() == 8
-    lane.unregister(memory)
+    transfer.unregister(memory)
 
 
 @KINDS
@@ -345,7 +345,7 @@ def test_buffers_are_taken_before_the_next_forward_also_where_another_stream_is_
             torch.cuda._sleep(20_000_000)
             session.end_step()
 
-    each_version_is_exact(pool, finish, slots=3, staging=kind)
+    each_checkpoint_is_exact(pool, finish, slots=3, staging=kind)
 
 
 @KINDS
@@ -360,7 +360,7 @@ def test_a_forward_on_another_stream_than_the_update_waits_for_what_is_taken_bef
             torch.cuda._sleep(20_000_000)
         torch.cuda.current_stream().wait_stream(aside)
 
-    each_version_is_exact(pool, finish, slots=3, staging=kind)
+    each_checkpoint_is_exact(pool, finish, slots=3, staging=kind)
 
 
 def test_a_fused_training_of_the_cpu_goes_on_on_the_device(pool):

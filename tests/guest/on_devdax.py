@@ -197,9 +197,9 @@ def test_the_commands_work_on_a_device(tmp_path):
     assert call("verify", "--deep", DEVICE).exit_code == 0
     assert call("export", DEVICE, tmp_path / "three.safetensors").exit_code == 0
     assert (tmp_path / "three.safetensors").stat().st_size > 0
-    told = call("doctor", DEVICE)
-    assert told.exit_code == 0
-    assert re.search(rf"ok +{DEVICE} +persistent memory \(device-dax\)", told.output), told.output
+    reported = call("doctor", DEVICE)
+    assert reported.exit_code == 0
+    assert re.search(rf"ok +{DEVICE} +persistent memory \(device-dax\)", reported.output), reported.output
 
 
 def test_what_a_read_gives_is_what_the_extents_hold():

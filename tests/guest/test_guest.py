@@ -91,8 +91,8 @@ def outcomes(junit: Path) -> dict[str, str]:
     """Test -> "passed", or what its element says of it."""
     found = {}
     for case in ElementTree.parse(junit).iter("testcase"):
-        told = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-        found[f"{case.get('classname')}::{case.get('name')}"] = told[0] if told else "passed"
+        reported = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        found[f"{case.get('classname')}::{case.get('name')}"] = reported[0] if reported else "passed"
     return found
 
 

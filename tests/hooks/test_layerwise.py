@@ -20,7 +20,7 @@ import lightck
 from lightck import _native
 from lightck._native import lib
 from lightck.errors import BackgroundError, LightckError, SessionError, StateChangedError, UnsupportedError
-from lightck.pipeline import early
+from lightck.pipeline import eager_copies
 from lightck.pool.writer import PoolWriter
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -98,13 +98,13 @@ def with_and_without(
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many tensors each early copy took; small layers are not gathered here."""
-    monkeypatch.setattr(early, "PART_NBYTES_MIN", 1)
+    monkeypatch.setattr(eager_copies, "PART_NBYTES_MIN", 1)
     found: list[int] = []
     submit = PoolWriter.submit_part
 
-    def counted(writer: Any, draft: Any, records: Any, *args: Any) -> Any:
+    def counted(writer: Any, reservation: Any, records: Any, *args: Any) -> Any:
         found.append(len(records))
-        return submit(writer, draft, records, *args)
+        return submit(writer, reservation, records, *args)
 
     monkeypatch.setattr(PoolWriter, "submit_part", counted)
     yield found
@@ -356,7 +356,7 @@ def test_discovery_finds_one_optimizer(pool):
     session.close()
 
 
-def test_a_training_that_is_killed_at_any_block_of_an_early_copy_goes_on_exactly(pool, parts, monkeypatch):
+def test_a_training_that_is_killed_at_any_block_of_an_eager_copy_goes_on_exactly(pool, parts, monkeypatch):
     def train(upto: int, kill: int = 0) -> Any:
         model, optimizer, session = started(pool, resume=True)
         for number in range(session.step, upto):
@@ -375,7 +375,7 @@ def test_a_training_that_is_killed_at_any_block_of_an_early_copy_goes_on_exactly
         assert same(train(7), whole)
 
 
-def test_what_is_written_between_update_and_boundary_is_in_the_version(pool, parts):
+def test_what_is_written_between_update_and_boundary_is_in_the_checkpoint(pool, parts):
     """A clamp after ``step()``: the early copy of what it changed is made again."""
     model, optimizer, session = started(pool)
     for number in range(6):
@@ -393,7 +393,7 @@ def test_what_is_written_between_update_and_boundary_is_in_the_version(pool, par
     session.close()
 
 
-def test_state_that_is_replaced_after_the_update_is_in_the_version(pool, parts):
+def test_state_that_is_replaced_after_the_update_is_in_the_checkpoint(pool, parts):
     model, optimizer, session = started(pool)
     for number in range(8):
         step(model, optimizer, number)
@@ -411,7 +411,7 @@ def test_state_that_is_replaced_after_the_update_is_in_the_version(pool, parts):
 
 
 @pytest.mark.parametrize("first", [0, 6])
-def test_what_is_written_through_data_after_the_update_is_in_the_version(pool, parts, first):
+def test_what_is_written_through_data_after_the_update_is_in_the_checkpoint(pool, parts, first):
     """It moves no version counter; and some loops begin to do it late."""
     model, optimizer, session = started(pool)
     for number in range(first + 6):
@@ -464,7 +464,7 @@ def test_updates_between_two_boundaries_leave_nothing_behind(pool, parts, fused)
 
 
 @pytest.mark.parametrize("slots", [5, 6, 7, 8])
-def test_early_copies_leave_room_for_every_commit(tmp_path, parts, slots):
+def test_eager_copies_leave_room_for_every_commit(tmp_path, parts, slots):
     """The engine holds so many jobs; on a disk, where each commit waits for two fdatasync, versions pile up."""
     pool = tmp_path / "run.pool"
     model, optimizer, session = started(pool, slots=slots)
@@ -596,7 +596,7 @@ def test_nonfinite_steps_give_up_what_was_begun(pool, parts):
     assert is_step(lightck.recover(pool), seen)
 
 
-def test_paused_waits_for_early_copies(pool, parts):
+def test_paused_waits_for_eager_copies(pool, parts):
     model, optimizer, session = started(pool, BIG // 10)
     for number in range(5):
         optimizer.zero_grad()
@@ -614,7 +614,7 @@ def test_paused_waits_for_early_copies(pool, parts):
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4])
-def test_a_failed_early_copy_is_told_and_the_version_before_is_intact(pool, parts, nth):
+def test_a_failed_eager_copy_is_reported_and_the_checkpoint_before_is_intact(pool, parts, nth):
     model, optimizer, session = started(pool)
     for number in range(4):
         step(model, optimizer, number)
@@ -742,15 +742,15 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize(("change", "told"), BETWEEN.values(), ids=BETWEEN)
-def test_what_comes_between_backward_and_step_is_refused(pool, change, told):
+@pytest.mark.parametrize(("change", "reported"), BETWEEN.values(), ids=BETWEEN)
+def test_what_comes_between_backward_and_step_is_refused(pool, change, reported):
     model, optimizer, session = started(pool)
     step(model, optimizer, 0)
     seen = everything(model, optimizer)
     optimizer.zero_grad()
     model(batch(1)).square().sum().backward()
     change(model, optimizer)
-    with pytest.raises(UnsupportedError, match=told):
+    with pytest.raises(UnsupportedError, match=reported):
         optimizer.step()
     session.close()
     assert is_step(lightck.recover(pool), seen)
@@ -780,7 +780,7 @@ def test_a_boundary_between_backward_and_step_is_refused(pool):
     assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_a_backward_into_the_layers_of_another_optimizer_makes_no_version(pool):
+def test_a_backward_into_the_layers_of_another_optimizer_makes_no_checkpoint(pool):
     """As in a GAN: the generator's backward reaches the discriminator, whose gradients would be thrown away."""
     makes, judges = nn.Linear(4, 4), nn.Linear(4, 1)
     model = nn.ModuleList([makes, judges])

@@ -1,7 +1,7 @@
 """What a device is asked, and in which order: it does later what it is told now, on several streams.
 
-The device is one made of CPU tensors (``slow_lanes.py``) that notes what it was told. That CUDA streams then keep the
-order is for ``tests/gpu``.
+The device is one made of CPU tensors (``slow_transfers.py``) that notes what it was asked. That CUDA streams then
+keep the order is for ``tests/gpu``.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import slow_lanes
+import slow_transfers
 import torch
-from slow_lanes import SlowLane
+from slow_transfers import SlowTransfer
 from test_staging import normed
 from torch import nn
 from toys import BIG, adam, batch, everything, is_step, net, train
@@ -26,12 +26,12 @@ SEED = 20261122
 
 
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> SlowLane:
+def transfer(monkeypatch: pytest.MonkeyPatch) -> SlowTransfer:
     """All tensors are on one device."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
     print("seed", SEED)
-    slow = SlowLane(SEED)
-    slow_lanes.install(monkeypatch, lambda tensor: slow)
+    slow = SlowTransfer(SEED)
+    slow_transfers.install(monkeypatch, lambda tensor: slow)
     return slow
 
 
@@ -48,100 +48,100 @@ class Telling:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def test_the_first_update_is_noted_and_joined_before_anything_is_read(pool, lane):
+def test_the_first_update_is_noted_and_joined_before_anything_is_read(pool, transfer):
     model = normed()
     optimizer = adam(model)
-    with lightck.attach(model, pool, optimizer=optimizer, state={"scale": Telling(lane.events)}) as session:
-        lane.events.clear()
+    with lightck.attach(model, pool, optimizer=optimizer, state={"scale": Telling(transfer.events)}) as session:
+        transfer.events.clear()
         train(model, optimizer, 1)
         session.end_step()
-        after = lane.events[lane.events.index("noted") :]
+        after = transfer.events[transfer.events.index("noted") :]
         assert after[:2] == ["noted", "joined"]
         assert {"state read", "sent in order"} < set(after)
 
 
-def test_a_model_that_is_moved_after_attach_is_noted_too(pool, lane, monkeypatch):
+def test_a_model_that_is_moved_after_attach_is_noted_too(pool, transfer, monkeypatch):
     model = net(BIG)
     optimizer = adam(model)
-    slow_lanes.install(monkeypatch, lambda tensor: None)
+    slow_transfers.install(monkeypatch, lambda tensor: None)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        slow_lanes.install(monkeypatch, lambda tensor: lane)
+        slow_transfers.install(monkeypatch, lambda tensor: transfer)
         train(model, optimizer, 1)
-        assert "noted" in lane.events
+        assert "noted" in transfer.events
         session.flush()
         assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_a_session_asks_nothing_of_another_ones_device(folder, lane, monkeypatch):
+def test_a_session_asks_nothing_of_another_ones_device(folder, transfer, monkeypatch):
     """In a forked child it could not be asked: CUDA starts in no child of a process that used it."""
     one, other = net(BIG), net(BIG, seed=1)
     optimizers = adam(one), adam(other)
     on_device = {id(p) for p in one.parameters()}
-    slow_lanes.install(monkeypatch, lambda tensor: lane if id(tensor) in on_device else None)
+    slow_transfers.install(monkeypatch, lambda tensor: transfer if id(tensor) in on_device else None)
     with lightck.attach(one, folder / "one.pool", optimizer=optimizers[0]):
         train(one, optimizers[0], 2)
-        lane.events.clear()
+        transfer.events.clear()
         with lightck.attach(other, folder / "other.pool", optimizer=optimizers[1]):
             train(other, optimizers[1], 2)
-        assert not lane.events
+        assert not transfer.events
 
 
-def test_a_forward_that_is_captured_is_no_boundary(pool, lane):
+def test_a_forward_that_is_captured_is_no_boundary(pool, transfer):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 2)
         session.flush()
-        lane.events.clear()
-        lane.captures = True
+        transfer.events.clear()
+        transfer.captures = True
         model(batch(7))
-        lane.captures = False
-        assert not lane.events
+        transfer.captures = False
+        assert not transfer.events
         assert (session.step, session.committed) == (2, 2)
         train(model, optimizer, 1)
     assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_forward_is_not_captured_while_a_version_is_due_or_under_way(pool, lane, closes):
+def test_a_forward_is_not_captured_while_a_checkpoint_is_due_or_under_way(pool, transfer, closes):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        lane.flows_beside.clear()
+        transfer.flows_beside.clear()
         train(model, optimizer, 1)
         if closes:
             session.end_step()
-        lane.captures = True
+        transfer.captures = True
         with pytest.raises(SessionError, match=r"Call session\.flush\(\) right before the capture"):
             model(batch(7))
-        lane.captures = False
-        lane.flows_beside.set()
+        transfer.captures = False
+        transfer.flows_beside.set()
         train(model, optimizer, 1)
     assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_an_update_that_is_captured_is_refused_and_changes_nothing(pool, lane):
+def test_an_update_that_is_captured_is_refused_and_changes_nothing(pool, transfer):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 2)
         session.flush()
         seen = everything(model, optimizer)
-        lane.captures = True
+        transfer.captures = True
         with pytest.raises(SessionError, match="replays run no Python"):
             optimizer.step()
-        lane.captures = False
+        transfer.captures = False
         assert session.step == 2
         assert is_step(lightck.recover(pool), seen)
         train(model, optimizer, 1)
     assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_a_device_that_does_not_say_what_is_free_gets_no_copy(pool, lane, monkeypatch, caplog):
+def test_a_device_that_does_not_say_what_is_free_gets_no_copy(pool, transfer, monkeypatch, caplog):
     def refuses() -> int:
         raise RuntimeError("getDeviceStats is not supported")
 
-    monkeypatch.setattr(lane, "free_nbytes", refuses)
+    monkeypatch.setattr(transfer, "free_nbytes", refuses)
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=3):
@@ -149,18 +149,18 @@ def test_a_device_that_does_not_say_what_is_free_gets_no_copy(pool, lane, monkey
     assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_host_memory_of_a_way_that_is_left_is_given_back(pool, lane):
+def test_host_memory_of_a_method_that_is_left_is_given_back(pool, transfer):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
         train(model, optimizer, 3)
         session.flush()
-        assert "given back" not in lane.events
+        assert "given back" not in transfer.events
         train(model, optimizer, 12)
-        assert "given back" in lane.events
+        assert "given back" in transfer.events
 
 
-def test_a_device_that_fails_after_some_were_sent_leaves_nothing_under_way(pool, lane, monkeypatch):
+def test_a_device_that_fails_after_some_were_sent_leaves_nothing_under_way(pool, transfer, monkeypatch):
     def fails() -> Any:
         raise RuntimeError("no event can be made")
 
@@ -168,10 +168,10 @@ def test_a_device_that_fails_after_some_were_sent_leaves_nothing_under_way(pool,
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, staging=lightck.Host())
     train(model, optimizer, 1)
-    monkeypatch.setattr(lane, "mark", fails)
+    monkeypatch.setattr(transfer, "mark", fails)
     with pytest.raises(BackgroundError, match="no event can be made"):
         session.end_step()
-    assert not lane.is_computing
+    assert not transfer.is_computing
     with pytest.raises(BackgroundError):
         session.close()
 
@@ -197,11 +197,11 @@ def _with(entries: dict[str, Entry]) -> Contents:
     return contents
 
 
-def test_modules_beside_each_other_share_one_device(pool, lane):
+def test_modules_beside_each_other_share_one_device(pool, transfer):
     """A device is told once, however many tensors are on it."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer):
-        lane.events.clear()
+        transfer.events.clear()
         train(model, optimizer, 1)
-        assert lane.events.count("noted") == 1
+        assert transfer.events.count("noted") == 1

@@ -1,7 +1,7 @@
 """Tensors on a device: sent by host memory while the computation goes on, and exact all the same.
 
-The device is one made of CPU tensors (``slow_lanes.py``): copies arrive late, and nothing else is simulated. That CUDA
-does what a lane asks of it is for ``tests/gpu``.
+The device is one made of CPU tensors (``slow_transfers.py``): copies arrive late, and nothing else is simulated. That
+CUDA does what a transfer asks of it is for ``tests/gpu``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import slow_lanes
+import slow_transfers
 import torch
-from slow_lanes import SlowLane
+from slow_transfers import SlowTransfer
 from torch import nn
 from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 
@@ -41,12 +41,12 @@ SEED = 20261121
 
 
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> SlowLane:
+def transfer(monkeypatch: pytest.MonkeyPatch) -> SlowTransfer:
     """All tensors are on one device."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)  # then they are copied at the boundary
     print("seed", SEED)
-    slow = SlowLane(SEED)
-    slow_lanes.install(monkeypatch, lambda tensor: slow)
+    slow = SlowTransfer(SEED)
+    slow_transfers.install(monkeypatch, lambda tensor: slow)
     return slow
 
 
@@ -89,7 +89,7 @@ def normed() -> Normed:
 
 @pytest.mark.parametrize("model", [net, lambda: net(BIG), normed], ids=["small", "big", "buffers"])
 @pytest.mark.parametrize("slots", [2, 3])
-def test_every_step_is_exact(pool, lane, small_groups, model, slots, kind):
+def test_every_step_is_exact(pool, transfer, small_groups, model, slots, kind):
     model = model()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=slots, staging=kind) as session:
@@ -98,12 +98,12 @@ def test_every_step_is_exact(pool, lane, small_groups, model, slots, kind):
             seen = everything(model, optimizer)
             session.flush()
             assert is_step(lightck.recover(pool), seen)
-    assert lane.sent > 8
+    assert transfer.sent > 8
 
 
 @pytest.mark.parametrize("model", [lambda: net(BIG), normed], ids=["big", "buffers"])
 @pytest.mark.parametrize("slots", [2, 3, 4])
-def test_a_kill_at_any_time_leaves_a_step_that_was(folder, lane, small_groups, model, slots, kind):
+def test_a_kill_at_any_time_leaves_a_step_that_was(folder, transfer, small_groups, model, slots, kind):
     states = states_of(model, 40)
     chosen = random.Random(SEED + slots)
     for number in range(4):
@@ -138,7 +138,7 @@ def dies(pool: Path, model: nn.Module, slots: int, kind: Any, seconds: float, se
     signal.pause()
 
 
-def test_the_training_is_not_changed(pool, lane, kind):
+def test_the_training_is_not_changed(pool, transfer, kind):
     plain, saved = normed(), normed()
     with lightck.attach(saved, pool, optimizer=(optimizer := adam(saved)), staging=kind):
         train(saved, optimizer, 6)
@@ -146,20 +146,20 @@ def test_the_training_is_not_changed(pool, lane, kind):
     assert is_step(lightck.recover(pool), everything(plain, other))
 
 
-def test_host_memory_is_filled_again_only_when_it_was_copied(pool, lane, small_groups, slow_memory, monkeypatch):
+def test_host_memory_is_filled_again_only_when_it_was_copied(pool, transfer, small_groups, slow_memory, monkeypatch):
     """The engine is slower than the device; and the same without the wait is found, if not in the first training: there
     it is a race."""
-    exact = _steps_that_are_exact(pool, lane)
+    exact = _steps_that_are_exact(pool, transfer)
     assert exact == 4
 
     def never(segment: groups.Segment) -> None:
         segment.arrivals = []
 
     monkeypatch.setattr(groups.Segment, "free", never)
-    assert any(_steps_that_are_exact(pool.with_name(f"broken-{number}.pool"), lane) < 4 for number in range(20))
+    assert any(_steps_that_are_exact(pool.with_name(f"broken-{number}.pool"), transfer) < 4 for number in range(20))
 
 
-def _steps_that_are_exact(pool, lane) -> int:
+def _steps_that_are_exact(pool, transfer) -> int:
     model = net(BIG)
     optimizer = adam(model)
     exact = 0
@@ -173,10 +173,10 @@ def _steps_that_are_exact(pool, lane) -> int:
 
 
 @pytest.mark.parametrize("kind", [lightck.Host(), lightck.Direct()], ids=str)
-def test_what_is_written_while_it_is_under_way_drops_the_version(pool, monkeypatch, kind):
+def test_what_is_written_while_it_is_under_way_drops_the_checkpoint(pool, monkeypatch, kind):
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
-    slow = SlowLane(SEED, seconds=0.2)
-    slow_lanes.install(monkeypatch, lambda tensor: slow)
+    slow = SlowTransfer(SEED, seconds=0.2)
+    slow_transfers.install(monkeypatch, lambda tensor: slow)
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
@@ -223,11 +223,11 @@ def train_grown(model: Any, optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
-def test_a_device_that_fails_is_told_and_older_versions_stay(pool, lane, kind):
+def test_a_device_that_fails_is_reported_and_older_checkpoints_stay(pool, transfer, kind):
     model = net(BIG)
     session, optimizer, seen = begun(pool, 3, model, kind)
     train(model, optimizer, 1, start=3)
-    lane.fails_beside = RuntimeError("lost")
+    transfer.fails_beside = RuntimeError("lost")
     session.end_step()
     with pytest.raises(BackgroundError, match=r"did not come from their device \(RuntimeError: lost\)") as caught:
         session.flush()
@@ -238,10 +238,10 @@ def test_a_device_that_fails_is_told_and_older_versions_stay(pool, lane, kind):
     assert lightck.recover(pool).step == 3
 
 
-def test_a_device_that_fails_at_the_boundary_is_told(pool, lane, kind):
+def test_a_device_that_fails_at_the_boundary_is_reported(pool, transfer, kind):
     model = normed()
     session, optimizer, seen = begun(pool, 2, model, kind)
-    lane.fails = RuntimeError("lost")
+    transfer.fails = RuntimeError("lost")
     train(model, optimizer, 1, start=2)
     with pytest.raises(BackgroundError, match=r"did not leave their device \(lost\)"):
         session.end_step()
@@ -250,7 +250,7 @@ def test_a_device_that_fails_at_the_boundary_is_told(pool, lane, kind):
     assert is_step(lightck.recover(pool), seen)
 
 
-def test_tensors_that_need_a_new_layout(pool, lane, kind):
+def test_tensors_that_need_a_new_layout(pool, transfer, kind):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
@@ -265,11 +265,11 @@ def test_tensors_that_need_a_new_layout(pool, lane, kind):
 
 def test_some_tensors_on_a_device_and_others_not(pool, monkeypatch, kind):
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
-    slow, other = SlowLane(SEED), SlowLane(SEED + 1)
+    slow, other = SlowTransfer(SEED), SlowTransfer(SEED + 1)
     model = normed()
     optimizer = adam(model)
     of = {id(model.one.weight): slow, id(model.two.weight): other, id(model.norm.running_mean): other}
-    slow_lanes.install(monkeypatch, lambda tensor: of.get(id(tensor)))
+    slow_transfers.install(monkeypatch, lambda tensor: of.get(id(tensor)))
     with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
         for number in range(4):
             train(model, optimizer, 1, start=number)
@@ -280,11 +280,11 @@ def test_some_tensors_on_a_device_and_others_not(pool, monkeypatch, kind):
     assert other.sent
 
 
-def test_memory_that_cannot_be_pinned(pool, lane, monkeypatch, caplog):
+def test_memory_that_cannot_be_pinned(pool, transfer, monkeypatch, caplog):
     def refused(nbytes: int) -> torch.Tensor:
         raise RuntimeError("no more")
 
-    monkeypatch.setattr(lane, "memory", refused)
+    monkeypatch.setattr(transfer, "memory", refused)
     model = net(BIG)
     optimizer = adam(model)
     with caplog.at_level("INFO"), lightck.attach(model, pool, optimizer=optimizer, staging=lightck.Host()):
@@ -293,17 +293,19 @@ def test_memory_that_cannot_be_pinned(pool, lane, monkeypatch, caplog):
     assert "cannot be pinned (no more)" in caplog.text
 
 
-def test_under_check_nothing_is_sent(pool, lane, monkeypatch, kind):
+def test_under_check_nothing_is_sent(pool, transfer, monkeypatch, kind):
     monkeypatch.setenv("LIGHTCK_CHECK", "1")
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, staging=kind):
         train(model, optimizer, 3)
     assert is_step(lightck.recover(pool), everything(model, optimizer))
-    assert lane.sent == 0
+    assert transfer.sent == 0
 
 
-def test_versions_one_after_the_other_without_an_update_between_them_and_the_next(pool, lane, small_groups, kind):
+def test_checkpoints_one_after_the_other_without_an_update_between_them_and_the_next(
+    pool, transfer, small_groups, kind
+):
     """Boundaries without a gate: the memory for what is sent in order is waited for."""
     model = normed()
     optimizer = adam(model)
@@ -316,7 +318,7 @@ def test_versions_one_after_the_other_without_an_update_between_them_and_the_nex
 
 
 @pytest.mark.parametrize("change", ["swapped and back", "half"])
-def test_memory_that_is_exchanged_is_read_as_it_was(pool, lane, change, kind):
+def test_memory_that_is_exchanged_is_read_as_it_was(pool, transfer, change, kind):
     """What is sent is the memory of the boundary, not what the tensor has by then."""
     model = net(BIG)
     optimizer = adam(model)
@@ -336,13 +338,13 @@ def test_memory_that_is_exchanged_is_read_as_it_was(pool, lane, change, kind):
         assert session.stats().skipped == 0
 
 
-def test_a_device_that_fails_while_the_pool_is_laid_out_anew(pool, lane, small_groups, kind):
+def test_a_device_that_fails_while_the_pool_is_laid_out_anew(pool, transfer, small_groups, kind):
     """Some groups arrive, one does not: nothing of the version is under way when its new file is given up."""
     model = net(BIG)
     session, optimizer, seen = begun(pool, 2, model, kind)
     grow(model, optimizer)
     train_grown(model, optimizer, 2)
-    lane.fails_once = RuntimeError("lost")
+    transfer.fails_once = RuntimeError("lost")
     with pytest.raises(BackgroundError, match=r"RuntimeError: lost"):
         session.flush()
     time.sleep(0.1)  # the groups that follow it arrive
@@ -351,7 +353,7 @@ def test_a_device_that_fails_while_the_pool_is_laid_out_anew(pool, lane, small_g
     assert is_step(lightck.recover(pool), seen)
 
 
-def test_a_session_that_is_collected_on_the_thread_that_waits_for_devices(pool, lane, kind):
+def test_a_session_that_is_collected_on_the_thread_that_waits_for_devices(pool, transfer, kind):
     model = net(BIG)
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, staging=kind)
@@ -364,12 +366,12 @@ def test_a_session_that_is_collected_on_the_thread_that_waits_for_devices(pool, 
         gc.collect()
         collected.set()
 
-    lane.before_send = collect
+    transfer.before_send = collect
     session.end_step()
     model.itself = [model]  # a cycle, so that only a collector finds them
     del session, model, optimizer
     assert collected.wait(30)
-    lane.before_send = None
+    transfer.before_send = None
     gc.collect()
     deadline = time.monotonic() + 30
     while holder_of(str(pool)) is not None:
@@ -380,7 +382,7 @@ def test_a_session_that_is_collected_on_the_thread_that_waits_for_devices(pool, 
 
 
 @pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode], ids=["device", "inference"])
-def test_a_version_that_is_closed_where_other_tensors_are_made(pool, lane, mode, kind):
+def test_a_checkpoint_that_is_closed_where_other_tensors_are_made(pool, transfer, mode, kind):
     """Under another default device, or inside an evaluation."""
     model = net(BIG)
     optimizer = adam(model)
@@ -396,7 +398,7 @@ def test_a_version_that_is_closed_where_other_tensors_are_made(pool, lane, mode,
 # -- what is told of each way, and what only one of them does ----------------------------------------------------------
 
 
-def test_the_way_that_was_named_is_gone(pool, lane, kind):
+def test_the_method_that_was_named_is_gone(pool, transfer, kind):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
@@ -404,20 +406,20 @@ def test_the_way_that_was_named_is_gone(pool, lane, kind):
         train(model, optimizer, 2)
         session.end_step()
         assert session.stats().staging == str(kind)
-        assert bool(lane.registered) == (kind == lightck.Direct())
-    assert not lane.registered
-    assert lane.is_idle
+        assert bool(transfer.registered) == (kind == lightck.Direct())
+    assert not transfer.registered
+    assert transfer.is_idle
 
 
 @pytest.mark.parametrize("wrong", ["Host", lightck.Host, 3])
-def test_a_way_that_is_none_is_refused(pool, wrong):
+def test_a_method_that_is_none_is_refused(pool, wrong):
     model = net()
     with pytest.raises(TypeError, match=r"staging is .*Pass lightck\.Host\(\)"):
         lightck.attach(model, pool, optimizer=adam(model), staging=wrong)
     assert not pool.exists()
 
 
-def test_a_copy_on_the_device_frees_the_update_from_the_way_into_the_pool(pool, lane, slow_memory):
+def test_a_copy_on_the_device_frees_the_update_from_the_way_into_the_pool(pool, transfer, slow_memory):
     """Of the kinds, only this one lets an update begin while the version before it is still on its way."""
     behind = {kind: _updates_behind(pool.with_name(f"{kind}.pool"), kind) for kind in (HOST, DIRECT, DEVICE)}
     assert behind == {HOST: 0, DIRECT: 0, DEVICE: 1}
@@ -429,11 +431,11 @@ def _updates_behind(pool: Path, kind: Any) -> int:
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=3, staging=kind) as session:
         train(model, optimizer, 3)
-        flights = session._pipeline._flights
-        return sum(flight.pending.job.info().state < COPIED for flight in flights)
+        checkpoints = session._pipeline._in_flight
+        return sum(checkpoint.pending.job.info().state < COPIED for checkpoint in checkpoints)
 
 
-def test_what_is_written_after_the_boundary_is_not_in_a_copy_on_the_device(pool, lane):
+def test_what_is_written_after_the_boundary_is_not_in_a_copy_on_the_device(pool, transfer):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, staging=lightck.Device()) as session:
@@ -448,8 +450,8 @@ def test_what_is_written_after_the_boundary_is_not_in_a_copy_on_the_device(pool,
         assert session.stats().skipped == 0
 
 
-def test_a_device_without_room_for_a_copy_and_a_pool_that_cannot_be_registered(pool, lane, kind, caplog):
-    lane.room, lane.refuses = 1000, RuntimeError("refused")
+def test_a_device_without_room_for_a_copy_and_a_pool_that_cannot_be_registered(pool, transfer, kind, caplog):
+    transfer.room, transfer.refuses = 1000, RuntimeError("refused")
     model = net(BIG)
     optimizer = adam(model)
     with caplog.at_level("WARNING"), lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
@@ -457,13 +459,13 @@ def test_a_device_without_room_for_a_copy_and_a_pool_that_cannot_be_registered(p
         session.end_step()
         assert session.stats().staging == "Host()"
     assert is_step(lightck.recover(pool), everything(model, optimizer))
-    told = "\n".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    reported = "\n".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     reasons = {"Host()": "", "Device()": "no room for a copy", "Direct()": "cannot be registered: refused"}
-    assert reasons[str(kind)] in told
-    assert ("lightck.Host() is used" in told) == (kind != lightck.Host())
+    assert reasons[str(kind)] in reported
+    assert ("lightck.Host() is used" in reported) == (kind != lightck.Host())
 
 
-def test_a_pool_on_a_disk_is_never_written_by_a_device(tmp_path, lane, caplog):
+def test_a_pool_on_a_disk_is_never_written_by_a_device(tmp_path, transfer, caplog):
     """Its pages would be dirty without the kernel knowing."""
     model = net(BIG)
     optimizer = adam(model)
@@ -478,48 +480,50 @@ def test_a_pool_on_a_disk_is_never_written_by_a_device(tmp_path, lane, caplog):
     assert is_step(lightck.recover(tmp_path / "run.pool"), everything(model, optimizer))
 
 
-def test_a_new_pool_file_is_registered_in_the_place_of_the_old_one(pool, lane):
+def test_a_new_pool_file_is_registered_in_the_place_of_the_old_one(pool, transfer):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, staging=lightck.Direct()) as session:
         train(model, optimizer, 2)
         session.end_step()
-        before = list(lane.registered)
+        before = list(transfer.registered)
         grow(model, optimizer)
         train_grown(model, optimizer, 2)
         session.flush()
-        assert len(lane.registered) == 1
-        assert lane.registered != before
+        assert len(transfer.registered) == 1
+        assert transfer.registered != before
         assert session.stats().staging == "Direct()"
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
-def test_a_version_that_was_given_up_does_not_reach_the_next_one_in_its_slot(pool, lane, monkeypatch, is_waited_for):
+def test_a_checkpoint_that_was_given_up_does_not_reach_the_next_one_in_its_slot(
+    pool, transfer, monkeypatch, is_waited_for
+):
     """A device may still be writing into its slot; and the same without the wait is found."""
     model = net(BIG)
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, staging=DIRECT)
     train(model, optimizer, 2)
     session.flush()
-    lane.flows_beside.clear()
+    transfer.flows_beside.clear()
     train(model, optimizer, 1, start=2)
     session.end_step()
-    while not lane.is_sending:
+    while not transfer.is_sending:
         time.sleep(0.001)
     with torch.no_grad():
         model[0].weight.mul_(1.5)  # gives the version up; it is sent in order from now on
     train(model, optimizer, 1, start=3)
     seen = everything(model, optimizer)
     if is_waited_for:
-        threading.Timer(0.1, lane.flows_beside.set).start()
+        threading.Timer(0.1, transfer.flows_beside.set).start()
     else:
         monkeypatch.setattr(Pump, "settle", lambda self, pause=None: None)
     session.end_step()
     with torch.no_grad():
         model[0].weight.fill_(7.0)
-    while lane.is_computing:
+    while transfer.is_computing:
         time.sleep(0.001)
-    lane.flows_beside.set()
+    transfer.flows_beside.set()
     session.flush()
     assert session.stats().skipped == 1
     assert is_step(lightck.recover(pool), seen) == is_waited_for
@@ -528,10 +532,10 @@ def test_a_version_that_was_given_up_does_not_reach_the_next_one_in_its_slot(poo
 def test_a_send_that_fails_half_way_leaves_nothing_under_way(pool, monkeypatch):
     """Of two devices one has begun to write into the pool when the other fails; then the pool is unmapped."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
-    slow, failing = SlowLane(SEED, seconds=0.3), SlowLane(SEED + 1)
+    slow, failing = SlowTransfer(SEED, seconds=0.3), SlowTransfer(SEED + 1)
     model = net(BIG)
     optimizer = adam(model)
-    slow_lanes.install(monkeypatch, lambda tensor: failing if tensor is model[2].weight else slow)
+    slow_transfers.install(monkeypatch, lambda tensor: failing if tensor is model[2].weight else slow)
     session = lightck.attach(model, pool, optimizer=optimizer, staging=DIRECT)
     train(model, optimizer, 2)
     seen = everything(model, optimizer)
@@ -547,10 +551,10 @@ def test_a_send_that_fails_half_way_leaves_nothing_under_way(pool, monkeypatch):
 
 
 @pytest.mark.parametrize("slots", [3, 4, 6, 8])
-def test_with_many_versions_under_way_there_is_room_for_each(pool, lane, small_groups, monkeypatch, kind, slots):
+def test_with_many_checkpoints_under_way_there_is_room_for_each(pool, transfer, small_groups, monkeypatch, kind, slots):
     """The engine holds so many jobs; what finds no room there would be read at once, and wait for the device."""
     read_at_once = []
-    monkeypatch.setattr(Submission, "copy_at_once", lambda self, tensors: read_at_once.extend(tensors))
+    monkeypatch.setattr(Submission, "copy_at_boundary", lambda self, tensors: read_at_once.extend(tensors))
     before = emulation.used()
     emulation.use(Profile("slow to fence", 1_000_000_000, 1_000_000_000, 15_000_000, 64, "made up"))
     try:
@@ -564,20 +568,20 @@ def test_with_many_versions_under_way_there_is_room_for_each(pool, lane, small_g
     assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, lane):
+def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, transfer):
     model = net(BIG)
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, slots=3, staging=DEVICE)
     train(model, optimizer, 2)
     seen = everything(model, optimizer)
     session.flush()
-    lane.flows_beside.clear()
+    transfer.flows_beside.clear()
     train(model, optimizer, 2, start=2)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         session.end_step()
     assert is_step(lightck.recover(pool), seen)
-    lane.flows_beside.set()
+    transfer.flows_beside.set()
     session.close()
 
 
@@ -595,53 +599,53 @@ class _Costs:
         return self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
 
 
-def chosen(*ways: _Costs, versions: int = 40) -> list[Any]:
+def chosen(*methods: _Costs, checkpoints: int = 40) -> list[Any]:
     """The kinds by which so many versions go."""
-    choice, stall, gone = Choice(list(ways)), 0.0, []
-    for _ in range(versions):
-        way = choice.next(stall)
-        gone.append(way.kind)
-        stall += way.cost()
+    choice, stall, gone = Choice(list(methods)), 0.0, []
+    for _ in range(checkpoints):
+        method = choice.next(stall)
+        gone.append(method.kind)
+        stall += method.cost()
     return gone
 
 
-def test_the_way_that_holds_the_training_up_least_is_chosen():
+def test_the_method_that_holds_the_training_up_least_is_chosen():
     gone = chosen(_Costs(DIRECT, 0.9, 0.02), _Costs(HOST, 0.5, 0.01), _Costs(DEVICE, 0.7, 0.03))
     assert set(gone[:12]) == {DIRECT, HOST, DEVICE}
     assert set(gone[12:]) == {HOST}
 
 
-def test_of_ways_that_are_alike_the_one_that_needs_least_is_chosen():
+def test_of_methods_that_are_alike_the_one_that_needs_least_is_chosen():
     assert set(chosen(_Costs(DIRECT, 0.0105), _Costs(HOST, 0.01))[10:]) == {DIRECT}
     assert set(chosen(_Costs(DIRECT, 0.0002), _Costs(HOST, 0.0001))[10:]) == {DIRECT}
     assert set(chosen(_Costs(DIRECT, 0.02), _Costs(HOST, 0.01))[10:]) == {HOST}
 
 
 @pytest.mark.parametrize("best", [DIRECT, HOST, DEVICE], ids=str)
-def test_the_ways_that_were_not_chosen_are_told_once(best):
-    ways = [_Costs(kind, 0.01 if kind == best else 0.5) for kind in (DIRECT, HOST, DEVICE)]
-    choice, stall, told = Choice(list(ways)), 0.0, []
+def test_the_methods_that_were_not_chosen_are_reported_once(best):
+    methods = [_Costs(kind, 0.01 if kind == best else 0.5) for kind in (DIRECT, HOST, DEVICE)]
+    choice, stall, reported = Choice(list(methods)), 0.0, []
     for _ in range(30):
-        way = choice.next(stall)
-        told.append([left.kind for left in choice.take_left()])
-        stall += way.cost()
-    assert [kinds for kinds in told if kinds] == [[kind for kind in (DIRECT, HOST, DEVICE) if kind != best]]
+        method = choice.next(stall)
+        reported.append([left.kind for left in choice.take_left()])
+        stall += method.cost()
+    assert [kinds for kinds in reported if kinds] == [[kind for kind in (DIRECT, HOST, DEVICE) if kind != best]]
 
 
-def test_first_versions_and_one_slow_step_do_not_decide():
+def test_first_checkpoints_and_one_slow_step_do_not_decide():
     assert set(chosen(_Costs(DIRECT, 9, 9, 9, 0.01, 5, 0.01), _Costs(HOST, 1, 0.02))[10:]) == {DIRECT}
 
 
-def test_memory_is_given_back_before_the_next_version_is_under_way(pool, lane, monkeypatch):
+def test_memory_is_given_back_before_the_next_checkpoint_is_under_way(pool, transfer, monkeypatch):
     """Not beneath copies that the chosen way has begun."""
-    monkeypatch.setattr(Choice, "_cost", lambda self, way: 0.0 if way.kind == DEVICE else math.inf)
-    copy_within, registered = lane.copy_within, []
+    monkeypatch.setattr(Choice, "_cost", lambda self, method: 0.0 if method.kind == DEVICE else math.inf)
+    copy_within, registered = transfer.copy_within, []
 
     def noted(pairs):
-        registered.append(bool(lane.registered))
+        registered.append(bool(transfer.registered))
         copy_within(pairs)
 
-    monkeypatch.setattr(lane, "copy_within", noted)
+    monkeypatch.setattr(transfer, "copy_within", noted)
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
@@ -652,24 +656,24 @@ def test_memory_is_given_back_before_the_next_version_is_under_way(pool, lane, m
     assert len(registered) > 4
 
 
-def test_a_way_that_cannot_be_gone_is_left_out():
-    ways = [_Costs(DIRECT, 0.001), _Costs(HOST, 0.01), _Costs(DEVICE, 0.02)]
-    choice = Choice(list(ways))
+def test_a_method_that_cannot_be_gone_is_left_out():
+    methods = [_Costs(DIRECT, 0.001), _Costs(HOST, 0.01), _Costs(DEVICE, 0.02)]
+    choice = Choice(list(methods))
     assert choice.next(0.0).kind == DIRECT
     assert choice.unavailable("refused").kind == HOST
     stall, gone = 0.01, []
     for _ in range(20):
-        way = choice.next(stall)
-        gone.append(way.kind)
-        stall += way.cost()
+        method = choice.next(stall)
+        gone.append(method.kind)
+        stall += method.cost()
     assert DIRECT not in gone
     assert set(gone[10:]) == {HOST}
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_without_a_word_each_way_is_tried_and_one_stays(pool, lane, caplog, has_room):
+def test_without_a_word_each_way_is_tried_and_one_stays(pool, transfer, caplog, has_room):
     """What the others held is given back."""
-    lane.room = 1 << 30 if has_room else 100_000
+    transfer.room = 1 << 30 if has_room else 100_000
     model = net(BIG)
     optimizer = adam(model)
     gone, tried = [], []
@@ -682,11 +686,11 @@ def test_without_a_word_each_way_is_tried_and_one_stays(pool, lane, caplog, has_
             tried.append(session.stats().staging_trial)
             assert is_step(lightck.recover(pool), seen)
         last = gone[-1]
-        assert bool(lane.registered) == (last == "Direct()")
+        assert bool(transfer.registered) == (last == "Direct()")
         held = {
-            str(way.kind): bool(way._ring._segments)
-            for way in session._pipeline.staging._choice._ways
-            if way.kind != DIRECT and str(way.kind) != last
+            str(method.kind): bool(method._ring._segments)
+            for method in session._pipeline.staging._choice._methods
+            if method.kind != DIRECT and str(method.kind) != last
         }
         assert not any(held.values()), held
     assert {"Direct()", "Host()", *(["Device()"] if has_room else [])} == set(gone)

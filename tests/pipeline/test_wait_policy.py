@@ -75,7 +75,7 @@ def test_what_waits_as_long_is_not_kept():
     assert tried([(0.600, 0.017)] * 16, [(0.600, 0.020)] * 16)[0] is False
 
 
-def test_one_slow_version_decides_nothing():
+def test_one_slow_checkpoint_decides_nothing():
     passive = [(0.600, 0.001)] * 16
     passive[3] = (5.0, 4.0)
     assert tried(passive, [(0.600, 0.017)] * 16)[0] is True
@@ -109,17 +109,17 @@ class Training:
         wait_passively = self.engine.wait_passively
         monkeypatch.setattr(self.engine, "wait_passively", lambda on: self.turns.append(on) or wait_passively(on))
 
-    def versions(self, count: int, copied: tuple[int, int], *, flushed: bool = False, early: int = 0) -> str | None:
+    def checkpoints(self, count: int, copied: tuple[int, int], *, flushed: bool = False, early: int = 0) -> str | None:
         """``flushed``: by a call, before any gate. ``early``: copies of layers before the boundary."""
         for _ in range(count):
             for _ in range(early):
-                self.policy.version_begins(early=True)
+                self.policy.checkpoint_begins(early=True)
                 self.now += 0.01
-            self.policy.version_begins()
+            self.policy.checkpoint_begins()
             passive = self.turns[-1] if self.turns else ACTIVE
             self.now += self.seconds[passive]
             self.meter.wait_seconds += self.waits[passive]
-            self.policy.version_ended(*copied)
+            self.policy.checkpoint_ended(*copied)
             if not flushed:
                 self.policy.gate_passed()
         return self.meter.wait_policy
@@ -133,83 +133,83 @@ def training(monkeypatch):
 
 
 def test_a_training_whose_copies_find_a_processor_is_left_alone(training):
-    assert training.versions(5000, FED) is None
+    assert training.checkpoints(5000, FED) is None
     assert not any(training.turns)
 
 
-def test_now_and_then_a_starved_version_is_no_reason(training):
+def test_now_and_then_a_starved_checkpoint_is_no_reason(training):
     for _ in range(50):
-        assert training.versions(2, STARVED) is None
-        assert training.versions(3, FED) is None
+        assert training.checkpoints(2, STARVED) is None
+        assert training.checkpoints(3, FED) is None
     assert not any(training.turns)
 
 
-def test_three_starved_versions_of_five_begin_a_trial_and_what_is_better_stays(training, caplog):
-    assert training.versions(2, STARVED) is None
-    assert training.versions(2, FED) is None
-    assert training.versions(1, STARVED) == TRIAL
+def test_three_starved_checkpoints_of_five_begin_a_trial_and_what_is_better_stays(training, caplog):
+    assert training.checkpoints(2, STARVED) is None
+    assert training.checkpoints(2, FED) is None
+    assert training.checkpoints(1, STARVED) == TRIAL
     with caplog.at_level(logging.INFO, "lightck"):
-        assert training.versions(15, STARVED) == TRIAL
-        assert training.versions(1, STARVED) == PASSIVE
+        assert training.checkpoints(15, STARVED) == TRIAL
+        assert training.checkpoints(1, STARVED) == PASSIVE
     assert "wait passively while versions are copied: 600.0 ms to the gate, 1.0 ms of it waiting there" in caplog.text
     training.turns.clear()
-    assert training.versions(500, FED) == PASSIVE
+    assert training.checkpoints(500, FED) == PASSIVE
     assert all(training.turns)
 
 
 def test_what_is_worse_is_not_tried_again_soon_and_later_ever_less(training):
     training.seconds[PASSIVELY] = 0.8
     tried_at: list[int] = []
-    for version in range(20_000):
+    for checkpoint in range(20_000):
         before = training.meter.wait_policy
-        if training.versions(1, STARVED) == TRIAL and before is None:
-            tried_at.append(version)
+        if training.checkpoints(1, STARVED) == TRIAL and before is None:
+            tried_at.append(checkpoint)
     gaps = [later - earlier for earlier, later in itertools.pairwise(tried_at)]
     assert gaps == [1010, 2010, 4010, 8010]
     assert sum(training.turns) == 5 * len(tried_at)
 
 
-def test_versions_that_a_flush_waits_for_are_no_reason(training):
-    assert training.versions(100, STARVED, flushed=True) is None
+def test_checkpoints_that_a_flush_waits_for_are_no_reason(training):
+    assert training.checkpoints(100, STARVED, flushed=True) is None
     assert not any(training.turns)
 
 
-def test_a_trial_whose_versions_reach_no_gate_ends(training):
-    assert training.versions(3, STARVED) == TRIAL
-    assert training.versions(64, STARVED, flushed=True) == TRIAL
-    assert training.versions(1, STARVED, flushed=True) is None
+def test_a_trial_whose_checkpoints_reach_no_gate_ends(training):
+    assert training.checkpoints(3, STARVED) == TRIAL
+    assert training.checkpoints(64, STARVED, flushed=True) == TRIAL
+    assert training.checkpoints(1, STARVED, flushed=True) is None
     assert training.turns[-1] is ACTIVE
 
 
 def test_layers_that_are_copied_before_the_boundary_count_from_the_first_one(training):
-    training.versions(3, STARVED, early=6)
+    training.checkpoints(3, STARVED, early=6)
     training.turns.clear()
-    training.versions(2, STARVED, early=6)
+    training.checkpoints(2, STARVED, early=6)
     assert training.turns == [PASSIVELY, ACTIVE]
     assert training.policy._trial.seconds == {True: [pytest.approx(0.66)], False: [pytest.approx(0.66)]}
 
 
 def test_where_a_processor_is_free_nothing_is_tried_and_what_was_kept_rests(training):
     training.is_crowded = False
-    assert training.versions(10, STARVED) is None
+    assert training.checkpoints(10, STARVED) is None
     training.is_crowded = True
-    assert training.versions(1, STARVED) == TRIAL
+    assert training.checkpoints(1, STARVED) == TRIAL
     training.is_crowded = False
-    assert training.versions(1, STARVED) is None
+    assert training.checkpoints(1, STARVED) is None
     assert not any(training.turns)
     training.is_crowded = True
-    assert training.versions(1020, STARVED) == PASSIVE
+    assert training.checkpoints(1020, STARVED) == PASSIVE
     training.turns.clear()
     training.is_crowded = False
-    training.versions(5, FED)
+    training.checkpoints(5, FED)
     assert not any(training.turns)
 
 
 def test_what_was_kept_is_looked_at_again_and_given_up_when_the_training_changed(training):
-    training.versions(19, STARVED)
+    training.checkpoints(19, STARVED)
     assert training.meter.wait_policy == PASSIVE
     training.seconds[PASSIVELY] = 0.8  # smaller batches, say
-    training.versions(1100, FED)
+    training.checkpoints(1100, FED)
     assert training.meter.wait_policy is None
 
 
@@ -226,7 +226,7 @@ def test_what_the_user_chose_stays(monkeypatch, name):
     monkeypatch.setenv(name, "active")
     training = Training(monkeypatch)
     try:
-        assert training.versions(100, STARVED) is None
+        assert training.checkpoints(100, STARVED) is None
         assert not training.turns
     finally:
         training.engine.close()
@@ -239,7 +239,7 @@ assert not find_openmp("libc.so.6") and not find_openmp("no-such-library.so")
 assert not engine.wait_passively(True)
 wait_policy.OPENMP_OF = "libc.so.6"
 for _ in range(3):
-    policy.version_ended(100 << 20, 60 << 20)
+    policy.checkpoint_ended(100 << 20, 60 << 20)
     policy.gate_passed()
 begin_version()
 print(team(), session.stats().wait_policy)
@@ -270,7 +270,7 @@ def reaches(threads: int, seconds: float = 10.0) -> bool:
     return team() == threads
 
 
-def test_the_team_is_there_while_a_version_is_copied_in_its_turn_and_never_else(pool, slow_memory, monkeypatch):
+def test_the_team_is_there_while_a_checkpoint_is_copied_in_its_turn_and_never_else(pool, slow_memory, monkeypatch):
     monkeypatch.setattr(wait_policy, "_STARVED_NBYTES", 0)
     monkeypatch.setattr(wait_policy, "_has_thread_per_processor", lambda: True)
     turns = []

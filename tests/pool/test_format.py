@@ -22,18 +22,19 @@ from torch import nn
 import lightck
 from lightck._native import lib
 from lightck.errors import FormatError, NotAPoolError
+from lightck.pool.commit_log import CommitLog, candidates, is_dead, next_position, read_commit_log
 from lightck.pool.format import layout
 from lightck.pool.format.layout import ITEM_NBYTES, Entry
 from lightck.pool.format.structures import (
     KIB,
     KIND_ADOPTION,
-    KIND_VERSION,
+    KIND_CHECKPOINT,
     MIB,
     NEXT_ENTRIES_MAX,
     NEXT_NBYTES,
     RING_LINES,
     SLOTS_MAX,
-    CommitLine,
+    CommitRecord,
     DamagedError,
     ManifestHeader,
     NextBatch,
@@ -48,8 +49,7 @@ from lightck.pool.format.structures import (
     unpack_slot_header,
     uuid_words,
 )
-from lightck.pool.reader import PoolReader, Version, open_pool
-from lightck.pool.ring import Ring, candidates, is_dead, next_position, read_ring
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.slots import Slot, Slots
 from lightck.state import values
 
@@ -166,13 +166,13 @@ def test_both_readers_see_the_same_layout(library: PoolReader, read_by_reference
 
 
 def test_both_readers_see_the_same_lines(library: PoolReader, read_by_reference: reference.Pool) -> None:
-    lines = library.ring().lines
+    lines = library.commit_log().records
     assert not read_by_reference.damaged
-    assert lines.keys() == read_by_reference.lines.keys()
+    assert lines.keys() == read_by_reference.records.keys()
     for position, line in lines.items():
-        for name in CommitLine.__slots__:
-            assert getattr(line, name) == read_by_reference.lines[position][name], (position, name)
-    assert {line.kind for line in lines.values()} == {KIND_VERSION, KIND_ADOPTION}
+        for name in CommitRecord.__slots__:
+            assert getattr(line, name) == read_by_reference.records[position][name], (position, name)
+    assert {line.kind for line in lines.values()} == {KIND_CHECKPOINT, KIND_ADOPTION}
 
 
 def test_both_readers_see_the_same_slot_headers(library: PoolReader, read_by_reference: reference.Pool) -> None:
@@ -182,7 +182,7 @@ def test_both_readers_see_the_same_slot_headers(library: PoolReader, read_by_ref
 
 def test_both_readers_see_what_followed(library: PoolReader, read_by_reference: reference.Pool) -> None:
     seen = 0
-    lines = candidates(library.ring())
+    lines = candidates(library.commit_log())
     for line in (ln for ln in lines if library.slot_generation(ln.slot) == ln.payload_generation):
         ours, theirs = library.next_batches(line), read_by_reference.next_batches(line.slot)
         assert ours is None if theirs is None else [tuple(entry) for entry in ours or ()] == theirs
@@ -190,39 +190,39 @@ def test_both_readers_see_what_followed(library: PoolReader, read_by_reference: 
     assert seen, "of the versions that others came after, something is recorded"
 
 
-def test_both_readers_see_the_same_versions(library: PoolReader, read_by_reference: reference.Pool) -> None:
-    ours = [v for v in library.versions() if isinstance(v, Version)]
-    theirs = {v.line["generation"]: v for v in read_by_reference.versions()}
+def test_both_readers_see_the_same_checkpoints(library: PoolReader, read_by_reference: reference.Pool) -> None:
+    ours = [v for v in library.checkpoints() if isinstance(v, StoredCheckpoint)]
+    theirs = {v.record["generation"]: v for v in read_by_reference.checkpoints()}
     assert len(ours) == 3
     assert any(v.extras for v in ours), "the pool was to hold extras"
-    for version in ours:
-        other = theirs[version.line.generation]
-        header = version.header
-        assert [tuple(r) for r in version.records.tolist()] == [tuple(r.values()) for r in other.records]
-        assert version.crcs.tolist() == other.crcs
-        assert [e.to_map() for e in version.extras] == other.extras
+    for checkpoint in ours:
+        other = theirs[checkpoint.record.generation]
+        header = checkpoint.header
+        assert [tuple(r) for r in checkpoint.records.tolist()] == [tuple(r.values()) for r in other.records]
+        assert checkpoint.crcs.tolist() == other.crcs
+        assert [e.to_map() for e in checkpoint.extras] == other.extras
         assert (header.iteration, header.incarnation, header.origin) == tuple(
             other.manifest[n] for n in ("iteration", "incarnation", "origin")
         )
-        assert {n for n, e in version.entries.items() if e.alias is None} == other.tensors.keys()
-        assert {n: e.alias for n, e in version.entries.items() if e.alias is not None} == other.aliases
+        assert {n for n, e in checkpoint.entries.items() if e.alias is None} == other.tensors.keys()
+        assert {n: e.alias for n, e in checkpoint.entries.items() if e.alias is not None} == other.aliases
 
 
 def test_both_readers_see_the_same_bytes(library: PoolReader, read_by_reference: reference.Pool) -> None:
-    by_generation = {v.line["generation"]: v for v in read_by_reference.versions()}
-    for version in [v for v in library.versions() if isinstance(v, Version)]:
-        other = by_generation[version.line.generation]
-        for name, entry in version.entries.items():
+    by_generation = {v.record["generation"]: v for v in read_by_reference.checkpoints()}
+    for checkpoint in [v for v in library.checkpoints() if isinstance(v, StoredCheckpoint)]:
+        other = by_generation[checkpoint.record.generation]
+        for name, entry in checkpoint.entries.items():
             if entry.alias is None:
                 got = np.empty(entry.nbytes, np.uint8)
-                version.read_into(name, got.ctypes.data)
+                checkpoint.read_into(name, got.ctypes.data)
                 assert got.tobytes() == other.tensors[name], name
 
 
 def test_the_second_reader_recovers_what_the_library_does(made: Path, read_by_reference: reference.Pool) -> None:
-    newest = read_by_reference.versions()[0]
+    newest = read_by_reference.checkpoints()[0]
     checkpoint = lightck.recover(made)
-    assert checkpoint.step == newest.line["step"] == 6
+    assert checkpoint.step == newest.record["step"] == 6
     for name, tensor in checkpoint.model.items():
         full = newest.aliases.get(f"model/{name}", f"model/{name}")
         entry = next(e for e in read_by_reference.entries if e["name"] == full)
@@ -231,8 +231,8 @@ def test_the_second_reader_recovers_what_the_library_does(made: Path, read_by_re
 
 
 def test_the_small_state_decodes_as_drawn(library: PoolReader, read_by_reference: reference.Pool) -> None:
-    theirs = read_by_reference.versions()[0].state
-    ours = values.unpack(next(v for v in library.versions() if isinstance(v, Version)).state)
+    theirs = read_by_reference.checkpoints()[0].state
+    ours = values.unpack(next(v for v in library.checkpoints() if isinstance(v, StoredCheckpoint)).state)
     assert as_reference(ours) == theirs
     packed = theirs["state"]["all"]
     state = reference.MessagePack.decode(packed)
@@ -277,7 +277,7 @@ def test_check_values() -> None:
 UUID = bytes(range(16))
 U64, COUNT = st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)
 LINES = st.builds(
-    CommitLine,
+    CommitRecord,
     st.integers(1, 2**63 - 1),
     COUNT,
     COUNT,
@@ -314,11 +314,11 @@ def test_a_superblock_comes_back(library: PoolReader) -> None:
 
 
 @given(LINES)
-def test_a_line_comes_back(line: CommitLine) -> None:
+def test_a_line_comes_back(line: CommitRecord) -> None:
     data = line.pack(UUID)
-    assert CommitLine.unpack(data, UUID) == line
+    assert CommitRecord.unpack(data, UUID) == line
     with pytest.raises(DamagedError):
-        CommitLine.unpack(data, bytes(16))  # another pool's
+        CommitRecord.unpack(data, bytes(16))  # another pool's
 
 
 @given(
@@ -340,10 +340,10 @@ def test_a_manifest_header_comes_back(header: ManifestHeader) -> None:
 
 @pytest.mark.parametrize("field", ["generation", "incarnation", "step", "payload_generation"])
 def test_a_line_counts_below_2_to_the_63(field: str) -> None:
-    good = CommitLine(*[2**63 - 1] * 4, 2**64 - 1, 128, 1, 0, 0)
-    assert CommitLine.unpack(good.pack(UUID), UUID) == good
+    good = CommitRecord(*[2**63 - 1] * 4, 2**64 - 1, 128, 1, 0, 0)
+    assert CommitRecord.unpack(good.pack(UUID), UUID) == good
     with pytest.raises(DamagedError, match="numbers"):
-        CommitLine.unpack(good._replace(**{field: 2**63}).pack(UUID), UUID)
+        CommitRecord.unpack(good._replace(**{field: 2**63}).pack(UUID), UUID)
 
 
 def test_a_slot_header_and_a_superblock_count_below_2_to_the_63() -> None:
@@ -428,10 +428,10 @@ def test_every_flipped_bit_of_a_superblock_is_noticed() -> None:
 
 
 def test_every_flipped_bit_of_a_line_is_noticed() -> None:
-    line = CommitLine(6, 2, 3, 6, 5, 6, KIND_VERSION, 1, 0).pack(UUID)
+    line = CommitRecord(6, 2, 3, 6, 5, 6, KIND_CHECKPOINT, 1, 0).pack(UUID)
     for _, data in flips(line):
         with pytest.raises(DamagedError):
-            CommitLine.unpack(data, UUID)
+            CommitRecord.unpack(data, UUID)
 
 
 def test_every_flipped_bit_of_a_slot_header_is_noticed() -> None:
@@ -681,38 +681,43 @@ class Writer:
     """A pool's ring and slots as a writer moves them, with nothing else of a pool."""
 
     def __init__(self, slots: int) -> None:
-        self.ring = Ring({}, ())
+        self.commit_log = CommitLog({}, ())
         self.slots = Slots([Slot(i, 0, None, None) for i in range(slots)])  # type: ignore[arg-type]
         self.generation = self.last = 0
         self.incarnation = 1
         self.last = -1
 
-    def put(self, line: CommitLine) -> CommitLine:
-        self.last = next_position(self.ring, self.slots.contents(), RING_LINES, self.last)
-        self.ring = Ring({**self.ring.lines, self.last: line}, ())
+    def put(self, line: CommitRecord) -> CommitRecord:
+        self.last = next_position(self.commit_log, self.slots.contents(), RING_LINES, self.last)
+        self.commit_log = CommitLog({**self.commit_log.records, self.last: line}, ())
         return line
 
-    def commit(self, step: int) -> CommitLine:
+    def commit(self, step: int) -> CommitRecord:
         slot = self.slots.choose()
         assert slot is not None
         self.generation += 1
         slot.generation = self.generation
-        line = CommitLine(self.generation, self.incarnation, step, self.generation, 0, 0, KIND_VERSION, slot.index, 0)
+        line = CommitRecord(
+            self.generation, self.incarnation, step, self.generation, 0, 0, KIND_CHECKPOINT, slot.index, 0
+        )
         self.put(line)
         self.slots.protected = slot.index
         return line
 
-    def restart(self, adopted: CommitLine) -> CommitLine:
+    def restart(self, adopted: CommitRecord) -> CommitRecord:
         """A new process goes on from this line: what it knows is what lies in the ring and in the headers."""
         contents = self.slots.contents()
-        generation = max(self.ring.generation, *(g or 0 for g in contents.values())) + 1
-        incarnation = self.ring.incarnation + 1
-        ring, last = self.ring, max(self.ring.lines, key=lambda p: self.ring.lines[p].generation)
+        generation = max(self.commit_log.generation, *(g or 0 for g in contents.values())) + 1
+        incarnation = self.commit_log.incarnation + 1
+        commit_log, last = (
+            self.commit_log,
+            max(self.commit_log.records, key=lambda p: self.commit_log.records[p].generation),
+        )
         self.__init__(len(contents))  # type: ignore[misc]
-        self.ring, self.last, self.generation, self.incarnation = ring, last, generation, incarnation
+        self.commit_log, self.last, self.generation, self.incarnation = commit_log, last, generation, incarnation
         for slot in self.slots.slots:
             slot.generation = contents[slot.index]
-        line = CommitLine(
+        line = CommitRecord(
             generation, incarnation, adopted.step, adopted.payload_generation, 0, 0, KIND_ADOPTION, adopted.slot, 0
         )
         self.put(line)
@@ -720,10 +725,10 @@ class Writer:
         self.slots.dead = (adopted.payload_generation, generation)
         return line
 
-    def whole(self) -> list[CommitLine]:
+    def whole(self) -> list[CommitRecord]:
         """Live lines whose bytes still lie in their slot, newest first."""
         contents = self.slots.contents()
-        return [ln for ln in candidates(self.ring) if contents[ln.slot] == ln.payload_generation]
+        return [ln for ln in candidates(self.commit_log) if contents[ln.slot] == ln.payload_generation]
 
 
 @pytest.mark.parametrize("restarts", [1, 15, 40])
@@ -755,12 +760,12 @@ def test_what_is_newest_and_its_fall_back_stay_whatever_happens(slots: int, even
             line = writer.restart(chosen)
             assert writer.whole()[0] == line
             assert not [ln for ln in writer.whole() if chosen.payload_generation < ln.generation < line.generation]
-        held = {ln.slot: ln for ln in writer.ring.lines.values()}
+        held = {ln.slot: ln for ln in writer.commit_log.records.values()}
         for slot in writer.slots.slots:
             if slot.generation is not None:
                 assert any(
                     ln.payload_generation == slot.generation and ln.slot == slot.index
-                    for ln in writer.ring.lines.values()
+                    for ln in writer.commit_log.records.values()
                 ), "a slot's content lost its line"
         assert len(held) <= slots
 
@@ -769,34 +774,34 @@ def test_lines_of_a_left_timeline_are_dead_but_can_be_asked_for() -> None:
     writer = Writer(3)
     lines = [writer.commit(step) for step in (1, 2, 3)]
     adoption = writer.restart(lines[1])
-    assert candidates(writer.ring) == [adoption, lines[0]]
-    assert is_dead(lines[2], writer.ring)
-    assert candidates(writer.ring, step=3) == [lines[2]]
+    assert candidates(writer.commit_log) == [adoption, lines[0]]
+    assert is_dead(lines[2], writer.commit_log)
+    assert candidates(writer.commit_log, step=3) == [lines[2]]
     assert writer.slots.choose().index == lines[2].slot  # type: ignore[union-attr]
     after = writer.commit(3)
-    assert candidates(writer.ring) == [after, adoption, lines[0]]
+    assert candidates(writer.commit_log) == [after, adoption, lines[0]]
     assert after.slot == lines[2].slot
 
 
-def test_versions_are_ordered_by_incarnation_and_generation_never_by_step() -> None:
-    a = CommitLine(5, 1, 900, 5, 0, 0, KIND_VERSION, 0, 0)
-    b = CommitLine(6, 1, 2, 6, 0, 0, KIND_VERSION, 1, 0)
-    c = CommitLine(4, 2, 1, 4, 0, 0, KIND_VERSION, 2, 0)
-    assert candidates(Ring({0: a, 1: b, 2: c}, ())) == [c, b, a]
+def test_checkpoints_are_ordered_by_incarnation_and_generation_never_by_step() -> None:
+    a = CommitRecord(5, 1, 900, 5, 0, 0, KIND_CHECKPOINT, 0, 0)
+    b = CommitRecord(6, 1, 2, 6, 0, 0, KIND_CHECKPOINT, 1, 0)
+    c = CommitRecord(4, 2, 1, 4, 0, 0, KIND_CHECKPOINT, 2, 0)
+    assert candidates(CommitLog({0: a, 1: b, 2: c}, ())) == [c, b, a]
 
 
 def test_a_ring_tells_empty_from_damaged_lines() -> None:
     sb = superblock()
-    line = CommitLine(1, 1, 1, 1, 0, 0, KIND_VERSION, 0, 0).pack(UUID)
+    line = CommitRecord(1, 1, 1, 1, 0, 0, KIND_CHECKPOINT, 0, 0).pack(UUID)
 
-    def ring(lines: dict[int, bytes]) -> Ring:
-        return read_ring(sb, lambda offset, n: lines.get((offset - sb.ring_offset) // sb.ring_stride, bytes(n)))
+    def commit_log(lines: dict[int, bytes]) -> CommitLog:
+        return read_commit_log(sb, lambda offset, n: lines.get((offset - sb.ring_offset) // sb.ring_stride, bytes(n)))
 
-    assert ring({}).is_empty
-    assert ring({3: bytes(8) + line[8:]}) == ring({3: line}), "only the last store of the line is missing"
-    assert ring({3: bytes(8) + line[8:40] + bytes(24)}).is_empty, "half a body was never completed"
-    assert ring({3: line}).lines[3].generation == 1
-    damaged = ring({3: line[:20] + b"\xff" + line[21:]})
+    assert commit_log({}).is_empty
+    assert commit_log({3: bytes(8) + line[8:]}) == commit_log({3: line}), "only the last store of the line is missing"
+    assert commit_log({3: bytes(8) + line[8:40] + bytes(24)}).is_empty, "half a body was never completed"
+    assert commit_log({3: line}).records[3].generation == 1
+    damaged = commit_log({3: line[:20] + b"\xff" + line[21:]})
     assert damaged.damaged == (3,)
     assert not damaged.is_empty
 

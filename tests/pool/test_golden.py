@@ -21,7 +21,7 @@ import toys
 import lightck
 from lightck.errors import CheckpointExistsError, FormatError
 from lightck.pool.format.structures import crc64, next_key
-from lightck.pool.reader import Version, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 
 HERE = Path(__file__).parent / "golden"
 
@@ -65,7 +65,7 @@ def test_version_1_in_a_pmdk_pool_recovers_exactly(v1_pmdk: Path, expected: dict
     """It needs no libpmemobj."""
     assert len(toys.places(v1_pmdk)) > 1
     assert golden.expected(v1_pmdk) == expected
-    assert reference.Pool(v1_pmdk.read_bytes()).versions()[0].line["step"] == expected["step"]
+    assert reference.Pool(v1_pmdk.read_bytes()).checkpoints()[0].record["step"] == expected["step"]
 
 
 def test_version_1_in_a_pmdk_pool_trains_on(v1_pmdk: Path, expected: dict[str, Any], pmdk: None) -> None:
@@ -75,16 +75,16 @@ def test_version_1_in_a_pmdk_pool_trains_on(v1_pmdk: Path, expected: dict[str, A
 
 def test_version_1_verifies(v1: Path, expected: dict[str, Any]) -> None:
     reader = open_pool(str(v1))
-    versions = [v for v in reader.versions() if isinstance(v, Version)]
-    for version in versions:
-        version.verify()
-    assert [[v.step, v.line.generation] for v in versions] == [v[:2] for v in expected["versions"]]
+    checkpoints = [v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)]
+    for checkpoint in checkpoints:
+        checkpoint.verify()
+    assert [[v.step, v.record.generation] for v in checkpoints] == [v[:2] for v in expected["versions"]]
     reader.close()
 
 
 def test_version_1_is_as_drawn(v1: Path, expected: dict[str, Any]) -> None:
-    newest = reference.Pool(v1.read_bytes()).versions()[0]
-    assert newest.line["step"] == expected["step"]
+    newest = reference.Pool(v1.read_bytes()).checkpoints()[0]
+    assert newest.record["step"] == expected["step"]
     for name, tensor in expected["model"].items():
         full = newest.aliases.get(f"model/{name}", f"model/{name}")
         if "stride" not in tensor or tensor["stride"] == sorted(tensor["stride"], reverse=True):
@@ -100,7 +100,9 @@ def test_version_1_trains_on(v1: Path, expected: dict[str, Any]) -> None:
 def test_what_followed_is_recorded(v1: Path) -> None:
     """Of the versions that are in the slots: the newest was closed at the end, and nothing followed it."""
     with closing(open_pool(str(v1))) as reader:
-        recorded = {v.step: reader.next_batches(v.line) for v in reader.versions() if isinstance(v, Version)}
+        recorded = {
+            v.step: reader.next_batches(v.record) for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)
+        }
     key = next_key("")
     assert {step: None if e is None else [(n.key, n.kind) for n in e] for step, e in recorded.items()} == {
         6: None,
@@ -125,10 +127,10 @@ def test_version_1_is_still_what_this_version_writes(v1: Path, folder: Path) -> 
     golden.make(fresh)
     old, new = reference.Pool(v1.read_bytes()), reference.Pool(fresh.read_bytes())
     assert (new.superblock, new.entries) == (old.superblock, old.entries)
-    assert new.lines.keys() == old.lines.keys()
-    for position, line in new.lines.items():
+    assert new.records.keys() == old.records.keys()
+    for position, line in new.records.items():
         same = set(line) - {"manifest_hash", "manifest_nbytes", "check"}
-        assert {k: line[k] for k in same} == {k: old.lines[position][k] for k in same}
+        assert {k: line[k] for k in same} == {k: old.records[position][k] for k in same}
 
 
 # -- the future ------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_a_lock_file_taken_for_a_pool_drops_no_lock(pool):
     training[-1].close()
 
 
-def test_a_removed_lock_file_is_made_again_before_the_next_version(pool, kernel, caplog):
+def test_a_removed_lock_file_is_made_again_before_the_next_checkpoint(pool, kernel, caplog):
     model, optimizer, session = started(pool)
     os.unlink(f"{pool}.lock")
     with caplog.at_level(logging.WARNING, "lightck"):

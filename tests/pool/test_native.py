@@ -283,7 +283,7 @@ def test_environment() -> None:
     line = (
         "import os; fd = os.memfd_create('x'); os.ftruncate(fd, 4096); m = ffi.new('lck_medium **'); "
         "e = ffi.new('lck_extent[]', [(0, 4096)]); lib.lck_medium_open(fd, e, 1, 0, m); "
-        "lib.lck_m_line(m[0], 0, bytes(64))"
+        "lib.lck_m_commit_record(m[0], 0, bytes(64))"
     )
     assert in_child({"LIGHTCK_KILL": "word:1"}, line).returncode == -9
     assert in_child({"LIGHTCK_KILL": "word:2"}, line).returncode == 0

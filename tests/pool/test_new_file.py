@@ -103,14 +103,14 @@ def test_a_pool_with_the_longest_name_that_a_lock_file_permits(folder):
     ids=["copy", "sync"],
 )
 @pytest.mark.parametrize("width", [8, BIG], ids=["copied at once", "copied in the background"])
-def test_a_failure_of_a_move_is_told_as_what_it_is(folder, pool, operation, code, width):
+def test_a_failure_of_a_move_is_reported_as_what_it_is(folder, pool, operation, code, width):
     """And not as the loss of the old file, which is in its place. However far the move comes: each write fails once."""
-    told = []
-    while (failure := _failure_of_a_pin(pool, operation, code, len(told) + 1, width)) is not None:
-        told.append(failure)
+    reported = []
+    while (failure := _failure_of_a_pin(pool, operation, code, len(reported) + 1, width)) is not None:
+        reported.append(failure)
         assert names(folder) == {pool.name, f"{pool.name}.lock"}
-    assert len(told) >= 3
-    for failure in told:
+    assert len(reported) >= 3
+    for failure in reported:
         assert failure.errno == code
         assert os.strerror(code) in str(failure)
         assert "versions committed before are intact" in str(failure)

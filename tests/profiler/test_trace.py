@@ -77,7 +77,7 @@ def test_a_row_per_activity_and_every_module_in_it(pool, out):
         assert order[1].end <= order[2].begin
 
 
-def test_the_copies_of_a_version_are_all_its_bytes(pool, out):
+def test_the_copies_of_a_checkpoint_are_all_its_bytes(pool, out):
     model = net(BIG)
     trace = traced(pool, out, steps=4, model=model)
     moments = 2 * sum(p.nbytes for p in model.parameters())
@@ -394,7 +394,7 @@ def test_a_fault_in_a_hook_is_no_fault_of_the_training(pool, out, monkeypatch):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(layers.Layers, "_accumulated", fail)
-    monkeypatch.setattr(spans.Spans, "version", fail)
+    monkeypatch.setattr(spans.Spans, "checkpoint", fail)
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
@@ -426,7 +426,7 @@ def test_a_session_that_ends_ends_its_trace(pool, out):
     recording.close()
 
 
-def test_what_found_no_room_is_counted_and_told(pool, out, monkeypatch, caplog):
+def test_what_found_no_room_is_counted_and_reported(pool, out, monkeypatch, caplog):
     monkeypatch.setattr(events, "EVENTS_MAX", 40)
     trace = traced(pool, out, steps=6)
     assert trace.about["dropped"] > 0

@@ -16,6 +16,7 @@ from torch import nn
 from toys import (
     BIG,
     adam,
+    checkpoints,
     child_that_holds,
     crashed,
     damage,
@@ -33,7 +34,6 @@ from toys import (
     same,
     settled,
     train,
-    versions,
     weights,
 )
 
@@ -49,7 +49,7 @@ from lightck.errors import (
     SessionError,
     StateValueError,
 )
-from lightck.pool.reader import Version, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 
 BLOCK = 1 << 20
 
@@ -362,7 +362,7 @@ def test_parts_of_a_model_that_is_being_saved_are_not_restored_into(folder, pool
     lightck.recover(folder / "other.pool", again)
 
 
-def test_versions_that_are_written_over_while_they_are_read_leave_the_model_as_it_was(pool, monkeypatch):
+def test_checkpoints_that_are_written_over_while_they_are_read_leave_the_model_as_it_was(pool, monkeypatch):
     """A pool in use: what the training overtakes must not have been put into the model already."""
     model = net()
     optimizer = adam(model)
@@ -372,7 +372,7 @@ def test_versions_that_are_written_over_while_they_are_read_leave_the_model_as_i
         train(model, optimizer, 2)
         session.flush()
         with monkeypatch.context() as patched, pytest.raises(LightckError, match="reused") as caught:
-            patched.setattr(Version, "is_intact", lambda self: False)
+            patched.setattr(StoredCheckpoint, "is_intact", lambda self: False)
             lightck.recover(pool, other)
         assert "NaN" not in str(caught.value)
         assert same(weights(other), before)
@@ -401,13 +401,13 @@ def test_an_error_that_cost_the_model_its_values_says_so(pool):
         assert model[0].weight.isnan().all()
 
 
-def test_a_pool_whose_commit_lines_are_all_gone_is_no_fresh_start(folder, pool):
+def test_a_pool_whose_commit_records_are_all_gone_is_no_fresh_start(folder, pool):
     """One page of zeros, over a whole training."""
     model, optimizer = pool_with(pool, 5)
     with contextlib.closing(open_pool(str(pool))) as reader:
         sb = reader.superblock
     for position in range(sb.ring_lines):
-        poke(pool, sb.line_offset(position), bytes(64))
+        poke(pool, sb.commit_record_offset(position), bytes(64))
     before = pool.read_bytes()
     for call in (
         lambda: lightck.recover(pool),
@@ -424,7 +424,7 @@ def test_a_pool_whose_commit_lines_are_all_gone_is_no_fresh_start(folder, pool):
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
-def test_damaged_version_is_rejected_with_its_reason_and_the_one_before_is_taken(pool):
+def test_damaged_checkpoint_is_rejected_with_its_reason_and_the_one_before_is_taken(pool):
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer):
@@ -498,11 +498,11 @@ def test_resume_falls_back_and_says_so(pool, caplog):
     assert not same(weights(other), weights(model))
 
 
-def test_damaged_newest_commit_line_costs_one_step(pool):
+def test_damaged_newest_commit_record_costs_one_step(pool):
     pool_with(pool)
     reader = open_pool(str(pool))
-    position = max(reader.ring().lines, key=lambda p: reader.ring().lines[p].generation)
-    offset = reader.superblock.line_offset(position)
+    position = max(reader.commit_log().records, key=lambda p: reader.commit_log().records[p].generation)
+    offset = reader.superblock.commit_record_offset(position)
     reader.close()
     flip(pool, offset + 20)
     assert lightck.recover(pool).step == 2
@@ -523,7 +523,7 @@ def test_one_damaged_superblock_or_table_costs_nothing(pool, copy):
 
 
 @pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed"])
-def test_restored_version_survives_a_crash_during_the_next_one(pool, site):
+def test_restored_checkpoint_survives_a_crash_during_the_next_one(pool, site):
     """After a fall-back too: the slot of the version that was rejected is used first."""
     model = net(BIG)
     optimizer = adam(model)
@@ -662,12 +662,12 @@ def test_package_neither_pickles_nor_loads_by_torch():
                 assert node.func.id not in ("eval", "exec", "__import__"), path
 
 
-def test_a_version_is_verified_whole(pool):
+def test_a_checkpoint_is_verified_whole(pool):
     """Every byte of a version is covered: a flip anywhere in its slot is found, or lies in no version."""
     model, optimizer = pool_with(pool, state={"box": Box(torch.rand(3000))})
-    newest = versions(pool)[0]
+    newest = checkpoints(pool)[0]
     seen = everything(model, optimizer)
-    base, nbytes = newest.reader.superblock.slots[newest.line.slot]
+    base, nbytes = newest.reader.superblock.slots[newest.record.slot]
     covered = [(base + e.offset, e.nbytes) for e in newest.entries.values() if e.nbytes]
     for start, length in covered:
         for offset in (start, start + length // 2, start + length - 1):
@@ -680,7 +680,7 @@ def test_a_version_is_verified_whole(pool):
     assert nbytes > 0
 
 
-def test_drift_of_the_first_version_is_not_hidden_by_an_older_one(pool):
+def test_drift_of_the_first_checkpoint_is_not_hidden_by_an_older_one(pool):
     """A model that does not fit is an error of its own, not a reason to fall back."""
     pool_with(pool)
     other = net(width=9)

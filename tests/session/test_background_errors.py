@@ -109,7 +109,7 @@ def test_pool_can_be_resumed_after_the_error(pool, operation, code):
 
 
 @pytest.mark.parametrize(("operation", "code"), OPERATIONS, ids=IDS)
-def test_earlier_version_is_intact_at_every_moment(pool, operation, code):
+def test_earlier_checkpoint_is_intact_at_every_moment(pool, operation, code):
     model, optimizer, session, seen = started(pool)
     inject(operation, code)
     forward(model)
@@ -124,7 +124,7 @@ def test_earlier_version_is_intact_at_every_moment(pool, operation, code):
 
 
 @pytest.mark.parametrize(("operation", "code"), OPERATIONS, ids=IDS)
-def test_error_at_flush_is_told_by_flush(pool, operation, code):
+def test_error_at_flush_is_reported_by_flush(pool, operation, code):
     model, optimizer, session, _ = started(pool)
     train(model, optimizer, 1, start=2)
     inject(operation, code)
@@ -138,7 +138,7 @@ def test_error_at_flush_is_told_by_flush(pool, operation, code):
 
 
 @pytest.mark.parametrize(("operation", "code"), OPERATIONS, ids=IDS)
-def test_error_in_the_last_version_is_told_by_close(pool, operation, code):
+def test_error_in_the_last_checkpoint_is_reported_by_close(pool, operation, code):
     model, optimizer, session, _ = started(pool)
     with pytest.raises(BackgroundError) as caught, session:
         train(model, optimizer, 1, start=2)
@@ -240,7 +240,7 @@ def test_a_hook_of_the_user_that_raises_leaves_the_session_sound(pool):
     assert lightck.recover(pool).step == 3
 
 
-def test_errors_while_versions_are_begun_take_no_slots(pool, monkeypatch):
+def test_errors_while_checkpoints_are_begun_take_no_slots(pool, monkeypatch):
     """An error of ours, or no memory: the version is lost to the loop that catches it, and nothing else."""
     model = net()
     optimizer = adam(model)
@@ -255,7 +255,7 @@ def test_errors_while_versions_are_begun_take_no_slots(pool, monkeypatch):
         forward(model, 1).sum().backward()
         optimizer.step()
         with monkeypatch.context() as patched, pytest.raises(MemoryError):
-            patched.setattr(guard, "Watched", fails)
+            patched.setattr(guard, "SourceWatch", fails)
             session.flush()
     assert session.flush() == 5
     train(model, optimizer, 2, start=5)
@@ -266,7 +266,7 @@ def test_errors_while_versions_are_begun_take_no_slots(pool, monkeypatch):
 
 
 @pytest.mark.parametrize("loss", ["removed", "moved", "replaced", "truncated", "emptied"])
-def test_pool_that_disappears_while_it_is_in_use_is_told(folder, pool, loss):
+def test_pool_that_disappears_while_it_is_in_use_is_reported(folder, pool, loss):
     """As a cleaner of temporary files does it: the mapping goes on, and a crash would find nothing."""
     model, optimizer, session, _ = started(pool)
     if loss == "removed":

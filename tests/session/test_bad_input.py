@@ -608,7 +608,7 @@ def test_step_that_is_not_held(folder, pool):
             lightck.recover(pool, model, optimizer, step=step)
 
 
-def test_all_versions_damaged(folder, pool):
+def test_all_checkpoints_damaged(folder, pool):
     pool_with(pool)
     damage(pool, "model/0.weight")
     model, optimizer = anything()
@@ -834,7 +834,7 @@ def test_scheduler_that_steps_before_the_first_update_after_a_resume_passes(pool
         assert optimizer.param_groups[0]["lr"] == lr / 2
 
 
-def test_scheduler_beside_the_one_that_was_passed_is_told(pool, caplog):
+def test_scheduler_beside_the_one_that_was_passed_is_reported(pool, caplog):
     model, optimizer = anything()
     one, two = StepLR(optimizer, 1), ExponentialLR(optimizer, 0.9)
     with lightck.attach(model, pool, optimizer=optimizer, state={"mine": one}):

@@ -47,7 +47,7 @@ def training(pool: Path, slow_memory: None) -> Iterator[Any]:
 
 
 @SIGNALS
-def test_a_handler_that_flushes_while_a_version_is_waited_for(pool, training, number):
+def test_a_handler_that_flushes_while_a_checkpoint_is_waited_for(pool, training, number):
     model, optimizer, session = training
     flushed: list[tuple[int, int, int | None]] = []
 
@@ -75,13 +75,13 @@ class _Stop(Exception):
 
 @SIGNALS
 @pytest.mark.parametrize("slots", [2, 3])
-def test_a_handler_that_raises_while_a_version_begins(pool, monkeypatch, number, slots):
+def test_a_handler_that_raises_while_a_checkpoint_begins(pool, monkeypatch, number, slots):
     """At the worst of places: the job of a version is there, and nothing that would end it."""
     model = net(BIG)
     optimizer = adam(model)
-    made = pipeline.Flight
+    made = pipeline.InFlightCheckpoint
 
-    def flight(*args: Any, **kwargs: Any) -> Any:
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
         if session.step == 3:
             signal.raise_signal(number)
         return made(*args, **kwargs)
@@ -89,7 +89,7 @@ def test_a_handler_that_raises_while_a_version_begins(pool, monkeypatch, number,
     def stop() -> None:
         raise _Stop
 
-    monkeypatch.setattr(pipeline, "Flight", flight)
+    monkeypatch.setattr(pipeline, "InFlightCheckpoint", checkpoint)
     with handled(number, stop), lightck.attach(model, pool, optimizer=optimizer, slots=slots) as session:
         train(model, optimizer, 3)
         with pytest.raises(_Stop):
@@ -102,7 +102,7 @@ def test_a_handler_that_raises_while_a_version_begins(pool, monkeypatch, number,
         assert is_step(lightck.recover(pool), seen)
 
 
-def test_a_handler_that_closes_the_session_while_a_version_is_waited_for(pool, training):
+def test_a_handler_that_closes_the_session_while_a_checkpoint_is_waited_for(pool, training):
     model, optimizer, session = training
     train(model, optimizer, 2)
     with handled(signal.SIGUSR1, session.close):
@@ -128,19 +128,19 @@ def test_a_pin_whose_session_a_handler_closes(pool, training):
 
 def test_of_two_signals_both_are_handled(pool, training):
     model, optimizer, session = training
-    told: list[str] = []
+    reported: list[str] = []
 
     def stop() -> None:
-        told.append("stop")
+        reported.append("stop")
         raise _Stop
 
     train(model, optimizer, 1)
-    with handled(signal.SIGUSR1, stop), handled(signal.SIGUSR2, lambda: told.append("two")):
+    with handled(signal.SIGUSR1, stop), handled(signal.SIGUSR2, lambda: reported.append("two")):
         threading.Timer(0.05, lambda: [os.kill(os.getpid(), n) for n in (signal.SIGUSR1, signal.SIGUSR2)]).start()
         with pytest.raises(_Stop):
             session.flush()
         time.sleep(0.05)
-    assert sorted(told) == ["stop", "two"]
+    assert sorted(reported) == ["stop", "two"]
     assert session.flush() == 1
 
 
@@ -320,21 +320,21 @@ def test_a_wait_that_is_left_for_a_signal_keeps_what_was_asked_for(pool, trainin
     model, optimizer, session = training
     train(model, optimizer, 1)
     session.close()
-    told: list[int] = []
+    reported: list[int] = []
     moved = CurrentPool.move
 
     def move(*args: Any) -> Any:
-        if not told:
+        if not reported:
             os.kill(os.getpid(), signal.SIGUSR1)
         return moved(*args)
 
     monkeypatch.setattr(CurrentPool, "move", move)
     with (
-        handled(signal.SIGUSR1, lambda: told.append(1)),
+        handled(signal.SIGUSR1, lambda: reported.append(1)),
         lightck.attach(model, pool, optimizer=optimizer, resume=True, slots=4),
     ):
         train(model, optimizer, 2, start=1)
-    assert told == [1]
+    assert reported == [1]
     assert lightck.recover(pool).step == 3
     reader = open_pool(str(pool))
     assert len(reader.superblock.slots) == 4

@@ -54,7 +54,7 @@ def loop(budget: float = 0.03, mtbf: float | None = None, most: int = 1000, **co
     return Loop(Adaptive(lightck.Auto(budget, mtbf, most)), **costs)
 
 
-def test_versions_that_cost_nothing_are_saved_at_every_step():
+def test_checkpoints_that_cost_nothing_are_saved_at_every_step():
     trained = loop(stall=0.001).run(1000)
     assert trained.pace.interval == 1
     assert trained.saved >= 980, "but for the few that are left out to see how long a step takes without"
@@ -62,7 +62,7 @@ def test_versions_that_cost_nothing_are_saved_at_every_step():
 
 @pytest.mark.parametrize("kind", ["stall", "longer"])
 @pytest.mark.parametrize("cost", [0.1, 0.5, 3.0])
-def test_what_versions_cost_stays_within_the_budget_in_both_ways(kind: str, cost: float):
+def test_what_checkpoints_cost_stays_within_the_budget_in_both_ways(kind: str, cost: float):
     trained = loop(budget=0.05, **{kind: cost}).run(300)
     begun = trained.now
     trained.run(1000)
@@ -90,7 +90,7 @@ def test_one_slow_step_changes_nothing():
     assert trained.pace.interval == 1
 
 
-def test_rare_failures_make_cheap_versions_rarer():
+def test_rare_failures_make_cheap_checkpoints_rarer():
     """Young: sqrt(2 x 0.02 s x 1e6 s) = 200 s apart."""
     assert loop(stall=0.02, mtbf=1e6).run(20_000).pace.interval == pytest.approx(200, rel=0.01)
     assert loop(stall=0.02, mtbf=10.0).run(2000).pace.interval == 1
@@ -113,11 +113,11 @@ def is_right(trained: Loop) -> bool:
     return wanted * (1 - 1e-9) <= trained.pace.interval <= math.ceil(wanted) + 1
 
 
-def run_on(trained: Loop, versions: int, steps: int) -> Loop:
+def run_on(trained: Loop, checkpoints: int, steps: int) -> Loop:
     """Until there were so many of both."""
     trained.run(steps)
     saved = trained.saved
-    while saved < versions:
+    while saved < checkpoints:
         saved += trained.run(1).saved
     return trained
 
@@ -190,7 +190,7 @@ def test_no_times_are_an_error_and_the_interval_keeps_its_bounds(
 
 
 @pytest.mark.parametrize("every", [3, 4, 5, 8])
-def test_an_evaluation_every_so_many_steps_is_not_taken_for_what_versions_cost(every: int):
+def test_an_evaluation_every_so_many_steps_is_not_taken_for_what_checkpoints_cost(every: int):
     """Also where the right interval is as long, so that it would come behind each version."""
     for phase in range(every):
         trained, intervals = loop(stall=0.03 * every - 0.01), []
@@ -201,7 +201,7 @@ def test_an_evaluation_every_so_many_steps_is_not_taken_for_what_versions_cost(e
 
 
 @pytest.mark.parametrize("slower", [1.1, 10.0])
-def test_slower_steps_are_not_taken_for_what_versions_cost(slower: float):
+def test_slower_steps_are_not_taken_for_what_checkpoints_cost(slower: float):
     trained = loop(stall=0.001).run(1000)
     trained.step = slower
     assert {trained.run(1).pace.interval for _ in range(1000)} == {1}
@@ -216,7 +216,7 @@ def test_faster_steps_bring_the_budget_back_at_once(kind: str):
     assert trained.pace.interval == 9
 
 
-def test_a_medium_that_was_slow_for_a_while_is_forgiven_after_five_versions():
+def test_a_medium_that_was_slow_for_a_while_is_forgiven_after_five_checkpoints():
     trained = loop(stall=0.001).run(300)
     trained.stall = 60.0
     trained.run(20)
@@ -227,7 +227,7 @@ def test_a_medium_that_was_slow_for_a_while_is_forgiven_after_five_versions():
 
 
 @pytest.mark.parametrize("cost", [{"stall": 0.001}, {"stall": 0.2}, {"longer": 0.2}])
-def test_steps_that_scatter_leave_cheap_versions_and_the_budget_alone(cost: dict[str, float]):
+def test_steps_that_scatter_leave_cheap_checkpoints_and_the_budget_alone(cost: dict[str, float]):
     trained, draw, saved, spent = loop(**cost), random.Random(5), 0, 0.0
     for _ in range(5000):
         trained.step = max(draw.gauss(1.0, 0.1), 0.1)
@@ -238,7 +238,7 @@ def test_steps_that_scatter_leave_cheap_versions_and_the_budget_alone(cost: dict
 
 
 @pytest.mark.parametrize("write", [1.1, 1.5, 3.0])
-def test_a_medium_that_keeps_up_with_few_versions_only_is_tried_within_the_budget(write: float):
+def test_a_medium_that_keeps_up_with_few_checkpoints_only_is_tried_within_the_budget(write: float):
     """Each version waits for the one before. Where they are rare they cost nothing, so more of them are tried again."""
     trained, busy, spent, intervals = loop(), 0.0, 0.0, set()
     for _ in range(6000):

@@ -10,7 +10,7 @@ import torch
 from toys import BIG, adam, everything, is_step, net, train
 
 import lightck
-from lightck.pipeline.finite import BLOCK
+from lightck.pipeline.nonfinite import BLOCK
 
 
 def started(pool: Any, width: int = 8, model: Any = None, **options: Any) -> tuple[Any, Any, Any]:
@@ -27,7 +27,7 @@ def spoil(tensor: torch.Tensor, at: int = 0, value: float = float("nan")) -> Non
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("width", [8, BIG])
-def test_nonfinite_weights_are_not_committed_and_the_last_good_version_stays(pool, caplog, value, width):
+def test_nonfinite_weights_are_not_committed_and_the_last_good_checkpoint_stays(pool, caplog, value, width):
     model, optimizer, session = started(pool, width)
     train(model, optimizer, 3)
     seen = everything(model, optimizer)
@@ -38,9 +38,9 @@ def test_nonfinite_weights_are_not_committed_and_the_last_good_version_stays(poo
         for number in range(3, 8):
             train(model, optimizer, 1, start=number)
             session.end_step()
-    told = [r.getMessage() for r in caplog.records if "not committed" in r.getMessage()]
-    assert len(told) == 1, "once"
-    assert "'model/0.weight'" in told[0]
+    reported = [r.getMessage() for r in caplog.records if "not committed" in r.getMessage()]
+    assert len(reported) == 1, "once"
+    assert "'model/0.weight'" in reported[0]
     assert session.paused_reason == "'model/0.weight' holds values that are not finite"
     assert session.committed == 3
     assert session.stats().skipped == 5
@@ -206,7 +206,7 @@ def test_without_it_everything_is_committed(pool):
     session.close()
 
 
-def test_pin_while_paused_holds_the_last_good_version(pool):
+def test_pin_while_paused_holds_the_last_good_checkpoint(pool):
     model, optimizer, session = started(pool)
     train(model, optimizer, 2)
     seen = everything(model, optimizer)

@@ -65,7 +65,7 @@ def test_no_parameter_is_read_before_the_boundary(pool, width):
 
 
 @pytest.mark.usefixtures("commits_early")
-def test_next_training_forward_closes_the_version(pool):
+def test_next_training_forward_closes_the_checkpoint(pool):
     model = net()
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer)
@@ -111,7 +111,7 @@ def test_accumulation_is_no_boundary(pool):
                 optimizer.step()
                 optimizer.zero_grad()
         assert (session.step, session.iteration) == (4, 3)
-        assert session.stats().versions == 3
+        assert session.stats().checkpoints == 3
     assert lightck.recover(pool).iteration == 4
 
 
@@ -295,7 +295,7 @@ def test_close_commits_the_current_step(pool):
 
 
 @pytest.mark.usefixtures("commits_early")
-def test_next_on_a_session_loader_closes_the_version(pool):
+def test_next_on_a_session_loader_closes_the_checkpoint(pool):
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
@@ -481,7 +481,7 @@ class Norm(nn.Module):
         return self.out(self.norm(x))
 
 
-def test_buffers_are_those_of_the_update_where_the_next_update_closes_the_version(pool):
+def test_buffers_are_those_of_the_update_where_the_next_update_closes_the_checkpoint(pool):
     """The forward of t+1 has run by then, unseen, and changed BatchNorm's running statistics."""
     model = Norm()
     optimizer = adam(model)
@@ -527,7 +527,7 @@ def test_buffers_are_those_of_the_boundary_elsewhere(pool, closing):
 
 
 @pytest.mark.parametrize("closing", ["forward", "end_step", "next step"])
-def test_version_holds_scheduler_as_it_is_at_the_boundary(pool, closing):
+def test_checkpoint_holds_scheduler_as_it_is_at_the_boundary(pool, closing):
     model = net()
     optimizer = adam(model, lr=1.0)
     scheduler = ExponentialLR(optimizer, 0.5)
@@ -552,7 +552,7 @@ def test_version_holds_scheduler_as_it_is_at_the_boundary(pool, closing):
     del scheduler
 
 
-def test_version_holds_the_scaler_after_its_update(pool):
+def test_checkpoint_holds_the_scaler_after_its_update(pool):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
@@ -569,7 +569,7 @@ def test_version_holds_the_scaler_after_its_update(pool):
 
 
 @pytest.mark.parametrize("width", [8, BIG], ids=["small", "large"])
-def test_version_holds_the_moving_average_after_its_update(pool, width):
+def test_checkpoint_holds_the_moving_average_after_its_update(pool, width):
     model = net(width)
     optimizer = adam(model)
     ema = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
@@ -583,7 +583,7 @@ def test_version_holds_the_moving_average_after_its_update(pool, width):
             assert same(dict(lightck.recover(pool).state["ema"]), seen)
 
 
-def test_version_holds_user_state_of_the_boundary(pool):
+def test_checkpoint_holds_user_state_of_the_boundary(pool):
     model = net()
     optimizer = adam(model)
     box = Box({"best": 0.0})

@@ -68,7 +68,7 @@ def test_copies_begin_at_the_boundary_and_do_not_hold_up_the_forward(pool):
         assert not all(early)  # a forward that waited for the copies would have committed each
 
 
-def test_version_has_the_bytes_of_its_boundary_whatever_comes_after(pool):
+def test_checkpoint_has_the_bytes_of_its_boundary_whatever_comes_after(pool):
     model, optimizer = table()
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         for number in range(4):
@@ -78,7 +78,7 @@ def test_version_has_the_bytes_of_its_boundary_whatever_comes_after(pool):
                 held = lightck.recover(pool)
                 assert held.step == number
                 assert same(held.model["table.weight"], seen)
-        assert session.stats().versions == 3
+        assert session.stats().checkpoints == 3
 
 
 def test_closure_runs_before_the_gate_and_the_update_after_it(pool):
@@ -177,7 +177,7 @@ def test_nothing_is_skipped_where_the_pool_cannot_keep_up(pool):
         for number in range(6):
             update(model, optimizer, number)
         session.flush()
-        assert (session.stats().versions, session.stats().skipped) == (6, 0)
+        assert (session.stats().checkpoints, session.stats().skipped) == (6, 0)
 
 
 def test_flush_in_no_time_is_a_timeout_and_the_copies_go_on(pool):

@@ -22,7 +22,7 @@ from lightck.errors import SessionError
 from lightck.pool.storage import emulation
 
 
-def test_leaving_by_an_exception_drops_the_open_version_and_finishes_closed_ones(pool):
+def test_leaving_by_an_exception_drops_the_open_checkpoint_and_finishes_closed_ones(pool):
     model = net(BIG)
     optimizer = adam(model)
     with pytest.raises(ZeroDivisionError), lightck.attach(model, pool, optimizer=optimizer):
@@ -106,7 +106,7 @@ SCRIPT = """
 """
 
 
-def test_end_of_the_interpreter_finishes_closed_versions_and_drops_the_open_one(folder):
+def test_end_of_the_interpreter_finishes_closed_checkpoints_and_drops_the_open_one(folder):
     tests = str(Path(__file__).resolve().parents[1])
     script = textwrap.dedent(SCRIPT).format(tests=tests, folder=str(folder))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
@@ -152,7 +152,7 @@ def test_closed_session_keeps_nothing_alive(pool):
     del model, optimizer, scheduler
     gc.collect()
     assert [ref() for ref in dead] == [None, None, None]
-    assert (session.step, session.committed, session.stats().versions) == (4, 4, 4)
+    assert (session.step, session.committed, session.stats().checkpoints) == (4, 4, 4)
 
 
 def test_model_goes_on_as_if_never_attached_after_close(pool):

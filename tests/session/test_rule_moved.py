@@ -15,9 +15,9 @@ import lightck
 from lightck.errors import CorruptPoolError, NoCheckpointError, StateChangedError
 from lightck.pipeline import guard
 from lightck.pipeline.guard import WriteGuard
-from lightck.pipeline.watch import Resting
+from lightck.pipeline.sources import UnchangedTensors
 from lightck.pool.engine import COPIED
-from lightck.pool.reader import Version, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.writer import PoolWriter
 
 ROWS = 4096  # rows of 4 floats: 64 kB, copied in the background
@@ -77,7 +77,7 @@ def swap(model: nn.Module) -> None:
             p.mul_(-1.0)
 
 
-def test_weights_swapped_for_an_evaluation_do_not_reach_the_version(pool):
+def test_weights_swapped_for_an_evaluation_do_not_reach_the_checkpoint(pool):
     """Behind the boundary and without ``paused()`` they cost one version; none ever holds them."""
     model = net(BIG)
     optimizer = adam(model)
@@ -126,23 +126,23 @@ def test_weights_swapped_inside_paused_cost_nothing(pool, training):
 class Writer(nn.Module):
     """Its forward writes to a parameter, as weight normalisation by hand does."""
 
-    def __init__(self, way: str = "in place") -> None:
+    def __init__(self, method: str = "in place") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.way = way
+        self.method = method
         self.other = nn.Linear(4, BIG)
         self.scaled = nn.Parameter(torch.rand(ROWS, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            if self.way == "in place":
+            if self.method == "in place":
                 self.scaled.mul_(0.999)
-            elif self.way == "data":
+            elif self.method == "data":
                 self.scaled.data.mul_(0.999)
         return self.other(x).sum() + (self.scaled @ x[0]).sum()
 
 
-def test_version_that_a_forward_wrote_to_is_dropped_and_the_tensor_counts_as_a_buffer(pool, caplog):
+def test_checkpoint_that_a_forward_wrote_to_is_dropped_and_the_tensor_counts_as_a_buffer(pool, caplog):
     model = Writer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.ones(2, 4)
@@ -158,7 +158,7 @@ def test_version_that_a_forward_wrote_to_is_dropped_and_the_tensor_counts_as_a_b
         for _ in range(6):
             iteration()
         stats = session.stats()
-        assert (stats.skipped, stats.versions) == (1, 4)  # version 1 is given up, 2 to 5 are there
+        assert (stats.skipped, stats.checkpoints) == (1, 4)  # version 1 is given up, 2 to 5 are there
     said = [r.message for r in caplog.records if "given up" in r.message]
     assert len(said) == 1
     assert "step 1" in said[0]
@@ -274,15 +274,15 @@ def test_data_write_is_found_in_turn_in_a_large_model(pool, before_the_copies, c
 def held_steps(pool: Any) -> list[int]:
     reader = open_pool(str(pool))
     try:
-        return [version.step for version in reader.versions() if isinstance(version, Version)]
+        return [checkpoint.step for checkpoint in reader.checkpoints() if isinstance(checkpoint, StoredCheckpoint)]
     finally:
         reader.close()
 
 
 def copied(session: lightck.Session) -> None:
     """Wait until the copies of the open version are done, without helping."""
-    (flight,) = session._pipeline._flights
-    while flight.pending.job.info().state < COPIED:
+    (checkpoint,) = session._pipeline._in_flight
+    while checkpoint.pending.job.info().state < COPIED:
         time.sleep(0.001)
 
 
@@ -360,15 +360,15 @@ def written(model: nn.Module, optimizer: Any, session: Any) -> tuple[int, int]:
     return session.stats().bytes_written - before, session.stats().left_out
 
 
-def test_frozen_parameters_are_left_out_after_two_whole_versions(pool):
+def test_frozen_parameters_are_left_out_after_two_whole_checkpoints(pool):
     model, optimizer, session = frozen_run(pool)
     with session:
-        versions = [written(model, optimizer, session) for _ in range(5)]
+        checkpoints = [written(model, optimizer, session) for _ in range(5)]
         seen = everything(model, optimizer)
     base = 3 * ROWS * 16
-    assert [left_out for _, left_out in versions] == [0, 0, 3, 3, 3]
-    assert all(nbytes > base for nbytes, _ in versions[:2])
-    assert all(nbytes < base / 2 for nbytes, _ in versions[2:])
+    assert [left_out for _, left_out in checkpoints] == [0, 0, 3, 3, 3]
+    assert all(nbytes > base for nbytes, _ in checkpoints[:2])
+    assert all(nbytes < base / 2 for nbytes, _ in checkpoints[2:])
     assert is_step(lightck.recover(pool), seen)
 
 
@@ -392,7 +392,7 @@ def test_left_out_parameter_that_moved_comes_back(pool):
         assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_first_versions_after_attach_are_whole(pool):
+def test_first_checkpoints_after_attach_are_whole(pool):
     model, optimizer, session = frozen_run(pool)
     with session:
         for _ in range(4):
@@ -460,7 +460,7 @@ def stale_run(pool: Any, monkeypatch: Any, slots: int = 4) -> tuple[Any, ...]:
     model, optimizer, session = frozen_run(pool, slots=slots)
     for _ in range(5):
         written(model, optimizer, session)
-    monkeypatch.setattr(Resting, "audit", lambda *args: (set(), 0))
+    monkeypatch.setattr(UnchangedTensors, "audit", lambda *args: (set(), 0))
     model.base[1].data[7, 1] += 1.0
     for _ in range(2):
         written(model, optimizer, session)
@@ -498,12 +498,12 @@ def test_pins_of_stale_checkpoints_end_with_a_warning_and_older_ones_stay(pool, 
         good, seen = session.pin(), everything(model, optimizer)
         for _ in range(3):
             written(model, optimizer, session)
-        audit = Resting.audit
-        monkeypatch.setattr(Resting, "audit", lambda *args: (set(), 0))
+        audit = UnchangedTensors.audit
+        monkeypatch.setattr(UnchangedTensors, "audit", lambda *args: (set(), 0))
         model.base[1].data[7, 1] += 1.0
         written(model, optimizer, session)
         stale = session.pin()
-        monkeypatch.setattr(Resting, "audit", audit)
+        monkeypatch.setattr(UnchangedTensors, "audit", audit)
         written(model, optimizer, session)
         assert f"the pinned checkpoints of steps {stale.step} are struck" in caplog.text
         assert is_step(lightck.recover(pool, step=good.step), seen)
@@ -538,7 +538,7 @@ def test_parameter_whose_gradient_was_always_none_is_left_out_until_it_wakes(poo
         assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_left_out_bytes_survive_a_crash_in_each_later_version(pool):
+def test_left_out_bytes_survive_a_crash_in_each_later_checkpoint(pool):
     model, optimizer, session = frozen_run(pool)
     with session:
         for number in range(6):
@@ -578,7 +578,7 @@ def decay(model: Decayed, optimizer: Any, session: Any, steps: int) -> None:
     for number in range(session.step, steps):
         with torch.no_grad():
             model.last.mul_(0.5)
-        if session._pipeline._flights:
+        if session._pipeline._in_flight:
             copied(session)  # the batch takes its time: the copies end, that of ``last`` after the write to it
         optimizer.zero_grad()
         model(number).backward()

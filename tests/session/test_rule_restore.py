@@ -293,7 +293,7 @@ def test_objects_in_state_are_restored_before_the_optimizer(pool):
     assert called == [{}]
 
 
-def test_fresh_optimizer_loses_the_state_that_the_version_lacks(pool):
+def test_fresh_optimizer_loses_the_state_that_the_checkpoint_lacks(pool):
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:

@@ -164,7 +164,7 @@ def test_state_is_set_at_attach(pool):
         assert (np.random.rand(3) == expected[2]).all()
 
 
-def test_post_step_state_is_set_at_attach_where_a_forward_closed_the_version(pool):
+def test_post_step_state_is_set_at_attach_where_a_forward_closed_the_checkpoint(pool):
     """The loop draws the next batch again, from where it stood after the update."""
     model, optimizer = fresh(0)
     session = lightck.attach(model, pool, optimizer=optimizer)

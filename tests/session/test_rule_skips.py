@@ -32,7 +32,7 @@ OVERFLOWS = (False, True, True, False, False)
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("close", ["forward", "end_step"])
-def test_skipped_update_makes_no_version_and_counts_an_iteration(pool, fused, close):
+def test_skipped_update_makes_no_checkpoint_and_counts_an_iteration(pool, fused, close):
     model, optimizer, scaler = mixed(fused)
     held = {}
     with lightck.attach(model, pool, optimizer=optimizer) as session:
@@ -47,7 +47,7 @@ def test_skipped_update_makes_no_version_and_counts_an_iteration(pool, fused, cl
             counted.append((session.step, session.iteration))
             model.zero_grad()
         assert counted == [(1, 1), (1, 2), (1, 3), (2, 4), (3, 5)]
-        assert session.stats().versions <= 3
+        assert session.stats().checkpoints <= 3
         assert session.stats().skipped == (2 if fused else 0)
     for step in (2, 3):
         checkpoint = lightck.recover(pool, step=step)
@@ -56,7 +56,7 @@ def test_skipped_update_makes_no_version_and_counts_an_iteration(pool, fused, cl
         assert checkpoint.iteration == step + 2
 
 
-def test_skipped_first_update_makes_no_version(pool):
+def test_skipped_first_update_makes_no_checkpoint(pool):
     model, optimizer, scaler = mixed(fused=True)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         for number in range(2):
@@ -144,7 +144,7 @@ def test_step_that_calls_the_step_of_its_base_class_is_one_update(pool):
             assert is_step(lightck.recover(pool), seen)
 
 
-def test_step_that_raised_leaves_no_version(pool):
+def test_step_that_raised_leaves_no_checkpoint(pool):
     model = net()
 
     class Broken(torch.optim.SGD):

@@ -260,7 +260,7 @@ def grown(session: Any, model: Any, optimizer: Any, box: Box) -> None:
 
 
 @pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed", "body", "word", "ack"])
-def test_kill_while_the_pool_moves_to_a_new_file_leaves_the_old_version(folder, pool, site):
+def test_kill_while_the_pool_moves_to_a_new_file_leaves_the_old_checkpoint(folder, pool, site):
     model = net()
     optimizer = adam(model)
 

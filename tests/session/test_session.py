@@ -213,10 +213,10 @@ def test_stats_are_a_frozen_record_that_makes_sense(pool):
         session.flush()
         stats = session.stats()
         with pytest.raises(dataclasses.FrozenInstanceError):
-            stats.versions = 9
+            stats.checkpoints = 9
     size = sum(t.numel() * 4 for t in model.parameters()) * 3
-    assert (before.versions, before.bytes_written, before.committed) == (0, 0, None)
-    assert (stats.versions, stats.committed, stats.skipped, stats.recopied, stats.left_out) == (4, 4, 0, 0, 0)
+    assert (before.checkpoints, before.bytes_written, before.committed) == (0, 0, None)
+    assert (stats.checkpoints, stats.committed, stats.skipped, stats.recopied, stats.left_out) == (4, 4, 0, 0, 0)
     assert 4 * size < stats.bytes_written < 4 * size + 4 * (64 << 10)
     assert 0 <= stats.bytes_helped <= stats.bytes_written
     assert 0 < stats.wait_seconds <= stats.stall_seconds
@@ -255,7 +255,7 @@ def test_interval_saves_every_nth_step(pool):
             if number == 5:
                 sixth = everything(model, optimizer)
         assert (session.step, session.iteration) == (8, 7)
-        assert session.stats().versions == 2
+        assert session.stats().checkpoints == 2
         image = crashed(pool)
     assert committed == [None, None, None, 3, 3, 3, 6, 6]
     assert is_step(lightck.recover(image), sixth)
@@ -265,7 +265,7 @@ def test_interval_saves_every_nth_step(pool):
         assert session.committed == 9
 
 
-def test_slots_keep_that_many_versions(pool):
+def test_slots_keep_that_many_checkpoints(pool):
     model = net()
     optimizer = adam(model)
     held = {}
@@ -330,7 +330,7 @@ def test_overwrite_discards(pool):
     assert lightck.recover(pool).step == 1
 
 
-def test_overwrite_discards_before_the_first_version(pool):
+def test_overwrite_discards_before_the_first_checkpoint(pool):
     """Also where the layout cannot be foreseen: a crash must not bring the discarded training back."""
     pool_with(pool, steps=5)
     model = net(seed=8)
@@ -424,7 +424,7 @@ def test_late_optimizer_on_a_pool_with_optimizer_state_names_the_cure(pool):
 # -- the conditions -------------------------------------------------------------------------------------------------
 
 
-def test_other_conditions_are_told_in_one_line(pool, caplog):
+def test_other_conditions_are_reported_in_one_line(pool, caplog):
     pool_with(pool)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -518,7 +518,7 @@ def test_every_optimizer_resumes_bit_identical(pool, build):
     assert same(everything(other, other_optimizer), everything(model, optimizer))
 
 
-def test_loaders_are_told_apart_by_name(pool):
+def test_loaders_are_distinguished_by_name(pool):
     model = net()
     with lightck.attach(model, pool, optimizer=adam(model)) as session:
         first = session.loader(DataLoader([1, 2]))
@@ -655,7 +655,7 @@ def test_a_loader_is_not_iterated_beside_the_training(pool):
         assert session.iteration == 1
 
 
-def test_several_updates_on_one_batch_are_told_once(pool, caplog):
+def test_several_updates_on_one_batch_are_reported_once(pool, caplog):
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
@@ -670,7 +670,7 @@ def test_several_updates_on_one_batch_are_told_once(pool, caplog):
 
 
 @pytest.mark.parametrize(("interval", "said"), [(1, 3), (3, 9)])
-def test_several_steps_that_end_on_one_batch_are_told_once(pool, caplog, interval, said):
+def test_several_steps_that_end_on_one_batch_are_reported_once(pool, caplog, interval, said):
     """At the second such batch: one is given where a loop turns to other data. Only versions that are saved count."""
     model = net()
     optimizer = adam(model)
@@ -682,7 +682,7 @@ def test_several_steps_that_end_on_one_batch_are_told_once(pool, caplog, interva
     assert caplog.text.count(f"step {said} ended within a batch") == caplog.text.count("within a batch") == 1
 
 
-def test_a_loop_over_one_loader_inside_that_over_another_is_told_once(pool, caplog):
+def test_a_loop_over_one_loader_inside_that_over_another_is_reported_once(pool, caplog):
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
@@ -793,7 +793,7 @@ def _a_turn_to_batches_by_hand(session: Any, model: Any, step: Callable[[], None
         (_a_turn_to_batches_by_hand, 1),
     ],
 )
-def test_a_loop_whose_steps_end_with_their_batches_is_told_nothing(pool, caplog, loop, interval):
+def test_a_loop_whose_steps_end_with_their_batches_is_reported_nothing(pool, caplog, loop, interval):
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, interval=interval) as session:
@@ -877,14 +877,14 @@ def _anew(loader: Any) -> Any:
 
 @pytest.mark.parametrize("killed", range(3, 8))
 @pytest.mark.parametrize("begin", [_endless, _anew])
-def test_an_evaluation_that_is_held_in_mid_pass_ends_no_version(folder, pool, commits_early, begin, killed):
+def test_an_evaluation_that_is_held_in_mid_pass_ends_no_checkpoint(folder, pool, commits_early, begin, killed):
     """Updates were made since it was fetched from, on batches of another loader."""
     plain = _with_evaluations(folder / "plain.pool", begin)
     _with_evaluations(pool, begin, killed)
     assert _with_evaluations(folder / "crashed.pool", begin) == plain[killed:]
 
 
-def test_a_batch_that_was_fetched_in_eval_mode_before_its_version_closed_is_told(pool, caplog):
+def test_a_batch_that_was_fetched_in_eval_mode_before_its_checkpoint_closed_is_reported(pool, caplog):
     """The first pass of a loader: an evaluation, or a training that calls ``model.train()`` late."""
     model = net()
     optimizer = adam(model)

@@ -17,12 +17,12 @@ from toys import BIG, adam, everything, is_step, net, train
 import lightck
 from lightck.errors import SessionError
 from lightck.pipeline.plan import Strategy, TargetSlot, WritePlan
-from lightck.pipeline.write_table import Columns, Record
+from lightck.pipeline.write_table import TensorRecord, WriteTable
 from lightck.state.inventory import Live
-from lightck.state.looks import Closing
+from lightck.state.signatures import ClosedStep
 
 
-class Watched:
+class SourceWatch:
     """A strategy whose plans are looked at."""
 
     def __init__(self, strategy: Strategy) -> None:
@@ -30,11 +30,11 @@ class Watched:
         self.plans: list[WritePlan] = []
         self.stored: list[set[int]] = []
 
-    def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
+    def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
         asked = Asked(slot)
         before = copy.deepcopy([numbers(table) for table in tables])
-        plan = self.strategy.plan(closing, tables, asked)
-        again = self.strategy.plan(closing, tables, asked)
+        plan = self.strategy.plan(closed_step, tables, asked)
+        again = self.strategy.plan(closed_step, tables, asked)
         assert described(plan) == described(again), "it was asked twice of one step, and said two things"
         assert [numbers(table) for table in tables] == before, "it changed what it was given"
         self.plans.append(plan)
@@ -50,12 +50,12 @@ class Asked:
         self.stored: set[int] = set()
         """Records that the plan was told it may leave out."""
 
-    def is_stored(self, live: Live, record: Record) -> bool:
+    def is_stored(self, live: Live, record: TensorRecord) -> bool:
         if self.slot.is_stored(live, record):
             self.stored.add(record.number)
         return record.number in self.stored
 
-    def generation_of(self, record: Record) -> int | None:
+    def generation_of(self, record: TensorRecord) -> int | None:
         generation = self.slot.generation_of(record)
         if generation is not None:
             self.stored.add(record.number)
@@ -70,23 +70,23 @@ class SameBytes:
         self.given: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
         """(slot, record) -> step -> bytes."""
 
-    def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
-        full = lightck.FullState().plan(closing, tables, slot)
+    def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
+        full = lightck.FullState().plan(closed_step, tables, slot)
         written = [one for table in tables for one in table.written]
         for live, record in written:
-            self.given.setdefault((slot.index, record.number), {})[closing.step] = live.tensor.detach().clone()
-        same = tuple((live, record) for live, record in written if self._is_same(record, closing.step, slot))
+            self.given.setdefault((slot.index, record.number), {})[closed_step.step] = live.tensor.detach().clone()
+        same = tuple((live, record) for live, record in written if self._is_same(record, closed_step.step, slot))
         rest = tuple(table.without({record.number for _, record in same}) for table in tables)
-        return WritePlan(closing, rest, full.now, full.unchanged + same)
+        return WritePlan(closed_step, rest, full.now, full.unchanged + same)
 
-    def _is_same(self, record: Record, step: int, slot: TargetSlot) -> bool:
+    def _is_same(self, record: TensorRecord, step: int, slot: TargetSlot) -> bool:
         given = self.given[slot.index, record.number]
         before = max((one for one in given if one < step), default=None)
         lies_there = slot.generation_of(record) is not None and before is not None
         return lies_there and torch.equal(given[before], given[step])
 
 
-def numbers(table: Columns) -> list[int]:
+def numbers(table: WriteTable) -> list[int]:
     """Records that have their place in the table itself."""
     return [*table.numbers.tolist(), *table.present, *(one.record.number for one in table.staged)]
 
@@ -101,7 +101,7 @@ STRATEGIES = [lightck.FullState, SameBytes]
 
 
 @pytest.fixture(params=STRATEGIES)
-def run(request: pytest.FixtureRequest, pool: Path) -> tuple[Watched, nn.Module, torch.optim.Optimizer]:
+def run(request: pytest.FixtureRequest, pool: Path) -> tuple[SourceWatch, nn.Module, torch.optim.Optimizer]:
     """Twelve steps of a model with a large layer, a frozen one, a buffer and an empty tensor."""
     torch.manual_seed(0)
     model = net(BIG)
@@ -109,7 +109,7 @@ def run(request: pytest.FixtureRequest, pool: Path) -> tuple[Watched, nn.Module,
     model.register_buffer("empty", torch.zeros(0))
     model[0].weight.requires_grad_(False)
     optimizer = adam(model)
-    watched = Watched(request.param())
+    watched = SourceWatch(request.param())
     with lightck.attach(model, pool, optimizer=optimizer, strategy=watched):
         train(model, optimizer, 12)
     return watched, model, optimizer
@@ -123,7 +123,7 @@ def test_every_tensor_has_one_place(run):
         single = {record.number for table in plan.tables for _, record in table.single}
         assert set(now) <= single <= set(now + unchanged)
         everywhere = in_tables + now + unchanged
-        assert len(everywhere) == len(set(everywhere)) == len(plan.closing.lives)
+        assert len(everywhere) == len(set(everywhere)) == len(plan.closed_step.lives)
 
 
 def test_what_is_left_out_lies_in_the_slot(run):
@@ -148,8 +148,8 @@ def test_a_strategy_decides_what_is_written(pool):
     """One that says that nothing is left out: then nothing is."""
 
     class Whole:
-        def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
-            return WritePlan(closing, tuple(tables), tuple(one for table in tables for one in table.single), ())
+        def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
+            return WritePlan(closed_step, tuple(tables), tuple(one for table in tables for one in table.single), ())
 
     model = net(BIG)
     model[0].weight.requires_grad_(False)
@@ -169,8 +169,8 @@ def test_what_is_no_strategy_is_refused(pool):
 
 def test_a_plan_that_leaves_out_what_the_slot_lacks_is_refused(pool):
     class Lies:
-        def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
-            return WritePlan(closing, tuple(tables), (), tuple(one for table in tables for one in table.single))
+        def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
+            return WritePlan(closed_step, tuple(tables), (), tuple(one for table in tables for one in table.single))
 
     model = net(BIG)
     model[0].weight.requires_grad_(False)
@@ -186,7 +186,7 @@ def test_what_updates_leave_as_it_was_can_be_left_out(pool):
     model = net(BIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].weight.register_hook(torch.zeros_like)
-    watched = Watched(SameBytes())
+    watched = SourceWatch(SameBytes())
     with lightck.attach(model, pool, optimizer=optimizer, strategy=watched):
         train(model, optimizer, 8)
     left_out = [{live.name for live, _ in plan.unchanged} for plan in watched.plans]
@@ -198,8 +198,8 @@ def test_what_updates_leave_as_it_was_can_be_left_out(pool):
 
 def test_a_plan_that_forgets_a_tensor_is_refused(pool):
     class Forgets:
-        def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
-            plan = lightck.FullState().plan(closing, tables, slot)
+        def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
+            plan = lightck.FullState().plan(closed_step, tables, slot)
             return replace(plan, tables=tuple(table.without({0}) for table in plan.tables))
 
     model = net()
@@ -210,12 +210,12 @@ def test_a_plan_that_forgets_a_tensor_is_refused(pool):
     session.abandon()
 
 
-def test_early_copies_are_for_plans_that_write_all(pool):
+def test_eager_copies_are_for_plans_that_write_all(pool):
     """A layer-wise update copies ahead of the plan, so what a plan may leave out is never copied ahead."""
 
     class Parts:
-        def plan(self, closing: Closing, tables: Sequence[Columns], slot: TargetSlot) -> WritePlan:
-            plan = lightck.FullState().plan(closing, tables, slot)
+        def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
+            plan = lightck.FullState().plan(closed_step, tables, slot)
             return replace(plan, tables=tuple(copy.copy(table) for table in plan.tables))
 
     model = net(BIG)
@@ -224,5 +224,5 @@ def test_early_copies_are_for_plans_that_write_all(pool):
     with lightck.attach(model, pool, optimizer=optimizer, strategy=Parts()) as session:
         for number in range(6):
             train(model, optimizer, 1, start=number)
-            assert session._pipeline.early.draft is None
+            assert session._pipeline.eager.reservation is None
     assert is_step(lightck.recover(pool), everything(model, optimizer))

@@ -37,7 +37,7 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def train(pool: str, told: int) -> None:
+def train(pool: str, reported: int) -> None:
     """For ever; tells of each update by a line."""
     model, optimizer = parts()
     session = lightck.attach(model, pool, optimizer=optimizer, resume=True)
@@ -45,7 +45,7 @@ def train(pool: str, told: int) -> None:
         optimizer.zero_grad()
         model(torch.randn(2, 1024)).square().mean().backward()
         optimizer.step()
-        os.write(told, f"{session.step}\n".encode())
+        os.write(reported, f"{session.step}\n".encode())
 
 
 def seconds_of_one(pool: str, rng: random.Random) -> tuple[float, int]:

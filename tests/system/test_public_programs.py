@@ -31,7 +31,7 @@ def test_a_patch_says_how_many_lines_are_ours(tmp_path: Path) -> None:
     assert "x()" in (tmp_path / "main.py").read_text()
 
 
-def test_a_difference_that_nobody_was_told_of_is_silent() -> None:
+def test_a_difference_that_nobody_was_reported_of_is_silent() -> None:
     chain = {"error": None, "error_in": None, "differs": ["weights/a"], "warnings": []}
     assert report.outcome(chain) == report.SILENT
     assert report.outcome({**chain, "warnings": ["loader"]}) == report.WARNED

@@ -83,7 +83,7 @@ def run(model: Any, optimizer: Any, session: Any, steps: int, start: int = 0, *,
 
 
 @pytest.mark.parametrize("width", [8, BIG])
-def test_every_nth_version_is_exported(pool, to, width):
+def test_every_nth_checkpoint_is_exported(pool, to, width):
     model, optimizer, session = started(pool, lightck.Keep(every=3, to=to), width)
     seen = run(model, optimizer, session, 10)
     session.close()
@@ -118,7 +118,7 @@ def test_close_finishes_the_export_that_is_due(pool, to):
     assert same(safetensors.torch.load_file(file(to, 2)), seen)
 
 
-def test_interval_between_versions_is_respected(pool, to):
+def test_interval_between_checkpoints_is_respected(pool, to):
     """Versions exist at 3, 6, 9, 12: what is due at 5 and 10 is the first version after."""
     model, optimizer, session = started(pool, lightck.Keep(every=5, to=to), interval=3)
     with session:
@@ -139,10 +139,10 @@ class Gate:
         self.reached = threading.Event()
         real = keep_module.parse
 
-        def parse(version: Any) -> Any:
+        def parse(checkpoint: Any) -> Any:
             self.reached.set()
             assert self.open.wait(30)
-            return real(version)
+            return real(checkpoint)
 
         patch.setattr(keep_module, "parse", parse)
 
@@ -261,7 +261,7 @@ def test_files_of_others_are_never_touched(pool, folder, to):
     assert not file(to, 2).exists()
 
 
-def test_name_that_is_taken_by_a_file_of_others_is_told(pool, to):
+def test_name_that_is_taken_by_a_file_of_others_is_reported(pool, to):
     to.mkdir()
     file(to, 2).write_text("mine")
     model, optimizer, session = started(pool, lightck.Keep(every=2, to=to))
@@ -318,7 +318,7 @@ def test_wrong_arguments_are_refused(pool, to):
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_full_folder_is_told_at_the_next_step_and_training_can_go_on(pool, to):
+def test_full_folder_is_reported_at_the_next_step_and_training_can_go_on(pool, to):
     def work() -> None:
         if not mount_small(to):
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -343,7 +343,7 @@ def test_full_folder_is_told_at_the_next_step_and_training_can_go_on(pool, to):
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
-def test_a_dtype_that_cannot_be_kept_is_told_with_what_can_be_done(pool, to, dtype):
+def test_a_dtype_that_cannot_be_kept_is_reported_with_what_can_be_done(pool, to, dtype):
     model = net()
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, keep=lightck.Keep(every=1, to=to))
@@ -362,7 +362,7 @@ def test_a_dtype_that_cannot_be_kept_is_told_with_what_can_be_done(pool, to, dty
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_a_dtype_that_cannot_be_kept_is_told_before_the_training(pool, to):
+def test_a_dtype_that_cannot_be_kept_is_reported_before_the_training(pool, to):
     model = net()
     model.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
     with pytest.raises(StateValueError, match="'model/wide' has dtype complex128, which safetensors") as caught:
@@ -421,7 +421,7 @@ def test_error_is_forgotten_after_an_export_that_went_well(pool, to):
     assert file(to, 4).exists()
 
 
-def test_damaged_version_is_not_exported(pool, to, gate):
+def test_damaged_checkpoint_is_not_exported(pool, to, gate):
     model, optimizer, session = started(pool, lightck.Keep(every=2, to=to), BIG)
     run(model, optimizer, session, 2, wait=False)
     assert gate.reached.wait(30)

@@ -13,6 +13,7 @@ from toys import (
     adam,
     alive,
     batch,
+    checkpoints,
     crashed,
     damage,
     everything,
@@ -22,7 +23,6 @@ from toys import (
     net,
     same,
     train,
-    versions,
 )
 
 import lightck
@@ -37,12 +37,12 @@ def started(pool: Any, width: int = 8, **options: Any) -> tuple[Any, Any, Any]:
 
 
 def held(pool: Any) -> list[int]:
-    return sorted(version.step for version in versions(pool))
+    return sorted(checkpoint.step for checkpoint in checkpoints(pool))
 
 
 @pytest.mark.parametrize("slots", [None, 2, 3])
 @pytest.mark.parametrize("width", [8, BIG])
-def test_pinned_version_stays_while_the_training_goes_on(pool, slots, width):
+def test_pinned_checkpoint_stays_while_the_training_goes_on(pool, slots, width):
     model, optimizer, session = started(pool, width, slots=slots)
     train(model, optimizer, 3)
     seen = everything(model, optimizer)
@@ -91,7 +91,7 @@ def test_several_pins(pool):
     assert 4 not in held(pool)
 
 
-def test_same_version_pinned_twice_needs_both_releases(pool):
+def test_same_checkpoint_pinned_twice_needs_both_releases(pool):
     model, optimizer, session = started(pool)
     train(model, optimizer, 1)
     first, second = session.pin(), session.pin()
@@ -128,7 +128,7 @@ def test_pin_before_any_step_holds_step_0(pool):
 
 
 @pytest.mark.parametrize("change", ["new group", "larger state", "other kind"])
-def test_pinned_version_moves_to_a_new_pool_file(pool, change):
+def test_pinned_checkpoint_moves_to_a_new_pool_file(pool, change):
     """Whatever makes the pool need a new file: the pinned version is in it, as it was."""
 
     class Box:
@@ -147,7 +147,7 @@ def test_pinned_version_moves_to_a_new_pool_file(pool, change):
     train(model, optimizer, 2)
     seen = everything(model, optimizer)
     pin = session.pin()
-    uuid = versions(pool)[0].reader.superblock.uuid
+    uuid = checkpoints(pool)[0].reader.superblock.uuid
     if change == "new group":
         extra = torch.nn.Parameter(torch.ones(1 << 19))
         model.register_parameter("extra", extra)
@@ -161,7 +161,7 @@ def test_pinned_version_moves_to_a_new_pool_file(pool, change):
         model(batch(number)).square().sum().backward()
         optimizer.step()
     session.flush()
-    assert versions(pool)[0].reader.superblock.uuid != uuid, "it did move"
+    assert checkpoints(pool)[0].reader.superblock.uuid != uuid, "it did move"
     checkpoint = lightck.recover(pool, step=2)
     assert is_step(checkpoint, seen)
     assert same(checkpoint.state["box"]["value"], torch.arange(2000.0))
@@ -170,7 +170,7 @@ def test_pinned_version_moves_to_a_new_pool_file(pool, change):
     assert lightck.recover(pool).step == 6
 
 
-def test_pinned_version_that_is_damaged_is_told_where_the_pool_has_to_move(pool):
+def test_pinned_checkpoint_that_is_damaged_is_reported_where_the_pool_has_to_move(pool):
     model, optimizer, session = started(pool)
     train(model, optimizer, 1)
     pin = session.pin()
@@ -274,7 +274,7 @@ def test_resume_after_pins_loses_no_more_than_two_slots_would(pool):
             assert lightck.recover(crashed(pool)).step >= number
 
 
-def test_pin_of_a_resumed_version_before_the_first_step(pool):
+def test_pin_of_a_resumed_checkpoint_before_the_first_step(pool):
     model, optimizer, session = started(pool)
     train(model, optimizer, 3)
     seen = everything(model, optimizer)
@@ -322,7 +322,7 @@ def test_a_release_on_another_thread_leaves_a_pin_that_is_taken_meanwhile(pool):
         releasing.start()
         two = session.pin()
         releasing.join()
-        assert holds.held(writer) == {two._hold.line.slot}
+        assert holds.held(writer) == {two._hold.record.slot}
         one = two
     train(model, optimizer, 5, start=30)
     session.flush()
@@ -347,7 +347,7 @@ def test_a_pin_released_while_the_pool_gets_its_new_file_holds_nothing_there(poo
     train(model, optimizer, 1)
     two = session.pin()
     holds, writer = session._steps.commits.beside.holds, session._pipeline.pool.writer
-    assert holds.held(writer) == {two._hold.line.slot}
+    assert holds.held(writer) == {two._hold.record.slot}
     two.release()
     assert not holds.held(writer)
     session.close()

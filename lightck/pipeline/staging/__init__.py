@@ -6,8 +6,8 @@
                started
     engine     copies the group from host memory into the slot, or sums up what the device put there itself
 
-Three ways (``ways.py``), called by the objects that a user may choose among (``kinds.py``); ``choice.py`` chooses where
-the user does not.
+There are three transfer methods (``methods.py``). A user may choose one (``kinds.py``); ``choice.py`` chooses where the
+user does not.
 
 Invariants: a place is written only while no job reads from it, and its job reads only what has arrived; of a slot, only
 after its header says that it holds no version. The gate is as ever: no update is even queued while a tensor that it

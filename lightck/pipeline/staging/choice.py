@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from lightck.pipeline.staging.kinds import Kind
-from lightck.pipeline.staging.ways import Way
+from lightck.pipeline.staging.methods import TransferMethod
 
 log = logging.getLogger("lightck")
 
@@ -24,77 +24,77 @@ class Choice:
     """Among these, in the order of what they need, least first; ``is_made``: the first of them that can be gone. One of
     them, ``Host()``, always can."""
 
-    def __init__(self, ways: Sequence[Way], *, is_made: bool = False) -> None:
-        self._ways = list(ways)
+    def __init__(self, methods: Sequence[TransferMethod], *, is_made: bool = False) -> None:
+        self._methods = list(methods)
         self._found: dict[Kind, float] = {}
         """The least stall of a version, in seconds."""
         self._at = 0
         self._over = -WARM_UP
         """Versions by the way whose turn it is."""
         self._before: float | None = None
-        self._left: list[Way] = []
-        self._is_made = is_made or len(self._ways) == 1
+        self._left: list[TransferMethod] = []
+        self._is_made = is_made or len(self._methods) == 1
 
     @property
-    def way(self) -> Way:
+    def method(self) -> TransferMethod:
         """Whose turn it is."""
-        return self._ways[self._at]
+        return self._methods[self._at]
 
     @property
     def is_made(self) -> bool:
         """Versions go this way from here on."""
         return self._is_made
 
-    def take_left(self) -> list[Way]:
+    def take_left(self) -> list[TransferMethod]:
         """Those that are not gone any more, told once after each decision."""
         left, self._left = self._left, []
         return left
 
-    def next(self, stall_seconds: float) -> Way:
+    def next(self, stall_seconds: float) -> TransferMethod:
         """The way of the version that begins now; ``stall_seconds``: of the session so far."""
         if not self._is_made:
             before, self._before = self._before, stall_seconds
             if before is not None:
                 self._note(stall_seconds - before)
-        return self.way
+        return self.method
 
-    def unavailable(self, why: str) -> Way:
+    def unavailable(self, why: str) -> TransferMethod:
         """The way whose turn it is cannot be gone: another one."""
-        log.info("lightck: tensors do not leave their device by %s: %s", self.way.kind, why)
-        self._found.pop(self.way.kind, None)
-        del self._ways[self._at]
+        log.info("lightck: tensors do not leave their device by %s: %s", self.method.kind, why)
+        self._found.pop(self.method.kind, None)
+        del self._methods[self._at]
         self._over = min(self._over, 0)
-        if self._is_made or self._at == len(self._ways) or len(self._ways) == 1:
+        if self._is_made or self._at == len(self._methods) or len(self._methods) == 1:
             self._decide()
-        return self.way
+        return self.method
 
     def forget(self) -> None:
         """All give back what they hold. Nothing is under way."""
-        for way in self._ways:
-            way.forget()
+        for method in self._methods:
+            method.forget()
 
     def _note(self, seconds: float) -> None:
         """The last version is over, and held the training up for so long."""
         self._over += 1
         if self._over >= 2:
-            self._found[self.way.kind] = min(seconds, self._found.get(self.way.kind, seconds))
+            self._found[self.method.kind] = min(seconds, self._found.get(self.method.kind, seconds))
         if self._over == TRIALS:
             self._at, self._over = self._at + 1, 0
-            if self._at == len(self._ways):
+            if self._at == len(self._methods):
                 self._decide()
 
     def _decide(self) -> None:
         best = min(self._found.values(), default=math.inf)
-        alike = [n for n, way in enumerate(self._ways) if self._cost(way) <= _ALIKE * best + _ALIKE_SECONDS]
+        alike = [n for n, method in enumerate(self._methods) if self._cost(method) <= _ALIKE * best + _ALIKE_SECONDS]
         self._at, self._is_made = alike[0], True
-        self._left = [way for way in self._ways if way is not self.way]
-        if len(self._ways) > 1:
+        self._left = [method for method in self._methods if method is not self.method]
+        if len(self._methods) > 1:
             costs = ", ".join(f"{kind} {1e3 * seconds:.2f} ms" for kind, seconds in self._found.items())
             log.info(
                 "lightck: tensors leave their device by %s from here on (a version held the training up: %s)",
-                self.way.kind,
+                self.method.kind,
                 costs,
             )
 
-    def _cost(self, way: Way) -> float:
-        return self._found.get(way.kind, math.inf)
+    def _cost(self, method: TransferMethod) -> float:
+        return self._found.get(method.kind, math.inf)

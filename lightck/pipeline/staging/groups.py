@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightck.pipeline.write_table import Staged
+from lightck.pipeline.write_table import StagedTensor
 from lightck.pool.engine import Job
-from lightck.state.lanes import Arrival, Lane
+from lightck.state.device_transfers import Arrival, DeviceTransfer
 
 log = logging.getLogger("lightck")
 
@@ -46,37 +46,37 @@ class Segment:
         self.arrivals = []
 
 
-class Ring:
+class PinnedRing:
     """Segments in turn. One that has become too small is left to who still reads it."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
         self._turn = 0
-        self._lane: Lane | None = None
+        self._transfer: DeviceTransfer | None = None
 
-    def next(self, lane: Lane, nbytes: int) -> Segment:
+    def next(self, transfer: DeviceTransfer, nbytes: int) -> Segment:
         self._turn += 1
         at = self._turn % SEGMENTS
-        self._lane = lane
+        self._transfer = transfer
         if len(self._segments) < SEGMENTS:
-            self._segments = [Segment(_host_memory(lane, nbytes)) for _ in range(SEGMENTS)]
+            self._segments = [Segment(_host_memory(transfer, nbytes)) for _ in range(SEGMENTS)]
         if self._segments[at].memory.numel() < nbytes:
-            self._segments[at] = Segment(_host_memory(lane, nbytes))
+            self._segments[at] = Segment(_host_memory(transfer, nbytes))
         return self._segments[at]
 
     def forget(self) -> None:
         """Give the memory back. Nothing is under way."""
         self._segments = []
-        if self._lane is not None:
-            self._lane.give_back()
-            self._lane = None
+        if self._transfer is not None:
+            self._transfer.give_back()
+            self._transfer = None
 
 
 @dataclass(slots=True)
 class Group:
     """Tensors that travel together, and the job that waits for them."""
 
-    tensors: list[Staged]
+    tensors: list[StagedTensor]
     sources: list[torch.Tensor]
     """Memory on the device: theirs as it was at the boundary, also where .data is replaced meanwhile; or of a copy."""
     places: list[torch.Tensor]
@@ -86,29 +86,29 @@ class Group:
     in_order: bool
     """They were sent at the boundary itself."""
 
-    def pairs(self) -> dict[Lane, list[tuple[torch.Tensor, torch.Tensor]]]:
+    def pairs(self) -> dict[DeviceTransfer, list[tuple[torch.Tensor, torch.Tensor]]]:
         """By lane: places, and what goes there."""
-        found: dict[Lane, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        found: dict[DeviceTransfer, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for one, source, place in zip(self.tensors, self.sources, self.places, strict=True):
-            found.setdefault(one.lane, []).append((place, source))
+            found.setdefault(one.transfer, []).append((place, source))
         return found
 
     def send_in_order(self) -> None:
         """On the training thread."""
         self.segment.free()
         self.segment.reader = self.job
-        for lane, pairs in self.pairs().items():
-            self.segment.arrivals.append(lane.send_in_order(pairs))
+        for transfer, pairs in self.pairs().items():
+            self.segment.arrivals.append(transfer.send_in_order(pairs))
 
-    def bring(self, marks: dict[Lane, Arrival]) -> None:
+    def bring(self, marks: dict[DeviceTransfer, Arrival]) -> None:
         """Send it, wait until it has arrived, and start its job; unless the version was given up."""
         if not self.in_order:
             self.segment.free()
             if not self.job.needs_sources:
                 return
             self.segment.reader = self.job
-            for lane, pairs in self.pairs().items():
-                self.segment.arrivals.append(lane.send(pairs, marks[lane]))
+            for transfer, pairs in self.pairs().items():
+                self.segment.arrivals.append(transfer.send(pairs, marks[transfer]))
         for arrival in self.segment.arrivals:
             arrival.synchronize()
         self.job.start()
@@ -120,12 +120,12 @@ class Group:
                 arrival.synchronize()
 
 
-def parted(tensors: Sequence[Staged], parts_max: int) -> list[list[Staged]]:
+def parted(tensors: Sequence[StagedTensor], parts_max: int) -> list[list[StagedTensor]]:
     """In their order, in at most so many parts of about one size."""
     if parts_max < 1:
         return []
     share = max(GROUP_NBYTES_MIN, -(-sum(one.record.nbytes for one in tensors) // parts_max))
-    parts: list[list[Staged]] = []
+    parts: list[list[StagedTensor]] = []
     filled = share
     for one in tensors:
         if filled >= share:
@@ -136,7 +136,7 @@ def parted(tensors: Sequence[Staged], parts_max: int) -> list[list[Staged]]:
     return parts
 
 
-def laid_out(tensors: Sequence[Staged]) -> tuple[list[int], int]:
+def laid_out(tensors: Sequence[StagedTensor]) -> tuple[list[int], int]:
     """Where each begins in a piece of memory, and how long that has to be."""
     offsets, at = [], 0
     for one in tensors:
@@ -145,11 +145,11 @@ def laid_out(tensors: Sequence[Staged]) -> tuple[list[int], int]:
     return offsets, at
 
 
-def _host_memory(lane: Lane, nbytes: int) -> torch.Tensor:
+def _host_memory(transfer: DeviceTransfer, nbytes: int) -> torch.Tensor:
     # A version may be closed inside an evaluation, or where another device is the default.
     with torch.inference_mode(False), torch.device("cpu"):
         try:
-            return lane.memory(nbytes)
+            return transfer.memory(nbytes)
         except RuntimeError as err:
             log.info(
                 "lightck: %d bytes of host memory cannot be pinned (%s): devices write to it more slowly", nbytes, err

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from lightck.errors import LightckError
 from lightck.pipeline.staging.groups import Group
 from lightck.pool.engine import COPIED, Job
-from lightck.state.lanes import Arrival, Lane
+from lightck.state.device_transfers import Arrival, DeviceTransfer
 from lightck.stats import Meter
 
 _LOOK_SECONDS = 0.1
@@ -21,7 +21,7 @@ _LOOK_SECONDS = 0.1
 @dataclass(slots=True)
 class _Task:
     groups: list[Group]
-    marks: dict[Lane, Arrival]
+    marks: dict[DeviceTransfer, Arrival]
     jobs: list[Job]
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -36,7 +36,7 @@ class Pump:
         self._thread = threading.Thread(target=self._run, name="lightck-staging", daemon=True)
         self._thread.start()
 
-    def take(self, groups: list[Group], marks: dict[Lane, Arrival]) -> None:
+    def take(self, groups: list[Group], marks: dict[DeviceTransfer, Arrival]) -> None:
         task = _Task(groups, marks, [group.job for group in groups])
         self._last = task
         self._tasks.put(task)
@@ -71,7 +71,7 @@ class Pump:
             groups, marks = task.groups, task.marks
             for group in groups:
                 try:
-                    group.tensors[0].lane.enter()
+                    group.tensors[0].transfer.enter()
                     group.bring(marks)
                 except BaseException as err:
                     group.drain()

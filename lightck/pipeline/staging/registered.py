@@ -10,14 +10,14 @@ import torch
 
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
-from lightck.state.lanes import Lane
+from lightck.state.device_transfers import DeviceTransfer
 
 
 class RegisteredPool:
     """Of one writer, until ``release`` or until its mapping goes. ``RuntimeError`` where a device's driver refuses.
     ``settle`` waits until nothing is on its way there."""
 
-    def __init__(self, writer: PoolWriter, lanes: Sequence[Lane], settle: Callable[[], None]) -> None:
+    def __init__(self, writer: PoolWriter, transfers: Sequence[DeviceTransfer], settle: Callable[[], None]) -> None:
         self._writer: PoolWriter | None = writer
         self._pid = os.getpid()
         self._settle = settle
@@ -25,11 +25,11 @@ class RegisteredPool:
         buffer = (ctypes.c_char * medium.nbytes).from_address(medium.address)
         with torch.inference_mode(False):  # a version may be closed inside an evaluation
             self.memory = torch.frombuffer(buffer, dtype=torch.uint8)
-        self._lanes: list[Lane] = []
+        self._transfers: list[DeviceTransfer] = []
         try:
-            for lane in lanes:
-                lane.register(self.memory)
-                self._lanes.append(lane)
+            for transfer in transfers:
+                transfer.register(self.memory)
+                self._transfers.append(transfer)
         except RuntimeError:
             self.release()
             raise
@@ -45,9 +45,9 @@ class RegisteredPool:
         return self.memory[at : at + nbytes]
 
     def release(self) -> None:
-        lanes, self._lanes, self._writer = self._lanes, [], None
-        if lanes and os.getpid() == self._pid:  # in a forked child the mapping is not there
+        transfers, self._transfers, self._writer = self._transfers, [], None
+        if transfers and os.getpid() == self._pid:  # in a forked child the mapping is not there
             self._settle()
-            for lane in lanes:
-                lane.unregister(self.memory)
+            for transfer in transfers:
+                transfer.unregister(self.memory)
         self.memory = self.memory[:0]  # the mapping may go now

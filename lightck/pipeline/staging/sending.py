@@ -14,12 +14,12 @@ from lightck.interrupts import leave_if_noted
 from lightck.pipeline.staging.choice import Choice
 from lightck.pipeline.staging.groups import GROUPS_MAX, Group, laid_out, parted
 from lightck.pipeline.staging.kinds import Direct, Host, Kind
+from lightck.pipeline.staging.methods import DeviceMethod, DirectMethod, HostMethod, TransferMethod, UnavailableError
 from lightck.pipeline.staging.pump import Pump
-from lightck.pipeline.staging.ways import DeviceWay, DirectWay, HostWay, UnavailableError, Way
 from lightck.pipeline.submission import Submission
-from lightck.pipeline.write_table import NONE, Staged
+from lightck.pipeline.write_table import NONE, StagedTensor
 from lightck.pool.slots import Slot
-from lightck.pool.writer import Draft, PoolWriter
+from lightck.pool.writer import PoolWriter, Reservation
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
@@ -41,80 +41,84 @@ class Staging:
         self._meter = meter
         self._kind, self._runs_behind = kind, runs_behind
         self._choice: Choice | None = None
-        self._way: Way | None = None
+        self._method: TransferMethod | None = None
         """That of the last version."""
         self._pump: Pump | None = None
 
     @contextmanager
     def sending(
-        self, writer: PoolWriter, slot: Slot, submission: Submission, draft: Draft | None, room: int
-    ) -> Iterator[tuple[Draft | None, npt.NDArray[np.int64]]]:
+        self, writer: PoolWriter, slot: Slot, submission: Submission, reservation: Reservation | None, room: int
+    ) -> Iterator[tuple[Reservation | None, npt.NDArray[np.int64]]]:
         """Send what a version has on devices, while it is begun: its draft, and the numbers of the records that are
         under way. What finds no room in the engine (``room`` jobs) is copied at the boundary itself. A draft that was
         made here is given up where the version cannot be begun."""
-        if self._way is not None and self._way.settles:
+        if self._method is not None and self._method.settles:
             self._settle(leave_if_noted)
         if not self.is_on or not submission.staged or room < 1:
-            submission.copy_at_once(submission.staged)
-            yield draft, NONE
+            submission.copy_at_boundary(submission.staged)
+            yield reservation, NONE
             return
-        own = draft or writer.draft(slot)
+        own = reservation or writer.reservation(slot)
         try:
             yield own, self._send(writer, own, submission, room)
         except BaseException:
-            if own is not draft:
+            if own is not reservation:
                 own.drop()
             raise
 
-    def _send(self, writer: PoolWriter, draft: Draft, submission: Submission, room: int) -> npt.NDArray[np.int64]:
+    def _send(
+        self, writer: PoolWriter, reservation: Reservation, submission: Submission, room: int
+    ) -> npt.NDArray[np.int64]:
         try:
-            way = self._prepared(writer, submission.staged)
-            groups, left = _groups(way, draft, submission.staged, room)
-            submission.copy_at_once(left)
+            method = self._prepared(writer, submission.staged)
+            groups, left = _groups(method, reservation, submission.staged, room)
+            submission.copy_at_boundary(left)
             self._start(groups)
         except RuntimeError as err:
             raise BackgroundError(
                 f"A checkpoint could not be begun: tensors did not leave their device ({err}). The versions committed "
                 "before are intact. Look at the device (its log, its memory), then start again with resume=True."
             ) from err
-        if way.beside:
+        if method.beside:
             submission.follow([one for group in groups if not group.in_order for one in group.tensors])
         return np.array([one.record.number for group in groups for one in group.tensors], np.int64)
 
     # -- by which way
 
-    def _prepared(self, writer: PoolWriter, staged: Sequence[Staged]) -> Way:
+    def _prepared(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> TransferMethod:
         """A way that is ready for this version."""
         if self._choice is None:
-            self._choice = Choice(self._ways(), is_made=self._kind is not None)
-        way = self._choice.next(self._meter.stall_seconds)
+            self._choice = Choice(self._methods(), is_made=self._kind is not None)
+        method = self._choice.next(self._meter.stall_seconds)
         while True:
             self._forget(self._choice.take_left())  # first: memory is not given back under what this version sends
             try:
-                way.prepare(writer, staged)
+                method.prepare(writer, staged)
             except UnavailableError as why:
-                self._forget([way])
+                self._forget([method])
                 if self._kind is not None:
-                    log.warning("lightck: staging=%s is not possible here (%s). lightck.Host() is used.", way.kind, why)
-                way = self._choice.unavailable(str(why))
+                    log.warning(
+                        "lightck: staging=%s is not possible here (%s). lightck.Host() is used.", method.kind, why
+                    )
+                method = self._choice.unavailable(str(why))
                 continue
-            self._way, self._meter.staging = way, str(way.kind)
+            self._method, self._meter.staging = method, str(method.kind)
             self._meter.staging_trial = not self._choice.is_made
-            return way
+            return method
 
-    def _ways(self) -> list[Way]:
-        direct, host = DirectWay(self._settle), HostWay()
+    def _methods(self) -> list[TransferMethod]:
+        direct, host = DirectMethod(self._settle), HostMethod()
         if self._kind is None:
-            return [direct, host, *([DeviceWay(_SPARE)] if self._runs_behind else [])]
+            return [direct, host, *([DeviceMethod(_SPARE)] if self._runs_behind else [])]
         if isinstance(self._kind, Host):
             return [host]
-        return [direct if isinstance(self._kind, Direct) else DeviceWay(), host]
+        return [direct if isinstance(self._kind, Direct) else DeviceMethod(), host]
 
-    def _forget(self, ways: Sequence[Way]) -> None:
-        if ways:
+    def _forget(self, methods: Sequence[TransferMethod]) -> None:
+        if methods:
             self._settle()
-        for way in ways:
-            way.forget()
+        for method in methods:
+            method.forget()
 
     def _settle(self, pause: Callable[[], None] | None = None) -> None:
         """Nothing is under way afterwards. ``pause`` may raise."""
@@ -134,8 +138,8 @@ class Staging:
                     group.send_in_order()
             if self._pump is None:
                 self._pump = Pump(self._meter)
-            lanes = {one.lane for group in groups for one in group.tensors}
-            self._pump.take(groups, {lane: lane.mark() for lane in lanes})
+            transfers = {one.transfer for group in groups for one in group.tensors}
+            self._pump.take(groups, {transfer: transfer.mark() for transfer in transfers})
         except BaseException:
             for group in groups:
                 group.drain()
@@ -158,10 +162,12 @@ class Staging:
             choice.forget()
 
 
-def _groups(way: Way, draft: Draft, staged: Sequence[Staged], room: int) -> tuple[list[Group], list[Staged]]:
+def _groups(
+    method: TransferMethod, reservation: Reservation, staged: Sequence[StagedTensor], room: int
+) -> tuple[list[Group], list[StagedTensor]]:
     """Groups whose jobs are submitted, held; and what is left."""
-    in_order = [one for one in staged if one.in_order and way.beside]
-    later = [one for one in staged if not (one.in_order and way.beside)]
+    in_order = [one for one in staged if one.in_order and method.beside]
+    later = [one for one in staged if not (one.in_order and method.beside)]
     parts = parted(later, min(room - bool(in_order), GROUPS_MAX))
     plans = ([(in_order, True)] if in_order else []) + [(part, False) for part in parts]
     if later and not parts:
@@ -169,7 +175,7 @@ def _groups(way: Way, draft: Draft, staged: Sequence[Staged], room: int) -> tupl
     nbytes_max = max((laid_out(part)[1] for part in parts), default=0)
     groups: list[Group] = []
     for number, (tensors, is_first) in enumerate(plans):
-        group = way.group(draft, tensors, laid_out(tensors)[1] if is_first else nbytes_max, in_order=is_first)
+        group = method.group(reservation, tensors, laid_out(tensors)[1] if is_first else nbytes_max, in_order=is_first)
         if group is None:
             return groups, [one for rest, _ in plans[number:] for one in rest]
         groups.append(group)

@@ -8,21 +8,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightck.pool.commit_log import is_dead
 from lightck.pool.format.structures import (
-    LINE_NBYTES,
+    COMMIT_RECORD_NBYTES,
     NEXT_NBYTES,
     NEXT_OFFSET,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
-    CommitLine,
+    CommitRecord,
     DamagedError,
 )
-from lightck.pool.reader import PoolReader, Version
-from lightck.pool.ring import is_dead
+from lightck.pool.reader import PoolReader, StoredCheckpoint
 
-SUPERBLOCK, TABLE, LINE, HEADER, MANIFEST, TENSOR = "superblock", "table", "line", "header", "manifest", "payload"
+SUPERBLOCK, TABLE, COMMIT_RECORD, HEADER, MANIFEST, TENSOR = (
+    "superblock",
+    "table",
+    "line",
+    "header",
+    "manifest",
+    "payload",
+)
 NEXT = "next"
-KINDS = (SUPERBLOCK, TABLE, LINE, HEADER, NEXT, MANIFEST, TENSOR)
+KINDS = (SUPERBLOCK, TABLE, COMMIT_RECORD, HEADER, NEXT, MANIFEST, TENSOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +54,20 @@ class Part:
 
 def parts_of(reader: PoolReader) -> tuple[Part, ...]:
     """All parts of a pool, in groups: structures first, then the versions from the newest on."""
-    return *_structures(reader), *(part for version in versions_of(reader) for part in _version(version))
+    return *_structures(reader), *(part for checkpoint in checkpoints_of(reader) for part in _checkpoint(checkpoint))
 
 
-def versions_of(reader: PoolReader) -> list[Version]:
+def checkpoints_of(reader: PoolReader) -> list[StoredCheckpoint]:
     """Every version whose manifest checks: those that recovery would try, newest first, then the dead ones."""
-    ring = reader.ring()
-    found: dict[tuple[int, int], Version] = {}
-    for line in sorted(
-        ring.lines.values(), key=lambda ln: (not is_dead(ln, ring), ln.incarnation, ln.generation), reverse=True
+    commit_log = reader.commit_log()
+    found: dict[tuple[int, int], StoredCheckpoint] = {}
+    for record in sorted(
+        commit_log.records.values(),
+        key=lambda ln: (not is_dead(ln, commit_log), ln.incarnation, ln.generation),
+        reverse=True,
     ):
         try:
-            found.setdefault((line.slot, line.payload_generation), reader.version(line))
+            found.setdefault((record.slot, record.payload_generation), reader.checkpoint(record))
         except DamagedError:
             continue
     return list(found.values())
@@ -70,31 +79,31 @@ def _structures(reader: PoolReader) -> Iterator[Part]:
         yield Part(SUPERBLOCK, f"superblock {name}", offset, SUPERBLOCK_NBYTES)
     for name, offset in zip("AB", sb.table_offsets, strict=True):
         yield Part(TABLE, f"layout table {name}", offset, sb.table_nbytes)
-    lines = reader.ring().lines
+    records = reader.commit_log().records
     for position in range(sb.ring_lines):
-        yield _line(position, sb.line_offset(position), lines.get(position))
+        yield _record(position, sb.commit_record_offset(position), records.get(position))
     for slot, (offset, _) in enumerate(sb.slots):
         generation = reader.slot_generation(slot)
         words = f"header of slot {slot}" + (f" (generation {generation})" if generation is not None else "")
-        yield Part(HEADER, words, offset, LINE_NBYTES, generation, slot=slot)
+        yield Part(HEADER, words, offset, COMMIT_RECORD_NBYTES, generation, slot=slot)
         if sb.has_next:
             yield Part(NEXT, f"record of what followed, slot {slot}", offset + NEXT_OFFSET, NEXT_NBYTES, slot=slot)
 
 
-def _line(position: int, offset: int, line: CommitLine | None) -> Part:
-    if line is None:
-        return Part(LINE, f"commit line {position} (none was completed there)", offset, LINE_NBYTES)
-    words = f"commit line {position} (step {line.step}, generation {line.generation})"
-    return Part(LINE, words, offset, LINE_NBYTES, line.payload_generation, line.step, line.slot)
+def _record(position: int, offset: int, record: CommitRecord | None) -> Part:
+    if record is None:
+        return Part(COMMIT_RECORD, f"commit line {position} (none was completed there)", offset, COMMIT_RECORD_NBYTES)
+    words = f"commit line {position} (step {record.step}, generation {record.generation})"
+    return Part(COMMIT_RECORD, words, offset, COMMIT_RECORD_NBYTES, record.payload_generation, record.step, record.slot)
 
 
-def _version(version: Version) -> Iterator[Part]:
-    sb, line = version.reader.superblock, version.line
-    base = sb.slots[line.slot][0]
-    whose = line.payload_generation, version.step, line.slot
-    at = base + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes
-    yield Part(MANIFEST, f"manifest of step {version.step} (slot {line.slot})", at, line.manifest_nbytes, *whose)
-    for name, entry in version.entries.items():
+def _checkpoint(checkpoint: StoredCheckpoint) -> Iterator[Part]:
+    sb, record = checkpoint.reader.superblock, checkpoint.record
+    base = sb.slots[record.slot][0]
+    whose = record.payload_generation, checkpoint.step, record.slot
+    at = base + sb.manifest_offset + record.manifest_index * sb.manifest_nbytes
+    yield Part(MANIFEST, f"manifest of step {checkpoint.step} (slot {record.slot})", at, record.manifest_nbytes, *whose)
+    for name, entry in checkpoint.entries.items():
         if entry.nbytes:
-            words = f"tensor {name!r} of step {version.step} (slot {line.slot})"
+            words = f"tensor {name!r} of step {checkpoint.step} (slot {record.slot})"
             yield Part(TENSOR, words, base + entry.offset, entry.nbytes, *whose, tensor=name)

@@ -38,13 +38,13 @@ BLOCK_MAX = MIB
 SLOTS_MAX = 8
 TABLE_NBYTES_MAX = 256 * MIB
 
-LINE_NBYTES = 64
-KIND_VERSION, KIND_ADOPTION = 1, 2
+COMMIT_RECORD_NBYTES = 64
+KIND_CHECKPOINT, KIND_ADOPTION = 1, 2
 SLOT_MAGIC = b"LCKSLOT1"
 SLOT_STRUCK = 1
 MANIFEST_MAGIC = b"LCKMANI1"
 MANIFEST_HEADER_NBYTES = 128
-RECORD_NBYTES = 32
+TENSOR_RECORD_NBYTES = 32
 NEXT_MAGIC = b"LCKNEXT1"
 NEXT_OFFSET, NEXT_NBYTES = 2 * KIB, 2 * KIB
 REGION_SLOT = 1
@@ -193,7 +193,7 @@ class Superblock:
             and len(slot_nbytes) == 1
             and all(off % PAGE == 0 and off + n <= self.nbytes for off, n in self.slots)
             and all(a + n <= b for (a, n), (b, _) in zip(self.slots, self.slots[1:], strict=False))
-            and self.ring_stride >= LINE_NBYTES
+            and self.ring_stride >= COMMIT_RECORD_NBYTES
             and self.ring_stride % 8 == 0
             and self.ring_offset % 8 == 0
             and 2 * len(self.slots) <= self.ring_lines <= RING_LINES_MAX
@@ -202,7 +202,7 @@ class Superblock:
             and all(off + self.table_nbytes <= self.slots[0][0] for off in self.table_offsets)
             and 256 <= self.block <= BLOCK_MAX
             and self.block % 256 == 0
-            and self.manifest_offset >= LINE_NBYTES
+            and self.manifest_offset >= COMMIT_RECORD_NBYTES
             and self.manifest_offset % 64 == self.manifest_nbytes % 64 == 0
             and self.manifest_offset + 2 * self.manifest_nbytes <= self.payload_offset
             and self.payload_offset <= self.reserve_offset <= self.slots[0][1]
@@ -228,14 +228,14 @@ class Superblock:
         """Of its two places."""
         return self.slots[slot][0] + self.manifest_offset + index * self.manifest_nbytes
 
-    def line_offset(self, position: int) -> int:
+    def commit_record_offset(self, position: int) -> int:
         return self.ring_offset + position * self.ring_stride
 
 
 _LINE = struct.Struct("<QQQQQIBBBBQ")
 
 
-class CommitLine(NamedTuple):
+class CommitRecord(NamedTuple):
     """One line of the ring: this version is complete. ``payload_generation`` differs in an adoption only. In the order
     of the bytes."""
 
@@ -254,9 +254,9 @@ class CommitLine(NamedTuple):
         return body + _U64.pack(crc64(uuid + body))
 
     @classmethod
-    def unpack(cls, data: bytes, uuid: bytes) -> CommitLine | None:
+    def unpack(cls, data: bytes, uuid: bytes) -> CommitRecord | None:
         """The line, None where none was ever completed; ``DamagedError`` where its check fails."""
-        if len(data) < LINE_NBYTES:
+        if len(data) < COMMIT_RECORD_NBYTES:
             raise DamagedError("commit line cut off")
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
@@ -267,12 +267,12 @@ class CommitLine(NamedTuple):
                 return None
         if crc64(uuid + body) != check:
             raise DamagedError("commit line checksum")
-        line = cls._make(_LINE.unpack(body)[:-2])
-        if line.kind not in (KIND_VERSION, KIND_ADOPTION) or line.manifest_index > 1:
+        record = cls._make(_LINE.unpack(body)[:-2])
+        if record.kind not in (KIND_CHECKPOINT, KIND_ADOPTION) or record.manifest_index > 1:
             raise DamagedError("commit line kind")
-        if max(line.generation, line.incarnation, line.step, line.payload_generation) >= NUMBER_MAX:
+        if max(record.generation, record.incarnation, record.step, record.payload_generation) >= NUMBER_MAX:
             raise DamagedError("commit line numbers")
-        return line
+        return record
 
 
 _HEADER = struct.Struct("<Q8sII32s")
@@ -285,7 +285,7 @@ def pack_slot_header(generation: int, slot: int, uuid: bytes, *, struck: bool = 
 
 def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
     """The generation that the slot's bytes belong to; None where the header proves nothing (fresh or damaged)."""
-    if len(data) < LINE_NBYTES:
+    if len(data) < COMMIT_RECORD_NBYTES:
         return None
     body, (check,) = data[:56], _U64.unpack(data[56:64])
     if crc64(uuid + body) != check:
@@ -368,7 +368,7 @@ class ManifestHeader(NamedTuple):
 
     def pack(self) -> bytes:
         head, tail = self[:_N_BEFORE_RECORDS], self[_N_BEFORE_RECORDS:]
-        packed = _MANIFEST.pack(MANIFEST_MAGIC, *head, MANIFEST_HEADER_NBYTES, RECORD_NBYTES, *tail, 0)
+        packed = _MANIFEST.pack(MANIFEST_MAGIC, *head, MANIFEST_HEADER_NBYTES, TENSOR_RECORD_NBYTES, *tail, 0)
         return packed.ljust(MANIFEST_HEADER_NBYTES, b"\0")
 
     @classmethod
@@ -389,7 +389,7 @@ class ManifestHeader(NamedTuple):
         nbytes = len(manifest) if nbytes is None else nbytes
         if any(off + n > nbytes for off, n in parts) or found.n_table > found.n_records:
             raise DamagedError("manifest bounds")
-        if (records_offset, record_nbytes) != (MANIFEST_HEADER_NBYTES, RECORD_NBYTES) or found.crcs_offset % 4:
+        if (records_offset, record_nbytes) != (MANIFEST_HEADER_NBYTES, TENSOR_RECORD_NBYTES) or found.crcs_offset % 4:
             raise DamagedError("manifest geometry")
         if max(found.generation, found.incarnation, found.step, found.iteration) >= NUMBER_MAX:
             raise DamagedError("manifest numbers")

@@ -29,7 +29,7 @@ from lightck.pool.engine import Medium
 from lightck.pool.format.structures import PAGE, POOL_NBYTES_MIN, align_up
 from lightck.pool.storage import devdax_head as head_of_device
 from lightck.pool.storage import durability, extents
-from lightck.pool.storage.devdax_head import HEAD_NBYTES, RECORD_NBYTES, RECORD_OFFSETS, Head, Record
+from lightck.pool.storage.devdax_head import HEAD_NBYTES, RECORD_OFFSETS, TENSOR_RECORD_NBYTES, Head, Record
 from lightck.pool.storage.extents import Extents
 from lightck.pool.storage.failures import undone
 from lightck.pool.storage.file import checked_folder
@@ -80,17 +80,21 @@ class _Device:
 
     def record(self) -> Record | None:
         """The same as ``head().record``, without a look at the rest."""
-        return head_of_device.newest(Record.unpack(self.mapping.read(at, RECORD_NBYTES)) for at in RECORD_OFFSETS)
+        return head_of_device.newest(
+            Record.unpack(self.mapping.read(at, TENSOR_RECORD_NBYTES)) for at in RECORD_OFFSETS
+        )
 
     def name_pool(self, start: int, nbytes: int) -> Record:
         """From now on this is the device's pool, durably; 0 bytes: none is."""
         before = self.record()
         record = Record(before.sequence + 1 if before is not None else 1, start, nbytes, self.facts.nbytes)
         with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
-            if before is not None and self.mapping.read(RECORD_OFFSETS[1], RECORD_NBYTES) != before.pack():
-                medium.line(RECORD_OFFSETS[1], before.pack())  # it has to say what holds while the first one is written
+            if before is not None and self.mapping.read(RECORD_OFFSETS[1], TENSOR_RECORD_NBYTES) != before.pack():
+                medium.store_commit_record(
+                    RECORD_OFFSETS[1], before.pack()
+                )  # it has to say what holds while the first one is written
             for offset in RECORD_OFFSETS:  # the second one is the old one until the first is whole
-                medium.line(offset, record.pack())
+                medium.store_commit_record(offset, record.pack())
         return record
 
     def wipe(self) -> None:

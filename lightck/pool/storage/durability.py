@@ -85,9 +85,9 @@ def _labelled(found: Durability) -> Durability:
     profile = emulation.used()
     if profile is None:
         return found
-    told = f"its speed is emulated: that of {profile.name} ({profile.source}). What it survives is not"
+    seen = f"its speed is emulated: that of {profile.name} ({profile.source}). What it survives is not"
     medium = f"{found.medium}, {emulation.label()}"
-    return replace(found, medium=medium, evidence=(*found.evidence, told), emulated=profile.name)
+    return replace(found, medium=medium, evidence=(*found.evidence, seen), emulated=profile.name)
 
 
 def probe_device(device: DaxDevice, *, system: System | None = None) -> Durability:
@@ -243,8 +243,8 @@ def _without_barriers(durable: Durability, folder: str, system: System) -> Durab
     options = mount.options if mount is not None else ()
     if "nobarrier" not in options and "barrier=0" not in options:
         return durable
-    told = "the file system is mounted without barriers: fdatasync does not make the disk flush its cache"
-    return replace(durable, power=False, evidence=(*durable.evidence, told))
+    seen = "the file system is mounted without barriers: fdatasync does not make the disk flush its cache"
+    return replace(durable, power=False, evidence=(*durable.evidence, seen))
 
 
 def _below(device: Device, system: System, loops: int) -> Durability:
@@ -296,12 +296,12 @@ def _is_power_safe(region: Region) -> bool:
 
 
 def _reports(region: Region) -> tuple[str, ...]:
-    told = f"{region.name} of {region.bus} (provider {region.provider or 'not known'})"
+    seen = f"{region.name} of {region.bus} (provider {region.provider or 'not known'})"
     node = "" if region.numa_node is None else f" on NUMA node {region.numa_node}"
     if region.provider == _HOSTED:
-        return (f"{told}: its host makes it durable when asked to flush",)
+        return (f"{seen}: its host makes it durable when asked to flush",)
     if region.provider not in _REAL:
-        return (f"{told}{node}: that provider is none that lightck knows, and it could be ordinary memory",)
+        return (f"{seen}{node}: that provider is none that lightck knows, and it could be ordinary memory",)
     if not region.persistence_domain:
-        return (f"{told}{node} does not say its persistence domain: a power cut is not promised",)
-    return (f"{told}{node} says persistence_domain {region.persistence_domain}: {_DOMAINS[region.persistence_domain]}",)
+        return (f"{seen}{node} does not say its persistence domain: a power cut is not promised",)
+    return (f"{seen}{node} says persistence_domain {region.persistence_domain}: {_DOMAINS[region.persistence_domain]}",)

@@ -64,7 +64,7 @@ def too_long(path: str) -> PoolPathError:
 
 
 @contextmanager
-def told(fact: str) -> Iterator[None]:
+def reported(fact: str) -> Iterator[None]:
     """Raise what the system refuses in this block as ``PoolIOError``, memory too; lightck's own errors pass."""
     try:
         yield

@@ -30,7 +30,7 @@ from lightck.pool.format.structures import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OF
 from lightck.pool.storage import durability, extents, lock, temporary
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, told, too_long, undone
+from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, reported, too_long, undone
 from lightck.pool.storage.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
@@ -121,7 +121,7 @@ class FileBackend:
 
     def discard(self, path: str) -> None:
         if temporary.removed(path):
-            with told(f"The pool {path!r} was removed, but its folder cannot be synced"):
+            with reported(f"The pool {path!r} was removed, but its folder cannot be synced"):
                 sync_folder(os.path.dirname(path))
 
     def create(self, path: str, nbytes: int) -> Container:
@@ -156,7 +156,7 @@ def opened(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> File
         fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
     except OSError as err:
         raise _cannot_open(path, err, write) from err
-    with undone(lambda: os.close(fd)), told(f"The pool {path!r} cannot be opened"):
+    with undone(lambda: os.close(fd)), reported(f"The pool {path!r} cannot be opened"):
         return FileContainer(path, fd, _checked_size(path, fd, nbytes_min, write))
 
 

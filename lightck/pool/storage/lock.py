@@ -36,8 +36,8 @@ from lightck.errors import (
     PoolNotFoundError,
     PoolPermissionError,
 )
-from lightck.pool.storage import dying
-from lightck.pool.storage.failures import TRANSIENT, io_error, told, too_long, undone
+from lightck.pool.storage import dying_holder
+from lightck.pool.storage.failures import TRANSIENT, io_error, reported, too_long, undone
 
 log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
@@ -66,8 +66,8 @@ class _DyingError(PoolLockedError):
     def __init__(self, pool_path: str, pid: int) -> None:
         super().__init__(
             f"The pool {pool_path!r} is still locked by pid {pid}, which was killed, and did not end within "
-            f"{dying.SECONDS_MAX:.0f} seconds. A pool has one writer. It is starved by what else runs here, or stuck "
-            "in a call of the system. Wait until it is gone (ps -L shows its threads), and start again."
+            f"{dying_holder.SECONDS_MAX:.0f} seconds. A pool has one writer. It is starved by what else runs here, or "
+            "stuck in a call of the system. Wait until it is gone (ps -L shows its threads), and start again."
         )
         self.pid = pid
 
@@ -163,11 +163,11 @@ class PoolLock:
         self._pool_path = pool_path
         self._pid = os.getpid()
         self._fd = -1
-        wait = dying.Wait(pool_path)
+        wait = dying_holder.Wait(pool_path)
         while not self._taken(wait):
             pass
 
-    def _taken(self, wait: dying.Wait) -> bool:
+    def _taken(self, wait: dying_holder.Wait) -> bool:
         """False where a holder is dying: then a moment was waited, without the guard. Raises its error where that
         takes too long."""
         try:
@@ -231,7 +231,7 @@ class PoolLock:
                 "Give the pool a folder that you can write to."
             ) from err
         with undone(lambda: os.close(fd)):
-            with told(f"The lock file {self.path!r} cannot be looked at"):
+            with reported(f"The lock file {self.path!r} cannot be looked at"):
                 st = os.fstat(fd)
             if not stat.S_ISREG(st.st_mode):
                 raise PoolPermissionError(
@@ -259,7 +259,7 @@ class PoolLock:
     def _lock(self) -> tuple[int, int]:
         for _ in range(_ATTEMPTS):
             if self._try_lock():
-                with told(f"The lock file {self.path!r} cannot be looked at"):
+                with reported(f"The lock file {self.path!r} cannot be looked at"):
                     st = os.fstat(self._fd)
                 return st.st_dev, st.st_ino
             pid = _conflict(self._fd)
@@ -271,7 +271,7 @@ class PoolLock:
                     break
         holder = _asked(self._fd)
         if _conflict(self._fd) == -1:
-            self._refuse_dying(dying.dying_of_mine() if holder is None or holder.pid is None else holder.pid)
+            self._refuse_dying(dying_holder.dying_of_mine() if holder is None or holder.pid is None else holder.pid)
         who = (
             "its pid is not visible from here"
             if holder is None or holder.pid is None
@@ -283,7 +283,7 @@ class PoolLock:
         )
 
     def _refuse_dying(self, pid: int | None) -> None:
-        if pid is not None and dying.is_dying(pid):
+        if pid is not None and dying_holder.is_dying(pid):
             raise _DyingError(self._pool_path, pid)
 
     def _try_lock(self) -> bool:

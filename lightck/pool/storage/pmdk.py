@@ -26,7 +26,7 @@ from lightck.pool.storage import extents, pmdk_file, pmemobj
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import io_error, told, undone
+from lightck.pool.storage.failures import io_error, reported, undone
 from lightck.pool.storage.file import FileBackend, FileContainer, opened, peeked
 from lightck.pool.storage.pmdk_file import Arena
 
@@ -36,7 +36,7 @@ _HELD = (errno.EAGAIN, errno.EWOULDBLOCK)
 _DYING_SECONDS = 2.0
 """We have the pool's lock by then. A process that dies gives that up before libpmemobj's, and on a busy machine takes
 its time between the two."""
-_told = False
+_reported = False
 
 
 class PmdkContainer(FileContainer):
@@ -99,7 +99,7 @@ class PmdkBackend(FileBackend):
     def open(self, path: str, *, write: bool) -> Container:
         file = opened(path, write=write, nbytes_min=0)
         with undone(file.close):
-            with told(f"The PMDK pool {path!r} cannot be read"):
+            with reported(f"The PMDK pool {path!r} cannot be read"):
                 places = pmdk_file.read_extents(file.fd, path, file.nbytes)
                 shutdown_state = pmdk_file.has_shutdown_state(file.fd)
             if not write:
@@ -114,7 +114,7 @@ class PmdkBackend(FileBackend):
 def _opened(path: str, file: FileContainer, *, create: bool = False, shutdown_state: bool) -> pmemobj.Pool:
     """libpmemobj's hold on the very file that was checked: by its descriptor, not by its path again."""
     here = f"/proc/self/fd/{file.fd}"
-    with told(f"The PMDK pool {path!r} cannot be looked at"):
+    with reported(f"The PMDK pool {path!r} cannot be looked at"):
         size = os.fstat(file.fd).st_size
     end, pause = time.monotonic() + _DYING_SECONDS, 0.005
     while True:
@@ -134,7 +134,7 @@ def _allocate(pool: pmemobj.Pool, file: FileContainer, lengths: list[int]) -> Ex
     for number, length in enumerate(lengths):
         place = pmdk_file.arena_place(root, number)
         pool.alloc(place, pmdk_file.object_nbytes(length), ARENA_KIND)
-        with told(f"The PMDK pool {file.path!r} cannot be read back"):
+        with reported(f"The PMDK pool {file.path!r} cannot be read back"):
             uuid_lo, offset = pmdk_file.read_object(file.fd, place)
         arenas.append(Arena(uuid_lo, offset, pmdk_file.arena_start(offset), length))
     pool.store(root, pmdk_file.pack_root(arenas, file.nbytes))
@@ -192,10 +192,10 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
 
 def _tell(path: str, durability: Durability) -> None:
     """Once per process: a PMDK pool on a medium that is not what PMDK is for. Whoever set PMDK's own variable knows."""
-    global _told
-    if _told or durability.is_persistent_memory or os.environ.get("PMEM_IS_PMEM_FORCE") == "1":
+    global _reported
+    if _reported or durability.is_persistent_memory or os.environ.get("PMEM_IS_PMEM_FORCE") == "1":
         return
-    _told = True
+    _reported = True
     log.warning(
         "lightck: the PMDK pool %s is not on persistent memory: libpmemobj calls msync for each change of its own "
         "structures, when the pool is made, opened and closed. What lightck writes is as durable as in a file: %s",

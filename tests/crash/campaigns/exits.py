@@ -34,32 +34,34 @@ def run(order: Order, stage: Stage | None = None) -> Tally:
     with staged(stage) as stage:
         for trial in order.trials:
             rng = order.rng(trial)
-            ways = (*RAISED, "ctrl-c", *ENDS)
-            way = ways[trial % len(ways)]
-            k = rng.randrange(400) if way == "ctrl-c" else rng.randrange(_STEPS)
-            _trial(stage, order, tally, trial, way, rng.choice(PLACES), k)
+            methods = (*RAISED, "ctrl-c", *ENDS)
+            method = methods[trial % len(methods)]
+            k = rng.randrange(400) if method == "ctrl-c" else rng.randrange(_STEPS)
+            _trial(stage, order, tally, trial, method, rng.choice(PLACES), k)
     return tally
 
 
-def _trial(stage: Stage, order: Order, tally: Tally, trial: int, way: str, place: str, k: int) -> None:
+def _trial(stage: Stage, order: Order, tally: Tally, trial: int, method: str, place: str, k: int) -> None:
     folder = os.path.join(order.folder, f"trial-{trial}")
-    told = f"{way} at call {k} of {place}"
-    scene = "ended" if way in ENDS else "raised"
-    ending = stage.play(f"{_HERE}:{scene}", folder, order.backend, way, place, k)
-    tally.counts[f"ends: {way}"] += 1
-    if scene == "ended" and (ending.hung or ending.status != _CODES[way]):
-        tally.found(trial, f"{told}: it ended with {ending.status} ({'hung' if ending.hung else ''}): {ending.text}")
+    reported = f"{method} at call {k} of {place}"
+    scene = "ended" if method in ENDS else "raised"
+    ending = stage.play(f"{_HERE}:{scene}", folder, order.backend, method, place, k)
+    tally.counts[f"ends: {method}"] += 1
+    if scene == "ended" and (ending.hung or ending.status != _CODES[method]):
+        tally.found(
+            trial, f"{reported}: it ended with {ending.status} ({'hung' if ending.hung else ''}): {ending.text}"
+        )
     elif scene == "raised":
-        _report(tally, trial, told, ending)
+        _report(tally, trial, reported, ending)
     after = stage.play(f"{_HERE}:went_on", folder, order.backend)
-    _report(tally, trial, f"after {told}", after)
+    _report(tally, trial, f"after {reported}", after)
     clear(folder)
 
 
-def _report(tally: Tally, trial: int, told: str, ending: Any) -> None:
+def _report(tally: Tally, trial: int, reported: str, ending: Any) -> None:
     trouble = ending.trouble()
     for reason in [trouble] if trouble else ending.result:
-        tally.found(trial, f"{told}: {reason}")
+        tally.found(trial, f"{reported}: {reason}")
 
 
 # -- scenes ----------------------------------------------------------------------------------------------------------
@@ -74,13 +76,13 @@ def went_on(folder: str, backend: str) -> list[str]:
     return life.broken
 
 
-def raised(folder: str, backend: str, way: str, place: str, k: int) -> list[str]:
+def raised(folder: str, backend: str, method: str, place: str, k: int) -> list[str]:
     """Something is raised in the loop, which goes on (or attaches again) as if it had been told to."""
     from crash.life import Life, Training
 
     life, training = Life(folder, backend), Training()
     session = _attached(life, training)
-    strike = _at(training, place, k, RAISED[way]) if way in RAISED else _interrupt(k)
+    strike = _at(training, place, k, RAISED[method]) if method in RAISED else _interrupt(k)
     kinds = (KeyboardInterrupt, ZeroDivisionError)
     caught = 0
     for _ in range(3 * _STEPS):
@@ -95,7 +97,7 @@ def raised(folder: str, backend: str, way: str, place: str, k: int) -> list[str]
             training.box.set_step(session.step)  # the loop's own part of an update, where that was made
     strike()
     life.broken += [f"training ended at step {session.step}"] * (session.step != _STEPS)
-    if way in RAISED and caught != 1:
+    if method in RAISED and caught != 1:
         life.broken.append(f"the training saw what was raised {caught} times")
     session.close()
     life.acknowledge(session)
@@ -106,7 +108,7 @@ def raised(folder: str, backend: str, way: str, place: str, k: int) -> list[str]
     return life.broken
 
 
-def ended(folder: str, backend: str, way: str, place: str, k: int) -> Any:
+def ended(folder: str, backend: str, method: str, place: str, k: int) -> Any:
     """The process ends there, with a version in flight."""
     from crash.life import Life, Training
 
@@ -115,7 +117,7 @@ def ended(folder: str, backend: str, way: str, place: str, k: int) -> Any:
 
     def work(say: Callable[[Any], None]) -> None:
         say("begun")
-        _at(training, place, k, None, lambda: _leave(way))
+        _at(training, place, k, None, lambda: _leave(method))
         try:
             while session.step < _STEPS:
                 training.update(session.step)
@@ -131,18 +133,18 @@ class _EndedError(Exception):
     """The training loop is left, and nobody closes anything."""
 
 
-def _leave(way: str) -> None:
-    if way == "os._exit":
-        os._exit(_CODES[way])
-    if way == "SIGTERM":
+def _leave(method: str) -> None:
+    if method == "os._exit":
+        os._exit(_CODES[method])
+    if method == "SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
-    if way == "sys.exit":
-        sys.exit(_CODES[way])
-    if way == "uncaught":
+    if method == "sys.exit":
+        sys.exit(_CODES[method])
+    if method == "uncaught":
         raise ZeroDivisionError("nobody catches this")
-    if way == "exit with a daemon":
+    if method == "exit with a daemon":
         threading.Thread(target=_spin, daemon=True).start()
     raise _EndedError
 

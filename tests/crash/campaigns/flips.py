@@ -30,7 +30,7 @@ from lightck.errors import LightckError
 from lightck.pool.format import anatomy
 from lightck.pool.format.anatomy import Part
 from lightck.pool.format.layout import Entry
-from lightck.pool.format.structures import MIB, CommitLine, DamagedError, unpack_slot_header
+from lightck.pool.format.structures import MIB, CommitRecord, DamagedError, unpack_slot_header
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage import backends, pmdk
 from lightck.pool.storage.extents import runs
@@ -61,7 +61,7 @@ def trained(path: str, backend: str) -> tuple[dict[int, bytes], list[bytes]]:
                 model(torch.ones(2, 2)).sum().backward()
                 optimizer.step()
                 session.flush()
-                truths[lightck.recover(path).line.payload_generation] = truth(model, optimizer)
+                truths[lightck.recover(path).record.payload_generation] = truth(model, optimizer)
                 if step > STEPS - KEPT:
                     with open(path, "rb") as file:
                         files.append(file.read())
@@ -147,20 +147,20 @@ class Bench:
                 return []
         return [v for v in self.kept if not changed.intersection(v.own) and self._named(v, changed) is not None]
 
-    def _named(self, version: Kept, changed: set[Part]) -> CommitLine | None:
+    def _named(self, checkpoint: Kept, changed: set[Part]) -> CommitRecord | None:
         """A line that names this version, where its slot's header does not say that it is gone."""
-        if (self._header(version.slot) or 0) > version.generation:
+        if (self._header(checkpoint.slot) or 0) > checkpoint.generation:
             return None
-        lines = (self._line(part) for part in (version.lines if changed else version.lines[:1]))
-        return next((ln for ln in lines if ln and ln.payload_generation == version.generation), None)
+        lines = (self._line(part) for part in (checkpoint.lines if changed else checkpoint.lines[:1]))
+        return next((ln for ln in lines if ln and ln.payload_generation == checkpoint.generation), None)
 
     def _header(self, slot: int) -> int | None:
         part = next(p for p in self.parts if p.kind == anatomy.HEADER and p.slot == slot)
         return unpack_slot_header(self.now(part), slot, self.sb.uuid)
 
-    def _line(self, part: Part) -> CommitLine | None:
+    def _line(self, part: Part) -> CommitRecord | None:
         try:
-            return CommitLine.unpack(self.now(part), self.sb.uuid)
+            return CommitRecord.unpack(self.now(part), self.sb.uuid)
         except DamagedError:
             return None
 
@@ -178,7 +178,7 @@ class Bench:
         for part in changed:
             if part.kind in (anatomy.SUPERBLOCK, anatomy.TABLE):
                 return True, ""
-            if part.kind == anatomy.LINE:
+            if part.kind == anatomy.COMMIT_RECORD:
                 counts, why = self._line_counts(part)
                 if counts:
                     return True, ""
@@ -191,16 +191,16 @@ class Bench:
 
     def _is_erased(self) -> bool:
         """No line is left, though there were some."""
-        return not any(any(self.now(part)) for part in self.parts if part.kind == anatomy.LINE)
+        return not any(any(self.now(part)) for part in self.parts if part.kind == anatomy.COMMIT_RECORD)
 
     @staticmethod
-    def _manifest(version: Kept) -> Part:
-        return next(part for part in version.own if part.kind == anatomy.MANIFEST)
+    def _manifest(checkpoint: Kept) -> Part:
+        return next(part for part in checkpoint.own if part.kind == anatomy.MANIFEST)
 
     def _line_counts(self, part: Part) -> tuple[bool | None, str]:
         data = self.now(part)
         try:
-            line = CommitLine.unpack(data, self.sb.uuid)
+            line = CommitRecord.unpack(data, self.sb.uuid)
         except DamagedError:
             repaired = data[24:32] + data[8:]
             is_cut = _is_line(repaired, self.sb.uuid)
@@ -217,17 +217,23 @@ class Bench:
 
 def _is_line(data: bytes, uuid: bytes) -> bool:
     try:
-        return CommitLine.unpack(data, uuid) is not None
+        return CommitRecord.unpack(data, uuid) is not None
     except DamagedError:
         return False
 
 
 def _kept(reader: PoolReader, parts: Iterable[Part]) -> Iterable[Kept]:
-    for version in anatomy.versions_of(reader):
-        generation = version.line.payload_generation
-        mine = [p for p in parts if p.generation == generation and p.slot == version.line.slot]
+    for checkpoint in anatomy.checkpoints_of(reader):
+        generation = checkpoint.record.payload_generation
+        mine = [p for p in parts if p.generation == generation and p.slot == checkpoint.record.slot]
         own = tuple(p for p in mine if p.kind in (anatomy.MANIFEST, anatomy.TENSOR))
-        yield Kept(generation, version.step, version.line.slot, tuple(p for p in parts if p.kind == anatomy.LINE), own)
+        yield Kept(
+            generation,
+            checkpoint.step,
+            checkpoint.record.slot,
+            tuple(p for p in parts if p.kind == anatomy.COMMIT_RECORD),
+            own,
+        )
 
 
 def _container(good: bytes) -> tuple[tuple[int, int], ...]:

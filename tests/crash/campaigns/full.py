@@ -103,9 +103,9 @@ def _live_in_need(life: Life) -> None:
         life.live()
     except (MemoryError, RuntimeError) as err:
         life.errors.append(repr(err))
-    told = [reason for reason in life.broken if reason.startswith(("MemoryError", "RuntimeError"))]
-    life.errors += told
-    life.broken = [reason for reason in life.broken if reason not in told]
+    reported = [reason for reason in life.broken if reason.startswith(("MemoryError", "RuntimeError"))]
+    life.errors += reported
+    life.broken = [reason for reason in life.broken if reason not in reported]
 
 
 @contextmanager

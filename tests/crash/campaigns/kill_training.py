@@ -17,7 +17,7 @@ from crash import victims
 from crash.campaign import Campaign, Order, Tally
 from crash.ledger import BrokenError
 from crash.trainings import KINDS, UPDATES, Follow
-from crash.victims import VERSION_SITES, Kill, Story, Tell, story
+from crash.victims import CHECKPOINT_SITES, Kill, Story, Tell, story
 from lightck.errors import NoCheckpointError, PoolNotFoundError
 from lightck.pool.storage import temporary
 
@@ -47,20 +47,20 @@ class _Chain:
     floor: int = 0
     """What the newest process that attached started from."""
 
-    def check(self, told: Story) -> None:
+    def check(self, reported: Story) -> None:
         """Raises ``BrokenError``."""
-        for trace in told.of("error"):
+        for trace in reported.of("error"):
             raise BrokenError(f"an error in the training: {trace}")
-        for start in told.of("attached"):
+        for start in reported.of("attached"):
             least = max(self.floor, self.finished - self.interval * (self.slots - 1))
             if not least <= start <= self.finished:
                 raise BrokenError(f"it started at update {start}; {least} to {self.finished} were possible")
             self.floor = self.finished = start
-        for update, loss in told.of("finished"):
+        for update, loss in reported.of("finished"):
             self.finished = update
             if self.truth.losses.get(update) != loss:
                 raise BrokenError(f"the loss of update {update} is {loss}, not {self.truth.losses.get(update)}")
-        for ended in told.of("ended"):
+        for ended in reported.of("ended"):
             if ended != self.truth.digest:
                 raise BrokenError("weights, optimizer, scheduler or random states differ at the end")
 
@@ -88,11 +88,11 @@ def run(order: Order) -> Tally:
 
 
 def _truth(name: str) -> Truth:
-    told = story(partial(_reference, name))
-    assert told.status == 0, f"the reference failed: {told}"
-    losses = dict(told.of("finished"))
+    reported = story(partial(_reference, name))
+    assert reported.status == 0, f"the reference failed: {reported}"
+    losses = dict(reported.of("finished"))
     assert len(losses) == UPDATES, "the reference makes all updates"
-    return Truth(losses, told.of("ended")[0])
+    return Truth(losses, reported.of("ended")[0])
 
 
 def _reference(name: str, tell: Tell) -> None:
@@ -111,15 +111,15 @@ def _trial(order: Order, trial: int, name: str, truth: Truth, tally: Tally) -> N
     history = []
     for kill in (*(_draw(rng, number) for number in range(KILLS)), None):
         seed = _REFERENCE_SEED if chain.holds_nothing() else rng.randrange(1, 1 << 30)
-        told = story(partial(_train, name, chain.path, seed, options), kill)
-        history.append(f"{kill}: {told}")
+        reported = story(partial(_train, name, chain.path, seed, options), kill)
+        history.append(f"{kill}: {reported}")
         try:
-            chain.check(told)
-            if not told.was_killed and not told.of("closed"):
-                raise BrokenError(f"a process ended with status {told.status}")
+            chain.check(reported)
+            if not reported.was_killed and not reported.of("closed"):
+                raise BrokenError(f"a process ended with status {reported.status}")
         except BrokenError as err:
             raise BrokenError(f"{err}; options {options}; processes: {'; '.join(history)}") from err
-        _count(tally, told, kill, seed)
+        _count(tally, reported, kill, seed)
     for left in (chain.path, chain.path + ".lock", temporary.name_of(chain.path)):
         if os.path.exists(left):
             os.unlink(left)
@@ -128,7 +128,7 @@ def _trial(order: Order, trial: int, name: str, truth: Truth, tally: Tally) -> N
 def _draw(rng: random.Random, number: int) -> Kill:
     where = rng.random()
     if where < 0.3:
-        site = rng.choice(VERSION_SITES)
+        site = rng.choice(CHECKPOINT_SITES)
         return Kill(site=site, nth=rng.randint(1, 60 if site == "block" else 4))
     if where < 0.55:
         return Kill("attaches", delay=rng.uniform(0.0, 0.016 if number else 0.025))
@@ -136,14 +136,14 @@ def _draw(rng: random.Random, number: int) -> Kill:
     return Kill(word, 1 if word == "attached" else rng.randint(1, 5), delay=rng.uniform(0.0, 0.006))
 
 
-def _count(tally: Tally, told: Story, kill: Kill | None, seed: int) -> None:
-    if kill is None or not told.was_killed:
-        tally.counts["ends that were bit-identical"] += bool(told.of("ended"))
+def _count(tally: Tally, reported: Story, kill: Kill | None, seed: int) -> None:
+    if kill is None or not reported.was_killed:
+        tally.counts["ends that were bit-identical"] += bool(reported.of("ended"))
         return
     tally.counts["kills"] += 1
-    where = f"at kill point {kill.site}" if kill.site else f"at a random instant after: {told.last}"
+    where = f"at kill point {kill.site}" if kill.site else f"at a random instant after: {reported.last}"
     tally.counts[f"killed {where}"] += 1
-    tally.counts["killed before there was a version"] += seed == _REFERENCE_SEED and not told.of("finished")
+    tally.counts["killed before there was a version"] += seed == _REFERENCE_SEED and not reported.of("finished")
 
 
 CAMPAIGN = Campaign(

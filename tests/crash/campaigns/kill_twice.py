@@ -20,7 +20,7 @@ from crash.campaign import Campaign, Order, Tally
 from crash.ledger import BrokenError
 from crash.lives import Life
 from crash.rooms import small_room
-from crash.victims import VERSION_SITES, Kill, Tell
+from crash.victims import CHECKPOINT_SITES, Kill, Tell
 from lightck.errors import CorruptPoolError, NoSpaceError
 from lightck.pool.storage import temporary
 
@@ -48,14 +48,14 @@ def run(order: Order) -> Tally:
 def _trial(order: Order, trial: int, name: str, tally: Tally) -> None:
     rng = order.rng(trial)
     life = Life(known.draw(rng), os.path.join(order.folder, f"{trial}.pool"), order.backend)
-    with life.told():
+    with life.reported():
         SCENARIOS[name](life, rng, tally.counts)
     life.remove()
 
 
 def _in_a_step(rng: random.Random) -> Kill:
     if rng.random() < 0.5:
-        return Kill(site=rng.choice(VERSION_SITES), nth=rng.randint(3, 8))
+        return Kill(site=rng.choice(CHECKPOINT_SITES), nth=rng.randint(3, 8))
     return Kill("begins", rng.randint(2, 8), delay=rng.uniform(0.0, 0.004))
 
 
@@ -67,8 +67,8 @@ def in_recovery(life: Life, rng: random.Random, counts: Counter[str]) -> None:
     for number in range(PAIRS):
         life.train(_in_a_step(rng), 2)
         delay = rng.uniform(0.0, 0.006) if number else 0.0
-        told = life.process(partial(_recover, life), Kill("recovers", delay=delay))
-        counts["kills in a recovery after a kill"] += told.was_killed
+        reported = life.process(partial(_recover, life), Kill("recovers", delay=delay))
+        counts["kills in a recovery after a kill"] += reported.was_killed
 
 
 def _recover(life: Life, tell: Tell) -> None:
@@ -98,7 +98,7 @@ def in_a_move(life: Life, rng: random.Random, counts: Counter[str]) -> None:
     life.train(None, 2, steps=3)
     for number in range(PAIRS):
         if number == 0 or rng.random() < 0.5:
-            kill = Kill(site=rng.choice(VERSION_SITES), nth=rng.randint(1, 2))
+            kill = Kill(site=rng.choice(CHECKPOINT_SITES), nth=rng.randint(1, 2))
         else:
             kill = Kill("finished", 1, delay=rng.uniform(0.0, 0.02))
         counts["kills about a move to a new file"] += life.train(kill, 3 - number % 2).was_killed
@@ -109,8 +109,8 @@ def in_creation(life: Life, rng: random.Random, counts: Counter[str]) -> None:
     """The pool is made again and again, until one lives."""
     for number in range(PAIRS):
         delay = rng.uniform(0.0, 0.025) if number else 0.0  # the first is sure to come in time
-        told = life.train(Kill("attaches", delay=delay), 2 + number % 2)
-        counts["kills while the pool was made"] += told.was_killed and not told.of("attached")
+        reported = life.train(Kill("attaches", delay=delay), 2 + number % 2)
+        counts["kills while the pool was made"] += reported.was_killed and not reported.of("attached")
     life.train(None, 2, steps=3)
 
 
@@ -135,8 +135,8 @@ def and_a_flip(life: Life, rng: random.Random, counts: Counter[str]) -> None:
         counts["flips: the version itself" if found == steps[0] else "flips: the older one"] += bool(found)
         if not found:
             counts["flips: a typed error, there was no older one"] += 1
-            told = life.train(None, 2, steps=1, refusal=CorruptPoolError)
-            if not told.of("refused"):
+            reported = life.train(None, 2, steps=1, refusal=CorruptPoolError)
+            if not reported.of("refused"):
                 raise BrokenError("a pool without a version that verifies was attached")
             return
         life.ledger.is_lost = False
@@ -153,9 +153,9 @@ def and_no_space(life: Life, rng: random.Random, counts: Counter[str]) -> None:
             continue
         size = os.stat(life.path).st_size
         kill = Kill("finished", 1, delay=rng.uniform(0.0, 0.004)) if rng.random() < 0.5 else None
-        told = life.train(kill, 5, 5, partial(_limit, size), NoSpaceError)
+        reported = life.train(kill, 5, 5, partial(_limit, size), NoSpaceError)
         fits = os.stat(life.path).st_size <= size
-        _count_refusal(counts, "the file could not grow", bool(told.of("refused")), told.was_killed, fits)
+        _count_refusal(counts, "the file could not grow", bool(reported.of("refused")), reported.was_killed, fits)
 
 
 _ROOM_LEFT = 3 << 20
@@ -168,10 +168,10 @@ def _limit(nbytes: int) -> None:
 def on_a_full_tmpfs(life: Life, rng: random.Random, counts: Counter[str]) -> None:
     """The same on a tmpfs that is full, in a mount namespace of its own."""
     seed = rng.randrange(1 << 30)
-    told = victims.story(partial(_small_tmpfs, life, seed))
-    if told.status:
-        raise BrokenError(f"an error in the small tmpfs: {told.of('broken') or told.of('error')}")
-    for found in told.of("counts"):
+    reported = victims.story(partial(_small_tmpfs, life, seed))
+    if reported.status:
+        raise BrokenError(f"an error in the small tmpfs: {reported.of('broken') or reported.of('error')}")
+    for found in reported.of("counts"):
         counts.update(found)
 
 
@@ -192,9 +192,9 @@ def _small_tmpfs(life: Life, seed: int, tell: Tell) -> None:
                     os.unlink(temporary.name_of(life.path))  # what a kill left there, as the next attach does
                 resize(os.stat(life.path).st_size + _ROOM_LEFT)
                 kill = Kill("finished", 1, delay=rng.uniform(0.0, 0.004)) if rng.random() < 0.5 else None
-                told = life.train(kill, 5, 5, refusal=NoSpaceError)
+                reported = life.train(kill, 5, 5, refusal=NoSpaceError)
                 fits = os.stat(life.path).st_size <= _ROOM_LEFT
-                _count_refusal(counts, "the tmpfs was full", bool(told.of("refused")), told.was_killed, fits)
+                _count_refusal(counts, "the tmpfs was full", bool(reported.of("refused")), reported.was_killed, fits)
         except BrokenError as err:
             tell("broken", f"{err}; {life.history[-3:]}")
             raise

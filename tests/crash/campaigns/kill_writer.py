@@ -14,7 +14,7 @@ from crash.campaign import Campaign, Order, Tally
 from crash.known import Plan
 from crash.ledger import BrokenError
 from crash.lives import Life
-from crash.victims import VERSION_SITES, Kill, Story
+from crash.victims import CHECKPOINT_SITES, Kill, Story
 
 KILLS = 20
 """In the life of one pool."""
@@ -39,12 +39,12 @@ def _life(order: Order, trial: int, tally: Tally) -> None:
     usual = rng.choice((2, 2, 3))
     life = Life(plan, os.path.join(order.folder, f"{trial}.pool"), order.backend)
     tally.counts["pools"] += 1
-    with life.told():
+    with life.reported():
         for number in range(KILLS):
             kill, slots = draw_kill(rng, plan, is_first=not number), usual if rng.random() < 0.8 else 5 - usual
             file = life.file
-            told = life.train(kill, slots)
-            _count(tally, told, kill, life.ledger.least)
+            reported = life.train(kill, slots)
+            _count(tally, reported, kill, life.ledger.least)
             tally.counts["processes that moved the pool to a new file"] += file not in (None, life.file)
     life.remove()
 
@@ -55,7 +55,7 @@ def draw_kill(rng: random.Random, plan: Plan, *, is_first: bool) -> Kill:
     if is_first and where < 0.5:
         return Kill("attaches", delay=rng.uniform(0.0, 0.025))  # while the pool is made
     if where < 0.45:
-        site = rng.choice(VERSION_SITES)
+        site = rng.choice(CHECKPOINT_SITES)
         return Kill(site=site, nth=rng.randint(1, 60 if site == "block" else 6))
     if where < 0.6:
         return Kill("attaches", delay=rng.uniform(0.0, 0.016))
@@ -64,15 +64,15 @@ def draw_kill(rng: random.Random, plan: Plan, *, is_first: bool) -> Kill:
     return Kill(word, nth, delay=rng.uniform(0.0, 0.008 if plan.is_large else 0.002))
 
 
-def _count(tally: Tally, told: Story, kill: Kill, found: int) -> None:
-    if not told.was_killed:
+def _count(tally: Tally, reported: Story, kill: Kill, found: int) -> None:
+    if not reported.was_killed:
         tally.counts["ended before their kill"] += 1
         return
     tally.counts["kills"] += 1
     tally.counts["recovered exactly" if found else "killed before there was a version"] += 1
-    where = f"at kill point {kill.site}" if kill.site else f"at a random instant after: {told.last}"
+    where = f"at kill point {kill.site}" if kill.site else f"at a random instant after: {reported.last}"
     tally.counts[f"killed {where}"] += 1
-    tally.counts["killed while a version was held"] += bool(set(told.of("holds")) - set(told.of("lets go")))
+    tally.counts["killed while a version was held"] += bool(set(reported.of("holds")) - set(reported.of("lets go")))
 
 
 CAMPAIGN = Campaign(

@@ -28,7 +28,7 @@ from crash.stage import Stage, staged
 from lightck.errors import FormatError, LightckError, NotAPoolError, PoolTruncatedError
 from lightck.pool.format.layout import blocks_of
 from lightck.pool.format.structures import (
-    LINE_NBYTES,
+    COMMIT_RECORD_NBYTES,
     MAGIC,
     PAGE,
     SUPERBLOCK_NBYTES,
@@ -132,12 +132,12 @@ def _boundaries(reader: PoolReader) -> Iterator[tuple[int, str]]:
     for at in SUPERBLOCK_OFFSETS:
         yield from ((at, "superblock"), (at + len(MAGIC), "its magic"), (at + SUPERBLOCK_NBYTES, "end of a superblock"))
     for position in range(sb.ring_lines):
-        yield from ((sb.line_offset(position) + n, f"line {position}") for n in (0, 8, LINE_NBYTES))
+        yield from ((sb.commit_record_offset(position) + n, f"line {position}") for n in (0, 8, COMMIT_RECORD_NBYTES))
     for at in sb.table_offsets:
         yield from ((at, "layout table"), (at + sb.table_nbytes, "end of a layout table"))
     for number, (slot, nbytes) in enumerate(sb.slots):
         of = f"of slot {number}"
-        yield from ((slot, f"header {of}"), (slot + LINE_NBYTES, f"end of the header {of}"))
+        yield from ((slot, f"header {of}"), (slot + COMMIT_RECORD_NBYTES, f"end of the header {of}"))
         for index in (0, 1):
             yield slot + sb.manifest_offset + index * sb.manifest_nbytes, f"manifest {index} {of}"
         for entry in reader.entries:
@@ -318,16 +318,16 @@ def _resumed(path: str, backend: str) -> tuple[str, str]:
 
 def _command(name: str, path: str) -> tuple[int, str]:
     """The command as the shell would run it, but in this process."""
-    told, before = io.StringIO(), sys.argv
+    reported, before = io.StringIO(), sys.argv
     sys.argv = ["lightck", name, path]
     try:
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        with contextlib.redirect_stdout(reported), contextlib.redirect_stderr(reported):
             runpy.run_module("lightck", run_name="__main__")
     except SystemExit as end:
-        return (end.code if isinstance(end.code, int) else int(end.code is not None)), told.getvalue()
+        return (end.code if isinstance(end.code, int) else int(end.code is not None)), reported.getvalue()
     finally:
         sys.argv = before
-    return 0, told.getvalue()
+    return 0, reported.getvalue()
 
 
 def _content(path: str) -> str:

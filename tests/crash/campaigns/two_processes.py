@@ -42,7 +42,7 @@ def run(order: Order) -> Tally:
         rng = order.rng(trial)
         life = Life(known.draw(rng), os.path.join(order.folder, f"{trial}.pool"), order.backend)
         try:
-            with life.told():
+            with life.reported():
                 SCENARIOS[name](life, rng, tally.counts)
         except BrokenError as err:
             tally.found(trial, f"{name}: {err}")
@@ -63,8 +63,8 @@ def _train(life: Life, tell: Tell, *, patient: bool = False, aside: known.Aside 
                 return None
 
 
-def _check_refusals(told: Story, holder: int, counts: Counter[str]) -> None:
-    for message in told.of("refused"):
+def _check_refusals(reported: Story, holder: int, counts: Counter[str]) -> None:
+    for message in reported.of("refused"):
         counts["refused by name"] += 1
         if f"pid {holder}:" not in message:
             raise BrokenError(f"the holder is pid {holder}, and the error says: {message}")
@@ -84,10 +84,10 @@ def wants_it_too(life: Life, rng: random.Random, counts: Counter[str]) -> None:
         life.history.append(f"second {tales[0]}, first {tales[1]}")
         _check_refusals(tales[0], first.pid, counts)
         _check_refusals(tales[1], second.pid, counts)
-        for told in sorted(tales, key=lambda each: max(each.of("attached"), default=0)):
-            life.ledger.note(told, 2)
+        for reported in sorted(tales, key=lambda each: max(each.of("attached"), default=0)):
+            life.ledger.note(reported, 2)
         life.judge()
-        counts["both had it, one after the other"] += all(told.of("closed") for told in tales)
+        counts["both had it, one after the other"] += all(reported.of("closed") for reported in tales)
 
 
 def wants_it_at_once(life: Life, rng: random.Random, counts: Counter[str]) -> None:
@@ -101,15 +101,15 @@ def wants_it_at_once(life: Life, rng: random.Random, counts: Counter[str]) -> No
         time.sleep(rng.uniform(0.0, 0.004))
         first.kill()
         dead = first.end()
-        told = (second or Victim(partial(_train, life))).end()
-        life.history.append(f"first {dead}, second {told}")
-        _check_refusals(told, first.pid, counts)
-        if told.of("refused") and not is_patient:
-            raise BrokenError(f"the holder is dead, and its lock is not: {told}")
-        for each in (dead, told):
+        reported = (second or Victim(partial(_train, life))).end()
+        life.history.append(f"first {dead}, second {reported}")
+        _check_refusals(reported, first.pid, counts)
+        if reported.of("refused") and not is_patient:
+            raise BrokenError(f"the holder is dead, and its lock is not: {reported}")
+        for each in (dead, reported):
             life.ledger.note(each, 2)
         life.judge()
-        counts["a dead holder's pool was taken over"] += bool(told.of("attached")) and dead.was_killed
+        counts["a dead holder's pool was taken over"] += bool(reported.of("attached")) and dead.was_killed
 
 
 # -- a worker that lives on ------------------------------------------------------------------------------------------
@@ -125,14 +125,14 @@ def worker_lives_on(life: Life, rng: random.Random, counts: Counter[str]) -> Non
         time.sleep(rng.uniform(0.0, 0.003))
         trainer.kill()
         trainer.wait()
-        told = Victim(partial(_train, life)).end()
+        reported = Victim(partial(_train, life)).end()
         is_inert = trainer.hear("inert")
         os.kill(worker, signal.SIGKILL)
         dead = trainer.end()
-        life.history.append(f"parent of the worker {dead}, restart {told}")
-        if told.of("refused") or not is_inert:
-            raise BrokenError(f"the worker kept the pool, or its handle works: {told}")
-        for each in (dead, told):
+        life.history.append(f"parent of the worker {dead}, restart {reported}")
+        if reported.of("refused") or not is_inert:
+            raise BrokenError(f"the worker kept the pool, or its handle works: {reported}")
+        for each in (dead, reported):
             life.ledger.note(each, 2)
         life.judge()
         counts["workers outlived their parent, and the restart attached at once"] += 1
@@ -196,19 +196,19 @@ def _sizes(path: str, rng: random.Random) -> tuple[int, int, int]:
 
 def _taken_away(life: Life, rng: random.Random, counts: Counter[str], what: str, take: Callable[[str], None]) -> None:
     life.plan = life.ledger.plan = replace(life.plan, pins_every=0, grows_by=10)  # no move to a new file
-    victim = Victim(partial(_told_of_it, life))
+    victim = Victim(partial(_reported_it, life))
     victim.hear("committed", rng.randint(1, 4))
     time.sleep(rng.uniform(0.0, 0.004))
     take(life.path)
-    told = victim.end()
-    life.history.append(f"{what}: {told}")
-    if told.status or told.of("error") or not told.of("whole"):
-        raise BrokenError(f"the pool was {what} in use, and the process ended so: {told}")
-    counts[f"{what} in use: the training was told"] += bool(told.of("told"))
-    counts[f"{what} in use: too late to be seen"] += not told.of("told")
+    reported = victim.end()
+    life.history.append(f"{what}: {reported}")
+    if reported.status or reported.of("error") or not reported.of("whole"):
+        raise BrokenError(f"the pool was {what} in use, and the process ended so: {reported}")
+    counts[f"{what} in use: the training was told"] += bool(reported.of("told"))
+    counts[f"{what} in use: too late to be seen"] += not reported.of("told")
 
 
-def _told_of_it(life: Life, tell: Tell) -> None:
+def _reported_it(life: Life, tell: Tell) -> None:
     seen: list[tuple[int, Known, torch.optim.Optimizer]] = []
 
     def aside(step: int, session: lightck.Session, model: Known, optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from crash.trace import PUBLISHED, Event, Fence, Flush, Mark, Store, Sync
 
 from lightck import _native
 from lightck.pool.format.structures import (
-    LINE_NBYTES,
+    COMMIT_RECORD_NBYTES,
     MANIFEST_MAGIC,
     RING_LINES,
     RING_OFFSET,
@@ -25,7 +25,7 @@ from lightck.pool.format.structures import (
 
 
 def is_body(event: Event) -> bool:
-    return isinstance(event, Store) and in_ring(event) and len(event.data) == LINE_NBYTES - 8
+    return isinstance(event, Store) and in_ring(event) and len(event.data) == COMMIT_RECORD_NBYTES - 8
 
 
 def is_word(event: Event) -> bool:
@@ -50,7 +50,7 @@ def is_payload(event: Event) -> bool:
 
 def is_placed(event: Store) -> bool:
     """A device put it into a slot: it is longer than a header, and lies behind the pool's static part."""
-    return event.offset >= SLOT_ALIGN and len(event.data) > LINE_NBYTES
+    return event.offset >= SLOT_ALIGN and len(event.data) > COMMIT_RECORD_NBYTES
 
 
 def orders(event: Event) -> bool:
@@ -68,7 +68,7 @@ def next_index(events: Sequence[Event], start: int, wanted: type | tuple[type, .
 # -- the bugs --------------------------------------------------------------------------------------------------------
 
 
-def no_fence_before_the_line(events: Sequence[Event]) -> list[Event]:
+def no_fence_before_the_record(events: Sequence[Event]) -> list[Event]:
     """Nothing orders the manifest before the first word of its line."""
     gone: set[int] = set()
     pending = False
@@ -92,13 +92,13 @@ def no_flush_of_the_manifest(events: Sequence[Event]) -> list[Event]:
     return changed
 
 
-def no_sync_after_the_line(events: Sequence[Event]) -> list[Event]:
+def no_sync_after_the_record(events: Sequence[Event]) -> list[Event]:
     """Acknowledged before it is durable."""
     words = [i for i, event in enumerate(events) if is_word(event)]
     return dropped(events, {next_index(events, word, Sync) for word in words})
 
 
-def line_never_waited_for(events: Sequence[Event]) -> list[Event]:
+def record_never_waited_for(events: Sequence[Event]) -> list[Event]:
     """Acknowledged before any of the line is durable. (In persistent memory the last sync alone may be missing: the
     body was fenced, and a line whose first word is lost is completed from its body.)"""
     fences = {next_index(events, i, Fence) for i, event in enumerate(events) if is_body(event)}
@@ -106,7 +106,7 @@ def line_never_waited_for(events: Sequence[Event]) -> list[Event]:
     return dropped(events, fences | syncs)
 
 
-def line_in_one_piece(events: Sequence[Event]) -> list[Event]:
+def record_in_one_piece(events: Sequence[Event]) -> list[Event]:
     """The line is streamed as a whole: its first word may arrive without the rest."""
     changed: list[Event] = []
     skip = 0
@@ -164,7 +164,7 @@ def payload_not_fenced(events: Sequence[Event]) -> list[Event]:
     return changed
 
 
-def payload_after_the_line(events: Sequence[Event]) -> list[Event]:
+def payload_after_the_record(events: Sequence[Event]) -> list[Event]:
     """The first tensor of each version is copied when its line is written already."""
     changed: list[Event] = []
     late: list[Event] = []
@@ -215,7 +215,7 @@ def acknowledged_at_once(events: Sequence[Event]) -> list[Event]:
     return changed
 
 
-def no_adoption_line(events: Sequence[Event]) -> list[Event]:
+def no_adoption_record(events: Sequence[Event]) -> list[Event]:
     """An attachment goes on from a version and does not write that down."""
     gone: set[int] = set()
     for i, event in enumerate(events):

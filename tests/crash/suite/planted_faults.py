@@ -27,7 +27,7 @@ def a_failed_sync_is_good() -> None:
     engine.Job._raise = lambda self, status: None
 
 
-def a_failure_is_told_once() -> None:
+def a_failure_is_reported_once() -> None:
     commits.Commits.raise_failure = lambda self: None
 
 
@@ -55,7 +55,7 @@ def a_cut_file_is_foreign() -> None:
 
 def an_interrupt_ends_the_session() -> None:
     """Whatever is raised in the loop, the version of the step is thrown away with it."""
-    pipeline.Pipeline.finish = lambda self, timeout=None: (self._flights.clear(), True)[1]
+    pipeline.Pipeline.finish = lambda self, timeout=None: (self._in_flight.clear(), True)[1]
 
 
 def nothing_is_finished_at_exit() -> None:

@@ -38,7 +38,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightck.pool.format.structures import NEXT_NBYTES, NEXT_OFFSET, RING_OFFSET, RING_STRIDE, TABLE_OFFSET
-from lightck.session import snapshot
+from lightck.session import capture
 
 KEPT = Path(__file__).with_suffix(".json")
 TRAININGS = (
@@ -249,7 +249,7 @@ def _one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -
 @contextmanager
 def _exact() -> Iterator[None]:
     with (
-        patch.object(snapshot, "fingerprint", lambda: MACHINE),
+        patch.object(capture, "fingerprint", lambda: MACHINE),
         patch.object(recorded, "one_step", _one_step),
         patch.object(workloads, "one_step", _one_step),
         patch.object(workloads, "build", _build),

@@ -11,7 +11,7 @@ from crash import campaigns
 from crash.campaign import Order, Tally
 
 from lightck.pipeline.current_pool import CurrentPool
-from lightck.pool.reader import Version
+from lightck.pool.reader import StoredCheckpoint
 from lightck.pool.slots import Slot, Slots
 from lightck.pool.storage.file import FileBackend, FileContainer
 from lightck.pool.storage.lock import PoolLock
@@ -54,7 +54,7 @@ def test_nothing_that_was_acknowledged_is_lost_to_a_kill(folder, backend, name, 
     assert tally.counts["kills"] >= kills
 
 
-def test_a_kill_and_another_fault_leave_an_exact_version(folder, backend):
+def test_a_kill_and_another_fault_leave_an_exact_checkpoint(folder, backend):
     tally = play("kill-twice", folder, backend)
     assert not tally.findings
     for pair in (
@@ -99,7 +99,7 @@ def test_a_resume_that_skips_the_random_states_is_found(folder, monkeypatch):
     assert "the loss of update" in reason
 
 
-def test_a_new_file_that_is_published_before_its_first_version_is_found(folder, monkeypatch):
+def test_a_new_file_that_is_published_before_its_first_checkpoint_is_found(folder, monkeypatch):
     new_writer, publish = CurrentPool._new_writer, FileContainer.publish
 
     def publishing(self: CurrentPool, *arguments: Any, **options: Any) -> PoolWriter:
@@ -122,15 +122,15 @@ def test_a_new_file_that_no_attach_removes_is_found(folder, monkeypatch):
 def test_a_reader_that_believes_what_it_reads_is_found(folder, monkeypatch):
     import ctypes
 
-    def read_into(self: Version, name: str, address: int) -> None:
+    def read_into(self: StoredCheckpoint, name: str, address: int) -> None:
         number = self._index[name]
-        at = self.reader.superblock.slots[self.line.slot][0] + self._all[number].offset
+        at = self.reader.superblock.slots[self.record.slot][0] + self._all[number].offset
         data = self.reader.read(at, self._all[number].nbytes)
         if address:
             ctypes.memmove(address, data, len(data))
 
-    monkeypatch.setattr(Version, "read_into", read_into)
-    monkeypatch.setattr(Version, "read_many", MemorySource.read_many)  # one by one
+    monkeypatch.setattr(StoredCheckpoint, "read_into", read_into)
+    monkeypatch.setattr(StoredCheckpoint, "read_many", MemorySource.read_many)  # one by one
     (reason,) = found("kill-twice", folder, (4, 11, 18))
     assert "invented bytes" in reason
 

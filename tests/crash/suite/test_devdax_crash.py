@@ -138,7 +138,7 @@ def _changes(made: Device, store: Store) -> list[Event]:
 def _at(made: Device, tracker: Tracker, number: int, rng: random.Random) -> Iterator[int]:
     fates = tracker.fates()
     kinds = [VITAL if len(fates) <= FATES_ALL else PAYLOAD] * len(fates)
-    for _, image in cuts.images(fates, kinds, cuts.Look(), rng):
+    for _, image in cuts.images(fates, kinds, cuts.Signature(), rng):
         missing = image.missing(fates)
         for i, content in missing.items():
             _put(made, fates[i], content)
@@ -192,7 +192,7 @@ def test_a_damaged_second_copy_is_put_right_first(made, monkeypatch):
 def test_planted_bugs_are_found(made, monkeypatch, bug):
     toys.pool_with(Path(made.path), 2)
     if bug == "records not fenced":
-        monkeypatch.setattr(Medium, "line", lambda self, offset, line: self.store(offset, line))
+        monkeypatch.setattr(Medium, "record", lambda self, offset, line: self.store(offset, line))
     else:
         monkeypatch.setattr(Medium, "store", lambda self, at, data: lib.lck_m_store(self.handle, at, data, len(data)))
     found = outcomes(made, monkeypatch)

@@ -88,7 +88,7 @@ def test_a_planted_bug_is_found_by_a_cut_file(stage, folder, monkeypatch, plant)
     assert played(truncations, stage, folder, range(1), plant=plant).findings
 
 
-def test_limits_of_the_system_are_told(stage, folder):
+def test_limits_of_the_system_are_reported(stage, folder):
     tally = played(full, stage, folder, range(9))
     assert not tally.findings, findings(tally)
     assert tally.counts["told"] >= 5

@@ -24,8 +24,13 @@ from crash.reads import Memory, watched
 from torch import nn
 
 import lightck
-from lightck.pool.format.structures import LINE_NBYTES, MANIFEST_HEADER_NBYTES, SUPERBLOCK_NBYTES, pack_slot_header
-from lightck.pool.reader import PoolReader, Version, open_pool
+from lightck.pool.format.structures import (
+    COMMIT_RECORD_NBYTES,
+    MANIFEST_HEADER_NBYTES,
+    SUPERBLOCK_NBYTES,
+    pack_slot_header,
+)
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage import extents
 from lightck.pool.storage.extents import Extents
 
@@ -129,8 +134,8 @@ def pool(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pool]:
 def half_written(path: Path) -> None:
     """The oldest slot as a kill in mid-write leaves it: invalidated, half of its payload new."""
     reader = open_pool(str(path))
-    oldest = [v for v in reader.versions() if isinstance(v, Version)][-1]
-    sb, slot = reader.superblock, oldest.line.slot
+    oldest = [v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)][-1]
+    sb, slot = reader.superblock, oldest.record.slot
     base = sb.slots[slot][0]
     tensors = sorted(e.offset for e in oldest.entries.values())
     reader.close()
@@ -155,12 +160,12 @@ def one_bit_per_byte(start: int, nbytes: int, every: int = 1) -> Iterator[int]:
     return (8 * at + rng.randrange(8) for at in range(start, start + nbytes, every))
 
 
-def versions(reader: PoolReader) -> list[Version]:
-    return [v for v in reader.versions() if isinstance(v, Version)]
+def checkpoints(reader: PoolReader) -> list[StoredCheckpoint]:
+    return [v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)]
 
 
-def manifest_of(reader: PoolReader, version: Version) -> tuple[int, int]:
-    sb, line = reader.superblock, version.line
+def manifest_of(reader: PoolReader, checkpoint: StoredCheckpoint) -> tuple[int, int]:
+    sb, line = reader.superblock, checkpoint.record
     start = sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes
     return start, line.manifest_nbytes
 
@@ -180,30 +185,30 @@ def test_layout_tables(pool: Pool, reader: PoolReader) -> None:
         assert set(pool.check(one_bit_per_byte(start, sb.table_nbytes), oldest=STEPS)) == {f"step {STEPS}"}
 
 
-def test_commit_lines(pool: Pool, reader: PoolReader) -> None:
-    sb, lines = reader.superblock, reader.ring().lines
+def test_commit_records(pool: Pool, reader: PoolReader) -> None:
+    sb, lines = reader.superblock, reader.commit_log().records
     for position, line in lines.items():
         is_newest = line.step == STEPS
-        seen = pool.check(all_bits(sb.line_offset(position), LINE_NBYTES), oldest=STEPS - is_newest)
+        seen = pool.check(all_bits(sb.commit_record_offset(position), COMMIT_RECORD_NBYTES), oldest=STEPS - is_newest)
         assert set(seen) == {f"step {STEPS - is_newest}"}
 
 
 def test_places_of_lines_that_were_never_used(pool: Pool, reader: PoolReader) -> None:
-    sb, lines = reader.superblock, reader.ring().lines
+    sb, lines = reader.superblock, reader.commit_log().records
     for position in range(sb.ring_lines):
         if position not in lines:
-            pool.check(one_bit_per_byte(sb.line_offset(position), LINE_NBYTES), oldest=STEPS)
+            pool.check(one_bit_per_byte(sb.commit_record_offset(position), COMMIT_RECORD_NBYTES), oldest=STEPS)
 
 
 def test_slot_headers(pool: Pool, reader: PoolReader) -> None:
     for start, _ in reader.superblock.slots:
-        seen = pool.check(all_bits(start, LINE_NBYTES), oldest=STEPS)
+        seen = pool.check(all_bits(start, COMMIT_RECORD_NBYTES), oldest=STEPS)
         assert set(seen) == {f"step {STEPS}"}, "a damaged header proves nothing about the payload"
 
 
 def test_the_newest_manifest(pool: Pool, reader: PoolReader) -> None:
-    start, nbytes = manifest_of(reader, versions(reader)[0])
-    state = start + versions(reader)[0].header.state_offset
+    start, nbytes = manifest_of(reader, checkpoints(reader)[0])
+    state = start + checkpoints(reader)[0].header.state_offset
     header_end = start + MANIFEST_HEADER_NBYTES
     bits = chain(
         all_bits(start, MANIFEST_HEADER_NBYTES),
@@ -214,23 +219,23 @@ def test_the_newest_manifest(pool: Pool, reader: PoolReader) -> None:
 
 
 def test_older_manifests(pool: Pool, reader: PoolReader) -> None:
-    for version in versions(reader)[1:]:
-        start, nbytes = manifest_of(reader, version)
+    for checkpoint in checkpoints(reader)[1:]:
+        start, nbytes = manifest_of(reader, checkpoint)
         pool.check(one_bit_per_byte(start, nbytes), oldest=STEPS)
 
 
 def test_the_newest_payload(pool: Pool, reader: PoolReader) -> None:
-    newest = versions(reader)[0]
-    base = reader.superblock.slots[newest.line.slot][0]
+    newest = checkpoints(reader)[0]
+    base = reader.superblock.slots[newest.record.slot][0]
     for entry in newest.entries.values():
         seen = pool.check(all_bits(base + entry.offset, entry.nbytes), oldest=STEPS - 1)
         assert set(seen) == {f"step {STEPS - 1}"}
 
 
 def test_older_payloads(pool: Pool, reader: PoolReader) -> None:
-    for version in versions(reader)[1:]:
-        base = reader.superblock.slots[version.line.slot][0]
-        for entry in version.entries.values():
+    for checkpoint in checkpoints(reader)[1:]:
+        base = reader.superblock.slots[checkpoint.record.slot][0]
+        for entry in checkpoint.entries.values():
             pool.check(all_bits(base + entry.offset, entry.nbytes), oldest=STEPS)
 
 
@@ -239,11 +244,11 @@ def test_anywhere(pool: Pool) -> None:
     pool.check((rng.randrange(8 * len(pool.map)) for _ in range(3000)), oldest=STEPS - 1)
 
 
-def test_two_flips_in_two_versions_cost_two_versions(pool: Pool, reader: PoolReader) -> None:
+def test_two_flips_in_two_checkpoints_cost_two_checkpoints(pool: Pool, reader: PoolReader) -> None:
     """The bits of the two newest versions, flipped together: the third is left, or an error of ours."""
     rng = random.Random(SEED)
-    first, second = (manifest_of(reader, v) for v in versions(reader)[:2])
-    has_third = len(versions(reader)) > 2
+    first, second = (manifest_of(reader, v) for v in checkpoints(reader)[:2])
+    has_third = len(checkpoints(reader)) > 2
     for _ in range(100):
         bits = [8 * (start + rng.randrange(nbytes)) + rng.randrange(8) for start, nbytes in (first, second)]
         pool.map.flip(bits[0] // 8, 1 << bits[0] % 8)
@@ -257,11 +262,11 @@ def test_two_flips_in_two_versions_cost_two_versions(pool: Pool, reader: PoolRea
 
 
 def test_a_restart_writes_over_what_is_lost_before_it_writes_over_a_fall_back(pool: Pool, reader: PoolReader) -> None:
-    held = {v.step for v in versions(reader)}
+    held = {v.step for v in checkpoints(reader)}
     damage = {
         "nothing": [],
-        "the newest line": [8 * reader.superblock.line_offset(max(reader.ring().lines)) + 100],
-        "the newest manifest": [8 * manifest_of(reader, versions(reader)[0])[0] + 100],
+        "the newest line": [8 * reader.superblock.commit_record_offset(max(reader.commit_log().records)) + 100],
+        "the newest manifest": [8 * manifest_of(reader, checkpoints(reader)[0])[0] + 100],
     }
     for what, bits in damage.items():
         path = pool.path.with_name("restarted.pool")
@@ -277,6 +282,6 @@ def test_a_restart_writes_over_what_is_lost_before_it_writes_over_a_fall_back(po
             optimizer.step()
         again = open_pool(str(path))
         expected = sorted(left | {max(left) + 1})[-3:]
-        assert sorted({v.step for v in versions(again)}) == expected, what
+        assert sorted({v.step for v in checkpoints(again)}) == expected, what
         again.close()
         path.unlink()

@@ -41,7 +41,7 @@ from lightck.pool.format.structures import (
     PAGE,
     SLOT_ALIGN,
     TABLE_OFFSET,
-    CommitLine,
+    CommitRecord,
     DamagedError,
     ManifestHeader,
     Superblock,
@@ -49,7 +49,7 @@ from lightck.pool.format.structures import (
     layout_hash,
     pack_slot_header,
 )
-from lightck.pool.reader import PoolReader, Version, open_pool
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.restore import contents
 from lightck.state import values
 
@@ -108,14 +108,14 @@ class Same(int):
 
 
 def test_flips_find_a_reader_that_takes_blocks_as_they_are(folder, monkeypatch):
-    real = Version.read_into
+    real = StoredCheckpoint.read_into
 
-    def lenient(version: Version, name: str, address: int) -> None:
+    def lenient(checkpoint: StoredCheckpoint, name: str, address: int) -> None:
         with contextlib.suppress(DamagedError):
-            real(version, name, address)
+            real(checkpoint, name, address)
 
-    monkeypatch.setattr(Version, "read_into", lenient)
-    monkeypatch.setattr(Version, "read_many", contents.MemorySource.read_many)  # one by one
+    monkeypatch.setattr(StoredCheckpoint, "read_into", lenient)
+    monkeypatch.setattr(StoredCheckpoint, "read_many", contents.MemorySource.read_many)  # one by one
     assert any("other values" in f.reason for f in play(flips.CAMPAIGN, folder, 100).findings)
 
 
@@ -247,8 +247,8 @@ def test_a_superblock_of_another_pool_costs_nothing(pool, folder, copy):
 
 def test_a_slot_header_whose_last_write_was_lost_costs_nothing(pool):
     pool_with(pool, steps=4)
-    newest = toys.versions(pool)[0]
-    sb, slot = newest.reader.superblock, newest.line.slot
+    newest = toys.checkpoints(pool)[0]
+    sb, slot = newest.reader.superblock, newest.record.slot
     toys.poke(pool, sb.slots[slot][0], pack_slot_header(2, slot, sb.uuid))
     assert lightck.recover(pool).step == 4
     facts = verify.pool_facts(str(pool), None, True)
@@ -269,11 +269,11 @@ def hollow(
     *,
     slot: int = 8 * GIB,
     table: bytes | int = layout.encode([]),
-    line_nbytes: int = 0,
+    commit_record_nbytes: int = 0,
     uuid: bytes = bytes(16),
 ) -> Superblock:
     """A pool of a few KiB whose structures pass their checks, and are said to be as long as somebody likes. ``table``:
-    its bytes, or how many zeros it has. ``line_nbytes``: of the manifest that a commit line names."""
+    its bytes, or how many zeros it has. ``commit_record_nbytes``: of the manifest that a commit line names."""
     table = bytes(table) if isinstance(table, int) else table
     room = align_up(len(table), PAGE)
     first = align_up(TABLE_OFFSET + 2 * room, SLOT_ALIGN)
@@ -293,9 +293,9 @@ def hollow(
     )
     parts = {0: sb.pack(), PAGE: sb.pack(), **{at: table.rstrip(b"\0") for at in sb.table_offsets}}
     parts |= {at: pack_slot_header(5 + i, i, uuid) for i, (at, _) in enumerate(sb.slots)}
-    if line_nbytes:
-        seen = reader.manifest_hash(uuid, bytes(line_nbytes)) if line_nbytes < GIB else 0
-        parts[sb.line_offset(0)] = CommitLine(5, 1, 1, 5, seen, line_nbytes, 1, 0, 0).pack(uuid)
+    if commit_record_nbytes:
+        seen = reader.manifest_hash(uuid, bytes(commit_record_nbytes)) if commit_record_nbytes < GIB else 0
+        parts[sb.commit_record_offset(0)] = CommitRecord(5, 1, 1, 5, seen, commit_record_nbytes, 1, 0, 0).pack(uuid)
     path.touch(0o600)
     with path.open("r+b") as file:
         file.truncate(sb.nbytes)
@@ -306,7 +306,7 @@ def hollow(
     return sb
 
 
-def within(nbytes: int, work: Any) -> Any:
+def mid_batch(nbytes: int, work: Any) -> Any:
     """What ``work`` gives, in a process that gets no more memory than this beside what it has."""
 
     def limited() -> Any:
@@ -331,12 +331,14 @@ HOLLOW = {
 def test_a_small_file_is_given_little_memory_whatever_it_says(folder, lie):
     pool = folder / "hollow.pool"
     hollow(pool, **lie)
-    kind, _, _ = within(150 * MIB, lambda: lightck.recover(pool))
+    kind, _, _ = mid_batch(150 * MIB, lambda: lightck.recover(pool))
     assert issubclass(kind, (CorruptPoolError, NoCheckpointError))
     model = toys.net()
-    told = within(150 * MIB, lambda: lightck.attach(model, pool, optimizer=toys.adam(model), resume=True).close())
-    assert (told is None) == (kind is NoCheckpointError), "where there never was a checkpoint a new pool is made"
-    assert told is None or told[0] is CorruptPoolError
+    reported = mid_batch(
+        150 * MIB, lambda: lightck.attach(model, pool, optimizer=toys.adam(model), resume=True).close()
+    )
+    assert (reported is None) == (kind is NoCheckpointError), "where there never was a checkpoint a new pool is made"
+    assert reported is None or reported[0] is CorruptPoolError
 
 
 _RECOVER = """
@@ -357,12 +359,12 @@ def test_a_reader_that_gets_no_memory_says_so_and_passes_nothing_over(folder, ro
     """40 MiB may be read of any file: there is room for nothing of it, for all of it once, for all that is done with
     it. In a process of its own: one that ran for a while has memory that it does not use."""
     pool = folder / "hollow.pool"
-    hollow(pool, line_nbytes=40 * MIB)
+    hollow(pool, commit_record_nbytes=40 * MIB)
     command = [sys.executable, "-c", _RECOVER, str(pool), str(room * MIB)]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.stdout.startswith(answer), told
-    assert str(pool) in told.stdout
-    assert ("Free memory" in told.stdout) == answer.startswith("PoolIOError")
+    reported = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert reported.stdout.startswith(answer), reported
+    assert str(pool) in reported.stdout
+    assert ("Free memory" in reported.stdout) == answer.startswith("PoolIOError")
 
 
 def test_a_long_manifest_is_read_where_the_file_holds_it(pool, monkeypatch):
@@ -377,15 +379,15 @@ def test_a_long_manifest_is_read_where_the_file_holds_it(pool, monkeypatch):
 def other_numbers(pool: Path, **numbers: int) -> None:
     """An adoption of the newest version that says so, in the place of its line."""
     with contextlib.closing(open_pool(str(pool))) as opened:
-        sb, ring = opened.superblock, opened.ring()
-    position, line = max(ring.lines.items(), key=lambda item: item[1].generation)
+        sb, commit_log = opened.superblock, opened.commit_log()
+    position, line = max(commit_log.records.items(), key=lambda item: item[1].generation)
     changed = line._replace(kind=2, **numbers)
-    toys.poke(pool, sb.line_offset(position), changed.pack(sb.uuid))
+    toys.poke(pool, sb.commit_record_offset(position), changed.pack(sb.uuid))
 
 
 def other_header(pool: Path, generation: int) -> None:
     with contextlib.closing(open_pool(str(pool))) as opened:
-        sb, slot = opened.superblock, toys.versions(pool)[0].line.slot
+        sb, slot = opened.superblock, toys.checkpoints(pool)[0].record.slot
     toys.poke(pool, sb.slots[slot][0], pack_slot_header(generation, slot, sb.uuid))
 
 
@@ -427,7 +429,7 @@ def test_numbers_that_no_training_reaches_end_in_an_answer_or_an_error_of_ours(p
 
 
 @pytest.mark.parametrize("number", [2**63 - 2, 2**63 - 1, 2**63, 2**64 - 1])
-def test_an_iteration_at_its_end_costs_no_version(pool, number):
+def test_an_iteration_at_its_end_costs_no_checkpoint(pool, number):
     pool_with(pool)
     with contextlib.closing(open_pool(str(pool))) as opened:
         document = Document(Base(opened))
@@ -460,10 +462,10 @@ def test_any_words_make_a_structure_or_an_error_of_ours(words):
     data = struct.pack(f"<{len(words)}Q", *words)
     body = (b"LIGHTCK\x01" + struct.pack("<IHH", 0x01020304, 1, 0) + data).ljust(4088, b"\0")[:4088]
     line = data.ljust(56, b"\0")[:56]
-    sealed_line = line + struct.pack("<Q", reader.manifest_hash(bytes(16), line))
+    sealed_record = line + struct.pack("<Q", reader.manifest_hash(bytes(16), line))
     for parse in (
         lambda: Superblock.unpack(body + struct.pack("<Q", reader.manifest_hash(b"", body))),
-        lambda: CommitLine.unpack(sealed_line, bytes(16)),
+        lambda: CommitRecord.unpack(sealed_record, bytes(16)),
         lambda: ManifestHeader.unpack((b"LCKMANI1" + data).ljust(200, b"\0")),
     ):
         with contextlib.suppress(DamagedError, LightckError):
@@ -512,8 +514,8 @@ def readings(pool: Path, folder: Path) -> list[Any]:
 
 
 CHANGES = {
-    "an array as version": lambda tree: tree.update(version=np.zeros(3)),
-    "a tensor as version": lambda tree: tree.update(version=torch.zeros(3)),
+    "an array as version": lambda tree: tree.update(checkpoint=np.zeros(3)),
+    "a tensor as version": lambda tree: tree.update(checkpoint=torch.zeros(3)),
     "a list as values of an optimizer": lambda tree: tree["optimizers"][0].update(values=values.pack([1], path="x")),
     "a list as rest of an optimizer": lambda tree: tree["optimizers"][0].update(rest=values.pack([1], path="x")),
     "a tensor that is not there": lambda tree: tree["optimizers"][0].update(
@@ -569,4 +571,4 @@ def tied_in_the_table(pool: Path, name: str, other: str) -> None:
 
 def test_the_reader_is_the_one_under_test():
     """Planted bugs are put where the campaigns really read."""
-    assert PoolReader.version.__globals__["manifest_hash"] is reader.manifest_hash
+    assert PoolReader.checkpoint.__globals__["manifest_hash"] is reader.manifest_hash

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import bugs
 import pytest
-from crash.cuts import Look
+from crash.cuts import Signature
 from crash.oracle import Outcome, Recovered, Refused
 from crash.persistence import Adversary, BlockDevice, Model, PersistentCaches, PersistentMemory
 from crash.recorded import Workload, record
@@ -20,7 +20,7 @@ from workloads import media_error, plain
 
 from lightck import _native
 from lightck.pool import writer
-from lightck.pool.format.structures import CommitLine
+from lightck.pool.format.structures import CommitRecord
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot, Slots
 from lightck.pool.storage.file import FileBackend
@@ -29,17 +29,17 @@ from lightck.pool.writer import PoolWriter
 pytestmark = pytest.mark.long
 
 PM, EADR, ADVERSARY, DISK = PersistentMemory(), PersistentCaches(), Adversary(), BlockDevice()
-LOOK = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
+LOOK = Signature(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
 EFFORT = Effort(LOOK, again_every=1 << 30, violations_max=10)
 
 IN_THE_TRACE: list[tuple[Transform, str, tuple[Model, ...]]] = [
-    (bugs.no_fence_before_the_line, "two slots", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.no_fence_before_the_record, "two slots", (PM, EADR, ADVERSARY, DISK)),
     (bugs.no_flush_of_the_manifest, "two slots", (PM, ADVERSARY)),
     (bugs.no_flush_of_the_payload, "two slots", (PM, ADVERSARY)),
-    (bugs.line_never_waited_for, "two slots", (PM, EADR, ADVERSARY)),
-    (bugs.no_sync_after_the_line, "two slots", (DISK,)),
+    (bugs.record_never_waited_for, "two slots", (PM, EADR, ADVERSARY)),
+    (bugs.no_sync_after_the_record, "two slots", (DISK,)),
     (bugs.no_fence_at_all, "two slots", (PM, EADR, ADVERSARY, DISK)),
-    (bugs.line_in_one_piece, "two slots", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.record_in_one_piece, "two slots", (PM, EADR, ADVERSARY, DISK)),
     (bugs.no_header, "two slots", (PM, EADR, ADVERSARY)),
     (bugs.header_not_fenced, "two slots", (PM, EADR, ADVERSARY)),
     (bugs.header_written_once, "two slots", (PM, EADR, ADVERSARY)),  # on a disk the blocks' checksums tell
@@ -49,9 +49,9 @@ IN_THE_TRACE: list[tuple[Transform, str, tuple[Model, ...]]] = [
     (bugs.payload_not_fenced, "by a device, direct", (PM, ADVERSARY)),  # no streamed stores: caches that persist do
     (bugs.no_header, "by a device, direct", (PM, EADR, ADVERSARY)),
     (bugs.no_header, "layered", (PM,)),
-    (bugs.payload_after_the_line, "two slots", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.payload_after_the_record, "two slots", (PM, EADR, ADVERSARY, DISK)),
     (bugs.adoption_not_durable, "going back", (PM, DISK)),
-    (bugs.no_adoption_line, "going back", (PM, EADR, ADVERSARY, DISK)),
+    (bugs.no_adoption_record, "going back", (PM, EADR, ADVERSARY, DISK)),
     (bugs.published_before_durable, "two slots", (PM, EADR, ADVERSARY, DISK)),
     (bugs.tables_not_flushed, "two slots", (PM, ADVERSARY)),
     (bugs.acknowledged_at_once, "two slots", (PM, EADR, ADVERSARY, DISK)),
@@ -90,7 +90,7 @@ def manifest_updated_in_place() -> AbstractContextManager[object]:
     return patch.object(Slots, "choose", same)
 
 
-def line_overwritten_in_place() -> AbstractContextManager[object]:
+def record_overwritten_in_place() -> AbstractContextManager[object]:
     return patch.object(writer, "next_position", lambda *args: 0)
 
 
@@ -99,8 +99,8 @@ def damaged_slot_protected() -> Iterator[None]:
     """The slot that the newest line names is kept, not that of the version that the training goes on from."""
     adopt = PoolWriter.adopt
 
-    def wrong(pool: PoolWriter, line: CommitLine) -> None:
-        newest = max(pool.ring.lines.values(), key=lambda known: known.generation)
+    def wrong(pool: PoolWriter, line: CommitRecord) -> None:
+        newest = max(pool.commit_log.records.values(), key=lambda known: known.generation)
         adopt(pool, line)
         pool.slots.protected = newest.slot
         pool.slots.dead = (0, 0)
@@ -114,7 +114,7 @@ def damaged_slot_protected() -> Iterator[None]:
     [
         (slot_reused_too_early, plain(2, 2)),
         (manifest_updated_in_place, plain(2, 2)),
-        (line_overwritten_in_place, plain(2, 3)),
+        (record_overwritten_in_place, plain(2, 3)),
         (damaged_slot_protected, media_error(2)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

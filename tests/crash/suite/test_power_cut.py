@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from crash.cuts import Look
+from crash.cuts import Signature
 from crash.oracle import Outcome, Recovered, Refused, recovery
 from crash.persistence import MODELS, BlockDevice, PersistentMemory
 from crash.recorded import record
@@ -27,7 +27,7 @@ from lightck.pool.storage.pmdk import PmdkBackend
 pytestmark = pytest.mark.long
 
 PM, DISK = PersistentMemory(), BlockDevice()
-SMALL = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
+SMALL = Signature(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
 CLOSELY = Effort(SMALL, again_every=100, verify_every=100, goes_on_every=1500)
 FIRST = Effort(SMALL, again_every=1 << 30, violations_max=1)
 """Enough to find one violation."""
@@ -79,7 +79,7 @@ def recovery_with_pin(recording: Recording) -> Callable[[str], Outcome]:
     return recover
 
 
-def test_pinned_version_is_in_every_image(folder: Path) -> None:
+def test_pinned_checkpoint_is_in_every_image(folder: Path) -> None:
     recording = record(pinned(release=False), folder / "run.pool")
     simulator = Simulator(recording, str(folder), recover=recovery_with_pin(recording), effort=CLOSELY)
     for model in MODELS:

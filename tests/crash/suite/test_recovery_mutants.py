@@ -13,31 +13,31 @@ from unittest.mock import patch
 
 import pytest
 import toys
-from crash.cuts import Look
+from crash.cuts import Signature
 from crash.oracle import Outcome, Recovered, recovery
 from crash.persistence import Adversary, BlockDevice, PersistentMemory
 from crash.recording import Recording
 from crash.simulator import Effort, Simulator
 
 from lightck.errors import CorruptPoolError
-from lightck.pool import reader, ring
+from lightck.pool import commit_log, reader
 from lightck.pool.format.structures import (
-    KIND_VERSION,
-    LINE_NBYTES,
+    COMMIT_RECORD_NBYTES,
+    KIND_CHECKPOINT,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
-    CommitLine,
+    CommitRecord,
     DamagedError,
     Superblock,
     manifest_hash,
 )
-from lightck.pool.reader import PoolReader, Version, open_pool
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage import extents
 from lightck.restore.contents import MemorySource
 
 pytestmark = pytest.mark.long
 
-LOOK = Look(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
+LOOK = Signature(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
 EFFORT = Effort(LOOK, again_every=1 << 30, violations_max=10)
 Planted = Callable[[], AbstractContextManager[Any]]
 Recorded = Callable[[str], "tuple[Recording, Path]"]
@@ -58,46 +58,46 @@ class _Equal:
     __hash__ = None  # type: ignore[assignment]
 
 
-def older_version_preferred() -> AbstractContextManager[Any]:
-    newest_first = ring.candidates
+def older_checkpoint_preferred() -> AbstractContextManager[Any]:
+    newest_first = commit_log.candidates
     return patch.object(reader, "candidates", lambda *args: newest_first(*args)[::-1])
 
 
 def ordered_by_step() -> AbstractContextManager[Any]:
-    right = ring.candidates
+    right = commit_log.candidates
     return patch.object(reader, "candidates", lambda *args: sorted(right(*args), key=lambda ln: -ln.step))
 
 
 @contextmanager
-def timelines_not_told_apart() -> Iterator[None]:
+def timelines_not_distinguished() -> Iterator[None]:
     """Neither incarnations nor adoptions count, only how far a training had come."""
-    with ordered_by_step(), patch.object(ring, "is_dead", lambda *args: False):
+    with ordered_by_step(), patch.object(commit_log, "is_dead", lambda *args: False):
         yield
 
 
-def dead_lines_used() -> AbstractContextManager[Any]:
-    return patch.object(ring, "is_dead", lambda *args: False)
+def dead_records_used() -> AbstractContextManager[Any]:
+    return patch.object(commit_log, "is_dead", lambda *args: False)
 
 
-def line_not_checked() -> AbstractContextManager[Any]:
-    return patch.object(ring, "CommitLine", _Lines(_unchecked))
+def record_not_checked() -> AbstractContextManager[Any]:
+    return patch.object(commit_log, "CommitRecord", _Lines(_unchecked))
 
 
-def cut_off_line_not_completed() -> AbstractContextManager[Any]:
-    def unpack(data: bytes, uuid: bytes) -> CommitLine | None:
-        return None if data[:8] == bytes(8) else CommitLine.unpack(data, uuid)
+def cut_off_record_not_completed() -> AbstractContextManager[Any]:
+    def unpack(data: bytes, uuid: bytes) -> CommitRecord | None:
+        return None if data[:8] == bytes(8) else CommitRecord.unpack(data, uuid)
 
-    return patch.object(ring, "CommitLine", _Lines(unpack))
+    return patch.object(commit_log, "CommitRecord", _Lines(unpack))
 
 
 @dataclass
 class _Lines:
-    unpack: Callable[[bytes, bytes], CommitLine | None]
+    unpack: Callable[[bytes, bytes], CommitRecord | None]
 
 
-def _unchecked(data: bytes, uuid: bytes) -> CommitLine | None:
+def _unchecked(data: bytes, uuid: bytes) -> CommitRecord | None:
     check = manifest_hash(uuid, data[:56])  # the same function of uuid and bytes
-    return CommitLine.unpack(data[:56] + check.to_bytes(8, "little"), uuid)
+    return CommitRecord.unpack(data[:56] + check.to_bytes(8, "little"), uuid)
 
 
 def manifest_not_checked() -> AbstractContextManager[Any]:
@@ -137,14 +137,14 @@ def second_table_not_tried() -> AbstractContextManager[Any]:
 
 
 def blocks_not_checked() -> AbstractContextManager[Any]:
-    def read_into(version: Version, name: str, address: int) -> None:
-        entry = version.entries[name]
-        slot, _ = version.reader.superblock.slots[version.line.slot]
-        data = version.reader.read(slot + entry.offset, entry.nbytes)
+    def read_into(checkpoint: StoredCheckpoint, name: str, address: int) -> None:
+        entry = checkpoint.entries[name]
+        slot, _ = checkpoint.reader.superblock.slots[checkpoint.record.slot]
+        data = checkpoint.reader.read(slot + entry.offset, entry.nbytes)
         if address:
             reader.ffi.memmove(reader.ffi.cast("void *", address), data, len(data))
 
-    return patch.multiple(Version, read_into=read_into, read_many=MemorySource.read_many)  # one by one
+    return patch.multiple(StoredCheckpoint, read_into=read_into, read_many=MemorySource.read_many)  # one by one
 
 
 def header_not_compared() -> AbstractContextManager[Any]:
@@ -163,8 +163,8 @@ def neither_header_nor_blocks() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("bug", "workload"),
     [
-        (older_version_preferred, "two slots"),
-        (timelines_not_told_apart, "going back, three slots"),
+        (older_checkpoint_preferred, "two slots"),
+        (timelines_not_distinguished, "going back, three slots"),
         (blocks_not_checked, "media error"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -180,16 +180,16 @@ def test_a_crash_image_finds_it(bug: Planted, workload: str, recorded: Recorded,
 
 def recovery_without_newest(path: str) -> Outcome:
     """What is recovered where the newest version turns out to be lost with its medium."""
-    right, calls = PoolReader.version, []
+    right, calls = PoolReader.checkpoint, []
 
-    def lost(self: PoolReader, line: CommitLine) -> Version:
-        version = right(self, line)
+    def lost(self: PoolReader, line: CommitRecord) -> StoredCheckpoint:
+        checkpoint = right(self, line)
         calls.append(line)
         if len(calls) == 1:
             raise DamagedError("lost")
-        return version
+        return checkpoint
 
-    with patch.object(PoolReader, "version", lost):
+    with patch.object(PoolReader, "checkpoint", lost):
         return recovery(path)
 
 
@@ -238,19 +238,23 @@ def regions(path: Path) -> list[Region]:
     """All structures of a pool, and the payload of its newest version."""
     with closing(open_pool(str(path))) as pool:
         sb = pool.superblock
-        newest = next(v for v in pool.versions() if isinstance(v, Version))
+        newest = next(v for v in pool.checkpoints() if isinstance(v, StoredCheckpoint))
         found = [Region("superblock", at, 176, False) for at in SUPERBLOCK_OFFSETS]
         found += [Region("superblock", at + SUPERBLOCK_NBYTES - 8, 8, False) for at in SUPERBLOCK_OFFSETS]
         found += [Region("table", at, sb.table_nbytes, False) for at in sb.table_offsets]
-        for position, line in pool.ring().lines.items():
-            if line.kind == KIND_VERSION:  # without the line of an adoption its dead versions live again: no bug here
-                names_newest = line.payload_generation == newest.line.payload_generation
-                found.append(Region("line", sb.line_offset(position), LINE_NBYTES, names_newest))
-        found += [Region("header", at, LINE_NBYTES, i == newest.line.slot) for i, (at, _) in enumerate(sb.slots)]
-        slot = sb.slots[newest.line.slot][0]
-        manifest = slot + sb.manifest_offset + newest.line.manifest_index * sb.manifest_nbytes
-        found.append(Region("manifest", manifest, newest.line.manifest_nbytes, True))
-        rate = pool.read(manifest, newest.line.manifest_nbytes).index(struct.pack(">d", 0.1))
+        for position, line in pool.commit_log().records.items():
+            if (
+                line.kind == KIND_CHECKPOINT
+            ):  # without the line of an adoption its dead versions live again: no bug here
+                names_newest = line.payload_generation == newest.record.payload_generation
+                found.append(Region("line", sb.commit_record_offset(position), COMMIT_RECORD_NBYTES, names_newest))
+        found += [
+            Region("header", at, COMMIT_RECORD_NBYTES, i == newest.record.slot) for i, (at, _) in enumerate(sb.slots)
+        ]
+        slot = sb.slots[newest.record.slot][0]
+        manifest = slot + sb.manifest_offset + newest.record.manifest_index * sb.manifest_nbytes
+        found.append(Region("manifest", manifest, newest.record.manifest_nbytes, True))
+        rate = pool.read(manifest, newest.record.manifest_nbytes).index(struct.pack(">d", 0.1))
         found.append(Region("learning rate in the manifest", manifest + rate, 8, True))
         found += [Region("payload", slot + e.offset, e.nbytes, True) for e in newest.entries.values() if e.nbytes]
         return found
@@ -293,14 +297,14 @@ def test_no_flipped_bit_does_harm(workload: str, recorded: Recorded) -> None:
 @pytest.mark.parametrize(
     ("bug", "workload"),
     [
-        (line_not_checked, "two slots"),
+        (record_not_checked, "two slots"),
         (manifest_not_checked, "two slots"),
         (table_not_checked, "two slots"),
         (superblock_not_checked, "two slots"),
         (second_superblock_not_tried, "two slots"),
         (second_table_not_tried, "two slots"),
         (blocks_not_checked, "two slots"),
-        (dead_lines_used, "going back, no step"),
+        (dead_records_used, "going back, no step"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -316,13 +320,13 @@ def test_a_lost_generation_is_found_in_the_line_itself(recorded: Recorded) -> No
     """The last store of a line may be lost: all that it would say stands there already."""
     recording, path = recorded("one version")
     with closing(open_pool(str(path))) as pool:
-        ((position, _),) = pool.ring().lines.items()
-        at = pool.superblock.line_offset(position)
+        ((position, _),) = pool.commit_log().records.items()
+        at = pool.superblock.commit_record_offset(position)
     word = b"".join(peek(path, at + i) for i in range(8))
     toys.poke(path, at, bytes(8))
     try:
         assert recovery(str(path)) == two_newest(recording)[0]
-        with cut_off_line_not_completed():
+        with cut_off_record_not_completed():
             assert recovery(str(path)) != two_newest(recording)[0]
     finally:
         toys.poke(path, at, word)

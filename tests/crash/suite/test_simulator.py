@@ -10,7 +10,7 @@ import bugs
 import pytest
 import toys
 from crash import fingerprint
-from crash.cuts import ALL, Look, images, minimal
+from crash.cuts import ALL, Signature, images, minimal
 from crash.fates import Fate, Queue
 from crash.oracle import Outcome, Recovered, Refused
 from crash.persistence import MODELS, PersistentMemory
@@ -20,7 +20,7 @@ from crash.simulator import Effort, Simulator
 from crash.verdict import disagreement
 
 PM = PersistentMemory()
-LOOK = Look(budget=64, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
+LOOK = Signature(budget=64, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
 CLOSELY = Effort(LOOK, again_every=1, compare_every=1, violations_max=1)
 
 
@@ -125,13 +125,13 @@ def flags(n: int) -> list[Fate]:
 
 def test_every_combination_is_built_where_there_are_few() -> None:
     fates = flags(5)
-    built = [image for _, image in images(fates, [0] * 5, Look(budget=32), random.Random(0))]
+    built = [image for _, image in images(fates, [0] * 5, Signature(budget=32), random.Random(0))]
     assert len(built) == len({frozenset(image.missing(fates)) for image in built}) == 32
 
 
 def test_else_none_all_one_lost_one_arrived_prefixes_and_masks() -> None:
     fates = flags(12)
-    look = Look(budget=32, metadata=12, payload=12, contents=2, prefixes=11, masks=50)
+    look = Signature(budget=32, metadata=12, payload=12, contents=2, prefixes=11, masks=50)
     built = {frozenset(image.missing(fates)) for _, image in images(fates, [1] * 12, look, random.Random(0))}
     whole = frozenset(range(12))
     assert {frozenset(), whole} < built
@@ -142,7 +142,7 @@ def test_else_none_all_one_lost_one_arrived_prefixes_and_masks() -> None:
 
 def test_metadata_is_combined_in_full_beside_much_payload() -> None:
     fates, kinds = flags(40), [0] * 4 + [2] * 36
-    built = {frozenset(im.missing(fates)) for _, im in images(fates, kinds, Look(budget=16), random.Random(0))}
+    built = {frozenset(im.missing(fates)) for _, im in images(fates, kinds, Signature(budget=16), random.Random(0))}
     payload = frozenset(range(4, 40))
     combined = [frozenset(i for i in range(4) if mask >> i & 1) for mask in range(16)]
     assert {*combined, *(payload | part for part in combined)} < built
@@ -151,7 +151,7 @@ def test_metadata_is_combined_in_full_beside_much_payload() -> None:
 def test_the_same_seed_builds_the_same_images() -> None:
     def built(seed: int) -> list[dict[int, tuple[bytes, ...]]]:
         fates = flags(40)
-        return [image.missing(fates) for _, image in images(fates, [2] * 40, Look(budget=8), random.Random(seed))]
+        return [image.missing(fates) for _, image in images(fates, [2] * 40, Signature(budget=8), random.Random(seed))]
 
     assert built(1) == built(1) != built(2)
 
@@ -167,7 +167,7 @@ def test_a_finding_names_few_words_its_model_and_its_seed(
     recorded: Callable[[str], tuple[Recording, Path]], folder: Path
 ) -> None:
     effort = Effort(LOOK, seed=5, violations_max=1 << 30)
-    report = Simulator(recorded("two slots")[0], str(folder), effort=effort).check(PM, bugs.no_fence_before_the_line)
+    report = Simulator(recorded("two slots")[0], str(folder), effort=effort).check(PM, bugs.no_fence_before_the_record)
     reduced = [v for v in report.violations if "reduced" in v.image]
     assert reduced
     for violation in reduced:
@@ -176,5 +176,5 @@ def test_a_finding_names_few_words_its_model_and_its_seed(
         assert "seed 5" in str(violation)
 
 
-def test_nothing_is_left_out_of_the_image_that_is_told_from_all() -> None:
+def test_nothing_is_left_out_of_the_image_that_is_reported_from_all() -> None:
     assert not ALL.missing(flags(3))

@@ -7,17 +7,17 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import slow_lanes
+import slow_transfers
 import torch
 from crash.recorded import Average, Workload, build, one_step, train
 from crash.recording import Recorder
 from torch import nn
 
 import lightck
-from lightck.pipeline import early
-from lightck.pipeline.staging import ways
-from lightck.pipeline.watch import Resting
-from lightck.pool.reader import Version, open_pool
+from lightck.pipeline import eager_copies
+from lightck.pipeline.sources import UnchangedTensors
+from lightck.pipeline.staging import methods
+from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.writer import PoolWriter
 
 
@@ -51,13 +51,13 @@ def struck(slots: int) -> Workload:
         model, optimizer = build(frozen=True)
         with recorder.attach(model, optimizer, slots=slots) as session:
             train(recorder, model, optimizer, 4)
-            with patch.object(Resting, "audit", lambda *args: (set(), 0)):
+            with patch.object(UnchangedTensors, "audit", lambda *args: (set(), 0)):
                 train(recorder, model, optimizer, 2, 4)
                 session.flush()  # with the bytes that are the truth of step 6, and will be old
             model[0].weight.data.mul_(0.5)
             train(recorder, model, optimizer, 2, 6)
         with closing(open_pool(recorder.path)) as pool:
-            assert sorted(v.step for v in pool.versions() if isinstance(v, Version)) == [7, 8]
+            assert sorted(v.step for v in pool.checkpoints() if isinstance(v, StoredCheckpoint)) == [7, 8]
 
     return Workload(run, lambda: build(frozen=True))
 
@@ -111,14 +111,14 @@ def media_error(slots: int) -> Workload:
             train(recorder, model, optimizer, 4)
         newest = lightck.recover(recorder.path)
         with closing(open_pool(recorder.path)) as pool:
-            at = pool.superblock.slots[newest.line.slot][0] + newest.contents.entries["model/0.weight"].offset
-            recorder.damage(at, bytes([pool.read(at, 1)[0] ^ 1]), left=newest.line.generation - 1)
+            at = pool.superblock.slots[newest.record.slot][0] + newest.contents.entries["model/0.weight"].offset
+            recorder.damage(at, bytes([pool.read(at, 1)[0] ^ 1]), left=newest.record.generation - 1)
         model, optimizer = build()
         with recorder.attach(model, optimizer, resume=True) as session:
             assert session.step == 3
             train(recorder, model, optimizer, 1, session.step)
         pool = open_pool(recorder.path)
-        assert sorted(v.step for v in pool.versions() if isinstance(v, Version)) == [2, 3, 4][-slots:]
+        assert sorted(v.step for v in pool.checkpoints() if isinstance(v, StoredCheckpoint)) == [2, 3, 4][-slots:]
         pool.close()
 
     return Workload(run)
@@ -170,10 +170,12 @@ def by_a_device(staging: Any) -> Workload:
     thread reads back and makes durable."""
 
     def run(recorder: Recorder) -> None:
-        lane = slow_lanes.SlowLane(1, seconds=0.001)
+        transfer = slow_transfers.SlowTransfer(1, seconds=0.001)
         with pytest.MonkeyPatch.context() as on_a_device:
-            on_a_device.setattr(ways, "TIER_DISK", None)  # what is recorded does not depend on the kernel's part in it
-            slow_lanes.install(on_a_device, lambda tensor: lane)
+            on_a_device.setattr(
+                methods, "TIER_DISK", None
+            )  # what is recorded does not depend on the kernel's part in it
+            slow_transfers.install(on_a_device, lambda tensor: transfer)
             model, optimizer = build(700)
             with recorder.attach(model, optimizer, staging=staging) as session:
                 train(recorder, model, optimizer, 4)
@@ -199,7 +201,7 @@ def layered(slots: int) -> Workload:
             parts.append(1)
             return submit(*args)
 
-        with patch.object(early, "PART_NBYTES_MIN", 1), patch.object(PoolWriter, "submit_part", counted):
+        with patch.object(eager_copies, "PART_NBYTES_MIN", 1), patch.object(PoolWriter, "submit_part", counted):
             for steps in (3, 2):
                 model, optimizer = build(1100)
                 lightck.layerwise(model, optimizer)

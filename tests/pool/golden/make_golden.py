@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.pool.reader import Version, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.storage import backends
 from lightck.pool.storage.pmdk import PmdkBackend
 
@@ -113,8 +113,8 @@ def expected(path: Path) -> dict[str, Any]:
     """What a recovery gives, and what lies in the pool."""
     checkpoint = lightck.recover(path)
     reader = open_pool(str(path))
-    lines = sorted(reader.ring().lines.items())
-    versions = [v for v in reader.versions() if isinstance(v, Version)]
+    lines = sorted(reader.commit_log().records.items())
+    checkpoints = [v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)]
     reader.close()
     return {
         "uuid": reader.superblock.uuid.hex(),
@@ -128,7 +128,7 @@ def expected(path: Path) -> dict[str, Any]:
             [at, line.generation, line.incarnation, line.step, line.payload_generation, line.kind, line.slot]
             for at, line in lines
         ],
-        "versions": [[v.step, v.line.generation, sorted(v.entries)] for v in versions],
+        "versions": [[v.step, v.record.generation, sorted(v.entries)] for v in checkpoints],
     }
 
 

@@ -26,7 +26,7 @@ from lightck.errors import (
     PoolTruncatedError,
 )
 from lightck.pool.format.structures import MAGIC, MIB
-from lightck.pool.reader import Version, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.storage import backends, devdax_head, temporary
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.devdax import DevdaxBackend
@@ -240,11 +240,11 @@ def test_a_reader_that_was_closed_touches_no_memory(plugged):
     path, _, _ = plugged
     trained(path)
     reader = open_pool(path)
-    version = next(v for v in reader.versions() if isinstance(v, Version))
-    version.verify()
+    checkpoint = next(v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint))
+    checkpoint.verify()
     reader.close()
     with pytest.raises(PoolIOError, match="cannot be read"):
-        version.read_into("model/0.weight", 0)
+        checkpoint.read_into("model/0.weight", 0)
 
 
 def test_a_namespace_that_was_made_anew_is_said(plugged):

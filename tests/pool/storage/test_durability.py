@@ -91,7 +91,7 @@ def promise(found: Durability) -> tuple[bool, bool, bool, bool]:
     return found.process, found.os, found.power, found.media
 
 
-def told(found: Durability, *words: str) -> None:
+def reported(found: Durability, *words: str) -> None:
     text = "\n".join(found.evidence)
     for word in words:
         assert word in text, found.evidence
@@ -111,7 +111,7 @@ def test_tmpfs_survives_the_process_only():
     assert found.tier == TIER_CACHE
     assert found.medium == "tmpfs"
     assert str(found) == "tmpfs: survives process"
-    told(found, "f_type 0x1021994", "lives in memory")
+    reported(found, "f_type 0x1021994", "lives in memory")
 
 
 def test_a_disk_on_this_machine_is_named(tmp_path):
@@ -120,7 +120,7 @@ def test_a_disk_on_this_machine_is_named(tmp_path):
         pytest.skip(f"the temporary folder is on no disk: {found}")
     assert promise(found) == POWER
     assert found.tier == TIER_DISK
-    told(found, "f_type", "fdatasync", "the device is")
+    reported(found, "f_type", "fdatasync", "the device is")
 
 
 def test_no_file_is_left_by_a_probe(tmp_path):
@@ -181,7 +181,7 @@ def test_memory_file_systems(tmp_path, kind, name):
 def test_what_is_behind_remote_and_unknown_file_systems_is_not_promised(tmp_path, kind, name):
     found = Machine(tmp_path, kind, GRANTED).nvdimm("ACPI.NFIT", "cpu_cache").probe()
     assert (promise(found), found.tier, found.medium) == (PROCESS, TIER_DISK, name)
-    told(found, "unknown")
+    reported(found, "unknown")
 
 
 def test_a_statfs_that_fails_promises_the_process_only(tmp_path):
@@ -197,14 +197,14 @@ def test_a_disk_survives_what_a_flush_survives(tmp_path, kind, name):
     machine = Machine(tmp_path, kind).disk()
     found = machine.probe()
     assert (promise(found), found.tier, found.medium) == (POWER, TIER_DISK, f"disk ({name})")
-    told(found, "nvme0n1", "fdatasync", "as far as the disk honours a flush")
+    reported(found, "nvme0n1", "fdatasync", "as far as the disk honours a flush")
     assert machine.asked == []  # no DAX is looked for on a disk
 
 
 def test_zfs_keeps_its_devices_to_itself(tmp_path):
     found = Machine(tmp_path, ZFS).probe()
     assert promise(found) == POWER
-    told(found, "taken to be disks")
+    reported(found, "taken to be disks")
 
 
 def test_a_device_that_sysfs_does_not_show_promises_the_process_only(tmp_path):
@@ -220,7 +220,7 @@ def test_a_disk_in_memory_is_memory(tmp_path, name):
     machine.device(f"virtual/block/{name}")
     found = machine.probe()
     assert (promise(found), found.tier, found.medium) == (PROCESS, TIER_CACHE, "memory (ext2/3/4)")
-    told(found, name)
+    reported(found, name)
 
 
 def test_partitions_and_device_mapper_are_looked_through(tmp_path):
@@ -232,7 +232,7 @@ def test_partitions_and_device_mapper_are_looked_through(tmp_path):
     mapper = machine.device("virtual/block/dm-0")
     (mapper / "slaves").mkdir()
     (mapper / "slaves" / "sda1").symlink_to(partition)
-    told(machine.probe(), "the device is sda")
+    reported(machine.probe(), "the device is sda")
     assert promise(machine.probe()) == POWER
     (mapper / "slaves" / "ram3").symlink_to(ram)
     assert promise(machine.probe()) == PROCESS
@@ -252,7 +252,7 @@ def test_without_barriers_no_power_cut_is_promised(tmp_path):
     machine = Machine(tmp_path, EXT4).disk()
     machine.mounted("/dev/nvme0n1", "rw,nobarrier,stripe=16")
     assert promise(machine.probe()) == OS
-    told(machine.probe(), "without barriers")
+    reported(machine.probe(), "without barriers")
 
 
 def test_a_loop_device_is_as_durable_as_its_file(tmp_path):
@@ -264,12 +264,12 @@ def test_a_loop_device_is_as_durable_as_its_file(tmp_path):
     machine.write(f"{(loop / 'loop' / 'backing_file').relative_to(tmp_path)}", f"{image}\n")
     machine.kinds[str(image.parent)] = TMPFS
     assert promise(machine.probe()) == PROCESS
-    told(machine.probe(), "loop3", str(image), "tmpfs")
+    reported(machine.probe(), "loop3", str(image), "tmpfs")
     machine.kinds[str(image.parent)] = ZFS
     assert promise(machine.probe()) == POWER
     image.unlink()
     assert promise(machine.probe()) == PROCESS
-    told(machine.probe(), "cannot be seen from here")
+    reported(machine.probe(), "cannot be seen from here")
 
 
 def test_a_loop_device_that_lies_in_itself_ends(tmp_path):
@@ -285,7 +285,7 @@ def test_an_overlay_is_as_durable_as_its_upper_folder(tmp_path):
     upper = tmp_path / "upper"
     machine.mounted("overlay", f"rw,lowerdir=/l,upperdir={upper},workdir=/w")
     assert promise(machine.probe()) == PROCESS  # not to be seen: a container
-    told(machine.probe(), "cannot be seen", "volume")
+    reported(machine.probe(), "cannot be seen", "volume")
     upper.mkdir()
     machine.kinds[str(upper)] = EXT4
     found = machine.probe()
@@ -296,7 +296,7 @@ def test_an_overlay_is_as_durable_as_its_upper_folder(tmp_path):
     machine.kinds[str(upper)] = EXT4
     machine.mounted("overlay", f"rw,volatile,upperdir={upper}")
     assert (promise(machine.probe()), machine.probe().tier) == (PROCESS, TIER_DISK)
-    told(machine.probe(), "volatile")
+    reported(machine.probe(), "volatile")
 
 
 def test_an_overlay_on_persistent_memory_is_used_like_a_disk(tmp_path):
@@ -321,7 +321,7 @@ def test_dax_with_map_sync_is_persistent_memory(tmp_path, kind, provider, domain
     assert (promise(found), found.tier, found.numa_node) == (POWER, tier, 0)
     assert found.medium.startswith("persistent memory")
     assert found.is_persistent_memory
-    told(found, "MAP_SYNC", "region0 of ndbus0", provider, domain, words, "NUMA node 0")
+    reported(found, "MAP_SYNC", "region0 of ndbus0", provider, domain, words, "NUMA node 0")
     assert any("written back with clwb" in line for line in found.evidence) == (tier == TIER_PM)
 
 
@@ -329,7 +329,7 @@ def test_dax_with_map_sync_is_persistent_memory(tmp_path, kind, provider, domain
 def test_an_unknown_persistence_domain_promises_no_power(tmp_path, domain):
     found = Machine(tmp_path, EXT4, GRANTED).nvdimm("ACPI.NFIT", domain).probe()
     assert (promise(found), found.tier) == (OS, TIER_PM)
-    told(found, "does not say its persistence domain")
+    reported(found, "does not say its persistence domain")
 
 
 @pytest.mark.parametrize("provider", ["e820", "nfit_test.0"])
@@ -337,14 +337,14 @@ def test_an_unknown_persistence_domain_promises_no_power(tmp_path, domain):
 def test_memory_that_pretends_to_be_persistent_survives_the_process_only(tmp_path, provider, dax):
     found = Machine(tmp_path, EXT4, dax).nvdimm(provider, "memory_controller").probe()
     assert (promise(found), found.tier) == (PROCESS, TIER_CACHE)
-    told(found, "pretends to be persistent", "memmap=", provider)
+    reported(found, "pretends to be persistent", "memmap=", provider)
 
 
 @pytest.mark.parametrize("provider", [None, "", "something new", "ACPI.NFIT2"])
 def test_a_region_of_an_unknown_provider_could_be_memory(tmp_path, provider):
     found = Machine(tmp_path, EXT4, GRANTED).nvdimm(provider, "cpu_cache").probe()
     assert (promise(found), found.tier) == (PROCESS, TIER_DISK)
-    told(found, "could be ordinary memory")
+    reported(found, "could be ordinary memory")
 
 
 def test_persistent_memory_without_map_sync_is_used_like_a_disk(tmp_path):
@@ -352,7 +352,7 @@ def test_persistent_memory_without_map_sync_is_used_like_a_disk(tmp_path):
         machine = Machine(tmp_path / how, EXT4, dax).nvdimm("ACPI.NFIT", "memory_controller")
         found = machine.probe()
         assert (promise(found), found.tier, found.medium) == (POWER, TIER_DISK, "disk (ext2/3/4)")
-        told(found, how, "MAP_SYNC is not granted (Operation not supported)", "region0", "fdatasync")
+        reported(found, how, "MAP_SYNC is not granted (Operation not supported)", "region0", "fdatasync")
         machine.write("sys/devices/LNXSYSTM:00/ACPI0012:00/ndbus0/region0/persistence_domain", "\n")
         assert promise(machine.probe()) == OS
 
@@ -360,21 +360,21 @@ def test_persistent_memory_without_map_sync_is_used_like_a_disk(tmp_path):
 def test_virtio_pmem_is_flushed_by_its_host(tmp_path):
     found = Machine(tmp_path, EXT4, Dax(True, False, "Operation not supported")).nvdimm("virtio-pmem", None).probe()
     assert (promise(found), found.tier) == (POWER, TIER_DISK)
-    told(found, "its host makes it durable when asked to flush")
+    reported(found, "its host makes it durable when asked to flush")
 
 
 def test_a_processor_that_cannot_write_lines_back_uses_fdatasync(tmp_path):
     machine = Machine(tmp_path, EXT4, GRANTED).nvdimm("ACPI.NFIT", "memory_controller")
     machine.instruction = None
     assert (promise(machine.probe()), machine.probe().tier) == (POWER, TIER_DISK)
-    told(machine.probe(), "cannot write cache lines back")
+    reported(machine.probe(), "cannot write cache lines back")
 
 
 def test_a_virtual_machine_says_so(tmp_path):
     machine = Machine(tmp_path, EXT4, GRANTED).nvdimm("ACPI.NFIT", "memory_controller")
     machine.write("proc/cpuinfo", "flags\t\t: fpu hypervisor clwb\n")
     assert promise(machine.probe()) == POWER
-    told(machine.probe(), "its host answers for")
+    reported(machine.probe(), "its host answers for")
 
 
 def test_several_regions_promise_what_the_weakest_does(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from crash.campaigns.truncations import Damage, inflict
-from toys import adam, alive, everything, is_step, left_since, net, places, pool_with, train, versions
+from toys import adam, alive, checkpoints, everything, is_step, left_since, net, places, pool_with, train
 
 import lightck
 from lightck._native import lib
@@ -38,8 +38,8 @@ def test_reads_that_give_less_are_continued(pool, monkeypatch):
 
 def test_manifest_that_the_medium_cannot_read_is_passed_over(pool, monkeypatch):
     pool_with(pool)
-    version = versions(pool)[0]
-    sb, line = version.reader.superblock, version.line
+    checkpoint = checkpoints(pool)[0]
+    sb, line = checkpoint.reader.superblock, checkpoint.record
     at = sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes
     ((start, _),) = extents.runs(places(pool), at, 1)
     monkeypatch.setattr(extents, "_run", failing(extents._run, errno.EIO, lambda _, at, __: at == start))
@@ -60,7 +60,7 @@ def test_one_superblock_that_the_medium_can_read_is_enough(pool, monkeypatch, co
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE])
-def test_no_version_is_passed_over_because_the_process_is_short_of_something(pool, monkeypatch, code):
+def test_no_checkpoint_is_passed_over_because_the_process_is_short_of_something(pool, monkeypatch, code):
     pool_with(pool)
     real, calls, outcomes = extents._run, 0, set()
     for nth in range(1, 60):
@@ -112,13 +112,13 @@ def test_export_that_cannot_begin_is_the_exports_failure(folder, pool, monkeypat
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    told = set()
+    reported = set()
     while session.step < 6:
         try:
             train(model, optimizer, 1, start=session.step)
         except KeepError as err:
-            told.add("can't start new thread" in str(err))
-    assert told == {True}
+            reported.add("can't start new thread" in str(err))
+    assert reported == {True}
     monkeypatch.undo()
     seen = everything(model, optimizer)
     session.close()

@@ -99,7 +99,7 @@ def test_lists_of_processors_are_read_as_the_kernel_writes_them(machine):
     assert system.processors(2) == frozenset()
 
 
-def test_a_system_that_refuses_leaves_them_where_they_are_and_it_is_told(caplog, mine):
+def test_a_system_that_refuses_leaves_them_where_they_are_and_it_is_reported(caplog, mine):
     engine = Engine()
     try:
         with caplog.at_level(logging.WARNING, "lightck"):

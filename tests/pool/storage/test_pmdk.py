@@ -28,7 +28,7 @@ from torch import nn
 import lightck
 from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolError, PoolLockedError, PoolTruncatedError
 from lightck.pool.format.structures import MIB
-from lightck.pool.reader import Version, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.storage import backends, pmdk, pmdk_file, pmemobj, temporary
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.durability import TIER_CACHE, TIER_PM, Durability
@@ -70,12 +70,12 @@ def test_killed_in_mid_training_the_pool_is_consistent_and_goes_on(pool: Path, p
     assert consistent(pmempool, pool)
     info = subprocess.run([pmempool, "info", str(pool)], capture_output=True, text=True, check=True).stdout
     fields = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
-    told = {name.strip(): value.strip() for name, value in fields.items()}
-    assert told["Signature"] == "PMEMOBJ"
-    assert told["Layout"].startswith("lightck")
+    reported = {name.strip(): value.strip() for name, value in fields.items()}
+    assert reported["Signature"] == "PMEMOBJ"
+    assert reported["Layout"].startswith("lightck")
     reader = open_pool(str(pool))
-    for version in reader.versions():
-        assert isinstance(version, Version) or "reused" in version.reason
+    for checkpoint in reader.checkpoints():
+        assert isinstance(checkpoint, StoredCheckpoint) or "reused" in checkpoint.reason
     reader.close()
     assert 2 <= lightck.recover(pool).step <= 4
     model, optimizer = trained(pool, 10)
@@ -163,8 +163,8 @@ def test_tensors_lie_across_the_borders_of_arenas(pool: Path) -> None:
             for number in range(3):
                 model(torch.full((2, 1500), float(number))).sum().backward()
                 optimizer.step()
-    newest = toys.versions(pool)[0]
-    entry, base = newest.entries["model/weight"], newest.reader.superblock.slots[newest.line.slot][0]
+    newest = toys.checkpoints(pool)[0]
+    entry, base = newest.entries["model/weight"], newest.reader.superblock.slots[newest.record.slot][0]
     assert (base + entry.offset) // (2 * MIB) < (base + entry.offset + entry.nbytes - 1) // (2 * MIB)
     assert toys.same(dict(lightck.recover(pool).model), toys.weights(model))
     border = 2 * MIB - (base + entry.offset) % (2 * MIB)
@@ -248,14 +248,14 @@ def test_a_medium_that_is_not_pmdks_is_said_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("PMEM_IS_PMEM_FORCE", raising=False)
-    monkeypatch.setattr(pmdk, "_told", False)
+    monkeypatch.setattr(pmdk, "_reported", False)
     with caplog.at_level(logging.WARNING, "lightck"):
         for name in ("a", "b"):
             toys.pool_with(folder / name, backend="pmdk")
-    (told,) = (r.getMessage() for r in caplog.records if "persistent memory" in r.getMessage())
-    assert "msync" in told
-    assert str(folder / "a") in told
-    assert "survives" in told
+    (reported,) = (r.getMessage() for r in caplog.records if "persistent memory" in r.getMessage())
+    assert "msync" in reported
+    assert str(folder / "a") in reported
+    assert "survives" in reported
 
 
 # -- others ------------------------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def test_a_root_object_that_cannot_be_is_not_followed(pool: Path, at: int, value
 
 
 @pytest.mark.parametrize("keep", [100, 5000, 100_000, 9 * MIB])
-def test_a_file_that_was_cut_is_told_from_a_damaged_one(pool: Path, keep: int) -> None:
+def test_a_file_that_was_cut_is_reported_from_a_damaged_one(pool: Path, keep: int) -> None:
     toys.pool_with(pool, backend="pmdk")
     os.truncate(pool, keep)
     with pytest.raises(PoolTruncatedError):

@@ -97,9 +97,9 @@ for _ in range(2):
     assert calls[2:] == [setting, "create", "root", "alloc", "persist", "close", setting, "open", "close"]
 
 
-@pytest.mark.parametrize(("flags", "told"), [(2, 0), (6, 1)])
-def test_it_is_told_before_an_open_whether_the_pool_counts_shutdowns(
-    folder: Path, fake: Path, flags: int, told: int
+@pytest.mark.parametrize(("flags", "reported"), [(2, 0), (6, 1)])
+def test_it_is_reported_before_an_open_whether_the_pool_counts_shutdowns(
+    folder: Path, fake: Path, flags: int, reported: int
 ) -> None:
     code = f"""
 make()
@@ -109,7 +109,7 @@ with open(path, "r+b") as f:
 backend.open(path, write=True).close()
 """
     _, _, calls = run(code, folder, fake)
-    assert calls[-3:] == [f"ctl_set all sds.at_create {told}", "open", "close"]
+    assert calls[-3:] == [f"ctl_set all sds.at_create {reported}", "open", "close"]
 
 
 def test_reading_does_not_call_it(folder: Path, fake: Path) -> None:
@@ -134,11 +134,11 @@ def test_what_it_refuses_to_open_is_a_typed_error_with_its_reason(
 ) -> None:
     run("make()", folder, fake)
     out, err, _ = run(raised("backend.open(path, write=True)"), folder, fake, f"open:{error}")
-    told = out.splitlines()[-1]
-    assert told.startswith(f"{kind} ")
-    assert error.partition(" ")[2] in told
-    assert about in told
-    assert str(folder / "run.pool") in told
+    reported = out.splitlines()[-1]
+    assert reported.startswith(f"{kind} ")
+    assert error.partition(" ")[2] in reported
+    assert about in reported
+    assert str(folder / "run.pool") in reported
     assert err == ""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from toys import batch, crashed, killed_child, net, same, versions, weights
+from toys import batch, checkpoints, crashed, killed_child, net, same, weights
 
 import lightck
 from lightck.pool.reader import open_pool
@@ -223,9 +223,9 @@ def loads_by_itself(checkpoint: lightck.Checkpoint, training: Training) -> None:
 
 def was_foreseen(pool: Path) -> None:
     """Every tensor of the newest version lies in the table that was laid out at attach."""
-    version = versions(pool)[0]
-    table = {entry.name: entry for entry in version.reader.entries}
-    for name, entry in version.entries.items():
+    checkpoint = checkpoints(pool)[0]
+    table = {entry.name: entry for entry in checkpoint.reader.entries}
+    for name, entry in checkpoint.entries.items():
         assert name in table, f"{name} was not foreseen"
         assert table[name].same_bytes_as(entry), f"{entry} was foreseen as {table[name]}"
 

@@ -204,7 +204,7 @@ def test_buffer_of_another_size_that_never_changed_is_drift(pool):
         lightck.recover(pool, other)
 
 
-def test_size_of_a_buffer_is_taken_from_each_version_where_the_newest_is_damaged(pool):
+def test_size_of_a_buffer_is_taken_from_each_checkpoint_where_the_newest_is_damaged(pool):
     def build() -> Any:
         model = net()
         model.register_buffer("seen", None)
@@ -291,7 +291,7 @@ def test_names_that_come_and_go_need_no_new_file(pool):
     inodes, size = files_used(pool, 60, change)
     assert moves(inodes) == 0
     assert size <= 8 << 20
-    assert {v.manifest["step"] for v in reference.Pool(pool.read_bytes()).versions()} == {59, 60}
+    assert {v.manifest["step"] for v in reference.Pool(pool.read_bytes()).checkpoints()} == {59, 60}
 
 
 def test_names_that_only_come_move_the_pool_seldom(pool):
@@ -349,6 +349,6 @@ def test_stepping_shapes_of_many_tensors_keep_left_out_ones_whole(pool):
             session.flush()
             assert same(dict(lightck.recover(pool).model), dict(model.state_dict()))
         assert session.stats().left_out >= 3
-        independent = reference.Pool(pool.read_bytes()).versions()
+        independent = reference.Pool(pool.read_bytes()).checkpoints()
         assert len(independent) == 2
         assert independent[0].tensors["model/0.frozen.3"] == bits(frozen[3])

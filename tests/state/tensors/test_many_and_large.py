@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from toys import crashed, versions
+from toys import checkpoints, crashed
 
 import lightck
 
@@ -48,10 +48,10 @@ def test_hundred_thousand_tiny_tensors(pool):
             model.iterate(optimizer)
             session.end_step()
         session.flush()
-        per_version = session.stats().bytes_written / 3
+        per_checkpoint = session.stats().bytes_written / 3
         assert session.stats().left_out == MANY // 10
         image = crashed(pool)
-    assert per_version <= MANY * (12 + 32 + 4 + 24), "payload, a record, a checksum, its name in the small state"
+    assert per_checkpoint <= MANY * (12 + 32 + 4 + 24), "payload, a record, a checksum, its name in the small state"
     other = Many(7.0)
     other_optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
     with lightck.attach(other, image, optimizer=other_optimizer, resume=True) as session:
@@ -104,10 +104,10 @@ def large(folder: Path) -> Iterator[Path]:
 
 def test_more_than_two_to_the_31_elements(large):
     """About 4.3 GB of tmpfs, and half of it is given back before the tensor is read."""
-    newest, older = versions(large)
+    newest, older = checkpoints(large)
     assert (newest.step, older.step) == (2, 1)
-    offset = older.reader.superblock.slots[older.line.slot][0]
-    assert newest.reader.superblock.slots[newest.line.slot][0] + newest.entries["model/large"].nbytes > 2**32
+    offset = older.reader.superblock.slots[older.record.slot][0]
+    assert newest.reader.superblock.slots[newest.record.slot][0] + newest.entries["model/large"].nbytes > 2**32
     assert newest.entries["model/large"].shape == (LARGE,)
     forget_range(large, offset + older.entries["model/large"].offset, older.entries["model/large"].nbytes)
     checkpoint = lightck.recover(large)

@@ -107,7 +107,7 @@ def test_lazy_module_is_refused_until_it_was_called(pool, lazy):
     assert torch.equal(lightck.recover(pool).model["2.weight"], model[2].weight)
 
 
-def test_tensor_that_turns_unstorable_is_named_and_the_last_version_stays(pool):
+def test_tensor_that_turns_unstorable_is_named_and_the_last_checkpoint_stays(pool):
     model = net()
     model.register_buffer("table", torch.rand(80, 80))
     optimizer = adam(model)

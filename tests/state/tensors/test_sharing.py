@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import adam, crashed, damage, everything, same, train, versions
+from toys import adam, checkpoints, crashed, damage, everything, same, train
 
 import lightck
 from lightck.errors import DriftError, SessionError
@@ -44,7 +44,7 @@ def tied(how: Any, seed: int = 0) -> tuple[Net, Any]:
 
 
 def payload(pool: Any, name: str) -> int:
-    return sum(entry.nbytes for key, entry in versions(pool)[0].entries.items() if key == name)
+    return sum(entry.nbytes for key, entry in checkpoints(pool)[0].entries.items() if key == name)
 
 
 @pytest.mark.parametrize("how", [by_object, by_data])

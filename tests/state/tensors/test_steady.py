@@ -128,7 +128,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("width", [8, BIG], ids=["small", "large"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_after_many_equal_steps_is_in_the_next_version(
+def test_a_change_after_many_equal_steps_is_in_the_next_checkpoint(
     change: Callable[[Steady], None], width: int, pool: Any
 ) -> None:
     t = Steady(width)
@@ -136,11 +136,13 @@ def test_a_change_after_many_equal_steps_is_in_the_next_version(
         train(t.model, t.optimizer, 5)
         t.state["note"] = torch.ones(2)
         session.flush()
-        known = session._steps.capture._roster
+        known = session._steps.capture._tensor_list
         train(t.model, t.optimizer, 1, 5)
         session.flush()
         assert known is not None, "the workload does not show what it is for: nothing is ever known"
-        assert session._steps.capture._roster is known, "the workload does not show what it is for: it is named anew"
+        assert session._steps.capture._tensor_list is known, (
+            "the workload does not show what it is for: it is named anew"
+        )
         change(t)
         session.end_step()
         train(t.model, t.optimizer, 1, 6)

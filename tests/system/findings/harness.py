@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from resume.forkserver import ForkServer
-from resume.harness import Chain, Kill, Mismatch, Survival, Told, Training
+from resume.harness import Chain, Kill, Mismatch, Reported, Survival, Training
 
 from .programs import PROGRAMS
 
@@ -43,7 +43,7 @@ class Bench:
             assert not (quiet and outcome.warnings), f"after {outcome.kill}: a false alarm: {outcome.warnings}"
         return outcomes
 
-    def exact_or_told(
+    def exact_or_reported(
         self,
         name: str,
         warning: str,
@@ -57,13 +57,13 @@ class Bench:
         before what shows the difference: then that cannot be compared, which docs/guarantees.md says, and the resume
         does not say that it compared it (``shown_by``)."""
         outcomes = self.outcomes(name, kills, quiet=quiet)
-        told = [any(re.search(warning, said) for said in outcome.warnings) for outcome in outcomes]
-        for outcome, is_told in zip(outcomes, told, strict=True):
+        reported = [any(re.search(warning, said) for said in outcome.warnings) for outcome in outcomes]
+        for outcome, is_reported in zip(outcomes, reported, strict=True):
             came_early = outcome.kill.kind != "place" and not any(shown_by in line for line in outcome.compared)
-            assert outcome.difference is None or is_told or came_early, (
+            assert outcome.difference is None or is_reported or came_early, (
                 f"after {outcome.kill}, silently: {outcome.difference}; said: {outcome.warnings}"
             )
-        assert any(told), f"nobody was told: {[o.warnings for o in outcomes]}"
+        assert any(reported), f"nobody was told: {[o.warnings for o in outcomes]}"
         return outcomes
 
     def outcomes(self, name: str, kills: Sequence[Kill] | None = None, *, quiet: bool = False) -> list[Outcome]:
@@ -71,7 +71,7 @@ class Bench:
         self._not_killed(name, reference, quiet)
         return [self._outcome(name, reference, kill) for kill in (instants(reference) if kills is None else kills)]
 
-    def reference(self, name: str) -> Told:
+    def reference(self, name: str) -> Reported:
         """The program in a process that never imported lightck."""
         return Training(self._plain, PROGRAMS[name], self._folder).reference()
 
@@ -79,14 +79,14 @@ class Bench:
         """For tests that need single processes: see ``Training.process``."""
         return Training(self._ours, PROGRAMS[name], self._folder)
 
-    def _not_killed(self, name: str, reference: Told, quiet: bool) -> None:
+    def _not_killed(self, name: str, reference: Reported, quiet: bool) -> None:
         """lightck changes nothing of a training that is not killed."""
         training, survival = self.training(name), Survival()
         chain = Chain(training, reference, self._folder / f"{name}-whole.pool", "not killed")
         assert chain.step(None, survival)
         assert not (quiet and chain.warnings), f"a false alarm without a kill: {chain.warnings}"
 
-    def _outcome(self, name: str, reference: Told, kill: Kill) -> Outcome:
+    def _outcome(self, name: str, reference: Reported, kill: Kill) -> Outcome:
         outcome, survival = Outcome(kill), Survival()
         pool = self._folder / f"{name}-{kill.kind}-{kill.name}-{kill.nth}.pool"
         chain = Chain(self.training(name), reference, pool, str(kill))
@@ -102,7 +102,7 @@ class Bench:
         return outcome
 
 
-def instants(reference: Told) -> list[Kill]:
+def instants(reference: Reported) -> list[Kill]:
     """Eight: right after updates all over the run, in two commits, and at a moment of the clock."""
     n = reference.updates
     updates = sorted({1, 2, max(n // 3, 1), max(n // 2, 1), max(n - 1, 1)})

@@ -179,12 +179,14 @@ def test_what_was_built_is_untrusted_and_optional(pool):
     Script(scheduler={"T_max": 9}).run(pool)
     reader = open_pool(str(pool))
     try:
-        version = next(iter(reader.versions()))
-        raw = values.unpack(version.state)
+        checkpoint = next(iter(reader.checkpoints()))
+        raw = values.unpack(checkpoint.state)
         built = values.unpack(raw["built"])
 
         def parse(state: dict[str, Any]) -> Contents:
-            return Contents.parse(values.pack(state, path=""), version.step, version.iteration, version.entries)
+            return Contents.parse(
+                values.pack(state, path=""), checkpoint.step, checkpoint.iteration, checkpoint.entries
+            )
 
         older = parse({key: value for key, value in raw.items() if key not in ("built", "frozen", "classes")})
         assert (older.built, older.frozen, older.classes) == (None, None, {})

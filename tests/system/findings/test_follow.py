@@ -14,24 +14,24 @@ import torch
 from resume.harness import Kill
 from torch import nn
 from torch.utils.data import DataLoader
-from toys import adam, content, crashed, everything, kill_at, killed_child, net, poke, same, train, versions
+from toys import adam, checkpoints, content, crashed, everything, kill_at, killed_child, net, poke, same, train
 
 import lightck
 from lightck.dataloader.batch import checksum_of
 from lightck.dataloader.passes import Pass
 from lightck.errors import DataMismatchError
 from lightck.events import Event
-from lightck.following.first import RANDOM_STATES
-from lightck.following.following import Comparison, Recorder
+from lightck.following.comparison import Comparison, Recorder
+from lightck.following.first_batch import RANDOM_STATES
 from lightck.pool.format.structures import NEXT_NBYTES, NEXT_OFFSET, NextBatch, next_key
 from lightck.pool.reader import open_pool
-from lightck.session import snapshot
+from lightck.session import capture
 
 from .harness import Bench
 
 Call: TypeAlias = "Callable[[nn.Module, torch.Tensor], torch.Tensor]"
-Told: TypeAlias = "Callable[[], dict[str, list[str]]]"
-TOLD = r"first (batch|update) after the resume is not the one that followed step \d+"
+Reported: TypeAlias = "Callable[[], dict[str, list[str]]]"
+REPORTED = r"first (batch|update) after the resume is not the one that followed step \d+"
 
 
 @pytest.mark.parametrize(
@@ -47,20 +47,20 @@ TOLD = r"first (batch|update) after the resume is not the one that followed step
         "every-third-step-fetched-ahead",
     ],
 )
-def test_other_data_after_a_resume_are_told(name: str, bench: Bench) -> None:
-    bench.exact_or_told(name, TOLD, quiet=True)
+def test_other_data_after_a_resume_are_reported(name: str, bench: Bench) -> None:
+    bench.exact_or_reported(name, REPORTED, quiet=True)
 
 
-def test_a_batch_fetched_ahead_from_a_session_loader_is_told(bench: Bench) -> None:
+def test_a_batch_fetched_ahead_from_a_session_loader_is_reported(bench: Bench) -> None:
     """Its first run is told already that versions close within a batch."""
-    bench.exact_or_told("fetched-ahead-from-a-session-loader", TOLD)
+    bench.exact_or_reported("fetched-ahead-from-a-session-loader", REPORTED)
 
 
 def test_a_loop_without_an_optimizer(bench: Bench) -> None:
     """Its copies end in ``end_step()``, so a kill in that commit comes before the next batch: nothing is compared."""
-    bench.exact_or_told(
+    bench.exact_or_reported(
         "fetched-ahead-without-an-optimizer",
-        TOLD,
+        REPORTED,
         quiet=True,
         kills=[Kill("place", "update", nth) for nth in (2, 7, 13)],
     )
@@ -117,7 +117,7 @@ def trained(path: Path, numbers: Iterable[int], *, call: Call = lambda model, x:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, list[str]]]:
+def reported(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, list[str]]]:
     """What was said of the data since the last call: level -> messages."""
     caplog.set_level(logging.INFO, "lightck")
 
@@ -130,19 +130,19 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, list[str]]]
     return said
 
 
-def test_the_batches_that_followed_are_told_to_be_the_same(pool: Path, told: Told) -> None:
+def test_the_batches_that_followed_are_reported_to_be_the_same(pool: Path, reported: Reported) -> None:
     assert trained(pool, range(4)) == 4
-    assert not told()
+    assert not reported()
     trained(pool, range(3, 6), resume=True)
-    (lines,) = told().values()
+    (lines,) = reported().values()
     assert len(lines) == 1
     assert "is the one that followed step 3" in lines[0]
 
 
-def test_other_batches_are_a_warning_with_causes_and_cure(pool: Path, told: Told) -> None:
+def test_other_batches_are_a_warning_with_causes_and_cure(pool: Path, reported: Reported) -> None:
     trained(pool, range(4))
     trained(pool, range(6), resume=True)
-    said = told()
+    said = reported()
     assert set(said) == {"WARNING"}
     (line,) = said["WARNING"]
     for word in (
@@ -157,7 +157,7 @@ def test_other_batches_are_a_warning_with_causes_and_cure(pool: Path, told: Told
         assert word in line
 
 
-def test_strict_data_raises_before_anything_is_changed(pool: Path, told: Told) -> None:
+def test_strict_data_raises_before_anything_is_changed(pool: Path, reported: Reported) -> None:
     trained(pool, range(4))
     model = net(seed=5)
     optimizer = adam(model)
@@ -172,10 +172,10 @@ def test_strict_data_raises_before_anything_is_changed(pool: Path, told: Told) -
             assert same(everything(model, optimizer), before)
             assert session.step == 3
         train(model, optimizer, 1)
-    assert not told()
+    assert not reported()
     assert lightck.recover(pool).step == 3
     trained(pool, range(3, 6), resume=True, strict_data=True)
-    assert "INFO" in told()
+    assert "INFO" in reported()
 
 
 def test_strict_data_is_a_bool(pool: Path) -> None:
@@ -183,24 +183,24 @@ def test_strict_data_is_a_bool(pool: Path) -> None:
         lightck.attach(net(), pool, strict_data=1)  # type: ignore[arg-type]
 
 
-def test_what_followed_nothing_is_compared_with_nothing(pool: Path, told: Told) -> None:
+def test_what_followed_nothing_is_compared_with_nothing(pool: Path, reported: Reported) -> None:
     """Closed in order: there is no next batch."""
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer):
         train(model, optimizer, 3)
     trained(pool, range(9, 12), resume=True)
-    (lines,) = told().values()
+    (lines,) = reported().values()
     assert "compared with nothing" in lines[0]
 
 
-def test_a_resume_that_ends_without_an_update(pool: Path, told: Told) -> None:
+def test_a_resume_that_ends_without_an_update(pool: Path, reported: Reported) -> None:
     trained(pool, range(4))
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, resume=True):
         pass
-    assert "no update came" in told()["WARNING"][0]
+    assert "no update came" in reported()["WARNING"][0]
 
 
 Attached: TypeAlias = "tuple[nn.Module, Any, lightck.Session, Any]"
@@ -239,35 +239,37 @@ def killed_behind_a_pass(pool: Path) -> Path:
 
 
 @pytest.mark.parametrize("ends_where_empty", [True, False])
-def test_a_loop_that_ends_where_a_pass_has_no_batch_left(ends_where_empty: bool, pool: Path, told: Told) -> None:
+def test_a_loop_that_ends_where_a_pass_has_no_batch_left(
+    ends_where_empty: bool, pool: Path, reported: Reported
+) -> None:
     image = killed_behind_a_pass(pool)
-    told()
+    reported()
     two_passes(with_a_loader(image), 6, ends_where_empty=ends_where_empty).close()
-    assert [("no update came" in line) for line in told().get("WARNING", [])] == [True] * ends_where_empty
+    assert [("no update came" in line) for line in reported().get("WARNING", [])] == [True] * ends_where_empty
     assert lightck.recover(image).step == (3 if ends_where_empty else 6)
 
 
 @pytest.mark.parametrize("how", ["eval", "paused"])
-def test_a_pass_that_only_looks_asks_for_no_training_batch(how: str, pool: Path, told: Told) -> None:
+def test_a_pass_that_only_looks_asks_for_no_training_batch(how: str, pool: Path, reported: Reported) -> None:
     """An evaluation over the training loader, in a session that makes no update."""
     image = killed_behind_a_pass(pool)
-    told()
+    reported()
     model, _, session, loader = with_a_loader(image)
     with session.paused() if how == "paused" else contextlib.nullcontext(), torch.no_grad():
         model.train(how == "paused")
         assert [len(model(x)) for x in loader] == []  # the pass stands at its end
     session.close()
-    assert "WARNING" not in told()
+    assert "WARNING" not in reported()
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_processor_of_another_vendor_is_told(
+def test_a_processor_of_another_vendor_is_reported(
     is_known: bool, pool: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It draws a dropout's mask otherwise. An older pool does not know its own."""
-    now = snapshot.fingerprint()
+    now = capture.fingerprint()
     then = now | {"vendor": "another"} if is_known else {key: now[key] for key in now if key != "vendor"}
-    monkeypatch.setattr(snapshot, "fingerprint", lambda: then)
+    monkeypatch.setattr(capture, "fingerprint", lambda: then)
     trained(pool, range(3))
     monkeypatch.undo()
     trained(pool, range(2, 4), resume=True)
@@ -275,7 +277,7 @@ def test_a_processor_of_another_vendor_is_told(
     assert [f"vendor another -> {now['vendor']}" in line for line in lines] == [True] * is_known
 
 
-def test_going_on_from_a_recovered_step(pool: Path, told: Told) -> None:
+def test_going_on_from_a_recovered_step(pool: Path, reported: Reported) -> None:
     trained(pool, range(4))
     for numbers, level in ((range(3, 5), "INFO"), (range(2), "WARNING")):
         model = net(seed=3)
@@ -288,12 +290,12 @@ def test_going_on_from_a_recovered_step(pool: Path, told: Told) -> None:
             model(batch(number)).square().sum().backward()
             optimizer.step()
         session.abandon()
-        assert set(told()) == {level}
+        assert set(reported()) == {level}
 
 
-def test_an_older_step_has_its_own_record(pool: Path, told: Told) -> None:
+def test_an_older_step_has_its_own_record(pool: Path, reported: Reported) -> None:
     trained(pool, range(5), slots=3)
-    older = sorted(v.step for v in versions(pool))[0]
+    older = sorted(v.step for v in checkpoints(pool))[0]
     for shift, level in ((0, "INFO"), (1, "WARNING")):
         model = net(seed=3)
         optimizer = adam(model)
@@ -302,7 +304,7 @@ def test_an_older_step_has_its_own_record(pool: Path, told: Told) -> None:
         session = lightck.attach(model, image, optimizer=optimizer)
         train_on(model, optimizer, range(older + shift, older + 2 + shift))
         session.abandon()
-        assert set(told()) == {level}, older
+        assert set(reported()) == {level}, older
 
 
 def train_on(model: nn.Module, optimizer: Any, numbers: Iterable[int]) -> None:
@@ -312,7 +314,7 @@ def train_on(model: nn.Module, optimizer: Any, numbers: Iterable[int]) -> None:
         optimizer.step()
 
 
-def test_another_forward_argument_by_name(pool: Path, told: Told) -> None:
+def test_another_forward_argument_by_name(pool: Path, reported: Reported) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -335,13 +337,13 @@ def test_another_forward_argument_by_name(pool: Path, told: Told) -> None:
     run(range(4), 0.5)
     image = crashed(pool)
     run(range(3, 5), 0.5, resume=True)
-    assert set(told()) == {"INFO"}
+    assert set(reported()) == {"INFO"}
     image.rename(pool)
     run(range(3, 5), 0.25, resume=True)
-    assert set(told()) == {"WARNING"}
+    assert set(reported()) == {"WARNING"}
 
 
-def test_a_forward_in_eval_mode_or_without_gradients_is_none(pool: Path, told: Told) -> None:
+def test_a_forward_in_eval_mode_or_without_gradients_is_none(pool: Path, reported: Reported) -> None:
     trained(pool, range(4))
     model = net()
     optimizer = adam(model)
@@ -353,15 +355,17 @@ def test_a_forward_in_eval_mode_or_without_gradients_is_none(pool: Path, told: T
     model.train()
     train_on(model, optimizer, range(3, 5))
     session.abandon()
-    assert set(told()) == {"INFO"}
+    assert set(reported()) == {"INFO"}
 
 
-def test_a_pool_of_an_older_lightck_stays_as_it_was(pool: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_of_an_older_lightck_stays_as_it_was(
+    pool: Path, reported: Reported, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lightck.pool.create.COMPAT_NEXT", 0)
     trained(pool, range(4))
     monkeypatch.undo()
     trained(pool, range(8), resume=True)
-    (lines,) = told().values()
+    (lines,) = reported().values()
     assert "compared with nothing" in lines[0]
     data = content(pool)
     with closing(open_pool(str(pool))) as reader:
@@ -370,7 +374,7 @@ def test_a_pool_of_an_older_lightck_stays_as_it_was(pool: Path, told: Told, monk
 
 
 @pytest.mark.parametrize("damage", ["torn", "of another version", "gone"])
-def test_a_record_that_does_not_pass_is_none(pool: Path, told: Told, damage: str) -> None:
+def test_a_record_that_does_not_pass_is_none(pool: Path, reported: Reported, damage: str) -> None:
     trained(pool, range(4))
     data = content(pool)
     with closing(open_pool(str(pool))) as reader:
@@ -379,7 +383,7 @@ def test_a_record_that_does_not_pass_is_none(pool: Path, told: Told, damage: str
     for at, other in zip(places, reversed(records), strict=True):
         poke(pool, at, {"torn": other[:24], "of another version": other, "gone": bytes(64)}[damage])
     trained(pool, range(8), resume=True)
-    assert "compared with nothing" in told()["INFO"][0]
+    assert "compared with nothing" in reported()["INFO"][0]
 
 
 def test_a_record_is_written_into_no_slot_that_moved_on(pool: Path) -> None:
@@ -399,7 +403,7 @@ def test_a_record_is_written_into_no_slot_that_moved_on(pool: Path) -> None:
         train(model, optimizer, 1)
 
 
-def test_a_pinned_version_takes_its_record_along(pool: Path, told: Told) -> None:
+def test_a_pinned_checkpoint_takes_its_record_along(pool: Path, reported: Reported) -> None:
     model = net()
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer)
@@ -418,11 +422,11 @@ def test_a_pinned_version_takes_its_record_along(pool: Path, told: Told) -> None
         session = lightck.attach(model, image, optimizer=optimizer)
         train_on(model, optimizer, numbers)
         session.abandon()
-        assert set(told()) == {level}
+        assert set(reported()) == {level}
 
 
 @pytest.mark.parametrize("site", ["header", "manifest", "sealed", "body", "word", "ack"])
-def test_killed_at_each_site_of_a_commit(pool: Path, told: Told, site: str) -> None:
+def test_killed_at_each_site_of_a_commit(pool: Path, reported: Reported, site: str) -> None:
     """A right loop is never warned of, wherever it dies; a wrong one is, unless nothing is recorded yet."""
 
     def victim() -> None:
@@ -438,15 +442,15 @@ def test_killed_at_each_site_of_a_commit(pool: Path, told: Told, site: str) -> N
     for numbers, allowed in ((range(step, step + 2), "INFO"), (range(50, 52), "WARNING")):
         image = crashed(pool)
         trained(image, numbers, resume=True)
-        said = told()
+        said = reported()
         assert set(said) == {allowed} or "compared with nothing" in said["INFO"][0]
 
 
-def test_a_pmdk_pool(pool: Path, told: Told, pmdk: None) -> None:
+def test_a_pmdk_pool(pool: Path, reported: Reported, pmdk: None) -> None:
     trained(pool, range(4), backend="pmdk")
     for numbers, level in ((range(3, 5), "INFO"), (range(5), "WARNING")):
         trained(crashed(pool), numbers, resume=True)
-        assert set(told()) == {level}
+        assert set(reported()) == {level}
 
 
 # -- session loaders -----------------------------------------------------------------------------------------------
@@ -480,33 +484,35 @@ def looped(
 ROWS = [torch.full((4,), float(i)) for i in range(40)]
 
 
-def test_another_data_set_behind_the_position(pool: Path, told: Told) -> None:
+def test_another_data_set_behind_the_position(pool: Path, reported: Reported) -> None:
     """The replay compares the last batch given: this one is behind it."""
     looped(pool, ROWS, 5)
     changed = [*ROWS[:8], *(row + 1 for row in ROWS[8:])]
     looped(pool, changed, 7, resume=True)
-    (line,) = told()["WARNING"]
+    (line,) = reported()["WARNING"]
     assert "loader 'train' and what the model's forward is called with differ" in line
 
 
-def test_other_arguments_beside_the_same_batch(pool: Path, told: Told) -> None:
+def test_other_arguments_beside_the_same_batch(pool: Path, reported: Reported) -> None:
     looped(pool, ROWS, 5)
     looped(pool, ROWS, 7, wrap=lambda x: x + 1, resume=True)
-    (line,) = told()["WARNING"]
+    (line,) = reported()["WARNING"]
     assert "The batches of its loaders are the same" in line
 
 
-def test_looks_at_a_session_loader_in_eval_mode_or_through_the_loader_count_for_nothing(pool: Path, told: Told) -> None:
+def test_looks_at_a_session_loader_in_eval_mode_or_through_the_loader_count_for_nothing(
+    pool: Path, reported: Reported
+) -> None:
     def look(loader: Any, model: nn.Module) -> None:
         next(iter(loader.loader))
         model(torch.zeros(1, 4))  # a training forward, with what is no batch
 
     looped(pool, ROWS, 5)
     looped(pool, ROWS, 7, before=look, resume=True)
-    assert set(told()) == {"INFO"}
+    assert set(reported()) == {"INFO"}
 
 
-def test_batches_on_a_device_are_compared_by_their_shapes(pool: Path, told: Told) -> None:
+def test_batches_on_a_device_are_compared_by_their_shapes(pool: Path, reported: Reported) -> None:
     """Nothing is read from them, so nothing is said to be the same."""
     recorder: list[Any] = []
     following = Recorder(recorder.append)
@@ -517,11 +523,11 @@ def test_batches_on_a_device_are_compared_by_their_shapes(pool: Path, told: Told
         comparison = Comparison(7, entries, is_strict=False)
         comparison.forward(((torch.empty(*shape, device="meta"),), {}))
         comparison.before_update()
-        (lines,) = told().values()
+        (lines,) = reported().values()
         assert ("compared with nothing" in lines[0]) == (word == "INFO")
 
 
-def test_a_version_that_the_pre_step_hook_closes(told: Told) -> None:
+def test_a_checkpoint_that_the_pre_step_hook_closes(reported: Reported) -> None:
     """Its forward came before it was closed."""
     stored: list[Any] = []
     recorder = Recorder(stored.append)
@@ -532,10 +538,10 @@ def test_a_version_that_the_pre_step_hook_closes(told: Told) -> None:
     comparison = Comparison(1, stored[-1], is_strict=True)
     comparison.forward("first")
     comparison.before_update()
-    assert set(told()) == {"INFO"}
+    assert set(reported()) == {"INFO"}
 
 
-def test_a_version_that_is_closed_and_not_saved_leaves_nothing_to_the_next_one() -> None:
+def test_a_checkpoint_that_is_closed_and_not_saved_leaves_nothing_to_the_next_one() -> None:
     stored: list[Any] = []
     recorder = Recorder(stored.append)
     recorder.forward("of a version that is not saved", True)
@@ -549,7 +555,7 @@ def test_a_version_that_is_closed_and_not_saved_leaves_nothing_to_the_next_one()
     assert entry.checksum == checksum_of("of this one")
 
 
-def test_a_loader_that_gives_later_is_compared_later(told: Told) -> None:
+def test_a_loader_that_gives_later_is_compared_later(reported: Reported) -> None:
     stored: list[Any] = []
     recorder = Recorder(stored.append)
     recorder.closed(Event.NEXT)
@@ -563,16 +569,16 @@ def test_a_loader_that_gives_later_is_compared_later(told: Told) -> None:
         comparison.gave("early", a_pass(), "a", None)
         comparison.forward("a")
         comparison.before_update()
-        assert set(told()) == {"INFO"}
+        assert set(reported()) == {"INFO"}
         assert not comparison.is_over
         comparison.before_update()
         comparison.gave("late", a_pass(), late, None)
         comparison.before_update()
         assert comparison.is_over
-        assert set(told()) == ({"WARNING"} if level == "WARNING" else set())
+        assert set(reported()) == ({"WARNING"} if level == "WARNING" else set())
 
 
-def test_a_pass_that_only_looks_gives_way_to_the_next_one(told: Told) -> None:
+def test_a_pass_that_only_looks_gives_way_to_the_next_one(reported: Reported) -> None:
     stored: list[Any] = []
     recorder = Recorder(stored.append)
     recorder.closed(Event.NEXT)

@@ -18,7 +18,7 @@ import torch
 
 import lightck
 from lightck.errors import PoolLockedError
-from lightck.pool.storage import dying
+from lightck.pool.storage import dying_holder
 
 pytestmark = pytest.mark.long
 
@@ -85,30 +85,30 @@ def _killed(pool: Path, others: int) -> Iterator[int]:
 
 def test_a_restart_waits_for_a_training_that_was_killed(pool):
     with _killed(pool, others=2) as pid:
-        assert dying.is_dying(pid)
+        assert dying_holder.is_dying(pid)
         session = _attach(pool, resume=True)
-        assert not dying.has_threads(pid)
+        assert not dying_holder.has_threads(pid)
     assert session.step > 0
     session.close()
 
 
 def test_a_longer_wait_is_said(pool, monkeypatch, caplog):
     """As where nothing may be done for the one that is dying."""
-    monkeypatch.setattr(dying, "hasten", lambda pid: None)
-    monkeypatch.setattr(dying, "_SECONDS_QUIET", 0.0)
-    monkeypatch.setattr(dying, "SECONDS_MAX", 600.0)
+    monkeypatch.setattr(dying_holder, "hasten", lambda pid: None)
+    monkeypatch.setattr(dying_holder, "_SECONDS_QUIET", 0.0)
+    monkeypatch.setattr(dying_holder, "SECONDS_MAX", 600.0)
     with _killed(pool, others=1) as pid, caplog.at_level(logging.WARNING, "lightck"):
         session = _attach(pool, resume=True)
         said = [record.getMessage() for record in caplog.records]
-        assert not dying.has_threads(pid)
+        assert not dying_holder.has_threads(pid)
     assert session.step > 0
     session.close()
     assert len([line for line in said if f"(pid {pid}) was killed and has not ended yet" in line]) == 1
 
 
 def test_a_wait_has_an_end(pool, monkeypatch):
-    monkeypatch.setattr(dying, "hasten", lambda pid: None)
-    monkeypatch.setattr(dying, "SECONDS_MAX", 0.0)
+    monkeypatch.setattr(dying_holder, "hasten", lambda pid: None)
+    monkeypatch.setattr(dying_holder, "SECONDS_MAX", 0.0)
     with _killed(pool, others=2) as pid, pytest.raises(PoolLockedError, match=rf"pid {pid}, which was killed"):
         _attach(pool, resume=True)
     _attach(pool, resume=True).close()
@@ -123,7 +123,7 @@ def test_a_holder_that_lives_is_refused_at_once(pool, is_stopped):
         if is_stopped:
             os.kill(trainer, signal.SIGSTOP)
             os.waitpid(trainer, os.WUNTRACED)
-        assert not dying.is_dying(trainer)
+        assert not dying_holder.is_dying(trainer)
         begin = time.process_time()
         with pytest.raises(PoolLockedError, match=f"open in another process .pid {trainer}"):
             _attach(pool, resume=True)
@@ -150,11 +150,11 @@ def test_a_process_whose_main_thread_has_ended_is_alive():
         while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert dying.has_threads(child)
-        assert not dying.is_dying(child)
+        assert dying_holder.has_threads(child)
+        assert not dying_holder.is_dying(child)
         os.kill(child, signal.SIGKILL)
-        while dying.has_threads(child):
-            assert dying.is_dying(child)
+        while dying_holder.has_threads(child):
+            assert dying_holder.is_dying(child)
     finally:
         with contextlib.suppress(OSError):
             os.kill(child, signal.SIGKILL)
@@ -172,10 +172,10 @@ def test_nothing_is_done_to_a_process_that_lives():
         while True:
             signal.pause()
     assert os.read(read, 1) == b"."
-    dying.hasten(child)
+    dying_holder.hasten(child)
     os.kill(child, signal.SIGUSR1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert not dying.is_dying(child)
-    assert not dying.has_threads(child)
+    assert not dying_holder.is_dying(child)
+    assert not dying_holder.has_threads(child)
     os.close(read)
     os.close(write)

@@ -44,7 +44,7 @@ def test_it_is_exact_without_a_warning(name: str, bench: Bench) -> None:
 
 @pytest.mark.parametrize("name", WARNED)
 def test_what_is_not_exact_is_warned_about(name: str, bench: Bench) -> None:
-    bench.exact_or_told(name, WARNED[name])
+    bench.exact_or_reported(name, WARNED[name])
 
 
 def test_a_target_network_trains_on(bench: Bench) -> None:

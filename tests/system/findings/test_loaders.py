@@ -40,9 +40,9 @@ def test_what_is_fetched_before_the_loop_does_not_use_up_the_position(name: str,
 def test_what_lightning_asks_changes_nothing_and_what_it_counts_wrongly_is_said(bench: Bench) -> None:
     """In mid-pass: this loop itself is exact, and Lightning's would skip its validation."""
     outcomes = bench.exact("asked-by-lightning", quiet=False)
-    told = ["Lightning's Trainer counts" in " ".join(outcome.warnings) for outcome in outcomes]
-    assert any(told)
-    assert all(len(outcome.warnings) == is_told for outcome, is_told in zip(outcomes, told, strict=True))
+    reported = ["Lightning's Trainer counts" in " ".join(outcome.warnings) for outcome in outcomes]
+    assert any(reported)
+    assert all(len(outcome.warnings) == is_reported for outcome, is_reported in zip(outcomes, reported, strict=True))
 
 
 def test_a_probe_of_persistent_workers(bench: Bench) -> None:
@@ -54,9 +54,9 @@ def test_a_probe_of_persistent_workers(bench: Bench) -> None:
 def test_a_renamed_loader_is_refused(bench: Bench, folder: Path) -> None:
     training, pool = bench.training("renamed"), folder / "renamed.pool"
     training.process(pool, Kill("place", "update", 3), fresh=True)
-    told = training.process(pool, None, fresh=False)
-    assert told.status
-    assert told.updates == told.start, "no update is made on other batches"
+    reported = training.process(pool, None, fresh=False)
+    assert reported.status
+    assert reported.updates == reported.start, "no update is made on other batches"
     error = training.log.read_text()
     assert re.search(r"DriftError: .* in the middle of a pass over loader 'a' \(epoch 0, \d batch", error)
     assert re.search(r"loader 'b' began at its beginning instead.*anew=True", error)
@@ -70,8 +70,8 @@ def test_a_renamed_loader_is_refused(bench: Bench, folder: Path) -> None:
         ("stateful-iterable-dataset", r"batch \d of the pass is not the one that was given before"),
     ],
 )
-def test_exact_or_told(name: str, warning: str, bench: Bench) -> None:
-    bench.exact_or_told(name, warning)
+def test_exact_or_reported(name: str, warning: str, bench: Bench) -> None:
+    bench.exact_or_reported(name, warning)
 
 
 @pytest.mark.parametrize("name", ["evaluation-wrapped-late", "two-phases-and-left-over-gradients"])
@@ -82,9 +82,9 @@ def test_right_loops(name: str, bench: Bench) -> None:
 def test_loaders_wrapped_in_each_epoch_find_their_position_or_are_refused(bench: Bench, folder: Path) -> None:
     training, pool = bench.training("wrapped-anew-in-each-epoch"), folder / "anew.pool"
     training.process(pool, Kill("place", "update", 8), fresh=True)
-    told = training.process(pool, None, fresh=False)
-    assert told.status
-    assert told.updates == told.start
+    reported = training.process(pool, None, fresh=False)
+    assert reported.status
+    assert reported.updates == reported.start
     assert "pass over loader 'epoch 1'" in training.log.read_text()
 
 
@@ -93,9 +93,9 @@ def test_persistent_workers_that_are_restored_or_draw_nothing(name: str, bench: 
     bench.exact(name)
 
 
-def test_persistent_workers_outside_the_session_are_told_once_they_had_started(bench: Bench) -> None:
+def test_persistent_workers_outside_the_session_are_reported_once_they_had_started(bench: Bench) -> None:
     warning = r"DataLoader with persistent workers \(over a Augmented, batch size 15\).*Wrap it"
-    before, *_, after = bench.exact_or_told(
+    before, *_, after = bench.exact_or_reported(
         "persistent-evaluation-outside",
         warning,
         quiet=True,

@@ -54,7 +54,7 @@ def test_another_rank_whose_group_is_made_after_attach_is_refused_at_the_first_u
 
 
 @pytest.mark.parametrize("is_early", [True, False], ids=["before attach", "after attach"])
-def test_the_first_rank_is_told_once_what_its_pool_lacks(pool, group, caplog, is_early):
+def test_the_first_rank_is_reported_once_what_its_pool_lacks(pool, group, caplog, is_early):
     model = net()
     optimizer = adam(model)
     with caplog.at_level(logging.WARNING, "lightck"):

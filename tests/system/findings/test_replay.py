@@ -63,7 +63,7 @@ def test_a_position_of_an_older_pool_is_read() -> None:
         host.updates += 1
         host.save()
         rest = [batch.tolist() for batch in batches]
-        saved = values.unpack(host.versions[1][1])
+        saved = values.unpack(host.checkpoints[1][1])
         for key in ("version", "r_before_last", "passes", "content"):
             del saved["loaders"]["train"][key]
         again = Host(resumed=values.pack(saved, path="v")).loader(DataLoader(range(12), 2, shuffle=True))
@@ -77,7 +77,7 @@ def test_a_dataset_with_a_generator_of_its_own_is_found_behind_padding(bench: Be
 
 @pytest.mark.parametrize("name", ["prefetcher-persistent", "prefetcher-persistent-augmented"])
 def test_persistent_workers_inside_a_wrapper(name: str, bench: Bench) -> None:
-    outcomes = bench.exact_or_told(name, "later pass of persistent workers", quiet=True)
+    outcomes = bench.exact_or_reported(name, "later pass of persistent workers", quiet=True)
     if name == "prefetcher-persistent":
         assert all(outcome.difference is None for outcome in outcomes)
     assert not all(outcome.warnings for outcome in outcomes)
@@ -96,8 +96,8 @@ def test_a_dataset_and_a_sampler_with_states_of_their_own(name: str, bench: Benc
 
 def test_a_state_that_is_too_large_to_be_kept_with_each_pass_is_named(bench: Bench, folder: Path) -> None:
     training = bench.training("with-huge-state")
-    told = training.process(folder / "huge.pool", Kill("place", "update", 9), fresh=True)
-    assert any("state['dataset'] before a pass has 1" in warning for warning in told.warnings)
+    reported = training.process(folder / "huge.pool", Kill("place", "update", 9), fresh=True)
+    assert any("state['dataset'] before a pass has 1" in warning for warning in reported.warnings)
 
 
 @pytest.mark.parametrize("name", ["skipped", "skipped-workers"])

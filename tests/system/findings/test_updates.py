@@ -27,7 +27,7 @@ GRADIENT = r"Not as then: the gradient of '.*Its batch is the same, so something
     ],
 )
 def test_what_an_epochs_top_does_twice_is_named(name: str, warning: str, bench: Bench) -> None:
-    bench.exact_or_told(name, warning, quiet=True, shown_by="the gradients of the first update")
+    bench.exact_or_reported(name, warning, quiet=True, shown_by="the gradients of the first update")
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_what_an_epochs_top_does_twice_is_named(name: str, warning: str, bench: 
         "gradients-that-are-never-cleared",
     ],
 )
-def test_what_the_loss_depends_on_and_no_checkpoint_holds_is_told(name: str, bench: Bench) -> None:
-    bench.exact_or_told(name, GRADIENT, quiet=True, shown_by="the gradients of the first update")
+def test_what_the_loss_depends_on_and_no_checkpoint_holds_is_reported(name: str, bench: Bench) -> None:
+    bench.exact_or_reported(name, GRADIENT, quiet=True, shown_by="the gradients of the first update")
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_right_loops_are_exact_and_nothing_is_said(name: str, bench: Bench) -> N
         ("steps-from-nothing", r"goes on from step \d+, and the loop did not ask for it"),
     ],
 )
-def test_what_is_seen_by_its_first_update_only_is_told(name: str, warning: str, bench: Bench) -> None:
-    bench.exact_or_told(name, warning, quiet=True)
+def test_what_is_seen_by_its_first_update_only_is_reported(name: str, warning: str, bench: Bench) -> None:
+    bench.exact_or_reported(name, warning, quiet=True)
 
 
 def test_numbers_that_change_now_and_then_are_not_kept() -> None:

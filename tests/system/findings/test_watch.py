@@ -27,7 +27,7 @@ def test_without_an_optimizer_end_step_is_the_update(name: str, bench: Bench) ->
     bench.exact(name)
 
 
-def test_a_model_without_parameters_is_told(pool: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_parameters_is_reported(pool: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its layers lie in a plain list: nothing finds them."""
 
     class Hidden(nn.Module):
@@ -84,7 +84,7 @@ def test_an_exception_in_such_a_loop_stays_the_one_that_it_is(pool):
         raise KeyError("mine")
 
 
-def test_optimizer_of_another_model_is_told(pool, caplog):
+def test_optimizer_of_another_model_is_reported(pool, caplog):
     """``deepcopy`` and the like: the loop calls this model and steps another one."""
     model = net()
     optimizer = adam(copy.deepcopy(model))
@@ -128,7 +128,7 @@ def test_model_that_is_only_called(pool, caplog):
     assert not warnings(caplog)
 
 
-def test_accumulation_by_hand_is_told_that_gradients_are_not_saved(pool, caplog):
+def test_accumulation_by_hand_is_reported_that_gradients_are_not_saved(pool, caplog):
     model = net()
     with lightck.attach(model, pool) as session:
         for number in range(8):
@@ -244,7 +244,7 @@ def test_long_accumulation_is_no_alarm(pool, caplog):
     ],
 )
 def test_what_a_resumed_loop_changes_once_more_is_named(name: str, names: str, bench: Bench) -> None:
-    bench.exact_or_told(name, rf"{names}.* changed between the restore and .*end_step\(\)")
+    bench.exact_or_reported(name, rf"{names}.* changed between the restore and .*end_step\(\)")
 
 
 @pytest.mark.parametrize(
@@ -442,9 +442,9 @@ def test_object_that_refuses_to_answer_stops_nothing(pool, caplog):
 
 def test_optimizer_that_never_steps_is_named(bench: Bench, pool: Path) -> None:
     """The process is killed, with nothing saved: it was told before."""
-    told = bench.training("optimizer-that-never-steps").process(pool, Kill("place", "update", 105), fresh=True)
-    assert told.updates == 105
-    (said,) = told.warnings
+    reported = bench.training("optimizer-that-never-steps").process(pool, Kill("place", "update", 105), fresh=True)
+    assert reported.updates == 105
+    (said,) = reported.warnings
     assert re.search("Adam of 'body.0.weight' and 5 more made 100 updates", said)
     assert "SGD of 'extra.weight' and 1 more none" in said
 
@@ -460,7 +460,7 @@ def steps(model: nn.Module, number: int, *optimizers: torch.optim.Optimizer) -> 
         optimizer.zero_grad()
 
 
-def test_phases_of_several_optimizers_are_told_once(pool, caplog):
+def test_phases_of_several_optimizers_are_reported_once(pool, caplog):
     """Both step for a while, then one alone."""
     model = net()
     one, other = two(model)
@@ -537,7 +537,7 @@ def test_post_step_hooks_are_part_of_the_update(name: str, bench: Bench) -> None
 # -- B2: an optimizer that is made after attach ----------------------------------------------------------------------
 
 
-def test_optimizer_made_after_attach_is_told_in_the_first_run(pool, caplog):
+def test_optimizer_made_after_attach_is_reported_in_the_first_run(pool, caplog):
     model = net()
     with lightck.attach(model, pool, resume=True):
         optimizer = adam(model)

@@ -51,7 +51,7 @@ class Kill:
 
 
 @dataclass
-class Told:
+class Reported:
     """What one process reported."""
 
     status: int = 0
@@ -120,7 +120,7 @@ class Runner:
 
     # -- one process
 
-    def process(self, variant: str, folder: Path, kill: Kill | None, seed: int) -> Told:
+    def process(self, variant: str, folder: Path, kill: Kill | None, seed: int) -> Reported:
         script = folder / self.program.script
         request = {
             "folder": str(folder / self.program.folder if self.program.folder else script.parent),
@@ -137,36 +137,36 @@ class Runner:
             request["folder"] = str(folder)
         server = self._servers[variant]
         started = server.start(request, self._work / f"{variant}.log")
-        told, deadline = Told(), time.monotonic() + self.program.seconds
+        reported, deadline = Reported(), time.monotonic() + self.program.seconds
         over = threading.Event()
         threading.Thread(target=_let_it_die, args=(started.pid, over), daemon=True).start()
         try:
             for message in started.messages():
-                self._take(told, message)
+                self._take(reported, message)
                 if kill and kill.delay and (message.get("event"), message.get("count")) == (kill.kind, kill.nth):
                     time.sleep(kill.delay)
                     started.kill()
                 if time.monotonic() > deadline:
-                    told.error = "TimeoutError: it hangs"
+                    reported.error = "TimeoutError: it hangs"
                     started.kill()
         except TimeoutError as error:
-            told.error = f"TimeoutError: {error}"
-        told.status = started.end()
+            reported.error = f"TimeoutError: {error}"
+        reported.status = started.end()
         over.set()
         server.bury()
-        return told
+        return reported
 
     @staticmethod
-    def _take(told: Told, message: dict[str, Any]) -> None:
+    def _take(reported: Reported, message: dict[str, Any]) -> None:
         if "warning" in message:
-            told.warnings.append(message["warning"])
+            reported.warnings.append(message["warning"])
         elif "event" in message:
-            told.seconds.append(time.monotonic())
+            reported.seconds.append(time.monotonic())
         elif "error" in message:
-            told.error, told.place = message["error"], message.get("place")
+            reported.error, reported.place = message["error"], message.get("place")
         elif "digests" in message:
-            told.digests, told.counts = message["digests"], message["counts"]
-            told.marks = [tuple(mark) for mark in message["marks"]]
+            reported.digests, reported.counts = message["digests"], message["counts"]
+            reported.marks = [tuple(mark) for mark in message["marks"]]
 
     # -- a chain of them
 
@@ -176,37 +176,39 @@ class Runner:
         shutil.copytree(self._work / variant, folder)
         return folder
 
-    def reference(self) -> Told:
+    def reference(self) -> Reported:
         folder = self.fresh_folder("plain")
-        told = self.process("plain", folder, None, 0)
+        reported = self.process("plain", folder, None, 0)
         shutil.rmtree(folder)
-        if told.digests is None:
-            raise RuntimeError(f"without lightck it fails: {told.error} at {told.place}; see {self._work}/plain.log")
-        return told
+        if reported.digests is None:
+            raise RuntimeError(
+                f"without lightck it fails: {reported.error} at {reported.place}; see {self._work}/plain.log"
+            )
+        return reported
 
-    def chain(self, kills: list[Kill], reference: Told, whole: dict[str, str] | None = None) -> Chain:
+    def chain(self, kills: list[Kill], reference: Reported, whole: dict[str, str] | None = None) -> Chain:
         found, folder, waiting = Chain([str(kill) for kill in kills]), self.fresh_folder("ours"), list(kills)
         n_events = 0
         while found.processes < MOST_PROCESSES:
             kill = waiting.pop(0) if waiting else None
             is_first = not found.processes
             # Other seeds would show what a resume does not restore; where nothing is committed yet, there is no resume.
-            told = self.process("ours", folder, kill, 0 if n_events <= MAY_BE_LOST else 1000 + found.processes)
+            reported = self.process("ours", folder, kill, 0 if n_events <= MAY_BE_LOST else 1000 + found.processes)
             found.processes += 1
-            n_events += len(told.seconds)
-            found.warnings += [warning for warning in told.warnings if warning not in found.warnings]
-            if told.error is not None:
-                found.error, found.error_in = told.error, "first run" if is_first else "restart"
+            n_events += len(reported.seconds)
+            found.warnings += [warning for warning in reported.warnings if warning not in found.warnings]
+            if reported.error is not None:
+                found.error, found.error_in = reported.error, "first run" if is_first else "restart"
                 break
-            if told.digests is not None:
+            if reported.digests is not None:
                 assert reference.digests is not None
-                self.last = told.digests
-                found.differs = _different(told.digests, reference.digests)
-                found.differs_from_whole = _different(told.digests, whole) if whole is not None else None
-            if told.status == 0:
+                self.last = reported.digests
+                found.differs = _different(reported.digests, reference.digests)
+                found.differs_from_whole = _different(reported.digests, whole) if whole is not None else None
+            if reported.status == 0:
                 break
-            if told.status != -signal.SIGKILL:
-                found.error, found.error_in = f"status {told.status}", "first run" if is_first else "restart"
+            if reported.status != -signal.SIGKILL:
+                found.error, found.error_in = f"status {reported.status}", "first run" if is_first else "restart"
                 break
             found.came += 1
         shutil.rmtree(folder)
@@ -231,7 +233,7 @@ def _different(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
 
 
-def kills_for(reference: Told, draw: random.Random) -> list[list[Kill]]:
+def kills_for(reference: Reported, draw: random.Random) -> list[list[Kill]]:
     """Lists of kills, one list for each chain: in mid-epoch, at its end and the next one's start, in evaluation, at
     random instants, and again and again."""
     event = "update" if reference.counts["update"] else "backward"
@@ -279,8 +281,8 @@ def run(runner: Runner, seed: int, most: int | None) -> dict[str, Any]:
 
 def _version() -> str:
     """The commit of lightck that was run."""
-    told = subprocess.run(["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return os.environ.get("LIGHTCK_PROGRAMS_VERSION") or told.stdout.strip()
+    reported = subprocess.run(["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return os.environ.get("LIGHTCK_PROGRAMS_VERSION") or reported.stdout.strip()
 
 
 def _chosen(only: list[str]) -> Iterator[Program]:

@@ -23,7 +23,7 @@ from .forkserver import ForkServer
 from .scenarios import Scenario
 
 SEED = int(os.environ.get("LIGHTCK_TEST_SEED", "0"))
-VERSION_SITES = ("header", "manifest", "sealed", "body", "word", "ack")  # passed once in a version
+CHECKPOINT_SITES = ("header", "manifest", "sealed", "body", "word", "ack")  # passed once in a version
 ADOPTION_SITES = ("body", "word", "ack")
 
 
@@ -56,7 +56,7 @@ class Kill:
 
 
 @dataclass
-class Told:
+class Reported:
     """What one process reported before its end."""
 
     start: int | None = None
@@ -139,14 +139,16 @@ class Training:
         self._request["sees_frozen"] = sees_frozen
         self._n_children = 0
 
-    def reference(self) -> Told:
+    def reference(self) -> Reported:
         """The training without lightck and without a kill."""
-        told = self._follow({"mode": "reference", "pool": "", "seed": 0}, None)
-        if told.status or told.digests is None:
+        reported = self._follow({"mode": "reference", "pool": "", "seed": 0}, None)
+        if reported.status or reported.digests is None:
             raise Mismatch(f"the reference run failed:{self._tail()}")
-        return told
+        return reported
 
-    def process(self, pool: Path, kill: Kill | None, *, fresh: bool, options: Mapping[str, Any] | None = None) -> Told:
+    def process(
+        self, pool: Path, kill: Kill | None, *, fresh: bool, options: Mapping[str, Any] | None = None
+    ) -> Reported:
         """One process with lightck, until ``kill`` or its end. ``fresh``: nothing may be committed yet."""
         self._n_children += 1
         seed = 0 if fresh else 1000 + self._n_children
@@ -155,29 +157,34 @@ class Training:
             request["options"] = dict(options)
         return self._follow(request, kill)
 
-    def _follow(self, request: dict[str, Any], kill: Kill | None) -> Told:
+    def _follow(self, request: dict[str, Any], kill: Kill | None) -> Reported:
         request = {**self._request, **request, "kill": kill.request() if kill else None}
         child = self._server.start(request, self.log)
-        told = Told()
+        reported = Reported()
         if kill is not None and kill.kind == "birth":
             time.sleep(kill.delay)
             child.kill()
         try:
             for message in child.messages():
-                told.take(message)
+                reported.take(message)
                 due = "start" in message if kill and kill.nth == 0 else "update" in message
-                if kill is not None and kill.kind == "clock" and due and told.updates - (told.start or 0) == kill.nth:
+                if (
+                    kill is not None
+                    and kill.kind == "clock"
+                    and due
+                    and reported.updates - (reported.start or 0) == kill.nth
+                ):
                     time.sleep(kill.delay)
                     child.kill()
         finally:
-            told.status = child.end()
-        return told
+            reported.status = child.end()
+        return reported
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-30:] if self.log.exists() else []
         return "".join(f"\n    {line}" for line in lines)
 
-    def survive(self, reference: Told, kills: Iterable[Kill], *, seed: int = SEED) -> Survival:
+    def survive(self, reference: Reported, kills: Iterable[Kill], *, seed: int = SEED) -> Survival:
         """Run with these kills, one after the other, until all were used and a run has finished."""
         left, survival = deque(kills), Survival()
         again: set[Kill] = set()
@@ -195,7 +202,7 @@ class Training:
 class Chain:
     """Processes on one pool, from nothing to the end of the training."""
 
-    def __init__(self, training: Training, reference: Told, pool: Path, what: str) -> None:
+    def __init__(self, training: Training, reference: Reported, pool: Path, what: str) -> None:
         self._training = training
         self._reference = reference
         self._pool = pool
@@ -220,52 +227,52 @@ class Chain:
     def step(self, kill: Kill | None, survival: Survival, options: Mapping[str, Any] | None = None) -> bool:
         """One process: True when it finished the training."""
         fresh = self._reported <= self._training.scenario.loses and not self._floor
-        told = self._training.process(self._pool, kill, fresh=fresh, options=options)
-        survival.logs.extend(told.logs)
-        self.warnings.extend(told.warnings)
-        self._history.append(f"{kill or 'no kill'}: started at {told.start}, reported {told.updates}")
-        self._check_start(told)
-        self._check_losses(told)
-        if told.digests is not None:
-            self._check_end(told)
-        was_killed = kill is not None and told.status == -signal.SIGKILL
-        if told.has_finished and (was_killed or not told.status):
+        reported = self._training.process(self._pool, kill, fresh=fresh, options=options)
+        survival.logs.extend(reported.logs)
+        self.warnings.extend(reported.warnings)
+        self._history.append(f"{kill or 'no kill'}: started at {reported.start}, reported {reported.updates}")
+        self._check_start(reported)
+        self._check_losses(reported)
+        if reported.digests is not None:
+            self._check_end(reported)
+        was_killed = kill is not None and reported.status == -signal.SIGKILL
+        if reported.has_finished and (was_killed or not reported.status):
             return True
         if kill is None or not was_killed:
-            self._fail(f"a process ended with status {told.status}:{self._training._tail()}")
-        survival.kills.append((kill, told.updates))
+            self._fail(f"a process ended with status {reported.status}:{self._training._tail()}")
+        survival.kills.append((kill, reported.updates))
         return False
 
     def _fail(self, fact: str) -> None:
         raise Mismatch("\n  ".join([f"{self._what}: {fact}", "processes on this pool:", *self._history]))
 
-    def _check_start(self, told: Told) -> None:
-        if told.start is None:
+    def _check_start(self, reported: Reported) -> None:
+        if reported.start is None:
             return
         least = max(self._floor, self._reported - self._training.scenario.loses)
-        if not least <= told.start <= self._reported:
+        if not least <= reported.start <= self._reported:
             self._fail(
                 f"update {self._reported} was reported and version {self._floor} was started from before, and the "
-                f"next process starts at {told.start}"
+                f"next process starts at {reported.start}"
             )
-        self._floor, self._reported = told.start, told.updates
+        self._floor, self._reported = reported.start, reported.updates
 
-    def _check_losses(self, told: Told) -> None:
-        for key, bits in told.losses.items():
+    def _check_losses(self, reported: Reported) -> None:
+        for key, bits in reported.losses.items():
             want = self._reference.losses.get(key)
             if bits != want:
                 kind, update, _ = key
                 self._fail(f"the loss of {kind} {update} is {_text(bits)}, in the reference {_text(want)}")
 
-    def _check_end(self, told: Told) -> None:
-        assert told.digests is not None
-        differ = _different(told.digests, self._reference.digests or {})
+    def _check_end(self, reported: Reported) -> None:
+        assert reported.digests is not None
+        differ = _different(reported.digests, self._reference.digests or {})
         if differ:
-            self._fail(f"at the end {len(differ)} of {len(told.digests)} leaves differ: {', '.join(differ[:6])}")
-        if told.updates != self._reference.updates:
-            self._fail(f"{told.updates} updates were made, {self._reference.updates} in the reference")
-        if told.closed not in (None, told.updates):
-            self._fail(f"step {told.closed} is committed at the end, {told.updates} were made")
+            self._fail(f"at the end {len(differ)} of {len(reported.digests)} leaves differ: {', '.join(differ[:6])}")
+        if reported.updates != self._reference.updates:
+            self._fail(f"{reported.updates} updates were made, {self._reference.updates} in the reference")
+        if reported.closed not in (None, reported.updates):
+            self._fail(f"step {reported.closed} is committed at the end, {reported.updates} were made")
 
 
 def _text(bits: str | None) -> str:
@@ -279,7 +286,7 @@ def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 # ---- which kills -------------------------------------------------------------------------------------------------
 
 
-def draw_kills(scenario: Scenario, reference: Told, *, seed: int = SEED) -> list[Kill]:
+def draw_kills(scenario: Scenario, reference: Reported, *, seed: int = SEED) -> list[Kill]:
     """Places and kill points first, in turn; then kills at random instants."""
     draw = random.Random(zlib.crc32(scenario.name.encode()) ^ seed)
     instants = [_random_instant(draw, reference.update_seconds) for _ in range(scenario.kills)]
@@ -298,7 +305,7 @@ def _site(draw: random.Random) -> Kill:
         return Kill("attach-site", draw.choice(ADOPTION_SITES), 1)
     if draw.random() < 0.2:
         return Kill("site", "block", draw.randint(1, 30))
-    return Kill("site", draw.choice(VERSION_SITES), draw.randint(1, 2))
+    return Kill("site", draw.choice(CHECKPOINT_SITES), draw.randint(1, 2))
 
 
 def _random_instant(draw: random.Random, update_seconds: float) -> Kill:
@@ -307,7 +314,7 @@ def _random_instant(draw: random.Random, update_seconds: float) -> Kill:
     return Kill("clock", nth=draw.randint(0, 3), delay=draw.uniform(0.0, 3.0 * update_seconds))
 
 
-def check_scenario_is_at_work(scenario: Scenario, reference: Told) -> None:
+def check_scenario_is_at_work(scenario: Scenario, reference: Reported) -> None:
     """The reference run did what the scenario is about."""
     for what, times in scenario.sees.items():
         seen = reference.saw.get(what, 0)
@@ -327,7 +334,7 @@ def check_kills_came(scenario: Scenario, survival: Survival) -> None:
         raise AssertionError(f"{scenario.name}: the library's kill points did not kill: {survival.kills}")
 
 
-def check_lightck_told(scenario: Scenario, survival: Survival) -> None:
+def check_lightck_reported(scenario: Scenario, survival: Survival) -> None:
     for text in scenario.logs:
         if not any(text in line for line in survival.logs):
             raise AssertionError(f"{scenario.name}: lightck never logged {text!r}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import Kill, Training, check_kills_came, check_lightck_told, check_scenario_is_at_work, draw_kills
+from .harness import Kill, Training, check_kills_came, check_lightck_reported, check_scenario_is_at_work, draw_kills
 from .scenarios import SCENARIOS, Scenario
 
 pytestmark = pytest.mark.long
@@ -23,7 +23,7 @@ def test_resume_is_bit_identical(scenario: Scenario, folder: Path, request: pyte
     check_scenario_is_at_work(scenario, reference)
     survival = training.survive(reference, draw_kills(scenario, reference))
     check_kills_came(scenario, survival)
-    check_lightck_told(scenario, survival)
+    check_lightck_reported(scenario, survival)
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ import pytest
 import toys
 
 import lightck
-from lightck.pool.reader import Version, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 
 from .forkserver import ForkServer
-from .harness import Chain, Kill, Mismatch, Survival, Told, Training
+from .harness import Chain, Kill, Mismatch, Reported, Survival, Training
 from .scenarios import SCENARIOS
 
 STOP = 6
-BEFORE_THE_LINE = ("header", "block", "manifest", "sealed")
-SITES = (*BEFORE_THE_LINE, "body", "word", "ack")
+BEFORE_THE_RECORD = ("header", "block", "manifest", "sealed")
+SITES = (*BEFORE_THE_RECORD, "body", "word", "ack")
 
 
 class Timeline:
@@ -34,8 +34,8 @@ class Timeline:
 
     def trained_until_stop(self) -> None:
         """The pool holds updates STOP - 1 and STOP, and its training ended properly."""
-        told = self.training.process(self.pool, None, fresh=True, options={"stop_at": STOP})
-        assert (told.status, told.updates, told.closed) == (0, STOP, STOP)
+        reported = self.training.process(self.pool, None, fresh=True, options={"stop_at": STOP})
+        assert (reported.status, reported.updates, reported.closed) == (0, STOP, STOP)
         assert held_steps(self.pool) == [STOP, STOP - 1]
 
     def dies(self, kill: Kill, options: Mapping[str, Any] | None = None) -> None:
@@ -50,7 +50,7 @@ class Timeline:
 def held_steps(pool: Path) -> list[int]:
     reader = open_pool(str(pool))
     try:
-        return [v.step for v in reader.versions() if isinstance(v, Version)]
+        return [v.step for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)]
     finally:
         reader.close()
 
@@ -58,16 +58,16 @@ def held_steps(pool: Path) -> list[int]:
 def damage_newest(pool: Path) -> None:
     """Flip a bit in a weight of the newest version."""
     reader = open_pool(str(pool))
-    version = next(v for v in reader.versions() if isinstance(v, Version))
-    slot = reader.superblock.slots[version.line.slot][0]
-    at = slot + version.entries["model/3.weight"].offset
+    checkpoint = next(v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint))
+    slot = reader.superblock.slots[checkpoint.record.slot][0]
+    at = slot + checkpoint.entries["model/3.weight"].offset
     reader.close()
     toys.flip(pool, at, 1)
     assert lightck.recover(pool).step == STOP - 1
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_version_restored_by_a_fall_back_survives_a_crash_in_the_next_one(
+def test_checkpoint_restored_by_a_fall_back_survives_a_crash_in_the_next_one(
     server: ForkServer, folder: Path, site: str
 ) -> None:
     line = Timeline(server, folder)
@@ -76,12 +76,12 @@ def test_version_restored_by_a_fall_back_survives_a_crash_in_the_next_one(
     line.chain.begin_at(STOP - 1)
     line.dies(Kill("place", "after attach"))
     line.dies(Kill("site", site))
-    assert held_steps(line.pool)[0] == (STOP - 1 if site in BEFORE_THE_LINE else STOP)
+    assert held_steps(line.pool)[0] == (STOP - 1 if site in BEFORE_THE_RECORD else STOP)
     line.dies(Kill("site", site))
     line.finishes()
 
 
-def test_restarts_that_all_fail_do_not_evict_the_version_that_a_fall_back_restored(
+def test_restarts_that_all_fail_do_not_evict_the_checkpoint_that_a_fall_back_restored(
     server: ForkServer, folder: Path
 ) -> None:
     line = Timeline(server, folder)
@@ -94,7 +94,7 @@ def test_restarts_that_all_fail_do_not_evict_the_version_that_a_fall_back_restor
     line.finishes()
 
 
-def test_restarts_that_all_fail_keep_the_newest_version_and_the_one_before(server: ForkServer, folder: Path) -> None:
+def test_restarts_that_all_fail_keep_the_newest_checkpoint_and_the_one_before(server: ForkServer, folder: Path) -> None:
     line = Timeline(server, folder)
     line.trained_until_stop()
     line.chain.begin_at(STOP)
@@ -115,13 +115,13 @@ def test_crash_after_a_step_back_comes_back_to_that_timeline(server: ForkServer,
     line.chain.begin_at(STOP - 1)
     kill = Kill("place", site) if site == "after attach" else Kill("site", site)
     line.dies(kill, {**branch, "recover_step": STOP - 1})
-    assert held_steps(line.pool)[0] == (STOP - 1 if site in ("after attach", *BEFORE_THE_LINE) else STOP)
+    assert held_steps(line.pool)[0] == (STOP - 1 if site in ("after attach", *BEFORE_THE_RECORD) else STOP)
     line.dies(kill)
     line.dies(Kill("place", "update", 2))
     line.finishes()
 
 
-def test_other_timeline_is_told_apart(server: ForkServer, folder: Path) -> None:
+def test_other_timeline_is_distinguished(server: ForkServer, folder: Path) -> None:
     """The test above can fail: a restart that went on with the old timeline is found out."""
     line = Timeline(server, folder, {"branch_at": STOP - 1})
     line.trained_until_stop()
@@ -156,6 +156,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def check_equal(told: Told, reference: Told) -> None:
-    assert told.digests == reference.digests
-    assert told.losses.items() <= reference.losses.items()
+def check_equal(reported: Reported, reference: Reported) -> None:
+    assert reported.digests == reference.digests
+    assert reported.losses.items() <= reference.losses.items()

@@ -419,8 +419,8 @@ class Walk:
         return torch.tensor(self.at), -abs(self.at[0]), self.draw.random() < 0.2
 
     def state_dict(self) -> dict[str, Any]:
-        version, internal, spare = self.draw.getstate()
-        return {"version": version, "internal": list(internal), "spare": spare}
+        checkpoint, internal, spare = self.draw.getstate()
+        return {"version": checkpoint, "internal": list(internal), "spare": spare}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.draw.setstate((state["version"], tuple(state["internal"]), state["spare"]))

@@ -28,14 +28,14 @@ def scheduler_is_not_restored() -> None:
     restore._load = without_schedulers
 
 
-def every_third_version_only() -> None:
-    close_version = Pipeline.close_version
+def every_third_checkpoint_only() -> None:
+    begin_checkpoint = Pipeline.begin_checkpoint
 
     def sometimes(self: Pipeline, closing: Any) -> None:
         if closing.step % 3 == 0:
-            close_version(self, closing)
+            begin_checkpoint(self, closing)
 
-    Pipeline.close_version = sometimes  # type: ignore[method-assign]
+    Pipeline.begin_checkpoint = sometimes  # type: ignore[method-assign]
 
 
 def momentum_is_not_restored() -> None:

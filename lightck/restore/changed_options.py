@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightck.errors import StateValueError, listed
 from lightck.restore.contents import Contents, OptimizerContents
 from lightck.state import values
-from lightck.state.built import frozen_names
+from lightck.state.build_record import frozen_names
 from lightck.state.inventory import ModelView, OptimizerView
 
 log = logging.getLogger("lightck")

@@ -17,8 +17,8 @@ import torch
 from torch.optim import Optimizer
 
 from lightck.hooks.boundary import Boundary
-from lightck.session.held import Marks, by_tensors, moved
-from lightck.session.snapshot import Capture
+from lightck.session.capture import Capture
+from lightck.session.state_marks import Marks, by_tensors, moved
 
 log = logging.getLogger("lightck")
 MANY = 100
@@ -57,7 +57,7 @@ class SavedWatch:
         self._twin = False
         self._before: Marks = {}
         self._at_end: Marks = {}
-        self._is_told = self._is_looked_for = False
+        self._is_reported = self._is_looked_for = False
         self._of_others = -1  # updates by optimizers that have no parameter of this model; -1: they have
 
     # -- what the session reports ------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class SavedWatch:
     def before_step(self, index: int) -> None:
         """Before an update of the optimizer ``index``, behind the boundary that this may be."""
         n = self._boundary.pending(index)
-        if n < MANY or self._is_told:
+        if n < MANY or self._is_reported:
             return
         if self._boundary.explicit and n >= MANY_EXPLICIT and not self._ended:
             self._tell(
@@ -118,7 +118,7 @@ class SavedWatch:
             self._last_one, self._by_one = weakref.ref(optimizer), 0
         self._by_one += 1
         steps = self._by_one  # copies of the model with optimizers of their own, as clients have, make few each
-        if not (self._is_alive or self._ended or self._is_told) and _TWIN_STEPS <= steps < 2 * _TWIN_STEPS:
+        if not (self._is_alive or self._ended or self._is_reported) and _TWIN_STEPS <= steps < 2 * _TWIN_STEPS:
             self._twin = self._is_twin(optimizer)
             if self._twin:
                 self._tell(
@@ -149,7 +149,7 @@ class SavedWatch:
         n = self._idle
         if n == 1:
             self._before = self._params()
-        elif not self._is_told and (n <= _FIRST or n == MANY):
+        elif not self._is_reported and (n <= _FIRST or n == MANY):
             changed = moved(self._before, self._params())
             is_sure = n == MANY or (not self._is_looked_for and (changed or self._elsewhere > 1))
             if is_sure and not self._look_for_optimizer():
@@ -168,7 +168,7 @@ class SavedWatch:
         now = by_tensors(self._capture.model.tensors(None))
         is_same = bool(self._at_end) and self._at_end.keys() == now.keys() and not moved(self._at_end, now)
         self._at_end = now if self._ended < _FIRST // 2 else {}
-        if is_same and not self._is_told and self._has_gradients():
+        if is_same and not self._is_reported and self._has_gradients():
             self._tell(
                 "end_step() was called twice, no optimizer is followed, and the model did not change in between "
                 "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
@@ -182,7 +182,7 @@ class SavedWatch:
         """So many without an update, which accumulation explains as long as the parameters stay as they are."""
         if n == MANY:
             self._before = self._params()
-        elif n == MANY + 1 and not self._is_told:
+        elif n == MANY + 1 and not self._is_reported:
             changed = moved(self._before, self._params())
             if changed:
                 classes = ", ".join(view.class_name for view in self._capture.optimizers)
@@ -218,7 +218,7 @@ class SavedWatch:
         self._of_others += 1
         if self._of_others == 1:
             self._before = self._params()
-        elif self._of_others == _FOREIGN and not self._is_told and not moved(self._before, self._params()):
+        elif self._of_others == _FOREIGN and not self._is_reported and not moved(self._before, self._params()):
             classes = ", ".join(view.class_name for view in self._capture.optimizers)
             self._tell(
                 f"{classes} made {_FOREIGN} updates, has no parameter of this model, and no parameter of this model "
@@ -241,7 +241,7 @@ class SavedWatch:
         return bool(theirs) and theirs in (ours, followed)
 
     def _tell(self, fact: str) -> None:
-        self._is_told = True
+        self._is_reported = True
         log.warning("lightck: %s", fact)
 
 

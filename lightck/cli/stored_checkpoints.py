@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightck.errors import NoCheckpointError, PoolLockedError
-from lightck.pool.format.structures import CommitLine, DamagedError
-from lightck.pool.reader import PoolReader, Version, open_pool
-from lightck.pool.ring import Ring, candidates
+from lightck.pool.commit_log import CommitLog, candidates
+from lightck.pool.format.structures import CommitRecord, DamagedError
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.backends import readable_path
 
 if TYPE_CHECKING:
@@ -33,23 +33,23 @@ class Held:
     gives it. ``rejected``: something of it is damaged, and recovery passes it over. ``reason`` says what.
     """
 
-    line: CommitLine
+    record: CommitRecord
     state: str
     reason: str | None
-    version: Version | None
+    stored: StoredCheckpoint | None
     contents: Contents | None
 
     @property
     def step(self) -> int:
-        return self.line.step
+        return self.record.step
 
     @property
     def generation(self) -> int:
-        return self.line.payload_generation
+        return self.record.payload_generation
 
     @property
     def nbytes(self) -> int | None:
-        return None if self.version is None else sum(entry.nbytes for entry in self.version.entries.values())
+        return None if self.stored is None else sum(entry.nbytes for entry in self.stored.entries.values())
 
 
 @contextmanager
@@ -69,9 +69,9 @@ def held(reader: PoolReader, step: int | None = None) -> tuple[Held, ...]:
         NoCheckpointError: none of them has this step.
     """
     for _ in range(ATTEMPTS):
-        ring = reader.ring()
-        found = tuple(_look(reader, ring))
-        if any(each.version for each in found) or reader.ring() == ring:
+        commit_log = reader.commit_log()
+        found = tuple(_look(reader, commit_log))
+        if any(each.stored for each in found) or reader.commit_log() == commit_log:
             return found if step is None else _of_step(reader, found, step)
     raise overwritten(reader)
 
@@ -94,59 +94,61 @@ def _of_step(reader: PoolReader, found: tuple[Held, ...], step: int) -> tuple[He
     )
 
 
-def _look(reader: PoolReader, ring: Ring) -> Iterator[Held]:
-    live = candidates(ring)
-    known = {(line.slot, line.payload_generation) for line in live}
+def _look(reader: PoolReader, commit_log: CommitLog) -> Iterator[Held]:
+    live = candidates(commit_log)
+    known = {(record.slot, record.payload_generation) for record in live}
     dead = []
-    for line in sorted(ring.lines.values(), key=lambda line: (line.incarnation, line.generation), reverse=True):
-        if (line.slot, line.payload_generation) not in known:
-            known.add((line.slot, line.payload_generation))
-            dead.append(line)
-    newest = newest_generations(ring)
-    for lines, state in ((live, COMMITTED), (dead, DEAD)):
-        for line in lines:
-            is_superseded = line.payload_generation < newest[line.slot]
-            if is_superseded and reader.slot_generation(line.slot) != line.payload_generation:
+    for record in sorted(
+        commit_log.records.values(), key=lambda record: (record.incarnation, record.generation), reverse=True
+    ):
+        if (record.slot, record.payload_generation) not in known:
+            known.add((record.slot, record.payload_generation))
+            dead.append(record)
+    newest = newest_generations(commit_log)
+    for records, state in ((live, COMMITTED), (dead, DEAD)):
+        for record in records:
+            is_superseded = record.payload_generation < newest[record.slot]
+            if is_superseded and reader.slot_generation(record.slot) != record.payload_generation:
                 continue  # a newer version was committed over it, whatever became of the slot's header since
-            each = _examined(reader, line, state)
+            each = _examined(reader, record, state)
             if each is not None:
                 yield each
 
 
-def _examined(reader: PoolReader, line: CommitLine, state: str) -> Held | None:
+def _examined(reader: PoolReader, record: CommitRecord, state: str) -> Held | None:
     """The version of a line; None where its slot belongs to another version, now or by the end of the look."""
     from lightck.restore.recover import parse  # torch
 
-    if not still_there(reader, line):
+    if not still_there(reader, record):
         return None
     try:
-        version = reader.version(line)
-        return Held(line, state, None, version, parse(version)) if version.is_intact() else None
+        stored = reader.checkpoint(record)
+        return Held(record, state, None, stored, parse(stored)) if stored.is_intact() else None
     except DamagedError as error:
-        return Held(line, REJECTED, str(error), None, None) if still_there(reader, line) else None
+        return Held(record, REJECTED, str(error), None, None) if still_there(reader, record) else None
 
 
-def still_there(reader: PoolReader, line: CommitLine) -> bool:
+def still_there(reader: PoolReader, record: CommitRecord) -> bool:
     """Whether the slot still holds the bytes that this line names, or its header proves nothing."""
-    return not reader.is_reused(line)
+    return not reader.is_reused(record)
 
 
-def newest(versions: tuple[Held, ...], step: int | None) -> Held | None:
+def newest(checkpoints: tuple[Held, ...], step: int | None) -> Held | None:
     """The one that recovery tries first. A dead one only where its step was asked for."""
-    readable = (each for each in versions if each.version is not None)
+    readable = (each for each in checkpoints if each.stored is not None)
     return next((each for each in readable if step is not None or each.state == COMMITTED), None)
 
 
 def unfinished(reader: PoolReader) -> list[tuple[int, int]]:
     """(slot, generation) of versions that were begun and not committed: under way, given up, or cut off by a kill."""
-    newest = newest_generations(reader.ring())
+    newest = newest_generations(reader.commit_log())
     headers = [(slot, reader.slot_generation(slot)) for slot in range(len(reader.superblock.slots))]
     return [(slot, gen) for slot, gen in headers if gen is not None and gen > newest.get(slot, 0)]
 
 
-def newest_generations(ring: Ring) -> dict[int, int]:
+def newest_generations(commit_log: CommitLog) -> dict[int, int]:
     """slot -> generation of the newest version of which a line says that it was committed there."""
     found: dict[int, int] = {}
-    for line in ring.lines.values():
-        found[line.slot] = max(found.get(line.slot, 0), line.payload_generation)
+    for record in commit_log.records.values():
+        found[record.slot] = max(found.get(record.slot, 0), record.payload_generation)
     return found

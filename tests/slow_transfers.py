@@ -18,9 +18,9 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from lightck.pipeline import watch, write_table
-from lightck.state import buffers, lanes
-from lightck.state.lanes import Arrival, Lane, Pair, raw
+from lightck.pipeline import sources, write_table
+from lightck.state import buffers, device_transfers
+from lightck.state.device_transfers import Arrival, DeviceTransfer, Pair, raw
 
 Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 
@@ -65,7 +65,7 @@ class _Stream:
             arrived.set()
 
 
-class SlowLane:
+class SlowTransfer:
     """Of a device whose copies take up to ``seconds``, drawn from ``seed``."""
 
     def __init__(self, seed: int, seconds: float = 0.01) -> None:
@@ -182,7 +182,7 @@ def _passed() -> Arrival:
 _NOTHING = _passed()
 
 
-def install(patch: pytest.MonkeyPatch, lane_of: Callable[[torch.Tensor], Lane | None]) -> None:
+def install(patch: pytest.MonkeyPatch, transfer_of: Callable[[torch.Tensor], DeviceTransfer | None]) -> None:
     """Tensors are on devices, as this says."""
-    for module in (lanes, write_table, watch, buffers):
-        patch.setattr(module, "lane_of", lane_of)
+    for module in (device_transfers, write_table, sources, buffers):
+        patch.setattr(module, "transfer_of", transfer_of)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _Stand = tuple["Pass | None", int]
 
 
-class WithinBatch:
+class MidBatch:
     """Looks at each boundary, saved or not; the loaders tell the user."""
 
     def __init__(self, loaders: Sequence[SessionLoader]) -> None:
@@ -42,7 +42,7 @@ class WithinBatch:
         """Whether the loop has a batch in hand on which the last update was made. A forward that comes then may only be
         looked at (logged), and the next ``next()`` is the boundary; where another update comes instead, that is told at
         its own boundary, and from then on forwards close versions again."""
-        return any(_is_within(loader.held_pass, step) and not loader.told_within for loader in self._loaders)
+        return any(_is_mid_batch(loader.held_pass, step) and not loader.reported_within for loader in self._loaders)
 
     def boundary(self, event: Event, step: int, is_saved: bool) -> None:
         """Before the version of ``step`` is captured, where it is."""
@@ -51,8 +51,8 @@ class WithinBatch:
         stands = [_stand(loader.held_pass) for loader in self._loaders]
         if is_saved and event in (Event.FORWARD, Event.PRE_STEP):
             for loader, (pass_, _) in zip(self._loaders, stands, strict=True):
-                if _is_within(pass_, step):
-                    loader.tell_within_batch(step)
+                if _is_mid_batch(pass_, step):
+                    loader.warn_mid_batch(step)
         if self._saved is not None:
             self._compare(stands, *self._saved)
         self._saved = (step, stands) if is_saved else None
@@ -61,23 +61,23 @@ class WithinBatch:
         """With the boundary before this one, which saved ``step``."""
         rests = [now[0] is then[0] and now[1] == then[1] for now, then in zip(stands, before, strict=False)]
         has_moved = len(stands) > len(before) or not all(rests)
-        for loader, (pass_, given), is_resting in zip(self._loaders, stands, rests, strict=False):
-            if pass_ is None or not given or not is_resting or pass_.in_eval:
+        for loader, (pass_, given), is_unchanged in zip(self._loaders, stands, rests, strict=False):
+            if pass_ is None or not given or not is_unchanged or pass_.in_eval:
                 continue
             if has_moved:
-                is_within = any(_runs_inside(inner, pass_, step) for inner, _ in stands)
+                is_mid_batch = any(_runs_inside(inner, pass_, step) for inner, _ in stands)
             else:
                 first = self._stood.setdefault(loader.name, (pass_, given))
-                is_within = first[0] is not pass_ or first[1] != given
-            if is_within:
-                loader.tell_within_batch(step)
+                is_mid_batch = first[0] is not pass_ or first[1] != given
+            if is_mid_batch:
+                loader.warn_mid_batch(step)
 
 
 def _stand(pass_: Pass | None) -> _Stand:
     return pass_, 0 if pass_ is None else pass_.stand.given
 
 
-def _is_within(pass_: Pass | None, step: int) -> bool:
+def _is_mid_batch(pass_: Pass | None, step: int) -> bool:
     return pass_ is not None and pass_.stand.given > 0 and (pass_.has_trained(step) or pass_.fetched_at == step)
 
 

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightck.state import rng, values
 from lightck.state.blocks import checksums
+from lightck.state.device_transfers import transfer_of
 from lightck.state.inventory import Live, OptimizerView, address_of, has_memory, staged
-from lightck.state.lanes import lane_of
-from lightck.state.looks import version_of
+from lightck.state.signatures import version_counter_of
 
 _BLOCK = 1 << 20
 
@@ -89,8 +89,8 @@ def _digest(packed: bytes) -> bytes:
 
 
 def _mark(tensor: torch.Tensor) -> Mark | None:
-    if lane_of(tensor) is not None or not tensor.is_cpu:
-        return version_of(tensor), address_of(tensor)
+    if transfer_of(tensor) is not None or not tensor.is_cpu:
+        return version_counter_of(tensor), address_of(tensor)
     if not has_memory(tensor):
         return None
     if not tensor.is_contiguous():  # in the order of its elements: channels_last changes no value

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-class Noting(io.FileIO):
+class FailureRecordingFile(io.FileIO):
     """What writes through it may tell less, or mix it up: torch.save makes a RuntimeError of it that does not say why,
     and an error of the standard output has the same words as one of any other file."""
 

@@ -15,7 +15,7 @@ from operator import is_
 import torch
 
 from lightck._native import ffi, lib
-from lightck.following.first import First
+from lightck.following.first_batch import First
 from lightck.state.inventory import OptimizerView
 
 GRADIENT, OPTIONS, OPTIMIZER_STATE = 8, 9, 10

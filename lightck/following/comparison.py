@@ -17,8 +17,8 @@ from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import Pass
 from lightck.errors import DataMismatchError, listed
 from lightck.events import Event
-from lightck.following.first import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, First, Following
-from lightck.following.update import GRADIENT, KINDS, OPTIMIZER_STATE, OPTIONS, UpdateParts
+from lightck.following.first_batch import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, First, Following
+from lightck.following.update_parts import GRADIENT, KINDS, OPTIMIZER_STATE, OPTIONS, UpdateParts
 from lightck.pool.format.structures import NextBatch, next_key
 
 log = logging.getLogger("lightck")

@@ -1,9 +1,9 @@
 """Writes that nobody announces: tensors that moved while a version needed them, and tensors that rest.
 
-``Watched`` remembers how the sources of background copies looked at the boundary. ``Resting`` decides which still
-parameters need not be written again. Neither trusts ``_version`` alone (fused optimizers, BatchNorm and ``.data``
-writes do not move it): for each checkpoint some bytes are read and their checksums compared (``blocks.py``), all of
-them in the first ones and under ``LIGHTCK_CHECK=1``.
+``SourceWatch`` remembers the signatures of the sources of background copies at the boundary. ``UnchangedTensors``
+decides which frozen parameters need not be written again. Neither trusts ``_version`` alone (fused optimizers,
+BatchNorm and ``.data`` writes do not move it): for each checkpoint some bytes are read and their checksums compared
+(``blocks.py``), all of them in the first ones and under ``LIGHTCK_CHECK=1``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 
 from lightck.errors import StateChangedError
 from lightck.state.blocks import ALL, NO_BLOCKS, Blocks, Positions, Turn, checksums
+from lightck.state.device_transfers import on_host, transfer_of
 from lightck.state.inventory import Live, is_plain, memory_of, staged
-from lightck.state.lanes import lane_of, on_host
-from lightck.state.looks import Looks, Places, Reading, Versions, reading_of, version_of
+from lightck.state.signatures import Places, Reading, Signatures, VersionCounters, reading_of, version_counter_of
 
-Look = tuple[int, Reading]
+Signature = tuple[int, Reading]
 STAGED_NBYTES = 64 << 10
 """Of tensors of which a copy has to be made so much is read for each checkpoint."""
 
 
-def look(tensor: torch.Tensor) -> Look:
+def signature_of(tensor: torch.Tensor) -> Signature:
     """How a tensor looks without reading its bytes."""
-    return version_of(tensor), reading_of(tensor)
+    return version_counter_of(tensor), reading_of(tensor)
 
 
-class Watched:
+class SourceWatch:
     """The sources of one checkpoint's background copies."""
 
     def __init__(self, lives: Sequence[Live], numbers: Sequence[int], on_devices: int = 0) -> None:
@@ -42,19 +42,19 @@ class Watched:
         """All sources in host memory were read at the boundary."""
         self._on_devices = range(len(lives) - on_devices, len(lives))
         tensors = [live.tensor for live in lives]
-        self._looks, self._versions, self._places = Looks(tensors), Versions(tensors), Places(lives)
+        self._signatures, self._counters, self._places = Signatures(tensors), VersionCounters(tensors), Places(lives)
         self._blocks = NO_BLOCKS
         self._proof = self._blocks.places[:0], np.zeros(0, np.uint32), self._blocks.owners[:0]
 
     def moved(self) -> list[int]:
         """Positions of the sources that no longer look as they did."""
         try:
-            if self._looks.hold() and self._versions.hold() and self._places.hold():
+            if self._signatures.hold() and self._counters.hold() and self._places.hold():
                 return []
         except KeyError:
             pass  # one is gone from its place: which?
         gone = {i for i, live in enumerate(self.lives) if not live.is_home()}
-        return sorted(self._looks.changed() | self._versions.changed() | gone)
+        return sorted(self._signatures.changed() | self._counters.changed() | gone)
 
     def prove(self, blocks: Blocks, turn: Turn, budget: int | None) -> None:
         """Read sources now, at the boundary, before their copies begin: ``audit`` then knows what the checkpoint has to
@@ -93,17 +93,17 @@ class Watched:
 
 def _block_equal(tensor: torch.Tensor, copied: npt.NDArray[np.uint32], index: int, block: int) -> bool:
     """Of a tensor on a device."""
-    lane = lane_of(tensor)
-    assert lane is not None
-    return bool(checksums(lane.read(tensor, index * block, block), block)[0] == copied[index])
+    transfer = transfer_of(tensor)
+    assert transfer is not None
+    return bool(checksums(transfer.read(tensor, index * block, block), block)[0] == copied[index])
 
 
 @dataclass(slots=True)
-class _Rest:
+class _Unchanged:
     tensor: torch.Tensor
     memory: object
     """Held, so that no other tensor's bytes come to lie there: its address tells it."""
-    look: Look
+    signature: Signature
     crcs: npt.NDArray[np.uint32]
     proved: bool
 
@@ -119,7 +119,7 @@ class _Audited:
     others: list[str]
 
 
-class Resting:
+class UnchangedTensors:
     """Which still parameters have proved that they rest, and the audit of those that are left out.
 
     A still parameter is one that no optimizer step changes. It rests once two successive checkpoints, each written
@@ -132,39 +132,41 @@ class Resting:
         """Names that moved unannounced once: they are copied at every boundary from then on, after a restart too."""
         self.right_until = 0
         """The generation up to which what checkpoints leave out is known to be what it was."""
-        self._rests: dict[str, _Rest] = {}
+        self._known: dict[str, _Unchanged] = {}
         self._turn = Turn()
         self._round_began: int | None = None
         self._audited: _Audited | None = None
         self._others_turn = 0
 
-    def crcs_at_rest(self, live: Live) -> npt.NDArray[np.uint32] | None:
+    def crcs_if_unchanged(self, live: Live) -> npt.NDArray[np.uint32] | None:
         """The checksums that a slot must hold for this tensor to be left out; None where it must be written."""
-        rest = self._rests.get(live.name)
+        rest = self._known.get(live.name)
         if rest is None or not rest.proved or live.name in self.never:
             return None
-        if rest.tensor is not live.tensor or rest.look != look(live.tensor):
+        if rest.tensor is not live.tensor or rest.signature != signature_of(live.tensor):
             return None
         return rest.crcs
 
     def written(self, live: Live, crcs: npt.NDArray[np.uint32]) -> None:
         """A checkpoint holds this still tensor whole, with these checksums."""
-        before = self._rests.get(live.name)
+        before = self._known.get(live.name)
         proved = before is not None and np.array_equal(before.crcs, crcs) and live.name not in self.never
-        self._rests[live.name] = _Rest(live.tensor, memory_of(live.tensor), look(live.tensor), crcs.copy(), proved)
+        self._known[live.name] = _Unchanged(
+            live.tensor, memory_of(live.tensor), signature_of(live.tensor), crcs.copy(), proved
+        )
         if proved or (before is not None and before.proved):
             self._set_changed()
 
     def keep(self, lives: Sequence[Live]) -> None:
         """Forget tensors that are gone, or are not still any more: these are all that are."""
-        if len(self._rests) > len(lives):
+        if len(self._known) > len(lives):
             names = {live.name for live in lives}
-            self._rests = {name: rest for name, rest in self._rests.items() if name in names}
+            self._known = {name: rest for name, rest in self._known.items() if name in names}
             self._set_changed()
 
     def trust_none(self) -> None:
         """Every tensor has to prove anew that it rests."""
-        self._rests.clear()
+        self._known.clear()
         self._set_changed()
 
     def _set_changed(self) -> None:
@@ -178,7 +180,7 @@ class Resting:
         ``generation``: the last one that was begun. ``block``: bytes for each checksum. ``budget``: bytes to read
         (None: all). Where one tensor differs, all are read, so that whoever writes to many is found at once.
         """
-        if not self._rests:
+        if not self._known:
             return set(), 0
         self._audited = audited = self._audited or self._table(block)
         chosen, is_round = self._turn.take(audited.blocks, budget)
@@ -195,11 +197,11 @@ class Resting:
         return set(), int(audited.blocks.nbytes[chosen].sum())
 
     def _table(self, block: int) -> _Audited:
-        proved = {name: rest for name, rest in self._rests.items() if rest.proved and len(rest.crcs)}
+        proved = {name: rest for name, rest in self._known.items() if rest.proved and len(rest.crcs)}
         here = {name: rest for name, rest in proved.items() if is_plain(rest.tensor)}
         counts = [len(rest.crcs) for rest in here.values()]
         blocks = Blocks.of(
-            [rest.look[1][0] for rest in here.values()],
+            [rest.signature[1][0] for rest in here.values()],
             [r.tensor.nbytes for r in here.values()],
             np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64),
             block,
@@ -213,7 +215,7 @@ class Resting:
         blocks = audited.blocks
         differ = blocks.checksums(chosen) != audited.held[blocks.places[chosen]]
         found = {audited.names[i] for i in blocks.owners[chosen][differ].tolist()}
-        return {name for name in found if self._looks_same(name)}
+        return {name for name in found if self._has_same_signature(name)}
 
     def _other_differing(self, names: Sequence[str], block: int) -> set[str]:
         """The same for the next ones that do not lie in host memory as they are: of those on devices one."""
@@ -223,8 +225,8 @@ class Resting:
         for _ in names:
             self._others_turn += 1
             name = names[self._others_turn % len(names)]
-            rest = self._rests[name]
-            if self._looks_same(name):
+            rest = self._known[name]
+            if self._has_same_signature(name):
                 if not np.array_equal(checksums(staged(on_host(rest.tensor)), block), rest.crcs):
                     return {name}
                 spent += rest.tensor.nbytes
@@ -232,8 +234,8 @@ class Resting:
                 break
         return set()
 
-    def _looks_same(self, name: str) -> bool:
-        return self._rests[name].look == look(self._rests[name].tensor)
+    def _has_same_signature(self, name: str) -> bool:
+        return self._known[name].signature == signature_of(self._known[name].tensor)
 
 
 def changed_error(names: Sequence[str], when: str) -> StateChangedError:

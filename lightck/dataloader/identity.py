@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsInt
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightck.dataloader.position import Identity, Position
-from lightck.dataloader.under import core_of, is_accelerated
+from lightck.dataloader.wrapped_loader import core_of, is_accelerated
 from lightck.errors import DriftError, SessionError
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ DRAWS_IN_ITEMS = (
 """Whether it does cannot be known before: a resume compares the batches."""
 
 
-def replay_doubt(loader: object) -> str | None:
+def replay_risk(loader: object) -> str | None:
     """Why a replay of this loader may not be exact; None where it is."""
     core = core_of(loader)
     if core is None or is_stateful(loader):

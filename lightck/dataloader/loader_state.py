@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightck.dataloader.position import Mark
-from lightck.dataloader.under import chain
+from lightck.dataloader.wrapped_loader import chain
 from lightck.errors import DriftError
 from lightck.state import rng, values
 
@@ -106,7 +106,7 @@ class Owned:
         self._name = name
         self._objects = {key: obj for key, obj in objects.items() if any(obj is part for part in parts)}
         self._at_checkpoint = {key: self._packed(key) for key in self._objects} if is_restored else {}
-        self._told = False
+        self._reported = False
 
     def now(self) -> PackedStates:
         """Their states, before a pass begins; None for one that is too large to be kept."""
@@ -144,8 +144,8 @@ class Owned:
             ) from error
 
     def _tell_large(self, key: str, nbytes: int) -> None:
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             log.warning(
                 "loader %r: the state of state[%r] before a pass has %d bytes, and up to %d are kept with each "
                 "checkpoint: a resume in mid-pass may not be exact. Let its state_dict() give what its order "

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.pipeline.watch import Look, look
-from lightck.pipeline.write_table import NONE, Columns, WriteTables
+from lightck.pipeline.sources import Signature, signature_of
+from lightck.pipeline.write_table import NONE, WriteTable, WriteTableCache
 from lightck.pool.slots import Slot
-from lightck.pool.writer import Draft
+from lightck.pool.writer import Reservation
 from lightck.state.blocks import checksums
 from lightck.state.inventory import Live
 
@@ -35,7 +35,7 @@ PROBATION = 3
 """Early copies of a tensor with a proof, before it is trusted."""
 
 
-class Early:
+class EagerCopies:
     """What is under way of the version to come: nothing, until the first layer of an update. ``check``: compare all
     early copies of every version."""
 
@@ -50,14 +50,14 @@ class Early:
         self._never: set[str] = set()
         """Names of tensors that something writes to after their update."""
 
-    def wants_slot(self, tables: WriteTables) -> bool:
+    def wants_slot(self, tables: WriteTableCache) -> bool:
         """Whether nothing is under way yet, and there is what could be."""
-        return self._begun is None and tables.rostered is not None and bool(tables.rostered.background)
+        return self._begun is None and tables.cached is not None and bool(tables.cached.background)
 
-    def begin(self, tables: WriteTables, slot: Slot) -> None:
+    def begin(self, tables: WriteTableCache, slot: Slot) -> None:
         """The version to come gets this slot. Only where a slot is wanted."""
-        assert tables.rostered is not None
-        self._begun = _Begun(tables, slot, tables.rostered, self._is_doubted)
+        assert tables.cached is not None
+        self._begun = _Begun(tables, slot, tables.cached, self._needs_proof)
 
     def copy(self, tensors: Iterable[torch.Tensor], room: int) -> None:
         """These are what they will be in the version to come: their copies begin now, where they can.
@@ -67,14 +67,14 @@ class Early:
         if self._begun is not None:
             self._begun.add(tensors, min(room, PARTS_MAX), self._never)
 
-    def _is_doubted(self, name: str, nth: int | None) -> bool:
+    def _needs_proof(self, name: str, nth: int | None) -> bool:
         """Whether to take a proof of this tensor, the nth parameter of its version (None: it is none)."""
         in_turn = nth is not None and nth in (0, self._turn % max(self._n_params, 1))
         return self._check or in_turn or self._proved.get(name, 0) < PROBATION
 
     @property
-    def draft(self) -> Draft | None:
-        return None if self._begun is None else self._begun.draft
+    def reservation(self) -> Reservation | None:
+        return None if self._begun is None else self._begun.reservation
 
     def sift(self, background: Sequence[Live], numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
         """Of what the version leaves to background copies the records that need none any more; and how many others
@@ -82,12 +82,12 @@ class Early:
         if self._begun is None:
             return NONE, 0
         begun = self._begun
-        good = begun.still_good(dict(zip(numbers, background, strict=True)))
+        good = begun.still_good_copies(dict(zip(numbers, background, strict=True)))
         wrong = self._wrong(begun, good)
         good = [one for one in good if one not in wrong]
         others = begun.count - len(good)
         if others:
-            begun.draft.wait()
+            begun.reservation.wait()
         return np.array([one.number for one in good], np.int64), others
 
     def _wrong(self, begun: _Begun, copies: Sequence[_Copy]) -> set[_Copy]:
@@ -111,7 +111,7 @@ class Early:
     def wait(self) -> None:
         """Help until no copy is under way."""
         if self._begun is not None:
-            self._begun.draft.wait()
+            self._begun.reservation.wait()
 
     def taken(self) -> None:
         """The version that was to come has begun."""
@@ -121,7 +121,7 @@ class Early:
         """There will be no version of it."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            begun.draft.drop()
+            begun.reservation.drop()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,23 +131,23 @@ class _Copy:
     name: str
     number: int
     tensor: torch.Tensor
-    look: Look
+    signature: Signature
     proof: npt.NDArray[np.uint32] | None
 
 
 class _Begun:
-    """The copies of one update. ``is_doubted``: see there."""
+    """The copies of one update. ``needs_proof``: see there."""
 
     def __init__(
-        self, tables: WriteTables, slot: Slot, columns: Columns, is_doubted: Callable[[str, int | None], bool]
+        self, tables: WriteTableCache, slot: Slot, table: WriteTable, needs_proof: Callable[[str, int | None], bool]
     ) -> None:
-        self.draft = tables.writer.draft(slot)
-        self._tables, self._writer, self._columns = tables, tables.writer, columns
-        self._is_doubted = is_doubted
+        self.reservation = tables.writer.reservation(slot)
+        self._tables, self._writer, self._table = tables, tables.writer, table
+        self._needs_proof = needs_proof
         self.n_params = 0
         self._waiting: dict[int, _Copy] = {}
         self._waiting_nbytes = 0
-        self._part_nbytes = max(PART_NBYTES_MIN, sum(live.tensor.nbytes for live in columns.background) // PARTS_MAX)
+        self._part_nbytes = max(PART_NBYTES_MIN, sum(live.tensor.nbytes for live in table.background) // PARTS_MAX)
         self._copies: dict[int, _Copy] = {}
         self._again: set[int] = set()
         """Records that were updated once more after their copy began."""
@@ -159,7 +159,7 @@ class _Begun:
     def add(self, tensors: Iterable[torch.Tensor], parts_max: int, never: set[str]) -> None:
         """These have been updated, and will not be again before the version is committed or dropped."""
         for tensor in tensors:
-            found = self._columns.place_of(tensor)
+            found = self._table.place_of(tensor)
             if found is None or found[0].name in never or not self._tables.describes(*found):
                 continue
             live, number = found
@@ -168,23 +168,23 @@ class _Begun:
             else:
                 self._waiting[number] = self._noted(live, number)
                 self._waiting_nbytes += tensor.nbytes
-        if self._waiting_nbytes >= self._part_nbytes and len(self.draft.parts) < parts_max:
+        if self._waiting_nbytes >= self._part_nbytes and len(self.reservation.parts) < parts_max:
             self._begin()
 
     def _noted(self, live: Live, number: int) -> _Copy:
         is_param = live.role == "param"
-        doubted = self._is_doubted(live.name, self.n_params if is_param else None)
+        needs_proof = self._needs_proof(live.name, self.n_params if is_param else None)
         self.n_params += is_param
-        proof = checksums(live.tensor, self._writer.superblock.block) if doubted else None
-        return _Copy(live.name, number, live.tensor, look(live.tensor), proof)
+        proof = checksums(live.tensor, self._writer.superblock.block) if needs_proof else None
+        return _Copy(live.name, number, live.tensor, signature_of(live.tensor), proof)
 
     def _begin(self) -> None:
         waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
-        addresses = [one.look[1][0] for one in waiting.values()]
-        if self.draft.copy(list(waiting), addresses, self._columns.keep):  # they lie where they lay for the columns
+        addresses = [one.signature[1][0] for one in waiting.values()]
+        if self.reservation.copy(list(waiting), addresses, self._table.keep):  # they lie where they lay for the columns
             self._copies |= waiting
 
-    def still_good(self, background: dict[int, Live]) -> list[_Copy]:
+    def still_good_copies(self, background: dict[int, Live]) -> list[_Copy]:
         """The copies of what the version holds, as far as looks tell."""
         return [
             one
@@ -192,7 +192,7 @@ class _Begun:
             if number not in self._again
             and number in background
             and background[number].tensor is one.tensor
-            and look(one.tensor) == one.look
+            and signature_of(one.tensor) == one.signature
         ]
 
     def checksums_of(self, one: _Copy) -> npt.NDArray[np.uint32]:
@@ -203,6 +203,6 @@ class _Begun:
         """Of copies and what their tensors hold, those that hold something else. Waits for the copies."""
         if not now:
             return set()
-        self.draft.wait()
-        slot = self.draft.slot
+        self.reservation.wait()
+        slot = self.reservation.slot
         return {one for one, crcs in now.items() if not np.array_equal(self._writer.raw_crcs(slot, one.number), crcs)}

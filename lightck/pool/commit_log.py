@@ -10,86 +10,86 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lightck.pool.format.structures import KIND_ADOPTION, LINE_NBYTES, CommitLine, DamagedError, Superblock
+from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, KIND_ADOPTION, CommitRecord, DamagedError, Superblock
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class CommitLog:
     """The lines of a ring at one moment: position -> line; ``damaged`` are positions whose check fails."""
 
-    lines: Mapping[int, CommitLine]
+    records: Mapping[int, CommitRecord]
     damaged: tuple[int, ...]
 
     @property
     def is_empty(self) -> bool:
         """No line was ever completed here: the pool holds no checkpoint and never held one."""
-        return not self.lines and not self.damaged
+        return not self.records and not self.damaged
 
     @property
     def generation(self) -> int:
-        return max((line.generation for line in self.lines.values()), default=0)
+        return max((record.generation for record in self.records.values()), default=0)
 
     @property
     def highest(self) -> int:
         """Of all numbers that go on from here."""
-        steps = (line.step for line in self.lines.values())
+        steps = (record.step for record in self.records.values())
         return max(self.generation, self.incarnation, *steps, 0)
 
     @property
     def incarnation(self) -> int:
-        return max((line.incarnation for line in self.lines.values()), default=0)
+        return max((record.incarnation for record in self.records.values()), default=0)
 
 
-def read_ring(sb: Superblock, read: Callable[[int, int], bytes]) -> Ring:
+def read_commit_log(sb: Superblock, read: Callable[[int, int], bytes]) -> CommitLog:
     """All lines, through ``read(offset, nbytes)``."""
-    lines: dict[int, CommitLine] = {}
+    records: dict[int, CommitRecord] = {}
     damaged: list[int] = []
     for position in range(sb.ring_lines):
         try:
-            line = CommitLine.unpack(read(sb.line_offset(position), LINE_NBYTES), sb.uuid)
+            record = CommitRecord.unpack(read(sb.commit_record_offset(position), COMMIT_RECORD_NBYTES), sb.uuid)
         except DamagedError:
             damaged.append(position)
             continue
-        if line is not None and line.slot < len(sb.slots):
-            lines[position] = line
-    return Ring(lines, tuple(damaged))
+        if record is not None and record.slot < len(sb.slots):
+            records[position] = record
+    return CommitLog(records, tuple(damaged))
 
 
-def is_dead(line: CommitLine, ring: Ring) -> bool:
+def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
     """Whether the timeline of this line was left: an adoption went back to a version before it."""
     return any(
-        other.kind == KIND_ADOPTION and other.payload_generation < line.generation < other.generation
-        for other in ring.lines.values()
+        other.kind == KIND_ADOPTION and other.payload_generation < record.generation < other.generation
+        for other in commit_log.records.values()
     )
 
 
-def candidates(ring: Ring, step: int | None = None) -> list[CommitLine]:
+def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRecord]:
     """Lines to try, newest first; each payload once. With ``step`` only that one, dead lines included."""
     if step is None:
-        lines = [line for line in ring.lines.values() if not is_dead(line, ring)]
+        records = [record for record in commit_log.records.values() if not is_dead(record, commit_log)]
     else:
-        lines = [line for line in ring.lines.values() if line.step == step]
+        records = [record for record in commit_log.records.values() if record.step == step]
     seen: set[tuple[int, int]] = set()
     ordered = []
-    for line in sorted(lines, key=lambda ln: (ln.incarnation, ln.generation), reverse=True):
-        if (line.slot, line.payload_generation) not in seen:
-            seen.add((line.slot, line.payload_generation))
-            ordered.append(line)
+    for record in sorted(records, key=lambda ln: (ln.incarnation, ln.generation), reverse=True):
+        if (record.slot, record.payload_generation) not in seen:
+            seen.add((record.slot, record.payload_generation))
+            ordered.append(record)
     return ordered
 
 
-def next_position(ring: Ring, contents: Mapping[int, int | None], ring_lines: int, after: int) -> int:
+def next_position(commit_log: CommitLog, contents: Mapping[int, int | None], ring_lines: int, after: int) -> int:
     """The position for the next line: the first one after ``after`` that no slot's content still needs.
 
     ``contents`` maps slot -> generation of its present bytes (None: unknown, then all its lines count).
     """
     needed: dict[int, tuple[int, int]] = {}
-    for position, line in ring.lines.items():
-        content = contents.get(line.slot)
-        if content is not None and content != line.payload_generation:
+    for position, record in commit_log.records.items():
+        content = contents.get(record.slot)
+        if content is not None and content != record.payload_generation:
             continue
-        if line.generation >= needed.get(line.slot, (0, 0))[0]:
-            needed[line.slot] = (line.generation, position)
+        if record.generation >= needed.get(record.slot, (0, 0))[0]:
+            needed[record.slot] = (record.generation, position)
     protected = {position for _, position in needed.values()}
     for distance in range(1, ring_lines + 1):
         position = (after + distance) % ring_lines

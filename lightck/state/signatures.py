@@ -3,9 +3,9 @@
 Nothing here reads a tensor's bytes. Values are compared one at a time: a list of as many shapes would set off the
 garbage collector.
 
-Naming every tensor anew costs microseconds for each, and for thousands of steps nothing comes or goes. So a ``Roster``
-has the tensors that one boundary found, and one look at the next says whether they are all still the same. Invariant:
-where anything differs, ``holds`` says no, and everything is named anew.
+Naming every tensor anew costs microseconds for each, and for thousands of steps nothing comes or goes. So a
+``TensorList`` keeps the tensors that one boundary found, and the next boundary asks whether they are all the same.
+Invariant: where anything differs, ``holds`` returns False, and everything is named anew.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def all_equal(now: Iterable[object], before: Sequence[object]) -> bool:
     return all(map(eq, now, before))
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def version_counter_of(tensor: torch.Tensor) -> int:
     """Its version counter; 0 for one that was made under ``inference_mode``, to which torch counts no writes."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -46,7 +46,7 @@ def reading_of(tensor: torch.Tensor) -> Reading:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-class Looks:
+class Signatures:
     """The readings of tensors. Raises what ``data_ptr`` raises where one has no memory.
 
     Only complex tensors are asked whether they are conjugated or negated: a real one that is negated is a part of a
@@ -85,24 +85,24 @@ class Looks:
         }
 
 
-class Versions:
+class VersionCounters:
     """Version counters of tensors: what torch counts of the writes to them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._of: Callable[[torch.Tensor], int] = _version
         try:
-            self.versions = list(map(self._of, tensors))
+            self.checkpoints = list(map(self._of, tensors))
         except RuntimeError:  # one of them has none: asking each before would cost at every step
-            self._of = version_of
-            self.versions = list(map(self._of, tensors))
+            self._of = version_counter_of
+            self.checkpoints = list(map(self._of, tensors))
 
     def hold(self) -> bool:
-        return all_equal(map(self._of, self._tensors), self.versions)
+        return all_equal(map(self._of, self._tensors), self.checkpoints)
 
     def changed(self) -> set[int]:
         """Positions of those that do not hold."""
-        return {i for i, moved in enumerate(map(ne, map(self._of, self._tensors), self.versions)) if moved}
+        return {i for i, moved in enumerate(map(ne, map(self._of, self._tensors), self.checkpoints)) if moved}
 
 
 class Places:
@@ -123,9 +123,9 @@ _UNASKABLE = (KeyError, TypeError, RuntimeError, NotImplementedError, ValueError
 """What a tensor without memory of its own answers, or a place that is gone."""
 
 
-class Roster:
+class TensorList:
     """``lives`` as one boundary found them: identity, address, shape, stride, dtype and ``requires_grad`` of every
-    tensor, and what every place that was empty holds. Made by ``roster_of``."""
+    tensor, and what every place that was empty holds. Made by ``tensor_list_of``."""
 
     def __init__(
         self, lives: list[Live], vacant: Sequence[tuple[dict[str, object], str]], views: Sequence[OptimizerView]
@@ -135,12 +135,14 @@ class Roster:
         """Tells this roster from every other, for who must not keep an optimizer alive."""
         self._vacant = list(vacant)
         self._places = Places(lives)
-        self._looks = Looks([live.tensor for live in lives])
+        self._signatures = Signatures([live.tensor for live in lives])
         self._params = [live.tensor for live in lives if live.role == "param"]
         self._grads = list(map(_grads, self._params))
-        self._storages = list(map(storage_of, self._looks.tensors)) if any(live.still for live in lives) else None
-        self._states = [_StateLook(view) for view in views]
-        self.with_values = {look.view.index: look.with_values for look in self._states}
+        self._storages = (
+            list(map(storage_of, self._signatures.tensors)) if any(live.is_frozen for live in lives) else None
+        )
+        self._states = [_StateSignature(view) for view in views]
+        self.with_values = {signature.view.index: signature.with_values for signature in self._states}
         """By index of the view: the parameters whose state is not only tensors, to be read at every boundary."""
 
     def holds(self) -> bool:
@@ -149,26 +151,26 @@ class Roster:
             return (
                 self._places.hold()
                 and not any(home.get(key) is not None for home, key in self._vacant)
-                and self._looks.hold()
+                and self._signatures.hold()
                 and all_same(map(_grads, self._params), self._grads)
-                and (self._storages is None or all_equal(map(storage_of, self._looks.tensors), self._storages))
-                and all(look.holds() for look in self._states)
+                and (self._storages is None or all_equal(map(storage_of, self._signatures.tensors), self._storages))
+                and all(signature.holds() for signature in self._states)
             )
         except _UNASKABLE:
             return False
 
 
-def roster_of(
+def tensor_list_of(
     lives: list[Live], vacant: Sequence[tuple[dict[str, object], str]], views: Sequence[OptimizerView]
-) -> Roster | None:
+) -> TensorList | None:
     """None where some tensor cannot be asked all of it: then everything is named anew each time."""
     try:
-        return Roster(lives, vacant, views)
+        return TensorList(lives, vacant, views)
     except _UNASKABLE:
         return None
 
 
-class _StateLook:
+class _StateSignature:
     """Which parameters an optimizer holds state for, and in which dicts."""
 
     def __init__(self, view: OptimizerView) -> None:
@@ -201,14 +203,14 @@ def _n_direct(home: object) -> int:
 
 
 @dataclass(slots=True)
-class Closing:
+class ClosedStep:
     """A version as capture hands it to the pipeline."""
 
     step: int
     iteration: int
     lives: list[Live]
     state: bytes
-    at_once: frozenset[str] = frozenset()
+    at_boundary: frozenset[str] = frozenset()
     """Names of tensors that must not be left to background copies."""
-    roster: Roster | None = None
+    tensor_list: TensorList | None = None
     """Its tensors are the first of ``lives``; where it is that of an earlier version, they look as they did then."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lightck.interrupts import leave_if_noted
-from lightck.pipeline.watch import Watched
+from lightck.pipeline.sources import SourceWatch
 from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_MAX
 from lightck.pool.writer import Pending, PoolWriter
 
@@ -17,11 +17,11 @@ log = logging.getLogger("lightck")
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightCheckpoint:
     """Open to doubt until its job is released."""
 
     pending: Pending
-    watched: Watched
+    watched: SourceWatch
     step: int
     is_apart: bool
     """It came from devices, and all of it was taken in the order of their work: nothing is left to doubt."""
@@ -32,7 +32,7 @@ class Flight:
         return 1 + len(self.pending.job.parts)
 
     def audit(self, writer: PoolWriter, turn: int, whole: bool) -> list[str]:
-        """As ``Watched.audit``, of what was copied. Its copies are done."""
+        """As ``SourceWatch.audit``, of what was copied. Its copies are done."""
         of_record = partial(writer.raw_crcs, self.pending.slot)
         return self.watched.audit(self.pending.slot.image.raw, of_record, writer.superblock.block, turn, whole)
 
@@ -65,11 +65,11 @@ def left(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
-def room_for_parts(flights: Sequence[Flight], behind_max: int) -> int:
+def room_for_parts(checkpoints: Sequence[InFlightCheckpoint], behind_max: int) -> int:
     """How many jobs a version may take beside the one that commits it. Each version that can be under way at once gets
     its share of the engine's entries, and each copy thread, and the one that waits for devices, may hold one that is
     free."""
     entries = JOBS_MAX - THREADS_MAX - 1
     share = entries // (behind_max + 1) - 1
-    to_come = max(behind_max - len(flights), 0)
-    return min(share, entries - 1 - to_come - sum(flight.jobs for flight in flights))
+    to_come = max(behind_max - len(checkpoints), 0)
+    return min(share, entries - 1 - to_come - sum(checkpoint.jobs for checkpoint in checkpoints))

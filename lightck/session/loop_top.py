@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from lightck.errors import listed
 from lightck.events import Event
 from lightck.hooks.boundary import Boundary
-from lightck.session.held import Marks, by_object, by_options, by_state, by_tensors, moved, named, options_name
-from lightck.session.snapshot import Capture
+from lightck.session.capture import Capture
+from lightck.session.state_marks import Marks, by_object, by_options, by_state, by_tensors, moved, named, options_name
 from lightck.state.storable import is_loader
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """How the bytes of tensors on a device get into host memory while the device goes on computing.
 
-A ``Lane`` is one device's way out. It has a stream of its own: what is sent there takes its time beside the
+A ``DeviceTransfer`` is one device's way out. It has a stream of its own: what is sent there takes its time beside the
 computation, and whoever updates such a tensor waits until it has arrived. What the very next kernels will change
 (buffers) is sent in the order of the computation instead. Nothing here waits for the whole device.
 """
@@ -27,7 +27,7 @@ class Arrival(Protocol):
         """Wait, without the GIL, until the device has passed it."""
 
 
-class Lane(Protocol):
+class DeviceTransfer(Protocol):
     """One device's way out."""
 
     def mark(self) -> Arrival:
@@ -99,7 +99,7 @@ def _as_bytes(dense: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
-class CudaLane:
+class CudaTransfer:
     """Of a CUDA (or ROCm) device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -241,23 +241,23 @@ class _Registered:
 
 
 _registered = _Registered()
-_lanes: dict[torch.device, Lane] = {}
+_transfers: dict[torch.device, DeviceTransfer] = {}
 
 
-def lane_of(tensor: torch.Tensor) -> Lane | None:
+def transfer_of(tensor: torch.Tensor) -> DeviceTransfer | None:
     """The way out of a tensor's device; None where it has none but ``.to("cpu")``."""
     if not tensor.is_cuda:
         return None
     device = tensor.device
-    if device not in _lanes:
-        _lanes[device] = CudaLane(device)
-    return _lanes[device]
+    if device not in _transfers:
+        _transfers[device] = CudaTransfer(device)
+    return _transfers[device]
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor that nobody is about to change, beside the computation."""
-    lane = lane_of(tensor)
-    return tensor if lane is None else lane.read(tensor)
+    transfer = transfer_of(tensor)
+    return tensor if transfer is None else transfer.read(tensor)
 
 
 class Devices:
@@ -269,26 +269,26 @@ class Devices:
     """
 
     def __init__(self) -> None:
-        self._lanes: list[Lane] = []
+        self._transfers: list[DeviceTransfer] = []
 
     def look(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are the session's tensors now. Before the first update, so that it is noted."""
-        lanes = (lane_of(tensor) for tensor in tensors)
-        self._lanes = list(dict.fromkeys(lane for lane in lanes if lane is not None))
+        transfers = (transfer_of(tensor) for tensor in tensors)
+        self._transfers = list(dict.fromkeys(transfer for transfer in transfers if transfer is not None))
 
     def note_updates(self) -> None:
         """After an optimizer's step, on the thread that made it."""
-        for lane in self._lanes:
-            lane.note_update()
+        for transfer in self._transfers:
+            transfer.note_update()
 
     def join_updates(self) -> None:
         """At a boundary, before anything is read: another stream may be current than that of the update."""
-        for lane in self._lanes:
-            lane.join_updates()
+        for transfer in self._transfers:
+            transfer.join_updates()
 
     def refuse_capture(self, what: str) -> None:
         """Raises ``SessionError`` where what is called now is recorded for a CUDA graph, and not done."""
-        if any(lane.is_capturing() for lane in self._lanes):
+        if any(transfer.is_capturing() for transfer in self._transfers):
             raise SessionError(
                 f"{what} is being captured in a CUDA graph. Its replays run no Python, so lightck would see none of "
                 "them and save nothing. Capture forward and backward only, after session.flush(), and leave "
@@ -298,7 +298,7 @@ class Devices:
     def is_captured(self, is_idle: Callable[[], bool]) -> bool:
         """Whether this forward is recorded for a CUDA graph: no boundary, then. Raises ``SessionError`` where a version
         is due or under way: to wait for it would end the capture."""
-        if not any(lane.is_capturing() for lane in self._lanes):
+        if not any(transfer.is_capturing() for transfer in self._transfers):
             return False
         if not is_idle():
             raise SessionError(

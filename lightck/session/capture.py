@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightck.dataloader.mid_batch import MidBatch
 from lightck.dataloader.persistent import PersistentLoaders
 from lightck.dataloader.positions import Positions
-from lightck.dataloader.within import WithinBatch
 from lightck.events import Event
 from lightck.session.discover import Objects, role
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
-from lightck.state.built import BuiltNow
+from lightck.state.build_record import BuiltNow
+from lightck.state.device_transfers import Devices
 from lightck.state.fingerprint import fingerprint
 from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
-from lightck.state.lanes import Devices
-from lightck.state.looks import Closing, Roster, roster_of
 from lightck.state.numbers import Numbers
 from lightck.state.rng import ForkWatch
+from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
 from lightck.state.storable import class_name_of, is_loader
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ class Capture:
         self.persistent = PersistentLoaders(self.loaders, self.objects)
         self.is_done = False
         """What the next version says of the training: that it has come to its end."""
-        self.within = WithinBatch(self.loaders)
+        self.mid_batch = MidBatch(self.loaders)
         self.provisional: Provisional | None = None
         self._buffer_copies = BufferCopies()
-        self.elastic: set[str] = set()
+        self.resizable: set[str] = set()
         """Buffers that came, went or changed their size or dtype: a resume takes them as they were saved."""
-        self._roster: Roster | None = None
+        self._tensor_list: TensorList | None = None
         """What the last boundary found; None where something came or went since."""
-        self._noted: Roster | None = None
+        self._noted: TensorList | None = None
         """The one whose buffers were compared with those that the model was built with."""
         self._built: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
         self.expected_state_nbytes = 0
@@ -79,7 +79,7 @@ class Capture:
         self.numbers = Numbers(model)
         self._groups: defaultdict[int, values.Repeated] = defaultdict(values.Repeated)
         self._n_followed = 0
-        self._told_shared = False
+        self._reported_shared = False
         self._forked = ForkWatch()
         self._by_hand: set[int] = set()
         self._without_grad: dict[int, dict[int, torch.Tensor]] = {}
@@ -91,7 +91,7 @@ class Capture:
             optimizers, self.model.names_by_id(), views=len(self.optimizers), followed=self._n_followed
         )
         self._n_followed += len(optimizers)
-        self._roster = None
+        self._tensor_list = None
         self.optimizers.extend(views)
         self.built.add(views)
         self._without_grad |= {view.index: self._torch_params(view) for view in views}
@@ -110,7 +110,7 @@ class Capture:
     def forget(self) -> None:
         """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
         self.model, self.numbers = ModelView(nn.Module()), Numbers(nn.Module())
-        self.provisional = self._roster = self._noted = None
+        self.provisional = self._tensor_list = self._noted = None
         self._buffer_copies = BufferCopies()
         for held in (self.objects, self.loaders, self.optimizers, self._without_grad):
             held.clear()
@@ -118,9 +118,9 @@ class Capture:
     def refresh(self) -> None:
         """Follow modules and parameter groups that changed."""
         if self.model.refresh():
-            self._roster = None
+            self._tensor_list = None
         if any(view.has_changed() for view in self.optimizers):
-            self._roster = None
+            self._tensor_list = None
             names = self.model.names_by_id()
             for view in self.optimizers:
                 view.refresh(names)
@@ -145,7 +145,7 @@ class Capture:
         for key in woken:
             del waiting[key]
         if woken:
-            self._roster = None
+            self._tensor_list = None
             self._seen_grad = self._seen_grad | frozenset(woken)
 
     def stepped_by_hand(self, index: int) -> None:
@@ -180,29 +180,29 @@ class Capture:
         iteration: int,
         *,
         explicit: bool,
-        never_rest: set[str],
+        always_copied: set[str],
         stale_after: int | None = None,
-    ) -> Closing:
+    ) -> ClosedStep:
         """The version that this event closes. ``stale_after``: what it has to say of older ones."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
         moved = before if event is Event.PRE_STEP else None  # the forward of the next step has run
-        lives, roster = self.tensors(), self._roster
-        if roster is None or roster is not self._noted or event is Event.PRE_STEP:
-            self._noted = roster
-            self._note_elastic(None if moved is None else moved.buffers)
+        lives, tensor_list = self.tensors(), self._tensor_list
+        if tensor_list is None or tensor_list is not self._noted or event is Event.PRE_STEP:
+            self._noted = tensor_list
+            self._note_resizable(None if moved is None else moved.buffers)
         self._tell_shared_memory(lives)
-        small = self._small_state(event, explicit, never_rest, before, lives, stale_after)
+        small = self._small_state(event, explicit, always_copied, before, lives, stale_after)
         if moved is not None and (moved.buffers or self.model.has_buffers):
-            lives, roster = self._with_buffers_of(moved, lives), None
-        return Closing(step, iteration, lives, small, self._written_before_the_gate(lives), roster)
+            lives, tensor_list = self._with_buffers_of(moved, lives), None
+        return ClosedStep(step, iteration, lives, small, self._written_before_the_gate(lives), tensor_list)
 
     def _tell_shared_memory(self, lives: list[Live]) -> None:
         """Once, when state is there: views of one buffer come back as tensors of their own."""
-        if self._told_shared:
+        if self._reported_shared:
             return
         states = [live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)]
-        self._told_shared = bool(states)
+        self._reported_shared = bool(states)
         first: dict[int, str] = {}
         for live in states:
             other = first.setdefault(live.tensor.untyped_storage().data_ptr(), live.name)
@@ -224,13 +224,13 @@ class Capture:
         params = {id(p) for view in self.optimizers if view.root in self._by_hand for _, p in view.params}
         return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
 
-    def _note_elastic(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
+    def _note_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
         now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
         for name, tensor in now.items():
             if self._built.setdefault(name, _kind(tensor)) != _kind(tensor):
-                self.elastic.add(name)
+                self.resizable.add(name)
         if len(now) < len(self._built):
-            self.elastic |= {name for name, kind in self._built.items() if kind is not None and name not in now}
+            self.resizable |= {name for name, kind in self._built.items() if kind is not None and name not in now}
 
     @staticmethod
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
@@ -241,9 +241,9 @@ class Capture:
 
     def tensors(self) -> list[Live]:
         """Model and optimizer tensors as they are now."""
-        roster = self._roster
-        if roster is not None and roster.holds():
-            return list(roster.lives)
+        tensor_list = self._tensor_list
+        if tensor_list is not None and tensor_list.holds():
+            return list(tensor_list.lives)
         trained = {
             id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._without_grad[view.index]
         }
@@ -253,7 +253,7 @@ class Capture:
             lives.extend(view.outside())
             lives.extend(view.state_tensors())
         self.devices.look(live.tensor for live in lives)
-        self._roster = roster_of(lives, self.model.vacant(), self.optimizers)
+        self._tensor_list = tensor_list_of(lives, self.model.vacant(), self.optimizers)
         return list(lives)
 
     def expected_tensors(self) -> Iterator[Live]:
@@ -269,7 +269,7 @@ class Capture:
         self,
         event: Event,
         explicit: bool,
-        never_rest: set[str],
+        always_copied: set[str],
         before: Provisional | None,
         lives: list[Live],
         stale_after: int | None = None,
@@ -291,12 +291,12 @@ class Capture:
             "loaders": self.positions.values(),
             "persistent_started": self.persistent.have_started(),
             "done": self.is_done,
-            "at_once": sorted(never_rest),
-            "elastic": sorted(self.elastic),
+            "at_once": sorted(always_copied),
+            "elastic": sorted(self.resizable),
             "stale_after": stale_after,
             "built": self.built.packed,
             "numbers": self.numbers.now(),
-            "frozen": self.built.frozen_since(self._roster, self.model),
+            "frozen": self.built.frozen_since(self._tensor_list, self.model),
             "fingerprint": fingerprint(),
         }
         return values.pack(state, path="", large=None)
@@ -304,7 +304,7 @@ class Capture:
     def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, object]:
         view.refuse_nameless()
         path = role("optimizer", view.index, len(self.optimizers))
-        with_values = None if self._roster is None else self._roster.with_values[view.index]
+        with_values = None if self._tensor_list is None else self._tensor_list.with_values[view.index]
         state = view.state_values(with_values)
         return {
             "class": view.class_name,

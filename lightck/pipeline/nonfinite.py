@@ -18,8 +18,8 @@ from lightck.pipeline.decision import CommitDecision
 from lightck.pool.format.layout import is_dense
 from lightck.pool.writer import PoolWriter
 from lightck.state.inventory import Live
-from lightck.state.looks import Closing
-from lightck.state.nest import enabled
+from lightck.state.optimizer_wrappers import enabled
+from lightck.state.signatures import ClosedStep
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
@@ -30,7 +30,7 @@ BLOCK = 1 << 18
 """Values of the one tensor whose turn it is."""
 
 
-class Finite(CommitDecision):
+class NonfiniteCheck(CommitDecision):
     """What a session saves, looked at before it is saved."""
 
     def __init__(self, objects: Mapping[str, Any], meter: Meter) -> None:
@@ -46,23 +46,23 @@ class Finite(CommitDecision):
     def held(self, writer: PoolWriter) -> frozenset[int]:
         return frozenset()
 
-    def may_commit(self, closing: Closing) -> bool:
+    def may_commit(self, closed_step: ClosedStep) -> bool:
         """Whether the values of this version are finite. Told in the log when they are not, and when they are again."""
-        before, self.reason = self.reason, self._find(closing.lives)
+        before, self.reason = self.reason, self._find(closed_step.lives)
         if self.reason is None:
             if before is not None:
-                log.warning("lightck: step %d is finite again: versions are committed again", closing.step)
+                log.warning("lightck: step %d is finite again: versions are committed again", closed_step.step)
             return True
         if before is None:
             log.warning(
                 "lightck: step %d is not committed: %s. The last good version stays in the pool, and nothing "
                 "newer is committed until values are finite again. To go back to it: stop, and attach with "
                 "resume=True.",
-                closing.step,
+                closed_step.step,
                 self.reason,
             )
-        self._meter.skipped += closing.step != self._refused
-        self._refused = closing.step
+        self._meter.skipped += closed_step.step != self._refused
+        self._refused = closed_step.step
         return False
 
     def _find(self, lives: list[Live]) -> str | None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightck.errors import CorruptPoolError, StateValueError
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView
-from lightck.state.looks import Roster
+from lightck.state.signatures import TensorList
 from lightck.state.values import typed
 
 
@@ -78,13 +78,13 @@ class BuiltNow:
         if built is not None:
             self._set(built)
 
-    def frozen_since(self, roster: Roster | None, model: ModelView) -> list[str] | None:
-        """Names of the parameters that are frozen now; None where they are those that were at attach. ``roster``: where
-        it is that of an earlier version, nothing changed."""
-        if roster is None or roster.token is not self._token:
-            frozen = frozen_names(model.tensors(None) if roster is None else roster.lives)
+    def frozen_since(self, tensor_list: TensorList | None, model: ModelView) -> list[str] | None:
+        """Names of the parameters that are frozen now; None where they are the same as at attach. Where
+        ``tensor_list`` is that of an earlier checkpoint, nothing changed."""
+        if tensor_list is None or tensor_list.token is not self._token:
+            frozen = frozen_names(model.tensors(None) if tensor_list is None else tensor_list.lives)
             self._frozen = None if frozen == self._at_attach else frozen
-            self._token = None if roster is None else roster.token
+            self._token = None if tensor_list is None else tensor_list.token
         return self._frozen
 
 

@@ -125,9 +125,9 @@ def places(optimizers: Sequence[object]) -> list[Place]:
     hooked = list(map(_steps_with_hooks, optimizers))
     outermost, root = list(range(len(nests))), list(range(len(nests)))
     for i in sorted(range(len(nests)), key=lambda i: len(nests[i])):  # the outermost last: it has the last word
-        for within in nests[i]:
-            outermost[within] = i
-            root[within] = i if hooked[i] else root[within]
+        for inside_of in nests[i]:
+            outermost[inside_of] = i
+            root[inside_of] = i if hooked[i] else root[inside_of]
     return [
         Place(outermost[i], root[i], bool(nest), outermost[i] != i, root[i] == i and (hooked[i] or not nest))
         for i, nest in enumerate(nests)
