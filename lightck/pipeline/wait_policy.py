@@ -13,11 +13,10 @@ import logging
 import os
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from statistics import median
 
 import torch
 
+from lightck.pipeline.trial import Margin, Trial
 from lightck.pool.engine import Engine, find_openmp
 from lightck.stats import Meter
 
@@ -35,64 +34,13 @@ _STARVED_CHECKPOINTS, _OF_THE_LAST = 3, 5
 _CHECKPOINTS_UNTIL_NEXT = 1000
 """After a trial; twice as many after each further one. Trainings change, but seldom."""
 
-
-@dataclass(slots=True)
-class Trial:
-    """Pairs of versions, one with passive waiting and one without, in turn as to which is first.
-
-    It ends after 5 pairs where passive waiting is much slower, after 8 where it is no slower, and after 16 at the
-    latest: steps scatter by a few percent, and the difference is mostly less.
-    """
-
-    PAIRS, PAIRS_MAX = 8, 16
-    MUCH_SLOWER, LEAD = 1.05, 5
-    SLOWER_MAX, SHORTER = 1.01, 0.5
-
-    begun: int = 0
-    seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
-    """From boundary to gate, by whether OpenMP waited passively."""
-    waits: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
-    """The part of it that was waited at the gate."""
-
-    @property
-    def pairs(self) -> int:
-        return min(len(self.seconds[True]), len(self.seconds[False]))
-
-    @property
-    def next(self) -> bool:
-        """Whether the next version is one with passive waiting."""
-        first = self.pairs % 2 == 0
-        return first if len(self.seconds[first]) == self.pairs else not first
-
-    def begins(self) -> bool:
-        """One more version begins. False where so many never reached a gate that this leads nowhere."""
-        self.begun += 1
-        return self.begun <= 4 * self.PAIRS_MAX
-
-    def passed(self, passive: bool, seconds: float, waited: float) -> bool | None:
-        """A version took so long from its boundary to the gate, waiting there for ``waited`` of it. The verdict, once
-        there is one: is passive waiting better?"""
-        self.seconds[passive].append(seconds)
-        self.waits[passive].append(waited)
-        if len(self.seconds[True]) != len(self.seconds[False]):
-            return None
-        ratios = [on / off for on, off in zip(self.seconds[True], self.seconds[False], strict=True)]
-        much_slower = sum(ratio > self.MUCH_SLOWER for ratio in ratios)
-        if 2 * much_slower - self.pairs >= self.LEAD:
-            return False
-        if self.pairs < self.PAIRS or (median(ratios) > 1 and self.pairs < self.PAIRS_MAX):
-            return None
-        return median(ratios) <= self.SLOWER_MAX and median(self.waits[True]) < median(self.waits[False]) * self.SHORTER
-
-    def __str__(self) -> str:
-        if not self.pairs:
-            return "no version of the trial reached an update"
-        with_, without = (
-            f"{median(self.seconds[on]) * 1e3:.1f} ms to the gate, {median(self.waits[on]) * 1e3:.1f} ms "
-            "of it waiting there"
-            for on in (True, False)
-        )
-        return f"{with_}; without {without}"
+_AS_EVER, _PASSIVELY = False, True
+_NO_SLOWER, _LESS_WAITING = Margin(-0.01), Margin(0.5)
+"""Passive waiting is kept where the way from boundary to gate is at most 1 % longer by it, and the part of it that is
+waited at the gate less than half. Steps scatter by a few percent, and the difference is mostly less: so many rounds."""
+_ROUNDS = 16
+_MUCH_SLOWER, _ROUNDS_MIN = 1.1, 5
+"""After so many rounds a trial ends where passive waiting makes the way so much longer."""
 
 
 class WaitPolicy:
@@ -102,9 +50,10 @@ class WaitPolicy:
         self._engine, self._meter = engine, meter
         self._is_on = is_on and not any(name in os.environ for name in (*_CHOSEN_BY_USER, *_INCOMPATIBLE_VARIABLES))
         self._is_passive = False
-        self._trial: Trial | None = None
-        self._window: tuple[bool, float, float] | None = None
-        """Of a trial's version under way: whether OpenMP waits passively, the time, and the seconds waited so far."""
+        self._trial: Trial[bool] | None = None
+        """Whether OpenMP waits passively. Figures: seconds to the gate, seconds waited there."""
+        self._window: tuple[float, float] | None = None
+        """Of a trial's version under way: the time when it began, and the seconds waited so far."""
         self._has_begun_eagerly = False
         self._was_starved = False
         self._starved: deque[bool] = deque(maxlen=_OF_THE_LAST)
@@ -117,15 +66,19 @@ class WaitPolicy:
         if has_begun or not self._is_on:
             return
         self._window = None
-        if self._trial is not None and not (_has_thread_per_processor() and self._trial.begins()):
-            self._decide(self._trial, False)
-        wanted = self._trial.next if self._trial is not None else self._is_passive and _has_thread_per_processor()
+        if self._trial is None:
+            wanted = self._is_passive and _has_thread_per_processor()
+        else:
+            if not _has_thread_per_processor():
+                self._trial.give_up()
+            wanted = self._trial.begin()
+            self._decide_if_over(self._trial)
         if not self._engine.wait_passively(wanted):
             log.info("lightck: OpenMP's threads wait as they always do: no thread more can be started")
             self._is_on, self._is_passive, self._trial = False, False, None
             self._tell()
         elif self._trial is not None:
-            self._window = wanted, time.perf_counter(), self._meter.wait_seconds
+            self._window = time.perf_counter(), self._meter.wait_seconds
 
     def checkpoint_ended(self, nbytes: int, nbytes_helped: int) -> None:
         """It is committed; so many of its bytes were copied by a thread that waited."""
@@ -140,34 +93,43 @@ class WaitPolicy:
         if self._trial is None:
             self._consider()
         elif window is not None:
-            passive, began, waited = window
-            took = time.perf_counter() - began
-            verdict = self._trial.passed(passive, took, self._meter.wait_seconds - waited)
-            if verdict is not None:
-                self._decide(self._trial, verdict)
+            trial, (began, waited) = self._trial, window
+            trial.note(time.perf_counter() - began, self._meter.wait_seconds - waited)
+            if trial.rounds >= _ROUNDS_MIN and trial.medians(_PASSIVELY)[0] > _MUCH_SLOWER * trial.medians(_AS_EVER)[0]:
+                trial.withdraw(_PASSIVELY)
+            self._decide_if_over(trial)
 
     def _consider(self) -> None:
         """A trial, where there is reason for one."""
         due = self._is_on and self._checkpoints >= self._next_trial
         if due and (self._is_passive or sum(self._starved) >= _STARVED_CHECKPOINTS) and _has_thread_per_processor():
             self._is_on = find_openmp(OPENMP_OF)
-            self._trial = Trial() if self._is_on else None
+            if self._is_on:
+                self._trial = Trial((_AS_EVER, _PASSIVELY), (_NO_SLOWER, _LESS_WAITING), rounds=_ROUNDS)
             self._tell()
 
-    def _decide(self, trial: Trial, passive: bool) -> None:
-        log.info(
-            "lightck: OpenMP's threads %s while versions are copied: %s",
-            "wait passively" if passive else "wait as they always do",
-            trial,
-        )
-        self._trial, self._is_passive = None, passive
+    def _decide_if_over(self, trial: Trial[bool]) -> None:
+        if not trial.is_over:
+            return
+        waits = "wait passively" if trial.turn else "wait as they always do"
+        log.info("lightck: OpenMP's threads %s while versions are copied: %s", waits, _reported(trial))
+        self._trial, self._is_passive = None, trial.turn
         self._starved.clear()
         self._next_trial, self._pause = self._checkpoints + self._pause, 2 * self._pause
-        self._engine.wait_passively(passive)
+        self._engine.wait_passively(self._is_passive)
         self._tell()
 
     def _tell(self) -> None:
         self._meter.wait_policy = TRIAL if self._trial is not None else PASSIVE if self._is_passive else None
+
+
+def _reported(trial: Trial[bool]) -> str:
+    """By which times it was decided."""
+    with_, without = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_PASSIVELY, _AS_EVER))
+    if not with_ or not without:
+        return "too few versions of the trial reached an update"
+    times = "{:.1f} ms to the gate, {:.1f} ms of it waiting there"
+    return f"{times.format(*with_)}; without {times.format(*without)}"
 
 
 def _has_thread_per_processor() -> bool:

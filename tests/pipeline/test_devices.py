@@ -156,7 +156,7 @@ def test_host_memory_of_a_method_that_is_left_is_given_back(pool, transfer):
         train(model, optimizer, 3)
         session.flush()
         assert "given back" not in transfer.events
-        train(model, optimizer, 12)
+        train(model, optimizer, 20)
         assert "given back" in transfer.events
 
 

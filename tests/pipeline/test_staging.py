@@ -7,7 +7,6 @@ CUDA does what a transfer asks of it is for ``tests/gpu``.
 from __future__ import annotations
 
 import gc
-import math
 import mmap
 import os
 import random
@@ -29,9 +28,9 @@ from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 import lightck
 from lightck.errors import BackgroundError
 from lightck.pipeline.staging import groups
-from lightck.pipeline.staging.choice import Choice
 from lightck.pipeline.staging.pump import Pump
 from lightck.pipeline.submission import Submission
+from lightck.pipeline.trial import Trial
 from lightck.pool.engine import COPIED
 from lightck.pool.storage import emulation
 from lightck.pool.storage.emulation import Profile
@@ -588,57 +587,9 @@ def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, transfer):
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
-class _Costs:
-    """A way that holds the training up for so long at each version."""
-
-    def __init__(self, kind: Any, *seconds: float) -> None:
-        self.kind = kind
-        self.seconds = list(seconds)
-
-    def cost(self) -> float:
-        return self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
-
-
-def chosen(*methods: _Costs, checkpoints: int = 40) -> list[Any]:
-    """The kinds by which so many versions go."""
-    choice, stall, gone = Choice(list(methods)), 0.0, []
-    for _ in range(checkpoints):
-        method = choice.next(stall)
-        gone.append(method.kind)
-        stall += method.cost()
-    return gone
-
-
-def test_the_method_that_holds_the_training_up_least_is_chosen():
-    gone = chosen(_Costs(DIRECT, 0.9, 0.02), _Costs(HOST, 0.5, 0.01), _Costs(DEVICE, 0.7, 0.03))
-    assert set(gone[:12]) == {DIRECT, HOST, DEVICE}
-    assert set(gone[12:]) == {HOST}
-
-
-def test_of_methods_that_are_alike_the_one_that_needs_least_is_chosen():
-    assert set(chosen(_Costs(DIRECT, 0.0105), _Costs(HOST, 0.01))[10:]) == {DIRECT}
-    assert set(chosen(_Costs(DIRECT, 0.0002), _Costs(HOST, 0.0001))[10:]) == {DIRECT}
-    assert set(chosen(_Costs(DIRECT, 0.02), _Costs(HOST, 0.01))[10:]) == {HOST}
-
-
-@pytest.mark.parametrize("best", [DIRECT, HOST, DEVICE], ids=str)
-def test_the_methods_that_were_not_chosen_are_reported_once(best):
-    methods = [_Costs(kind, 0.01 if kind == best else 0.5) for kind in (DIRECT, HOST, DEVICE)]
-    choice, stall, reported = Choice(list(methods)), 0.0, []
-    for _ in range(30):
-        method = choice.next(stall)
-        reported.append([left.kind for left in choice.take_left()])
-        stall += method.cost()
-    assert [kinds for kinds in reported if kinds] == [[kind for kind in (DIRECT, HOST, DEVICE) if kind != best]]
-
-
-def test_first_checkpoints_and_one_slow_step_do_not_decide():
-    assert set(chosen(_Costs(DIRECT, 9, 9, 9, 0.01, 5, 0.01), _Costs(HOST, 1, 0.02))[10:]) == {DIRECT}
-
-
 def test_memory_is_given_back_before_the_next_checkpoint_is_under_way(pool, transfer, monkeypatch):
     """Not beneath copies that the chosen way has begun."""
-    monkeypatch.setattr(Choice, "_cost", lambda self, method: 0.0 if method.kind == DEVICE else math.inf)
+    monkeypatch.setattr(Trial, "medians", lambda self, method: [0.0 if method.kind == DEVICE else 1.0])
     copy_within, registered = transfer.copy_within, []
 
     def noted(pairs):
@@ -649,25 +600,11 @@ def test_memory_is_given_back_before_the_next_checkpoint_is_under_way(pool, tran
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
-        train(model, optimizer, 16)
+        train(model, optimizer, 24)
         session.flush()
         assert session.stats().staging == "Device()"
-    assert registered == [True] * 3 + [False] * (len(registered) - 3), "tried three times, then chosen"
-    assert len(registered) > 4
-
-
-def test_a_method_that_cannot_be_gone_is_left_out():
-    methods = [_Costs(DIRECT, 0.001), _Costs(HOST, 0.01), _Costs(DEVICE, 0.02)]
-    choice = Choice(list(methods))
-    assert choice.next(0.0).kind == DIRECT
-    assert choice.unavailable("refused").kind == HOST
-    stall, gone = 0.01, []
-    for _ in range(20):
-        method = choice.next(stall)
-        gone.append(method.kind)
-        stall += method.cost()
-    assert DIRECT not in gone
-    assert set(gone[10:]) == {HOST}
+    assert registered == [True] * 6 + [False] * (len(registered) - 6), "two versions in each round, then chosen"
+    assert len(registered) > 7
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -678,7 +615,7 @@ def test_without_a_word_each_way_is_tried_and_one_stays(pool, transfer, caplog, 
     optimizer = adam(model)
     gone, tried = [], []
     with caplog.at_level("INFO"), lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
-        for number in range(16):
+        for number in range(24):
             train(model, optimizer, 1, start=number)
             seen = everything(model, optimizer)
             session.flush()
@@ -689,7 +626,7 @@ def test_without_a_word_each_way_is_tried_and_one_stays(pool, transfer, caplog, 
         assert bool(transfer.registered) == (last == "Direct()")
         held = {
             str(method.kind): bool(method._ring._segments)
-            for method in session._pipeline.staging._choice._methods
+            for method in session._pipeline.staging._trial.alternatives
             if method.kind != DIRECT and str(method.kind) != last
         }
         assert not any(held.values()), held

@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from lightck.errors import BackgroundError
 from lightck.interrupts import leave_if_noted
-from lightck.pipeline.staging.choice import Choice
 from lightck.pipeline.staging.groups import GROUPS_MAX, Group, laid_out, parted
 from lightck.pipeline.staging.kinds import Direct, Host, Kind
 from lightck.pipeline.staging.methods import DeviceMethod, DirectMethod, HostMethod, TransferMethod, UnavailableError
 from lightck.pipeline.staging.pump import Pump
 from lightck.pipeline.submission import Submission
+from lightck.pipeline.trial import Margin, Trial
 from lightck.pipeline.write_table import NONE, StagedTensor
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter, Reservation
@@ -26,6 +26,11 @@ log = logging.getLogger("lightck")
 
 _SPARE = 2
 """The device has to have so many times the memory of a copy before one is made there unasked."""
+_ROUNDS, _WARM_UP, _LEAD_IN = 3, 2, 1
+"""The first steps of a training are unlike the others. And the first version by another way waits for what is under way
+by the last one, and pins or registers memory."""
+_LESS_STALL = Margin(0.1, 0.0002)
+"""A way that needs more has to hold the training up for less: by a tenth and 0.2 ms."""
 
 
 class Staging:
@@ -40,7 +45,9 @@ class Staging:
         self.is_on = is_on
         self._meter = meter
         self._kind, self._runs_behind = kind, runs_behind
-        self._choice: Choice | None = None
+        self._trial: Trial[TransferMethod] | None = None
+        self._stall_seconds = 0.0
+        """Of the session, when the last version was begun."""
         self._method: TransferMethod | None = None
         """That of the last version."""
         self._pump: Pump | None = None
@@ -87,24 +94,45 @@ class Staging:
 
     def _prepared(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> TransferMethod:
         """A way that is ready for this version."""
-        if self._choice is None:
-            self._choice = Choice(self._methods(), is_made=self._kind is not None)
-        method = self._choice.next(self._meter.stall_seconds)
+        if self._trial is None:
+            rounds = _ROUNDS if self._kind is None else 0
+            self._trial = Trial(self._methods(), [_LESS_STALL], rounds=rounds, warm_up=_WARM_UP, lead_in=_LEAD_IN)
+        trial, is_chosen = self._trial, self._trial.is_over
+        before, self._stall_seconds = self._stall_seconds, self._meter.stall_seconds
+        if self._method is not None:
+            trial.note(self._stall_seconds - before)
+        method = trial.begin()
         while True:
-            self._forget(self._choice.take_left())  # first: memory is not given back under what this version sends
+            if trial.is_over and not is_chosen:
+                self._chosen(trial)  # first: memory is not given back under what this version sends
             try:
                 method.prepare(writer, staged)
             except UnavailableError as why:
                 self._forget([method])
+                log.info("lightck: tensors do not leave their device by %s: %s", method.kind, why)
                 if self._kind is not None:
                     log.warning(
                         "lightck: staging=%s is not possible here (%s). lightck.Host() is used.", method.kind, why
                     )
-                method = self._choice.unavailable(str(why))
+                trial.withdraw(method)
+                method, is_chosen = trial.turn, False
                 continue
             self._method, self._meter.staging = method, str(method.kind)
-            self._meter.staging_trial = not self._choice.is_made
+            self._meter.staging_trial = not trial.is_over
             return method
+
+    def _chosen(self, trial: Trial[TransferMethod]) -> None:
+        """Versions go by one way from here on. The others give back what they hold."""
+        others = [method for method in trial.alternatives if method is not trial.turn]
+        if others:
+            costs = [
+                f"{method.kind} {1e3 * stall:.2f} ms"
+                for method in trial.alternatives
+                for stall in trial.medians(method)
+            ]
+            reported = f"tensors leave their device by {trial.turn.kind} from here on"
+            log.info("lightck: %s (a version held the training up: %s)", reported, ", ".join(costs))
+        self._forget(others)
 
     def _methods(self) -> list[TransferMethod]:
         direct, host = DirectMethod(self._settle), HostMethod()
@@ -157,9 +185,9 @@ class Staging:
         pump, self._pump = self._pump, None
         if pump is not None:
             pump.end()
-        choice, self._choice = self._choice, None
-        if choice is not None:
-            choice.forget()
+        trial, self._trial = self._trial, None
+        for method in trial.alternatives if trial is not None else ():
+            method.forget()
 
 
 def _groups(
