@@ -124,7 +124,7 @@ class SlowTransfer:
         copies = [(target, raw(tensor).clone()) for target, tensor in pairs]
         return self._computation.send([(target, copy.clone) for target, copy in copies], _NOTHING)
 
-    def copy_within(self, pairs: Sequence[Pair]) -> None:
+    def copy_on_device(self, pairs: Sequence[Pair]) -> None:
         self.send_in_order(pairs)
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
@@ -147,9 +147,9 @@ class SlowTransfer:
         assert self.is_idle, "something is on its way"
         self.registered.remove(memory.data_ptr())
 
-    def enter(self) -> None: ...
+    def bind_thread(self) -> None: ...
 
-    def note_update(self) -> None:
+    def add_update_stream(self) -> None:
         self.events.append("noted")
 
     def join_updates(self) -> None:
@@ -158,7 +158,7 @@ class SlowTransfer:
     def is_capturing(self) -> bool:
         return self.captures
 
-    def give_back(self) -> None:
+    def release_host_memory(self) -> None:
         self.events.append("given back")
 
     def memory(self, nbytes: int) -> torch.Tensor:

@@ -30,19 +30,19 @@ _CHECKED_PARTS = 256  # of each batch, containers included: a checksum may cost 
 _CHECKED_ITEMS = 64  # of each list
 _WORD = 8  # a large tensor is read in single words, spread over it
 _MANY, _FEW = _CHECKED_BYTES // _WORD, 32
-_IN_PART = 1
+_PARTIAL = 1
 """The lowest bit of a checksum: some of the batch was not looked at (a tensor on a device, an object)."""
 
 
-Read = dict[int, tuple[torch.Tensor, int, bytes | None]]
+TensorReads = dict[int, tuple[torch.Tensor, int, bytes | None]]
 """Tensors that were read, by their ids: the tensor, its version counter then, and what was read."""
 
 
-def checksum_of(batch: object, read: Read | None = None) -> int | None:
+def checksum_of(batch: object, read: TensorReads | None = None) -> int | None:
     """A checksum of 32 bits; None where nothing in the batch can be compared. Compare two by `differ`. ``read``: what
     is in it is not read again, and what is read is put into it."""
     found: list[bytes] = []
-    in_part, is_comparable, tensors = 0, False, 0
+    partial_bit, is_comparable, tensors = 0, False, 0
     todo = [batch]
     for _ in range(_CHECKED_PARTS):
         if not todo:
@@ -52,7 +52,7 @@ def checksum_of(batch: object, read: Read | None = None) -> int | None:
         if (kind is torch.Tensor or kind is torch.nn.Parameter) and not item.is_nested:  # type: ignore[attr-defined]
             tensors, is_comparable = tensors + 1, True
             raw = _read(item, tensors <= _CHECKED_TENSORS, read)  # type: ignore[arg-type]
-            found.append(_head(item.dtype, item.shape))  # type: ignore[attr-defined]
+            found.append(_dtype_and_shape(item.dtype, item.shape))  # type: ignore[attr-defined]
         elif (parts := _parts(item)) is not None:
             todo.extend(parts)
             continue
@@ -60,24 +60,24 @@ def checksum_of(batch: object, read: Read | None = None) -> int | None:
             raw = _leaf_bytes(item)
             is_comparable |= raw is not None and item is not None
         if raw is None:
-            in_part, raw = _IN_PART, kind.__qualname__.encode("utf-8", "surrogatepass")
+            partial_bit, raw = _PARTIAL, kind.__qualname__.encode("utf-8", "surrogatepass")
         found.append(raw)
-    return zlib.crc32(b"\0".join(found)) & ~_IN_PART | in_part if is_comparable else None
+    return zlib.crc32(b"\0".join(found)) & ~_PARTIAL | partial_bit if is_comparable else None
 
 
 def differ(was: int, now: int) -> bool:
     """Whether two checksums show that the batches differ. A batch that lies on a device in one process and not in the
     other is not compared."""
-    return was != now and not (was ^ now) & _IN_PART
+    return was != now and not (was ^ now) & _PARTIAL
 
 
-def is_in_part(checksum: int) -> bool:
+def is_partial(checksum: int) -> bool:
     """Whether some of the batch could not be looked at: tensors on a device, objects."""
-    return bool(checksum & _IN_PART)
+    return bool(checksum & _PARTIAL)
 
 
 @lru_cache(maxsize=512)
-def _head(dtype: torch.dtype, shape: torch.Size) -> bytes:
+def _dtype_and_shape(dtype: torch.dtype, shape: torch.Size) -> bytes:
     return f"{dtype}{tuple(shape)}".encode()
 
 
@@ -95,7 +95,7 @@ def _parts(item: object) -> Iterable[object] | None:
 def _some(count: int, get: Callable[[int], object]) -> Iterable[object]:
     if count <= _CHECKED_ITEMS:
         return map(get, range(count))
-    return [count, *map(get, places(count, _CHECKED_ITEMS).tolist())]
+    return [count, *map(get, sample_positions(count, _CHECKED_ITEMS).tolist())]
 
 
 def _leaf_bytes(item: object) -> bytes | None:
@@ -104,7 +104,7 @@ def _leaf_bytes(item: object) -> bytes | None:
     if isinstance(item, bytes) and kind is bytes:
         return b"%d" % len(item) + _spread_crc(item, len(item))
     if isinstance(item, str) and kind is str and len(item) > _CHECKED_BYTES:
-        item = f"{len(item)}" + "".join(item[at] for at in places(len(item), _MANY).tolist())
+        item = f"{len(item)}" + "".join(item[at] for at in sample_positions(len(item), _MANY).tolist())
     if kind in (int, float, str, bool, type(None)):
         return repr(item).encode("utf-8", "surrogatepass")
     if isinstance(item, np.ndarray) and kind is np.ndarray and not item.dtype.hasobject:
@@ -117,14 +117,15 @@ def _leaf_bytes(item: object) -> bytes | None:
         return item.dtype.str.encode() + item.tobytes()
     if isinstance(item, torch.Tensor):  # a subclass: nothing of its own code is run
         with torch._C.DisableTorchFunctionSubclass():
-            return None if item.layout is not torch.strided or item.is_nested else _head(item.dtype, item.shape)
+            is_plain = item.layout is torch.strided and not item.is_nested
+            return _dtype_and_shape(item.dtype, item.shape) if is_plain else None
     return None
 
 
-def _read(item: torch.Tensor, is_early: bool, read: Read | None) -> bytes | None:
+def _read(item: torch.Tensor, is_thorough: bool, read: TensorReads | None) -> bytes | None:
     """Of the first tensors many words, and of those after them a few."""
-    if read is None or not is_early:
-        return _tensor_bytes(item, _MANY if is_early else _FEW)
+    if read is None or not is_thorough:
+        return _tensor_bytes(item, _MANY if is_thorough else _FEW)
     known = read.get(id(item))
     version = -1 if item.is_inference() else item._version
     if known is None or known[1] != version or version < 0:
@@ -172,18 +173,18 @@ def _memory_crc(data: CData, nbytes: int, words: int) -> bytes:
     """Of few bytes all of them."""
     if nbytes <= _CHECKED_BYTES:
         return lib.lck_crc32c(data, nbytes).to_bytes(4, "little")
-    crc = lib.lck_crc32c_words(data, _numbers(nbytes // _WORD, words), words)
+    crc = lib.lck_crc32c_words(data, _word_offsets(nbytes // _WORD, words), words)
     return crc.to_bytes(4, "little") + bytes(ffi.buffer(data + (nbytes - _WORD), _WORD))
 
 
 @lru_cache(maxsize=256)
-def _numbers(total: int, count: int) -> CData:
+def _word_offsets(total: int, count: int) -> CData:
     """`places` as C reads them."""
-    return ffi.new("int64_t[]", places(total, count).tolist())
+    return ffi.new("int64_t[]", sample_positions(total, count).tolist())
 
 
 @lru_cache(maxsize=256)
-def places(total: int, count: int) -> npt.NDArray[np.int64]:
+def sample_positions(total: int, count: int) -> npt.NDArray[np.int64]:
     """``count`` of the numbers below ``total``, which is larger: one in each of as many equal gaps, at a pseudo-random
     distance from its beginning, so that no row length of a batch keeps step with them. For ever the same ones."""
     begins = np.arange(count + 1, dtype=np.int64) * total // count
@@ -197,4 +198,4 @@ def places(total: int, count: int) -> npt.NDArray[np.int64]:
 @lru_cache(maxsize=16)
 def _coordinates(shape: tuple[int, ...], count: int) -> tuple[npt.NDArray[np.int64], ...]:
     total = math.prod(shape)
-    return np.unravel_index(places(total, count) if total > count else np.arange(total), shape)
+    return np.unravel_index(sample_positions(total, count) if total > count else np.arange(total), shape)

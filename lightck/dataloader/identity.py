@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsInt
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightck.dataloader.position import Identity, Position
-from lightck.dataloader.wrapped_loader import core_of, is_accelerated
+from lightck.dataloader.wrapped_loader import inner_dataloader, is_accelerated
 from lightck.errors import DriftError, SessionError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) ->
     return name
 
 
-def is_number(name: str) -> bool:
+def is_numbered_name(name: str) -> bool:
     """Whether it was given by the order of the calls."""
     return re.fullmatch(r"loader\.\d+", name) is not None
 
@@ -72,9 +72,9 @@ def identity_of(loader: object, stateful: bool) -> Identity:
     """What must not change between a version and its resume in the middle of a pass."""
     if isinstance(loader, DataLoader):
         return {"length": _length(loader), **_built(loader)}
-    core = core_of(loader)
+    dataloader = inner_dataloader(loader)
     outside: Identity = {"class": _class_name(loader), "length": None if stateful else _length(loader)}
-    return outside if core is None or stateful else {**_built(core), **outside}
+    return outside if dataloader is None or stateful else {**_built(dataloader), **outside}
 
 
 def _built(loader: DataLoader[object]) -> Identity:
@@ -101,10 +101,10 @@ def has_one_pass(loader: object) -> bool:
     return isinstance(loader, Iterator) and made_by in ("builtins", "itertools", "torch.utils.data.dataloader")
 
 
-def drifted(name: str, drift: Drift, position: Position) -> DriftError:
+def drift_error(name: str, drift: Drift, position: Position) -> DriftError:
     text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
     fact = f"loader {name!r} differs from the one that was saved: {text}."
-    given = position.stand.given
+    given = position.state.given
     if given == position.identity.get("length"):
         return DriftError(
             f"{fact} All {given} batches of its pass were given when the checkpoint of it was closed, and the "
@@ -129,10 +129,10 @@ def refuse_drift(name: str, position: Position, kind: str, generators: int, iden
     drift |= {"kind": (position.kind, kind), "generators": (len(position.generators), generators)}
     drift = {key: (before, after) for key, (before, after) in drift.items() if before != after}
     if drift:
-        raise drifted(name, drift, position)
+        raise drift_error(name, drift, position)
 
 
-def changed(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
+def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
     """``is_wrapper``: it is a loader of somebody else's, which may hold a DataLoader where nobody sees it."""
     wrapper = (
         " Or it is a wrapper that fetches more than one batch ahead, or in which a DataLoader with "
@@ -176,10 +176,10 @@ DRAWS_IN_ITEMS = (
 
 def replay_risk(loader: object) -> str | None:
     """Why a replay of this loader may not be exact; None where it is."""
-    core = core_of(loader)
-    if core is None or is_stateful(loader):
+    dataloader = inner_dataloader(loader)
+    if dataloader is None or is_stateful(loader):
         return None
-    if core.num_workers > 1 and not getattr(core, "in_order", True):
+    if dataloader.num_workers > 1 and not getattr(dataloader, "in_order", True):
         return "with in_order=False batches come in the order in which workers finish: pass in_order=True"
     if not isinstance(loader, DataLoader):
         return None

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from lightck.dataloader.position import Mark
-from lightck.dataloader.wrapped_loader import chain
+from lightck.dataloader.position import RngSnapshot
+from lightck.dataloader.wrapped_loader import wrapper_chain
 from lightck.errors import DriftError
 from lightck.state import rng, values
 
@@ -37,9 +37,9 @@ class OwnGenerators:
     def states(self) -> States:
         return tuple(generator.get_state() for generator in self._own)
 
-    def now(self) -> Mark:
+    def snapshot(self) -> RngSnapshot:
         """The global generators and these, as they are."""
-        return Mark(rng.capture(), self.states())
+        return RngSnapshot(rng.capture(), self.states())
 
     def try_states(self, states: States) -> None:
         """Raises ``RuntimeError`` or ``TypeError`` for states that these do not take. Nothing is changed."""
@@ -50,15 +50,15 @@ class OwnGenerators:
         for generator, state in zip(self._own, states, strict=True):
             generator.set_state(state)
 
-    def restore(self, mark: Mark) -> None:
+    def restore(self, snapshot: RngSnapshot) -> None:
         """The global generators and these, as they were then."""
-        mark.rng.restore()
-        self.set_states(mark.generators)
+        snapshot.rng.restore()
+        self.set_states(snapshot.generators)
 
     @contextmanager
-    def held(self) -> Generator[None, None, None]:
+    def preserved(self) -> Generator[None, None, None]:
         """The global generators and these are afterwards as they were before."""
-        before = self.now()
+        before = self.snapshot()
         try:
             yield
         finally:
@@ -67,7 +67,7 @@ class OwnGenerators:
 
 def _found(loader: object) -> tuple[torch.Generator, ...]:
     owners: list[object] = []
-    for one in chain(loader):
+    for one in wrapper_chain(loader):
         sampler, batches = getattr(one, "sampler", None), getattr(one, "batch_sampler", None)
         owners += (one, sampler, batches, getattr(batches, "sampler", None))
     found: dict[int, torch.Generator] = {}
@@ -97,7 +97,7 @@ _NBYTES_MAX = 1 << 20
 PackedStates = dict[str, "bytes | None"]
 
 
-class Owned:
+class OwnedObjects:
     """Of one loader."""
 
     def __init__(self, loader: object, name: str, objects: Mapping[str, Any], is_restored: bool) -> None:
@@ -108,13 +108,13 @@ class Owned:
         self._at_checkpoint = {key: self._packed(key) for key in self._objects} if is_restored else {}
         self._reported = False
 
-    def now(self) -> PackedStates:
+    def packed_states(self) -> PackedStates:
         """Their states, before a pass begins; None for one that is too large to be kept."""
         states: PackedStates = {key: self._packed(key) for key in self._objects}
         for key, state in states.items():
             if state is not None and len(state) > _NBYTES_MAX:
                 states[key] = None
-                self._tell_large(key, len(state))
+                self._warn_large(key, len(state))
         return states
 
     def load(self, states: PackedStates) -> None:
@@ -130,7 +130,7 @@ class Owned:
                 self._load(key, state)
 
     def _packed(self, key: str) -> bytes:
-        with rng.shielded():
+        with rng.preserved():
             return values.pack(self._objects[key].state_dict(), path=f"state/{key}")
 
     def _load(self, key: str, state: bytes) -> None:
@@ -143,7 +143,7 @@ class Owned:
                 f"pass began: {type(error).__name__}: {error}. Build it as it was, or begin the pass anew: anew=True."
             ) from error
 
-    def _tell_large(self, key: str, nbytes: int) -> None:
+    def _warn_large(self, key: str, nbytes: int) -> None:
         if not self._reported:
             self._reported = True
             log.warning(
@@ -159,7 +159,7 @@ class Owned:
 
 def _parts(loader: object) -> list[object]:
     """What a loader fetches by: itself, dataset, samplers, and those that they wrap. No code of theirs is run."""
-    found = chain(loader)
+    found = wrapper_chain(loader)
     for owner in found:
         attributes = getattr(owner, "__dict__", None)
         for part in map((attributes if type(attributes) is dict else {}).get, _PARTS):

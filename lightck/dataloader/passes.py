@@ -8,19 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from lightck.dataloader.position import Stand
+from lightck.dataloader.position import PassState
 from lightck.state.rng import RngState
 
 if TYPE_CHECKING:
-    from lightck.dataloader.batch import Read
+    from lightck.dataloader.batch import TensorReads
     from lightck.dataloader.loader import SessionLoader
 
-_moments = itertools.count(1)
+_ticks = itertools.count(1)
 
 
-def moment() -> int:
+def tick() -> int:
     """A number that is larger each time, over all loaders."""
-    return next(_moments)
+    return next(_ticks)
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Pass:
     updates: int
     begun: int
     after: int = 0
-    stand: Stand = field(default_factory=Stand)
+    state: PassState = field(default_factory=PassState)
     fetched: int = 0
     left: int = 0
     fetched_at: int | None = None
@@ -53,15 +53,15 @@ class Pass:
     @property
     def fetched_here(self) -> int:
         """Batches that it gave in this process."""
-        return self.stand.given - self.skipped
+        return self.state.given - self.skipped
 
     @property
-    def is_fruitless(self) -> bool:
+    def was_left_without_update(self) -> bool:
         """Whether it was left before its end, and without an update in this process."""
         return self.left_at == self.updates and not self.has_ended
 
     @property
-    def was_dropped(self) -> bool:
+    def was_left_at_once(self) -> bool:
         """Whether it was left right after it was begun, with no batch of any loader in between."""
         return self.left == self.begun + 1
 
@@ -72,7 +72,7 @@ class Pass:
     def leave(self, updates: int) -> None:
         """The loop let go of its iterator, or began another pass. Only the first call counts."""
         if self.left_at is None:
-            self.left, self.left_at = moment(), updates
+            self.left, self.left_at = tick(), updates
 
     def has_trained(self, updates: int) -> bool:
         return self.trained or self.has_updated(updates)
@@ -90,21 +90,21 @@ class Pass:
         return self.left_at is not None and (not self.has_trained(updates) or updates > self.left_at)
 
 
-class Batches:
+class PassIterator:
     """The iterator of one pass. It alone holds the inner iterator, so that workers end when a loop lets go of it."""
 
-    __slots__ = ("_take", "_updates", "inner", "of")
+    __slots__ = ("_take", "_updates", "inner", "of_pass")
 
     def __init__(
-        self, take: Callable[[Batches], object], updates: Callable[[], int], of: Pass, inner: Iterator[object]
+        self, take: Callable[[PassIterator], object], updates: Callable[[], int], of_pass: Pass, inner: Iterator[object]
     ) -> None:
         """``take``: gives its next batch. ``updates``: those that are finished."""
         self._take = take
         self._updates = updates
-        self.of = of
+        self.of_pass = of_pass
         self.inner: Iterator[object] | None = inner
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> PassIterator:
         return self
 
     def __next__(self) -> object:
@@ -112,7 +112,7 @@ class Batches:
 
     def __del__(self) -> None:
         with suppress(Exception):  # a session that is gone counts nothing
-            self.of.leave(self._updates())
+            self.of_pass.leave(self._updates())
 
 
 class LoaderHost(Protocol):
@@ -124,7 +124,9 @@ class LoaderHost(Protocol):
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """Called when the inner iterator is exhausted, after `loader_next` and before the pass is counted."""
 
-    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
+    def loader_gave(
+        self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: TensorReads
+    ) -> None:
         """Called when a batch was fetched and counted; ``checksum``: the batch's, where one was made, of tensors that
         were ``read`` for it."""
 

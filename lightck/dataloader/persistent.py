@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
-from lightck.dataloader.wrapped_loader import chain
+from lightck.dataloader.wrapped_loader import wrapper_chain
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader
@@ -61,7 +61,7 @@ class PersistentLoaders:
 
     def _outside(self) -> Iterator[DataLoader[object]]:
         followed = [*(loader.loader for loader in self._loaders), *self._objects.values()]
-        known = {id(one) for loader in followed for one in chain(loader)}
+        known = {id(one) for loader in followed for one in wrapper_chain(loader)}
         for ref in self._found:
             loader = ref()
             if loader is not None and id(loader) not in known:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.dataloader.identity import is_number
+from lightck.dataloader.identity import is_numbered_name
 from lightck.dataloader.position import Position
 from lightck.errors import DriftError
 
@@ -45,7 +45,7 @@ class Positions:
         """The loader whose pass ended last, until a batch is fetched to train on."""
         self._is_first_after = True
 
-    def of(self, name: str, anew: bool) -> dict[str, object] | None:
+    def restored_for(self, name: str, anew: bool) -> dict[str, object] | None:
         """The restored position for this name. ``anew``: at the beginning of its pass."""
         value = self._left.get(name)
         if value is None or not anew:
@@ -55,12 +55,12 @@ class Positions:
             log.warning(
                 "loader %r begins its pass anew, as anew=True says: %d batches of epoch %d are given again",
                 name,
-                position.stand.given,
+                position.state.given,
                 position.epoch,
             )
         return position.before_its_pass().to_value()
 
-    def wrapped(self, loader: SessionLoader) -> None:
+    def loader_wrapped(self, loader: SessionLoader) -> None:
         """The loader has its position, or there is none of its name."""
         if self._left.pop(loader.name, None) is None:
             self._without.append(loader)
@@ -78,11 +78,11 @@ class Positions:
         left = {name: Position.from_value(value) for name, value in self._left.items()}
         in_pass = {name: p for name, p in left.items() if p.live and p.trained}
         instead = [loader for loader in self._loaders if loader.trains_from_the_beginning]
-        goes_on = any(loader.goes_on for loader in self._loaders)
-        if in_pass and instead and not goes_on and not all(loader.is_anew for loader in instead):
+        continues_restored_pass = any(loader.continues_restored_pass for loader in self._loaders)
+        if in_pass and instead and not continues_restored_pass and not all(loader.is_anew for loader in instead):
             raise _not_taken(in_pass, [loader.name for loader in instead])
         without = [loader.name for loader in self._without]
-        if in_pass or without or any(is_number(name) for name in left):
+        if in_pass or without or any(is_numbered_name(name) for name in left):
             log.warning(
                 "lightck: the checkpoint holds the position of %s, and session.loader() was called with no such name: "
                 "%s. Give each loader the name= that it had; one without a name= is numbered by the order of the calls",
@@ -109,20 +109,20 @@ class Positions:
         over = self._over
         if over is None:
             return
-        if over.used.is_held(certain=self._is_first_after):
-            over.used.tell()
+        if over.reused.is_held(certain=self._is_first_after):
+            over.reused.warn()
         if not self._is_first_after:
             self._over = None
         self._is_first_after = False
 
 
-_HAS_OTHERS = (
+_BATCHES_DIFFER = (
     "A position counts the batches that a loader gives: after a resume the loop has others. Begin each pass anew: "
     "while True: for batch in loader: ..."
 )
 
 
-class UsedAgain:
+class ReusedBatches:
     """Whether the loop still holds the first batch of a loader's last pass, and makes updates when that has ended."""
 
     def __init__(self, name: str) -> None:
@@ -151,7 +151,7 @@ class UsedAgain:
             return not certain
         return self._first() is not None and not (certain and self._fetched == 1)
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """An update was made after a pass ended, and none began. Said once."""
         self.is_reported = True
         if not self._was_reported:
@@ -160,14 +160,14 @@ class UsedAgain:
                 "loader %r: an update was made after the pass over it ended and before another began, so "
                 "batches are used again that the loop holds (itertools.cycle, a list), or others. %s",
                 self._name,
-                _HAS_OTHERS,
+                _BATCHES_DIFFER,
             )
 
-    def tell_restored(self) -> None:
+    def warn_restored(self) -> None:
         log.warning(
             "loader %r: the checkpoint was saved after updates on batches of a pass that had ended. %s",
             self._name,
-            _HAS_OTHERS,
+            _BATCHES_DIFFER,
         )
 
 
@@ -197,7 +197,7 @@ def _not_taken(in_pass: Mapping[str, Position], instead: Sequence[str]) -> Drift
 
 
 def _places(left: Mapping[str, Position]) -> str:
-    return ", ".join(f"loader {name!r} (epoch {p.epoch}, {p.stand.given} batches given)" for name, p in left.items())
+    return ", ".join(f"loader {name!r} (epoch {p.epoch}, {p.state.given} batches given)" for name, p in left.items())
 
 
 def _names(names: Sequence[str]) -> str:

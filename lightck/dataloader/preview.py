@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightck")
 
 
-def is_only_asked(caller: FrameType) -> bool:
+def is_lightning_probe(caller: FrameType) -> bool:
     """Whether ``iter()`` is called to see whether it can be: Lightning does so with what is no DataLoader, and drops
     what it gets. A DataLoader would not have been asked, so nothing may be drawn for the answer."""
     name = caller.f_code.co_name == "_check_dataloader_iterable" and caller.f_globals.get("__name__")
     return isinstance(name, str) and name.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
-def tell_lightning_counts(name: str, position: Position | None) -> None:
+def warn_lightning_counts(name: str, position: Position | None) -> None:
     """Its Trainer counts the batches of each pass from 0 and compares with ``len(loader)``, so in a pass that is gone
     on with in its middle it never comes to the last batch."""
-    if position is not None and position.live and position.stand.given:
+    if position is not None and position.live and position.state.given:
         log.warning(
             "loader %r goes on behind batch %d of its pass, and Lightning's Trainer counts the batches from 0: "
             "it does not see the last batch of this pass, so it skips the validation and the scheduler steps "
             "that belong to the pass's end. What they would have drawn or changed is missing, and the training "
             "does not go on bit-identically where there are any. A loop of your own does",
             name,
-            position.stand.given - 1,
+            position.state.given - 1,
         )
 
 
@@ -66,7 +66,7 @@ class Previews:
 
     def with_pass(self, pass_: Pass | None) -> tuple[int, bool]:
         """``taken`` and ``in_loop`` where this pass is over."""
-        if pass_ is None or not pass_.is_fruitless or pass_.evaluates:
+        if pass_ is None or not pass_.was_left_without_update or pass_.evaluates:
             return self.taken, self.in_loop
         is_before = pass_.left_at == self.start
         return self.taken + is_before, self.in_loop or not is_before
@@ -77,9 +77,9 @@ class Previews:
 
     def is_one(self, pass_: Pass, position: Position) -> bool:
         """Whether this pass, the last one begun from the restored position and not counted yet, was a preview."""
-        if not pass_.is_fruitless:
+        if not pass_.was_left_without_update:
             return False
-        if pass_.was_dropped:
+        if pass_.was_left_at_once:
             return True
         if self.taken >= self.expected:
             return False

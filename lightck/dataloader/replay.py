@@ -20,56 +20,56 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightck.dataloader.position import Mark, Position
+from lightck.dataloader.position import Position, RngSnapshot
 from lightck.dataloader.wrapped_loader import is_loader_of_torch
 from lightck.errors import SessionError
 
 log = logging.getLogger("lightck")
-_TELL_SECONDS = 10.0
+_REPORT_SECONDS = 10.0
 
 
-class EndedEarly(Exception):
+class PassTooShort(Exception):
     """The loader has fewer batches than were given; its argument says how many."""
 
 
 def replay(
     inner: Iterator[object],
     position: Position,
-    set_mark: Callable[[Mark], None],
+    restore: Callable[[RngSnapshot], None],
     progress: Progress,
-    tell_healed: Callable[[int], None],
+    warn_recovered: Callable[[int], None],
 ) -> object:
     """Fetch and drop what was given before: each worker's random stream and the prefetching run along. Returns the last
     batch. Fetches that raised, and which the loop passed over, are made again: ``tell_healed`` is called with the place
     of one that gives a batch now. Raises ``EndedEarly``."""
     batch = None
-    if position.stand.at_first is not None:
-        set_mark(position.stand.at_first)
-    for index in range(position.stand.given):
-        _pass_over(inner, position, index, tell_healed)
-        mark = position.before(index)
-        if mark is not None:
-            set_mark(mark)
+    if position.state.at_first is not None:
+        restore(position.state.at_first)
+    for index in range(position.state.given):
+        _pass_over(inner, position, index, warn_recovered)
+        snapshot = position.before(index)
+        if snapshot is not None:
+            restore(snapshot)
         try:
             batch = next(inner)
         except StopIteration:
-            raise EndedEarly(index) from None
+            raise PassTooShort(index) from None
         progress.at(index + 1)
-    _pass_over(inner, position, position.stand.given, tell_healed)
+    _pass_over(inner, position, position.state.given, warn_recovered)
     return batch
 
 
-def _pass_over(inner: Iterator[object], position: Position, place: int, tell_healed: Callable[[int], None]) -> None:
+def _pass_over(inner: Iterator[object], position: Position, place: int, warn_recovered: Callable[[int], None]) -> None:
     """As many errors as were counted behind batch ``place``, and not one more."""
-    for _ in range(position.stand.raised.get(place, 0)):
+    for _ in range(position.state.raised.get(place, 0)):
         try:
             next(inner)
         except StopIteration:
-            raise EndedEarly(place) from None
+            raise PassTooShort(place) from None
         except Exception as error:
             log.debug("lightck: passed over again: %s: %s", type(error).__name__, error)
         else:
-            tell_healed(place)
+            warn_recovered(place)
 
 
 class Progress:
@@ -81,7 +81,7 @@ class Progress:
 
     def at(self, done: int) -> None:
         now = time.monotonic()
-        if now - self._reported >= _TELL_SECONDS:
+        if now - self._reported >= _REPORT_SECONDS:
             self._reported = now
             log.info(
                 "loader %r: %d of the %d batches that its pass gave before are fetched again, %.1f in a second",
@@ -94,7 +94,7 @@ class Progress:
 
 # -- replay="skip" -----------------------------------------------------------------------------------------------------
 
-FACT = " (those before it were not fetched: replay='skip'. Say replay='fetch', and all are)"
+SKIP_NOTE = " (those before it were not fetched: replay='skip'. Say replay='fetch', and all are)"
 
 
 def wants_skip(loader: object, replay: object) -> bool:
@@ -110,18 +110,19 @@ def wants_skip(loader: object, replay: object) -> bool:
     return replay == "skip"
 
 
-def iterate_behind(loader: DataLoader[object], count: int, then: Callable[[], None]) -> Iterator[object]:
+def iterate_after_skip(loader: DataLoader[object], count: int, then: Callable[[], None]) -> Iterator[object]:
     """An iterator of the loader's that begins behind ``count`` batches. ``then`` is called where those are drawn."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = loader.__dict__[name]
-    loader.__dict__[name] = _Behind(sampler, count, then)  # which the iterator keeps; a DataLoader lets nobody set it
+    # The iterator keeps this sampler. It is set in __dict__, because DataLoader forbids a normal assignment.
+    loader.__dict__[name] = _SkippingSampler(sampler, count, then)
     try:
         return iter(loader)
     finally:
         loader.__dict__[name] = sampler
 
 
-class _Behind:
+class _SkippingSampler:
     """A sampler, or a batch sampler. Once: persistent workers iterate it in each pass."""
 
     def __init__(self, sampler: Any, count: int, then: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ _CURE = "give the sampler a generator of its own, as its attribute generator"
 _WATCHED_BATCHES = 4  # of each pass, where workers fetch
 
 
-class Watch(Protocol):
+class SamplerWatch(Protocol):
     """Of one pass."""
 
     def before(self) -> None:
@@ -27,26 +27,26 @@ class Watch(Protocol):
         """After a fetch: why a replay may not be exact, where that is seen now."""
 
 
-def watch(inner: Iterator[object], in_process: bool) -> Watch | None:
+def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
     """``inner``: torch's iterator over a DataLoader; for any other there is nothing to see."""
     if not in_process:
-        return _AheadOfTheLoop(begins_late=not is_made_by_torch(inner))
+        return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; a replay does not depend on it
     if drawn_from is None:
         return None
-    if isinstance(drawn_from, _Sampler):  # of an iterator that is the same one in each pass
+    if isinstance(drawn_from, _WatchedSampler):  # of an iterator that is the same one in each pass
         drawn_from = drawn_from.inner
-    sampler = _Sampler(drawn_from)
+    sampler = _WatchedSampler(drawn_from)
     inner._sampler_iter = sampler  # type: ignore[attr-defined]
-    return _BetweenItsDraws(sampler)
+    return _InProcessWatch(sampler)
 
 
-class _AheadOfTheLoop:
+class _WorkerFetchWatch:
     """Of all that a fetch does here only the sampler can draw. ``begins_late``: and torch's iterator the workers' seed,
     which a wrapper makes at its first ``next()``."""
 
     def __init__(self, begins_late: bool) -> None:
-        self._left = _WATCHED_BATCHES
+        self._to_watch = _WATCHED_BATCHES
         self._begins_late = begins_late
         self._state: torch.Tensor | None = None
 
@@ -54,8 +54,8 @@ class _AheadOfTheLoop:
         if self._begins_late:
             self._begins_late = False
             return
-        self._state = torch.get_rng_state() if self._left else None
-        self._left -= bool(self._left)
+        self._state = torch.get_rng_state() if self._to_watch else None
+        self._to_watch -= bool(self._to_watch)
 
     def risk(self) -> str | None:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
@@ -63,8 +63,8 @@ class _AheadOfTheLoop:
         return f"its sampler draws from torch's global random generator at each next(), ahead of the loop: {_CURE}"
 
 
-class _BetweenItsDraws:
-    def __init__(self, sampler: _Sampler) -> None:
+class _InProcessWatch:
+    def __init__(self, sampler: _WatchedSampler) -> None:
         self._sampler = sampler
         self._state: torch.Tensor | None = None
         """Behind the last fetch, until the loop has drawn."""
@@ -80,7 +80,7 @@ class _BetweenItsDraws:
         return None
 
 
-class _Sampler:
+class _WatchedSampler:
     """The iterator over a sampler, or a batch sampler. It notes whether it draws while it is watched."""
 
     def __init__(self, inner: Iterator[object]) -> None:
@@ -88,7 +88,7 @@ class _Sampler:
         self.is_watched = False
         self.has_drawn = False
 
-    def __iter__(self) -> _Sampler:
+    def __iter__(self) -> _WatchedSampler:
         return self
 
     def __next__(self) -> object:

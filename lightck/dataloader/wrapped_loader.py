@@ -21,15 +21,15 @@ _DEPTH_MAX = 8
 _OF_SEQUENCES: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
-def core_of(loader: object) -> DataLoader[object] | None:
+def inner_dataloader(loader: object) -> DataLoader[object] | None:
     """The DataLoader that fetches: the object itself or what it wraps; None where there is none, or several."""
-    for one in chain(loader):
+    for one in wrapper_chain(loader):
         if is_loader_of_torch(one):
             return one  # type: ignore[return-value]
     return None
 
 
-def chain(loader: object) -> list[object]:
+def wrapper_chain(loader: object) -> list[object]:
     """The loader, what it wraps, and so on; the last one wraps none."""
     found = [loader]
     while len(found) < _DEPTH_MAX and not is_loader_of_torch(found[-1]):
@@ -60,7 +60,7 @@ def _held_by(wrapper: object) -> object | None:
     return loaders[0] if len(loaders) == 1 else None
 
 
-def may_run_ahead(batches: Iterator[object]) -> bool:
+def may_prefetch(batches: Iterator[object]) -> bool:
     """Whether it may have fetched more than it gave. What is in a list was made before."""
     return not is_made_by_torch(batches) and type(batches) not in _OF_SEQUENCES
 
@@ -70,10 +70,10 @@ def is_made_by_torch(batches: Iterator[object]) -> bool:
     return type(batches).__module__ == "torch.utils.data.dataloader"
 
 
-def fetches_here(loader: object, core: DataLoader[object] | None, batches: Iterator[object]) -> bool:
+def fetches_here(loader: object, dataloader: DataLoader[object] | None, batches: Iterator[object]) -> bool:
     """Whether a ``next()`` may draw random numbers for a batch in this process. Where workers fetch, torch's iterators
     and Accelerate's do not; a wrapper of another kind may change the batches here."""
-    has_workers = core is not None and core.num_workers > 0
+    has_workers = dataloader is not None and dataloader.num_workers > 0
     return not (has_workers and (is_made_by_torch(batches) or is_accelerated(loader)))
 
 
@@ -82,20 +82,20 @@ def keeps_state(loader: object) -> bool:
     return is_accelerated(loader) and hasattr(getattr(loader, "base_dataloader", None), "load_state_dict")
 
 
-def passes_of(loader: object) -> int | None:
+def pass_number_of(loader: object) -> int | None:
     """The number of the pass that a loader of Accelerate's tells its sampler; None for any other loader."""
     count = getattr(loader, "iteration", None) if is_accelerated(loader) else None
     return count if type(count) is int and count >= 0 else None
 
 
-def set_passes(loader: Any, count: int | None) -> None:
-    if count is not None and passes_of(loader) is not None:
+def set_pass_number(loader: Any, count: int | None) -> None:
+    if count is not None and pass_number_of(loader) is not None:
         loader.iteration = count
 
 
-def renew(core: Any) -> None:
+def reset_first_pass(dataloader: Any) -> None:
     """Give a stateful loader a new iterator for its first pass, which Accelerate makes when it is prepared, where that
     was used up since. (The attribute is private to torchdata; a wrong batch would be found.)"""
-    if not getattr(core, "_initial_iter_for_state_dict", True):
-        core.load_state_dict({})
-        core.state_dict()
+    if not getattr(dataloader, "_initial_iter_for_state_dict", True):
+        dataloader.load_state_dict({})
+        dataloader.state_dict()

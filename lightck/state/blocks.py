@@ -35,7 +35,7 @@ class Blocks:
     addresses: npt.NDArray[np.uint64]
     nbytes: npt.NDArray[np.uint64]
     owners: Positions
-    places: Positions
+    checksum_positions: Positions
     total: int
     """Bytes of all of them."""
 
@@ -64,7 +64,7 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.owners)
 
-    def and_then(self, other: Blocks) -> Blocks:
+    def concatenated(self, other: Blocks) -> Blocks:
         """Both, where the owners of ``other`` are counted on from ours."""
         if not len(other) or not len(self):
             return self if len(self) else other
@@ -73,7 +73,7 @@ class Blocks:
             np.concatenate((self.addresses, other.addresses)),
             np.concatenate((self.nbytes, other.nbytes)),
             np.concatenate((self.owners, other.owners + first)),
-            np.concatenate((self.places, other.places)),
+            np.concatenate((self.checksum_positions, other.checksum_positions)),
             self.total + other.total,
         )
 
@@ -91,13 +91,13 @@ class Blocks:
         return out
 
 
-class Turn:
+class RoundRobin:
     """Which blocks are read next."""
 
     def __init__(self) -> None:
         self._next = 0
 
-    def take(self, blocks: Blocks, budget: int | None) -> tuple[Positions | slice, bool]:
+    def next_blocks(self, blocks: Blocks, budget: int | None) -> tuple[Positions | slice, bool]:
         """The next blocks, ``budget`` bytes of them and at least one (None: all), and whether this came round to the
         first one again. `ALL` where that is all."""
         if budget is None or blocks.total <= budget:

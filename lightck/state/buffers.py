@@ -28,19 +28,19 @@ class BufferCopies:
     def take(self, model: ModelView) -> dict[str, torch.Tensor]:
         """Copy every persistent buffer: name -> copy, which the next call overwrites. Refuses what cannot be stored."""
         found = model.buffers_or_none()
-        if not self._hold(found):
-            self._begin(model, found)
+        if not self._is_unchanged(found):
+            self._rebuild(model, found)
         if self._signatures is not None:
             torch._foreach_copy_(self._copies, self._sources)
         else:
             self._copies = [_clone(live.tensor, last) for live, last in zip(self._lives, self._copies, strict=True)]
         return {live.name: copy for live, copy in zip(self._lives, self._copies, strict=True)}
 
-    def _hold(self, found: list[torch.Tensor | None]) -> bool:
+    def _is_unchanged(self, found: list[torch.Tensor | None]) -> bool:
         same = len(found) == len(self._found) and all_same(found, self._found)
-        return same and self._signatures is not None and self._signatures.hold()
+        return same and self._signatures is not None and self._signatures.are_unchanged()
 
-    def _begin(self, model: ModelView, found: list[torch.Tensor | None]) -> None:
+    def _rebuild(self, model: ModelView, found: list[torch.Tensor | None]) -> None:
         last = {live.name: copy for live, copy in zip(self._lives, self._copies, strict=True)}
         self._lives, self._found, self._signatures = list(model.buffers()), found, None
         for live in self._lives:

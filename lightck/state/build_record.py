@@ -20,7 +20,7 @@ from lightck.state.values import typed
 
 
 @dataclass(slots=True)
-class Built:
+class BuildRecord:
     """groups: for each optimizer the options of its groups. states: for each, how many parameters had state already.
     schedulers: name -> state. frozen: names of the model's parameters that needed no gradient."""
 
@@ -34,7 +34,7 @@ class Built:
         return values.pack(value, path="options at attach")
 
     @classmethod
-    def parse(cls, packed: object) -> Built:
+    def parse(cls, packed: object) -> BuildRecord:
         """Raises ``CorruptPoolError``."""
         raw = typed(values.unpack(typed(packed, bytes)), dict)
         if raw.keys() != {"groups", "states", "schedulers", "frozen"}:
@@ -47,15 +47,15 @@ class Built:
         return cls(groups, states, schedulers, [typed(name, str) for name in typed(raw["frozen"], list)])
 
 
-class BuiltNow:
+class CurrentBuild:
     """Of the script that attaches now; as bytes for the small state, and which parameters are frozen since."""
 
     def __init__(self, model: ModelView, views: Sequence[OptimizerView], objects: Mapping[str, object]) -> None:
         schedulers = {name: dict(obj.state_dict()) for name, obj in objects.items() if isinstance(obj, LRScheduler)}
-        self._set(Built(schedulers=schedulers, frozen=frozen_names(model.tensors(None))))
+        self._set(BuildRecord(schedulers=schedulers, frozen=frozen_names(model.tensors(None))))
         self.add(views)
 
-    def _set(self, built: Built) -> None:
+    def _set(self, built: BuildRecord) -> None:
         self._at_attach = built.frozen
         self._token: object = None
         """Of the roster that was asked: itself it would keep the tensors alive."""
@@ -68,12 +68,12 @@ class BuiltNow:
     def add(self, views: Sequence[OptimizerView]) -> None:
         """Optimizers, as they are built."""
         if self.packed is not None:
-            built = Built.parse(self.packed)
+            built = BuildRecord.parse(self.packed)
             built.groups += [view.groups() for view in views]
             built.states += [len(view.optimizer.state) for view in views]
             self._set(built)
 
-    def is_from(self, built: Built | None) -> None:
+    def use_record(self, built: BuildRecord | None) -> None:
         """The script restored a checkpoint before it attached: what it had built is what that one knows."""
         if built is not None:
             self._set(built)

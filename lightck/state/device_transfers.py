@@ -42,7 +42,7 @@ class DeviceTransfer(Protocol):
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
         """Bytes of a tensor as they are now, whatever the computation still has to do."""
 
-    def copy_within(self, pairs: Sequence[Pair]) -> None:
+    def copy_on_device(self, pairs: Sequence[Pair]) -> None:
         """As ``send_in_order``, into memory on the device itself."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
@@ -60,10 +60,10 @@ class DeviceTransfer(Protocol):
     def unregister(self, memory: torch.Tensor) -> None:
         """It is not the device's any more. Nothing is on its way there."""
 
-    def enter(self) -> None:
+    def bind_thread(self) -> None:
         """Called on a thread before it sends."""
 
-    def note_update(self) -> None:
+    def add_update_stream(self) -> None:
         """The stream that is current here has been told to update."""
 
     def join_updates(self) -> None:
@@ -73,11 +73,11 @@ class DeviceTransfer(Protocol):
     def is_capturing(self) -> bool:
         """Whether what the stream that is current here is told is recorded for a graph, and not done."""
 
-    def give_back(self) -> None:
+    def release_host_memory(self) -> None:
         """Host memory that was got here and is not held any more goes back to the system."""
 
 
-def lies_dense(tensor: torch.Tensor) -> bool:
+def is_dense_tensor(tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory is one dense run of its bytes, in some order of dimensions."""
     if tensor.is_conj() or tensor.is_neg():
         return False
@@ -86,7 +86,7 @@ def lies_dense(tensor: torch.Tensor) -> bool:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor on its device: as they lie where it lies dense, else those of a contiguous copy."""
-    return _as_bytes(tensor.detach()) if lies_dense(tensor) else bytes_in_order(tensor)
+    return _as_bytes(tensor.detach()) if is_dense_tensor(tensor) else bytes_in_order(tensor)
 
 
 def bytes_in_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,26 +110,26 @@ class CudaTransfer:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Arrival:
-        return self._passed(self._computation())
+        return self._record_event(self._update_stream())
 
     def send(self, pairs: Sequence[Pair], after: Any) -> Arrival:
         self._stream.wait_event(after)
-        return self._sent(self._stream, pairs)
+        return self._enqueue_copies(self._stream, pairs)
 
     def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
-        arrival = self._sent(self._computation(), pairs)
-        self._hold_back(arrival)
+        arrival = self._enqueue_copies(self._update_stream(), pairs)
+        self._delay_next_writes(arrival)
         return arrival
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             return raw(tensor)[start : None if nbytes is None else start + nbytes].to("cpu")
 
-    def copy_within(self, pairs: Sequence[Pair]) -> None:
-        stream = self._computation()
+    def copy_on_device(self, pairs: Sequence[Pair]) -> None:
+        stream = self._update_stream()
         with torch.no_grad(), torch.cuda.stream(stream):
             torch._foreach_copy_([target for target, _ in pairs], [raw(tensor) for _, tensor in pairs])
-        self._hold_back(self._passed(stream))
+        self._delay_next_writes(self._record_event(stream))
 
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -148,10 +148,10 @@ class CudaTransfer:
     def unregister(self, memory: torch.Tensor) -> None:
         _registered.remove(memory, self._device)
 
-    def enter(self) -> None:
+    def bind_thread(self) -> None:
         torch.cuda.set_device(self._device)  # else a new thread makes itself a context on the first device
 
-    def note_update(self) -> None:
+    def add_update_stream(self) -> None:
         if self._is_joined:
             self._updated_on, self._is_joined = {}, False
         stream = torch.cuda.current_stream(self._device)
@@ -168,13 +168,13 @@ class CudaTransfer:
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def give_back(self) -> None:
+    def release_host_memory(self) -> None:
         # torch keeps pinned memory that is free for whoever wants some next. It has no public name for this.
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is not None:
             empty()
 
-    def _computation(self) -> torch.cuda.Stream:
+    def _update_stream(self) -> torch.cuda.Stream:
         """The stream of the last update. Another one may be current at a boundary, that of the next forward perhaps,
         which has joined the updates: what it was told so far comes before."""
         current = torch.cuda.current_stream(self._device)
@@ -183,22 +183,22 @@ class CudaTransfer:
             last.wait_stream(current)
         return last
 
-    def _hold_back(self, arrival: torch.cuda.Event) -> None:
+    def _delay_next_writes(self, arrival: torch.cuda.Event) -> None:
         """Whoever computes the next forward may change what is on its way."""
         for stream in {torch.cuda.current_stream(self._device), *self._updated_on}:
             stream.wait_event(arrival)
 
-    def _sent(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> torch.cuda.Event:
+    def _enqueue_copies(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> torch.cuda.Event:
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
                 for target, tensor in pairs:
                     target.copy_(raw(tensor), non_blocking=True)
         except BaseException:
-            self._passed(stream).synchronize()  # nothing stays under way that nobody knows of
+            self._record_event(stream).synchronize()  # nothing stays under way that nobody knows of
             raise
-        return self._passed(stream)
+        return self._record_event(stream)
 
-    def _passed(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def _record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         # Waits asleep: a processor is worth more to the loader.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
@@ -271,15 +271,15 @@ class Devices:
     def __init__(self) -> None:
         self._transfers: list[DeviceTransfer] = []
 
-    def look(self, tensors: Iterable[torch.Tensor]) -> None:
+    def set_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are the session's tensors now. Before the first update, so that it is noted."""
         transfers = (transfer_of(tensor) for tensor in tensors)
         self._transfers = list(dict.fromkeys(transfer for transfer in transfers if transfer is not None))
 
-    def note_updates(self) -> None:
+    def add_update_streams(self) -> None:
         """After an optimizer's step, on the thread that made it."""
         for transfer in self._transfers:
-            transfer.note_update()
+            transfer.add_update_stream()
 
     def join_updates(self) -> None:
         """At a boundary, before anything is read: another stream may be current than that of the update."""

@@ -19,7 +19,7 @@ def fingerprint() -> dict[str, object]:
 
 @lru_cache(maxsize=1)
 def _fingerprint(threads: int, is_deterministic: bool, cuda: str | None) -> dict[str, object]:
-    return values.Constant(
+    return values.ConstantDict(
         torch=str(torch.__version__),
         python=".".join(map(str, sys.version_info[:3])),
         machine=platform.machine(),

@@ -15,8 +15,8 @@ from torch import nn
 
 from lightck.errors import StateValueError
 from lightck.pool.format.layout import Entry
-from lightck.state.device_transfers import lies_dense
-from lightck.state.optimizer_wrappers import Place, has_own_state, inner_of, places
+from lightck.state.device_transfers import is_dense_tensor
+from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
 from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_script, refuse_unstorable
 
 _WRAPPERS = {
@@ -43,7 +43,7 @@ class Live:
     is_frozen: bool = False
     """A parameter that no optimizer step changes: it counts as a buffer until it has proved that it rests."""
 
-    def is_home(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the tensor is still the one that its module or optimizer holds."""
         return self.home is None or self.home.get(self.key) is self.tensor
 
@@ -68,7 +68,7 @@ def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 continue
             if any(child is one for one in path):
                 raise _within_itself(f"{prefix}{key}", child)
-            is_wrapped = key == wraps[kind] and not _would_be_two(module, key, child, path)
+            is_wrapped = key == wraps[kind] and not _has_name_clash(module, key, child, path)
             todo.append((prefix if is_wrapped else f"{prefix}{key}.", child, path))
     return found
 
@@ -81,7 +81,7 @@ def _within_itself(name: str, module: nn.Module) -> StateValueError:
     )
 
 
-def _would_be_two(wrapper: nn.Module, key: str, child: nn.Module, path: tuple[nn.Module, ...]) -> bool:
+def _has_name_clash(wrapper: nn.Module, key: str, child: nn.Module, path: tuple[nn.Module, ...]) -> bool:
     """Whether something of a wrapper's own would have the name of something that it wraps, without the prefix."""
     if len(wrapper._modules) == 1 and not wrapper._parameters and not wrapper._buffers:
         return False  # as nearly always
@@ -135,8 +135,8 @@ class ModelView:
     def tensors(self, trained: frozenset[int] | set[int] | None) -> list[Live]:
         """Every tensor once; a second name of the same tensor, or of the same memory, as an alias. ``trained``: ids of
         parameters that an optimizer updates; None where nobody asks which of them rest."""
-        firsts: dict[int, Live] = {}
-        places: dict[int, Live] = {}
+        by_id: dict[int, Live] = {}
+        by_address: dict[int, Live] = {}
         lives: list[Live] = []
         for home, key, name, role, layer in self._homes:
             tensor = home.get(key)
@@ -145,14 +145,14 @@ class ModelView:
             live = Live(name, role, tensor, home, key, layer)
             if role == "param" and trained is not None:
                 live.is_frozen = id(tensor) not in trained or not tensor.requires_grad
-            first = firsts.setdefault(id(tensor), live)
+            first = by_id.setdefault(id(tensor), live)
             if first is live:
                 address = address_of(tensor)
-                first = places.setdefault(address, live) if address else live
+                first = by_address.setdefault(address, live) if address else live
             if first is not live and (first.tensor is tensor or _is_same_memory(first.tensor, tensor)):
                 live.alias = first.alias or first.name
             lives.append(live)
-        _wake_shared(lives)
+        _unfreeze_shared(lives)
         return lives
 
     @property
@@ -215,7 +215,7 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _wake_shared(lives: list[Live]) -> None:
+def _unfreeze_shared(lives: list[Live]) -> None:
     """A still parameter in a storage that an update writes to, under whatever name, does not rest."""
     if any(live.is_frozen for live in lives):
         written = {storage_of(live.tensor) for live in lives if not live.is_frozen} - {0}
@@ -245,14 +245,14 @@ class OptimizerView:
     """One optimizer: its parameters by name, its groups' options, its state."""
 
     def __init__(
-        self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], place: Place, root: int
+        self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], role: WrapperRole, root: int
     ) -> None:
         """``root``: the update that its steps belong to. Where it ``wraps`` another one, that one's state has the names
         of the parameters."""
         self.index = index
         self.root = root
-        self.wraps = place.wraps
-        self.is_wrapped = place.is_wrapped
+        self.wraps = role.wraps
+        self.is_wrapped = role.is_wrapped
         self.optimizer = optimizer
         self._had: set[int] = set()
         self.refresh(names)
@@ -345,9 +345,9 @@ def optimizer_views(
 ) -> list[OptimizerView]:
     """A view of each optimizer that has state of its own, numbered after those that there are already."""
     found: list[OptimizerView] = []
-    for optimizer, place in zip(optimizers, places(optimizers), strict=True):
+    for optimizer, role in zip(optimizers, wrapper_roles(optimizers), strict=True):
         if not inner_of(optimizer) or has_own_state(optimizer):
-            found.append(OptimizerView(views + len(found), optimizer, names, place, followed + place.root))
+            found.append(OptimizerView(views + len(found), optimizer, names, role, followed + role.root))
     return found
 
 
@@ -366,7 +366,7 @@ def entry_of(live: Live) -> Entry:
     refuse_unstorable(live.name, tensor)
     shape = tuple(tensor.shape)
     stride = tuple(tensor.stride())
-    if not lies_dense(tensor):
+    if not is_dense_tensor(tensor):
         stride = contiguous_stride(shape)
     nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
     return Entry(
@@ -389,7 +389,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory is one dense run of its bytes on the CPU: it can be copied from there."""
-    return tensor.is_cpu and lies_dense(tensor)
+    return tensor.is_cpu and is_dense_tensor(tensor)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -406,6 +406,6 @@ def staged(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if is_plain(tensor):
         return tensor
-    if lies_dense(tensor):
+    if is_dense_tensor(tensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
     return tensor.resolve_conj().resolve_neg().to("cpu").contiguous()

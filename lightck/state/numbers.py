@@ -23,12 +23,12 @@ _ALWAYS = 3
 _LARGEST = 2**63
 
 
-class Numbers:
+class ModuleNumbers:
     """Of one session's model. Names with an underscore in front are modules' own business (torchmetrics counts so)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._checkpoints = self._signatures = 0
+        self._n_checkpoints = self._n_samples = 0
         self._last = {name: home[key] for name, home, key in _numbers(model)}
         self._changes: dict[str, int] = {}
         """At how many looks a number was another one than at the look before."""
@@ -36,19 +36,19 @@ class Numbers:
 
     def now(self) -> dict[str, int]:
         """At a checkpoint: the values of those that change, by ``module.attribute``."""
-        self._checkpoints += 1
-        n = self._checkpoints
+        self._n_checkpoints += 1
+        n = self._n_checkpoints
         if n <= _ALWAYS or n & (n - 1) == 0:
-            self._look()
-        often = [name for name, count in self._changes.items() if 2 * count > self._signatures]
+            self._sample()
+        often = [name for name, count in self._changes.items() if 2 * count > self._n_samples]
         found = ((name, *self._homes[name]) for name in often)
         return {name: home[key] for name, home, key in found if _is_number(home.get(key))}
 
-    def _look(self) -> None:
-        self._signatures += bool(self._changes)
+    def _sample(self) -> None:
+        self._n_samples += bool(self._changes)
         for name, home, key in _numbers(self._model):
             if self._last.get(name, home[key]) != home[key]:
-                self._signatures += not self._changes  # those before the first change say nothing
+                self._n_samples += not self._changes  # those before the first change say nothing
                 self._changes[name] = self._changes.get(name, 0) + 1
                 self._homes[name] = home, key
             self._last[name] = home[key]

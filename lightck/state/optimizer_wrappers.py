@@ -24,7 +24,7 @@ _DEPTH = 4
 def followed(optimizers: Iterable[object]) -> tuple[Any, ...]:
     """Every optimizer to follow, a wrapper before what it wraps. Raises ``TypeError`` and ``UnsupportedError``."""
     given = {id(o): o for o in optimizers}
-    wrapped: set[int] = set().union(*(inside(o) - {key} for key, o in given.items()))
+    wrapped: set[int] = set().union(*(wrapped_ids(o) - {key} for key, o in given.items()))
     found = tuple({id(o): o for key, top in given.items() if key not in wrapped for o in _members(top, ())}.values())
     for optimizer in found:
         refuse_unsupported(optimizer)
@@ -94,7 +94,7 @@ def has_own_state(optimizer: object) -> bool:
     return all(getattr(one, "state", None) is not state for one in inner_of(optimizer))
 
 
-def inside(optimizer: object) -> set[int]:
+def wrapped_ids(optimizer: object) -> set[int]:
     """ids of the optimizers that lie inside this one, at any depth."""
     found: set[int] = set()
     todo = inner_of(optimizer)
@@ -107,7 +107,7 @@ def inside(optimizer: object) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WrapperRole:
     """Where an optimizer stands among those that are followed. Positions are in their list."""
 
     outermost: int
@@ -119,22 +119,22 @@ class Place:
     """Whether it makes updates: one inside a root does not, nor does a wrapper that has no hooks."""
 
 
-def places(optimizers: Sequence[object]) -> list[Place]:
+def wrapper_roles(optimizers: Sequence[object]) -> list[WrapperRole]:
     positions = {id(o): i for i, o in enumerate(optimizers)}
-    nests = [[positions[key] for key in inside(o) - {id(o)} if key in positions] for o in optimizers]
+    wrapped = [[positions[key] for key in wrapped_ids(o) - {id(o)} if key in positions] for o in optimizers]
     hooked = list(map(_steps_with_hooks, optimizers))
-    outermost, root = list(range(len(nests))), list(range(len(nests)))
-    for i in sorted(range(len(nests)), key=lambda i: len(nests[i])):  # the outermost last: it has the last word
-        for inside_of in nests[i]:
-            outermost[inside_of] = i
-            root[inside_of] = i if hooked[i] else root[inside_of]
+    outermost, root = list(range(len(wrapped))), list(range(len(wrapped)))
+    for i in sorted(range(len(wrapped)), key=lambda i: len(wrapped[i])):  # the outermost last: it has the last word
+        for inner_index in wrapped[i]:
+            outermost[inner_index] = i
+            root[inner_index] = i if hooked[i] else root[inner_index]
     return [
-        Place(outermost[i], root[i], bool(nest), outermost[i] != i, root[i] == i and (hooked[i] or not nest))
-        for i, nest in enumerate(nests)
+        WrapperRole(outermost[i], root[i], bool(inner), outermost[i] != i, root[i] == i and (hooked[i] or not inner))
+        for i, inner in enumerate(wrapped)
     ]
 
 
-def loose_tensors(optimizer: object, known: Collection[int]) -> list[str]:
+def unsaved_tensors(optimizer: object, known: Collection[int]) -> list[str]:
     """Attributes that hold tensors outside ``state`` and ``param_groups``: nothing saves them. ``known``: ids of
     tensors that are saved elsewhere."""
     saved = {"state", "param_groups", "defaults"}
@@ -167,13 +167,13 @@ class ScalerWatch:
 
     def skipped(self) -> bool:
         """Whether one was updated since the last look without a step in between."""
-        scalers = enabled(self._objects).values()
+        scalers = enabled_scalers(self._objects).values()
         seen = tuple((float(scaler.get_scale()), int(scaler._get_growth_tracker())) for scaler in scalers)
         stepped, self._stepped = self._stepped, False
         moved, self._seen = seen != self._seen, seen
         return moved and not stepped and bool(seen)
 
 
-def enabled(objects: Mapping[str, object]) -> dict[str, torch.amp.GradScaler]:
+def enabled_scalers(objects: Mapping[str, object]) -> dict[str, torch.amp.GradScaler]:
     """The GradScalers that scale, by name."""
     return {n: obj for n, obj in objects.items() if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()}

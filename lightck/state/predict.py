@@ -36,7 +36,7 @@ _Rules = tuple[torch.dtype, torch.device, tuple[_Rule, ...]]
 def predict(view: OptimizerView) -> list[Entry] | None:
     """Entries for the state of every parameter of this optimizer; None where they cannot be foreseen."""
     try:
-        with rng.shielded():
+        with rng.preserved():
             return list(_predict(view))
     except Exception as err:
         log.info(
@@ -67,18 +67,18 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
 def _foreign_code(kind: type) -> str | None:
     """The first class or method of an optimizer's class that is none of torch's, by name."""
     for one in kind.__mro__[:-1]:
-        if not _is_torchs(one.__module__):
+        if not _is_torch_module(one.__module__):
             return one.__qualname__
         for name, value in vars(one).items():
             layer = getattr(value, "__func__", value)
             while layer is not None:  # what a decorator, or somebody's patch, was put around
-                if not _is_torchs(getattr(layer, "__globals__", {}).get("__name__", "torch")):
+                if not _is_torch_module(getattr(layer, "__globals__", {}).get("__name__", "torch")):
                     return f"{one.__qualname__}.{name}"
                 layer = getattr(layer, "__wrapped__", None)
     return None
 
 
-def _is_torchs(module: str) -> bool:
+def _is_torch_module(module: str) -> bool:
     """``typing_extensions``: torch marks methods as deprecated by it."""
     return module.partition(".")[0] in ("torch", "typing_extensions")
 

@@ -11,7 +11,7 @@ from lightck.errors import UnsupportedError
 log = logging.getLogger("lightck")
 
 
-def of_several() -> tuple[int, int] | None:
+def rank_and_world_size() -> tuple[int, int] | None:
     """Rank and number of ranks, where this process is in a process group of several; else None."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
@@ -19,10 +19,10 @@ def of_several() -> tuple[int, int] | None:
     return dist.get_rank(), dist.get_world_size()
 
 
-def is_one_of_several() -> bool:
+def check_rank() -> bool:
     """Warns where this is the first of several ranks. Raises ``UnsupportedError`` on the others: with a pool for each
     rank they would resume at different steps, and nothing would say so."""
-    place = of_several()
+    place = rank_and_world_size()
     if place is None:
         return False
     rank, n_ranks = place

@@ -99,7 +99,7 @@ def capture() -> RngState:
 
 
 @contextmanager
-def shielded() -> Iterator[RngState]:
+def preserved() -> Iterator[RngState]:
     """Put all global generators back at the end, also after an exception. Yields the state that will be put back."""
     before = capture()
     try:
@@ -224,15 +224,15 @@ class ForkWatch:
 
     def __init__(self) -> None:
         self._at_attach = _references()
-        self._is_mid_batch = False
+        self._is_inside_fork = False
         self._is_reported = False
 
     def updated(self) -> None:
-        self._is_mid_batch = _references() > self._at_attach
+        self._is_inside_fork = _references() > self._at_attach
 
     def closed_later(self) -> None:
         """By a forward or the next update: the version holds the random state of right after its update. Warns once."""
-        if self._is_mid_batch and not self._is_reported:
+        if self._is_inside_fork and not self._is_reported:
             self._is_reported = True
             log.warning(
                 "lightck: an update was made within torch.random.fork_rng(), and its checkpoint is closed by "

@@ -37,10 +37,10 @@ def version_counter_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-Reading = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+MemoryLayout = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
 
 
-def reading_of(tensor: torch.Tensor) -> Reading:
+def memory_layout_of(tensor: torch.Tensor) -> MemoryLayout:
     """Where the bytes of a tensor begin, and how they are read: shape, stride, dtype, conjugated, negated. ``.data =``
     can change any of it alone, on the same object."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -61,23 +61,23 @@ class Signatures:
         self._dtypes = list(map(_dtype, tensors))
         has_complex = any(dtype.is_complex for dtype in set(self._dtypes))
         self._complex = [tensor for tensor in tensors if tensor.is_complex()] if has_complex else []
-        self._readings = list(map(reading_of, self._complex))
+        self._layouts = list(map(memory_layout_of, self._complex))
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         return (
             all_equal(map(torch.Tensor.data_ptr, self.tensors), self.addresses)
             and all_equal(map(_shape, self.tensors), self.shapes)
             and all_equal(map(torch.Tensor.stride, self.tensors), self._strides)
             and all_same(map(_dtype, self.tensors), self._dtypes)
-            and all_equal(map(reading_of, self._complex), self._readings)
+            and all_equal(map(memory_layout_of, self._complex), self._layouts)
         )
 
     def changed(self) -> set[int]:
         """Positions of those that do not hold."""
         was = zip(self.addresses, self.shapes, self._strides, self._dtypes, strict=True)
-        now = map(reading_of, self.tensors)
-        turned = map(reading_of, self._complex)
-        other = {id(t) for t, a, b in zip(self._complex, turned, self._readings, strict=True) if a != b}
+        now = map(memory_layout_of, self.tensors)
+        turned = map(memory_layout_of, self._complex)
+        other = {id(t) for t, a, b in zip(self._complex, turned, self._layouts, strict=True) if a != b}
         return {
             i
             for i, (tensor, a, b) in enumerate(zip(self.tensors, now, was, strict=True))
@@ -92,20 +92,20 @@ class VersionCounters:
         self._tensors = tensors
         self._of: Callable[[torch.Tensor], int] = _version
         try:
-            self.checkpoints = list(map(self._of, tensors))
+            self.counters = list(map(self._of, tensors))
         except RuntimeError:  # one of them has none: asking each before would cost at every step
             self._of = version_counter_of
-            self.checkpoints = list(map(self._of, tensors))
+            self.counters = list(map(self._of, tensors))
 
-    def hold(self) -> bool:
-        return all_equal(map(self._of, self._tensors), self.checkpoints)
+    def are_unchanged(self) -> bool:
+        return all_equal(map(self._of, self._tensors), self.counters)
 
     def changed(self) -> set[int]:
         """Positions of those that do not hold."""
-        return {i for i, moved in enumerate(map(ne, map(self._of, self._tensors), self.checkpoints)) if moved}
+        return {i for i, moved in enumerate(map(ne, map(self._of, self._tensors), self.counters)) if moved}
 
 
-class Places:
+class Registrations:
     """Which tensor each module or optimizer holds under which key. KeyError from ``hold`` where a key is gone."""
 
     def __init__(self, lives: Sequence[Live]) -> None:
@@ -114,12 +114,12 @@ class Places:
         self._keys = [live.key for live in housed]
         self._tensors = [live.tensor for live in housed]
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         return all_same(map(getitem, self._homes, self._keys), self._tensors)
 
 
 _grads = attrgetter("requires_grad")
-_UNASKABLE = (KeyError, TypeError, RuntimeError, NotImplementedError, ValueError)
+_UNREADABLE = (KeyError, TypeError, RuntimeError, NotImplementedError, ValueError)
 """What a tensor without memory of its own answers, or a place that is gone."""
 
 
@@ -134,7 +134,7 @@ class TensorList:
         self.token = object()
         """Tells this roster from every other, for who must not keep an optimizer alive."""
         self._vacant = list(vacant)
-        self._places = Places(lives)
+        self._registrations = Registrations(lives)
         self._signatures = Signatures([live.tensor for live in lives])
         self._params = [live.tensor for live in lives if live.role == "param"]
         self._grads = list(map(_grads, self._params))
@@ -145,18 +145,18 @@ class TensorList:
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
         """By index of the view: the parameters whose state is not only tensors, to be read at every boundary."""
 
-    def holds(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether naming everything anew would find just this."""
         try:
             return (
-                self._places.hold()
+                self._registrations.are_unchanged()
                 and not any(home.get(key) is not None for home, key in self._vacant)
-                and self._signatures.hold()
+                and self._signatures.are_unchanged()
                 and all_same(map(_grads, self._params), self._grads)
                 and (self._storages is None or all_equal(map(storage_of, self._signatures.tensors), self._storages))
-                and all(signature.holds() for signature in self._states)
+                and all(signature.is_unchanged() for signature in self._states)
             )
-        except _UNASKABLE:
+        except _UNREADABLE:
             return False
 
 
@@ -166,7 +166,7 @@ def tensor_list_of(
     """None where some tensor cannot be asked all of it: then everything is named anew each time."""
     try:
         return TensorList(lives, vacant, views)
-    except _UNASKABLE:
+    except _UNREADABLE:
         return None
 
 
@@ -183,7 +183,7 @@ class _StateSignature:
         self._mixed = [state[p] for _, p in self.with_values]
         self._directs = list(map(_n_direct, self._mixed))
 
-    def holds(self) -> bool:
+    def is_unchanged(self) -> bool:
         state = self.view.optimizer.state
         return (
             len(state) == len(self._keys)

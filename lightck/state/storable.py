@@ -49,16 +49,16 @@ _PLAIN_TENSORS = frozenset((torch.Tensor, nn.Parameter))
 _KEEP_OUT = "or keep it out of what is saved (a buffer with persistent=False) and build it anew in each run"
 
 
-def refuse_unstorable(name: str, tensor: torch.Tensor, fate: str = "stored") -> None:
+def refuse_unstorable(name: str, tensor: torch.Tensor, action: str = "stored") -> None:
     """Raises ``StateValueError`` for a tensor that a pool cannot hold. ``fate``: what it was to be."""
     if not is_name(name):
         raise StateValueError(
             f"The tensor {name[:60]!r}... cannot be stored: its name has more than {NAME_NBYTES_MAX} bytes, or a NUL "
             "in it. A name joins the keys on the way to a tensor. Use shorter keys."
         )
-    why = why_not(tensor)
+    why = unstorable_reason(tensor)
     if why is not None:
-        raise StateValueError(f"The tensor {name!r} cannot be {fate}: {why[0]}. {why[1]}.")
+        raise StateValueError(f"The tensor {name!r} cannot be {action}: {why[0]}. {why[1]}.")
 
 
 def refuse_script(prefix: str, module: nn.Module) -> None:
@@ -71,9 +71,9 @@ def refuse_script(prefix: str, module: nn.Module) -> None:
         )
 
 
-def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
+def unstorable_reason(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Reason and cure, where a tensor is more, or less, than an array of plain bytes in memory."""
-    if type(tensor) not in _PLAIN_TENSORS and (why := _why_not_type(tensor)):
+    if type(tensor) not in _PLAIN_TENSORS and (why := _reason_by_type(tensor)):
         return why
     if tensor.is_nested:
         return "it is a nested tensor, a list of tensors of several shapes", f"Keep its parts apart, {_KEEP_OUT}"
@@ -83,7 +83,7 @@ def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
         cure = f"Give it memory (model.to_empty) and fill it before attach, {_KEEP_OUT}"
         return "it is on the meta device and has no bytes", cure
     if tensor.dtype not in _NAMES:
-        return _why_not_dtype(tensor.dtype)
+        return _reason_by_dtype(tensor.dtype)
     if tensor.numel() and not _is_backed(tensor):
         return (
             "its storage was freed or is smaller than its shape",
@@ -92,7 +92,7 @@ def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-def _why_not_type(tensor: torch.Tensor) -> tuple[str, str] | None:
+def _reason_by_type(tensor: torch.Tensor) -> tuple[str, str] | None:
     kind = type(tensor)
     if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         return "it is lazy and has no shape yet", "Call the model once on a batch, build its optimizer, then attach"
@@ -109,7 +109,7 @@ def _why_not_type(tensor: torch.Tensor) -> tuple[str, str] | None:
     )
 
 
-def _why_not_dtype(dtype: torch.dtype) -> tuple[str, str]:
+def _reason_by_dtype(dtype: torch.dtype) -> tuple[str, str]:
     name = str(dtype).removeprefix("torch.")
     if name.startswith(("qint", "quint")):
         return (
@@ -165,7 +165,7 @@ def is_key(value: object) -> bool:
     return kind in _SCALARS or (kind in _GROUPS and all(map(is_key, value)))  # type: ignore[call-overload]
 
 
-def collide(keys: Collection[object]) -> bool:
+def has_many_collisions(keys: Collection[object]) -> bool:
     """Whether so many keys have a hash that another one has too that no program made them by chance.
 
     Python's hash of numbers is known, so that anybody can make as many different keys of one hash as he likes, and a

@@ -27,10 +27,10 @@ from lightck.state.storable import (
     NUMPY_CODES,
     NUMPY_SCALARS,
     PLAIN,
-    collide,
     dtype_name,
+    has_many_collisions,
     is_key,
-    why_not,
+    unstorable_reason,
 )
 
 T = TypeVar("T")
@@ -75,14 +75,14 @@ def pack(
     return _Packer(path, large, large_nbytes).encode(value)
 
 
-class Constant(dict[Any, object]):
+class ConstantDict(dict[Any, object]):
     """A dict that nobody changes, nor what lies in it: it is packed once. On disk, and when read back, it is a dict."""
 
     __slots__ = ("packed",)
     packed: bytes | None
 
 
-class Repeated:
+class CachedPacker:
     """Packs one value at many checkpoints, anew only where it is another one than at the checkpoint before."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class _Packer:
     def encode(self, value: object) -> bytes:
         handler = _ENCODE.get(type(value))
         if handler is None:
-            raise self.refused(value, _why_not(value))
+            raise self.refused(value, _refusal_reason(value))
         try:
             return handler(self, value)
         except OverflowError as error:
@@ -191,7 +191,7 @@ class _Packer:
 
     def pairs(self, value: Mapping[object, object]) -> bytes:
         self._check_depth(value)
-        if collide(value):
+        if has_many_collisions(value):
             raise self.refused(value, "its keys have the same hash")
         path, out = self._path, [self.header(len(value))]
         for key, item in value.items():
@@ -202,7 +202,7 @@ class _Packer:
             path.pop()
         return b"".join(out)
 
-    def constant(self, value: Constant) -> bytes:
+    def constant(self, value: ConstantDict) -> bytes:
         packed = getattr(value, "packed", None)
         if packed is None:
             packed = value.packed = self.ext(DICT, self.pairs(value))
@@ -212,7 +212,7 @@ class _Packer:
         for item in value:
             if not is_key(item):
                 raise self.refused(value, f"an item of it is a {type(item).__qualname__}, which is not equal by value")
-        if collide(value):
+        if has_many_collisions(value):
             raise self.refused(value, "its items have the same hash")
         # Sorted, so that equal sets give equal bytes whatever the hash seed.
         return self.header(len(value)) + b"".join(sorted(self.items(value)))
@@ -234,7 +234,7 @@ class _Packer:
         return self.ext(SCALAR, _PAIR + self._native(NUMPY_SCALARS[type(value)]) + self._native(value.tobytes()))
 
     def tensor(self, value: torch.Tensor) -> bytes:
-        why = why_not(value)
+        why = unstorable_reason(value)
         if why is not None:
             raise self.refused(value, f"{why[0]} ({why[1]})")
         dtype = dtype_name(value.dtype)
@@ -263,7 +263,7 @@ class _Packer:
         return ctypes.string_at(dense.data_ptr(), nbytes) if nbytes else b""
 
 
-def _why_not(value: object) -> str:
+def _refusal_reason(value: object) -> str:
     for kind in (torch.Tensor, np.ndarray, *_ENCODE):
         if isinstance(value, kind):
             return f"it is a subclass of {kind.__qualname__}, and what it adds would be lost"
@@ -283,7 +283,7 @@ _ENCODE: dict[type, Callable[[_Packer, Any], bytes]] = {
     list: _Packer.sequence,
     tuple: lambda packer, value: packer.ext(TUPLE, packer.sequence(value)),
     dict: lambda packer, value: packer.ext(DICT, packer.pairs(value)),
-    Constant: _Packer.constant,
+    ConstantDict: _Packer.constant,
     OrderedDict: lambda packer, value: packer.ext(ORDERED_DICT, packer.pairs(value)),
     Counter: lambda packer, value: packer.ext(COUNTER, packer.pairs(value)),
     defaultdict: _encode_default_dict,
@@ -406,7 +406,7 @@ class _Reader:
 
     def _extension(self, size: int, depth: int) -> object:
         code = self._take(1)[0]
-        read = _RAISE.get(code)
+        read = _DECODE.get(code)
         if read is None or depth >= _LEAF:
             raise _corrupt(f"extension type {code} is not known here")
         outer, self._end = self._end, self._pos + size
@@ -435,14 +435,14 @@ class _Reader:
             if not is_key(keys[-1]):
                 raise _corrupt(f"a {type(keys[-1]).__qualname__} is the key of a dict")
             items.append(self.value(depth + 1))
-        out = dict(zip(keys, items, strict=True)) if not collide(keys) else {}
+        out = dict(zip(keys, items, strict=True)) if not has_many_collisions(keys) else {}
         if len(out) != count:
             raise _corrupt("a dict has a key twice, or too many of one hash")
         return out
 
     def members(self, depth: int) -> list[object]:
         items = self.sequence(depth)
-        if not all(map(is_key, items)) or collide(items) or len(set(items)) != len(items):
+        if not all(map(is_key, items)) or has_many_collisions(items) or len(set(items)) != len(items):
             raise _corrupt("a set holds an item twice, or one that cannot be in a set")
         return items
 
@@ -478,14 +478,14 @@ class _Reader:
             raise _corrupt(f"the large tensor {name!r} is not in the version") from None
 
 
-def _raise_big_int(reader: _Reader, _depth: int) -> int:
+def _decode_big_int(reader: _Reader, _depth: int) -> int:
     raw = reader.exactly(bytes)
     if len(raw) > INT_NBYTES_MAX:
         raise _corrupt(f"an int has {len(raw)} bytes")
     return int.from_bytes(raw, "little", signed=True)
 
 
-def _raise_deque(reader: _Reader, depth: int) -> deque[object]:
+def _decode_deque(reader: _Reader, depth: int) -> deque[object]:
     reader.fields(2)
     limit = reader.value(_LEAF)
     items = reader.sequence(depth)
@@ -510,7 +510,7 @@ def _array_fields(
     return dtype, shape, bytearray(raw)
 
 
-def _raise_array(reader: _Reader, _depth: int) -> npt.NDArray[np.generic]:
+def _decode_array(reader: _Reader, _depth: int) -> npt.NDArray[np.generic]:
     dtype, shape, raw = _array_fields(reader, _NUMPY_DTYPES, "numpy array")
     try:
         return np.frombuffer(raw, dtype).reshape(shape)
@@ -518,7 +518,7 @@ def _raise_array(reader: _Reader, _depth: int) -> npt.NDArray[np.generic]:
         raise _corrupt(f"numpy cannot make an array of shape {shape} ({error})") from None
 
 
-def _raise_scalar(reader: _Reader, _depth: int) -> object:
+def _decode_scalar(reader: _Reader, _depth: int) -> object:
     reader.fields(2)
     dtype = _SCALAR_DTYPES.get(reader.exactly(str))
     raw = reader.exactly(bytes)
@@ -527,7 +527,7 @@ def _raise_scalar(reader: _Reader, _depth: int) -> object:
     return np.frombuffer(raw, dtype)[0]
 
 
-def _raise_tensor(reader: _Reader, _depth: int) -> torch.Tensor:
+def _decode_tensor(reader: _Reader, _depth: int) -> torch.Tensor:
     dtype, shape, raw = _array_fields(reader, DTYPES, "tensor")
     try:
         if not raw:
@@ -550,7 +550,7 @@ _SIZED: dict[int, tuple[int, Callable[[_Reader, int, int], object]]] = {
     **{0xD9 + index: (1 << index, _Reader._text) for index in range(3)},
     **{0xDC + index: (2 << index, _Reader._list) for index in range(2)},
 }
-_RAISE: dict[int, Callable[[_Reader, int], object]] = {
+_DECODE: dict[int, Callable[[_Reader, int], object]] = {
     TUPLE: lambda reader, depth: tuple(reader.sequence(depth)),
     DICT: _Reader.pairs,
     ORDERED_DICT: lambda reader, depth: OrderedDict(reader.pairs(depth)),
@@ -558,10 +558,10 @@ _RAISE: dict[int, Callable[[_Reader, int], object]] = {
     DEFAULT_DICT: lambda reader, depth: defaultdict(None, reader.pairs(depth)),
     SET: lambda reader, depth: set(reader.members(depth)),
     FROZENSET: lambda reader, depth: frozenset(reader.members(depth)),
-    DEQUE: _raise_deque,
-    BIG_INT: _raise_big_int,
-    ARRAY: _raise_array,
-    SCALAR: _raise_scalar,
-    TENSOR: _raise_tensor,
+    DEQUE: _decode_deque,
+    BIG_INT: _decode_big_int,
+    ARRAY: _decode_array,
+    SCALAR: _decode_scalar,
+    TENSOR: _decode_tensor,
     LARGE_TENSOR: _Reader.large,
 }

@@ -122,7 +122,7 @@ def check(program: Program, kills: list[list[int]] | None = None) -> Host:
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
-    with rng.shielded():
+    with rng.preserved():
         yield
 
 
@@ -484,7 +484,7 @@ def test_a_state_that_the_loader_refuses():
 
 @pytest.fixture(scope="module")
 def checkpoint() -> bytes:
-    with rng.shielded():
+    with rng.preserved():
         return run(train(IN_PROCESS["generator"]), seed=1).checkpoints[8][1]
 
 

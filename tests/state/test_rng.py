@@ -26,7 +26,7 @@ def draws() -> tuple:
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
-    with rng.shielded():
+    with rng.preserved():
         yield
 
 
@@ -46,7 +46,7 @@ def test_shielded_also_after_an_error():
     state = rng.capture()
     expected = draws()
     state.restore()
-    with contextlib.suppress(KeyError), rng.shielded():
+    with contextlib.suppress(KeyError), rng.preserved():
         draws()
         raise KeyError
     assert draws() == expected

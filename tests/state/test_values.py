@@ -381,20 +381,20 @@ def packed_or_refused(pack: Callable[..., bytes], value: object) -> bytes | str:
 @given(st.lists(near | storable, max_size=8))
 def test_what_is_packed_again_is_what_is_packed_anew(seen):
     """Values that are equal in Python and differ in type, order or bits follow each other."""
-    again = values.Repeated()
+    again = values.CachedPacker()
     for value in [item for item in seen for _ in range(2)]:
         assert packed_or_refused(again.pack, value) == packed_or_refused(values.pack, value)
 
 
 def test_a_changed_tensor_among_the_options_is_packed_anew():
-    again, lr = values.Repeated(), torch.tensor(0.1)
+    again, lr = values.CachedPacker(), torch.tensor(0.1)
     first = again.pack({"lr": lr}, path="x")
     lr.mul_(2)
     assert again.pack({"lr": lr}, path="x") == values.pack({"lr": lr}, path="x") != first
 
 
 def test_a_constant_is_a_dict_that_is_packed_once():
-    constant = values.Constant(a=1, b=[torch.ones(2)])
+    constant = values.ConstantDict(a=1, b=[torch.ones(2)])
     assert values.pack(constant, path="x") == values.pack(dict(constant), path="x")
     assert values.pack([constant, constant], path="x") == values.pack([dict(constant)] * 2, path="x")
     assert type(there_and_back(constant)) is dict

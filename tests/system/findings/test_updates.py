@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightck.state.numbers import Numbers
+from lightck.state.numbers import ModuleNumbers
 
 from .harness import Bench
 from .programs.updates import Longest, Queue
@@ -81,7 +81,7 @@ def test_what_is_seen_by_its_first_update_only_is_reported(name: str, warning: s
 
 def test_numbers_that_change_now_and_then_are_not_kept() -> None:
     model = torch.nn.ModuleList([Queue(), Longest()])
-    numbers = Numbers(model)
+    numbers = ModuleNumbers(model)
     assert numbers.now() == {}, "as attach asks"
     for n in range(1, 9):
         model[0].push(torch.ones(4))
