@@ -1,10 +1,10 @@
-"""Whether a version closes within a batch of a session loader: its position counts that batch as a whole.
+"""Whether a checkpoint closes within a batch of a session loader, whose position counts that batch as a whole.
 
-Where an event other than ``next()`` and ``end_step()`` closes a version in mid-pass, the loop holds a batch that it has
-not finished, or has fetched in eval mode already. Else it shows at the boundary after it, where nothing was fetched in
-between, and that with two batches: it happens once where a loop turns to another source. A loader that stands still
-while another one goes on may be one that gives a batch now and then, which is right, unless the other one's passes run
-inside its batches.
+If an event other than ``next()`` and ``end_step()`` closes a checkpoint in mid-pass, the loop holds a batch that it has
+not finished, or has already fetched the next one in eval mode, in which ``next()`` closes nothing. Otherwise the next
+boundary shows it, if no loader fetched anything in between. This has to happen with two batches, because it happens
+once when a loop turns to another source. A loader whose count is unchanged while another one goes on may be one that
+yields a batch only now and then, which is correct, unless the passes of the other one run inside its batches.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ _PassAndCount = tuple["Pass | None", int]
 
 
 class MidBatch:
-    """Looks at each boundary, saved or not; the loaders tell the user."""
+    """Checks each boundary, saved or not, and lets the loaders warn the user."""
 
     def __init__(self, loaders: Sequence[SessionLoader]) -> None:
         self._loaders = loaders
         self._saved: tuple[int, list[_PassAndCount]] | None = None
-        """The boundary before, where its version was saved: its step, and where each loader stood."""
+        """The last boundary, if its checkpoint was saved: its step, and the pass and count of each loader."""
         self._unchanged_since: dict[str, _PassAndCount] = {}
-        """Where a loader stood when nothing was fetched between two boundaries."""
+        """Pass and count of a loader at the first boundary before which nothing was fetched."""
 
     def fetches(self, loader: SessionLoader, in_eval: bool) -> None:
-        """``next()`` of this loader, in this mode of the model."""
+        """Record a ``next()`` of this loader. ``in_eval``: whether the model is in eval mode."""
         loader.in_eval = in_eval
         now = tick()
         for each in self._loaders if not in_eval else ():
             each.fetched_to_train = now
 
     def holds_batch(self, step: int) -> bool:
-        """Whether the loop has a batch in hand on which the last update was made. A forward that comes then may only be
-        looked at (logged), and the next ``next()`` is the boundary; where another update comes instead, that is told at
-        its own boundary, and from then on forwards close versions again."""
+        """Whether the loop holds a batch on which the last update was made. A forward at this point may only be for
+        logging, and the next ``next()`` is the boundary. If another update comes first, its own boundary warns, and
+        from then on forwards close checkpoints again."""
         return any(
             _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
         )
 
     def boundary(self, event: Event, step: int, is_saved: bool) -> None:
-        """Before the version of ``step`` is captured, where it is."""
+        """Check a boundary, before the checkpoint of ``step`` is captured if it is saved."""
         if not self._loaders:
             return
         counts = [_pass_and_count(loader.current_pass) for loader in self._loaders]
@@ -60,7 +60,7 @@ class MidBatch:
         self._saved = (step, counts) if is_saved else None
 
     def _compare(self, counts: list[_PassAndCount], step: int, before: list[_PassAndCount]) -> None:
-        """With the boundary before this one, which saved ``step``."""
+        """Compare with the last boundary, which saved ``step``."""
         unchanged = [now[0] is then[0] and now[1] == then[1] for now, then in zip(counts, before, strict=False)]
         has_changed = len(counts) > len(before) or not all(unchanged)
         for loader, (pass_, given), is_unchanged in zip(self._loaders, counts, unchanged, strict=False):
@@ -84,8 +84,8 @@ def _is_mid_batch(pass_: Pass | None, step: int) -> bool:
 
 
 def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
-    """Begun with the batch that the other one gave last, with no update and no end of a pass in between; and updates
-    are made in it."""
+    """Whether the inner pass began with the batch that the outer one gave last, with no update and no end of a pass in
+    between, and updates are made in it."""
     if inner is None or not inner.has_trained(step):
         return False
     return inner.after < outer.fetched < inner.begun and inner.updates == outer.fetched_at

@@ -1,4 +1,4 @@
-"""Where a loader stands: what a version says of it, read back from untrusted values."""
+"""The position of a loader: what a checkpoint says about it, and how it is read back from untrusted values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from lightck.state.rng import RngState
 
 _GENERATORS_MAX = 16
 VERSION = 2
-"""Of a position. Since 2 its identity and its generators are also those of a DataLoader inside a wrapper."""
+"""Format of a position. Since 2 its identity and its generators include those of a DataLoader inside a wrapper."""
 
 Identity = dict[str, "str | int | None"]
 
 
 class RngSnapshot:
-    """The global generators and the loader's own at one moment. The storable form is made once, when asked for."""
+    """The states of the global generators and the loader's own at one moment. Its storable form is computed once, on
+    demand."""
 
     __slots__ = ("_value", "generators", "rng")
 
@@ -56,21 +57,21 @@ def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
 
 
 def corrupt(reason: str) -> CorruptPoolError:
-    return CorruptPoolError(f"the saved position of a loader is damaged: {reason}; recover an older version")
+    return CorruptPoolError(f"the saved position of a loader is damaged: {reason}; recover an older checkpoint")
 
 
 @dataclass(slots=True)
 class PassState:
-    """How far a pass has come, and what a replay needs to come there again.
+    """How far a pass has come, and what a replay to this place needs.
 
-    The random states: ``at_iter``, from which the pass's ``iter()`` drew its order and the workers' seeds;
-    ``at_first``, from which the first batch was fetched, since a loop may draw in between; ``last``, before the
-    ``next()`` that gave the last batch (None where a worker fetched it); ``before_last``, the one before that, for a
-    loader that fetches a batch ahead of those that it gives. ``checksum`` is of the last batch given (saved as
-    "content"; what older versions saved as "checksum" was computed otherwise and is not compared). ``inner`` is a
-    stateful loader's own state; for one of Accelerate's that before the pass, and ``passes`` is the number by which it
-    tells samplers the epoch. ``objects``: packed states of objects in ``state=`` that lie in the loader, before the
-    pass; ``raised``: batches given before a ``next()`` that raised -> how often it did.
+    Random states: ``at_iter``, from which ``iter()`` drew the pass's order and the workers' seeds; ``at_first``, from
+    which the first batch was fetched, because a loop may draw in between; ``last``, before the ``next()`` that gave the
+    last batch (None if a worker fetched it); ``before_last``, the one before that, for a loader that fetches one batch
+    ahead of those that it gives. ``given``: batches given. ``checksum``: of the last batch given (saved as "content";
+    older pools have another checksum as "checksum", which is not compared). ``inner``: a stateful loader's own state;
+    for Accelerate's, the state before the pass. ``pass_number``: the number from which Accelerate's loader tells
+    samplers the epoch. ``objects``: packed states, before the pass, of objects in ``state=`` that are part of the
+    loader. ``raised``: batches given before a ``next()`` that raised -> how often it raised.
     """
 
     at_iter: RngSnapshot | None = None
@@ -87,13 +88,13 @@ class PassState:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a version says about one loader.
+    """What a checkpoint says about one loader.
 
-    ``trained``: updates were made in this pass. ``at_base``: the ``at_iter`` of the pass that started persistent
-    workers. ``version`` is 1 where the pool is older than `VERSION`.
-    ``previews``: passes without an update that the process had begun and left before its first update;
-    ``previews_in_loop``: later ones came too. ``used_again``: updates were made on batches of the last pass after it
-    ended.
+    ``kind``: "plain" or "stateful". ``epoch``: passes finished. ``live``: a pass is under way. ``trained``: updates
+    were made in this pass. ``at_workers``: the ``at_iter`` of the pass that started persistent workers. ``version``: 1
+    in pools older than `VERSION`. ``previews``: passes without an update that the process had begun and left before its
+    first update; ``previews_in_loop``: there were later ones too. ``used_again``: updates were made on batches of the
+    last pass after it ended.
     """
 
     kind: str
@@ -193,7 +194,7 @@ class Position:
         return [snapshot for snapshot in snapshots if snapshot is not None]
 
     def before(self, index: int) -> RngSnapshot | None:
-        """The random state before the ``next()`` that gave batch ``index`` of the pass, where it is known."""
+        """Return the random state before the ``next()`` that gave batch ``index`` of the pass, if known."""
         if index == self.state.given - 1 and self.state.last is not None:
             return self.state.last
         if index == self.state.given - 2 and self.state.before_last is not None:
@@ -201,14 +202,14 @@ class Position:
         return self.state.at_first if index == 0 else None
 
     def before_its_pass(self) -> Position:
-        """The same loader at the beginning of this pass, which is not counted."""
+        """Return the position at the beginning of this pass, without counting the pass."""
         if not self.live:
             return self
         state = replace(self.between_passes().state, inner=None if self.kind == "stateful" else self.state.inner)
         return replace(self.between_passes(), epoch=self.epoch, state=state)
 
     def with_last_only(self) -> Position:
-        """For a replay in which all batches but the last one were passed over already."""
+        """Return the position for a replay that has skipped all batches but the last one."""
         given, raised = self.state.given, self.state.raised
         left = {1: raised[given]} if given in raised else {}
         return replace(
@@ -216,7 +217,7 @@ class Position:
         )
 
     def between_passes(self) -> Position:
-        """The same loader with its pass put down, and counted."""
+        """Return the position after this pass, which is abandoned and counted."""
         kept = PassState(checksum=self.state.checksum, inner=self.state.inner, pass_number=self.state.pass_number)
         return replace(self, epoch=self.epoch + 1, live=False, trained=False, state=kept)
 
@@ -246,7 +247,7 @@ _LATER: dict[str, object] = {
     "previews_in_loop": False,
     "used_again": False,
 }
-"""What older pools do not have, and what it is for them."""
+"""Keys that older pools do not have, and their values there."""
 _KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)
 
 
@@ -266,5 +267,5 @@ def _read_raised(value: object, given: int) -> dict[int, int]:
     return dict(value)
 
 
-def same_snapshot(left: RngSnapshot | None, right: RngSnapshot | None) -> bool:
+def same_rng(left: RngSnapshot | None, right: RngSnapshot | None) -> bool:
     return values.pack(left and left.to_value(), path="r") == values.pack(right and right.to_value(), path="r")

@@ -1,14 +1,13 @@
-"""Going again through the batches that a pass gave before it was saved: fetched and dropped.
+"""Replay of the batches that a pass gave before it was saved: they are fetched again and dropped.
 
 A loader may fetch ahead of what it gives. One that is a batch ahead (Accelerate's, timm's prefetcher) fetches two at
-its first ``next()``, and at ``next()`` number k the batch k + 1, with the loop's own draws in between. So the states
-before the last two ``next()`` are set again: the batch that was given last and the one that waits in the loader are
-drawn as they were. A loader that fetches two batches ahead gives another last batch, and its checksum says so.
+its first ``next()``, and batch k + 1 at ``next()`` number k, with the loop's own draws in between. So the random states
+before the last two ``next()`` are set again: the last batch given and the one that waits in the loader are drawn as
+before. A loader that fetches two batches ahead gives another last batch, and the checksum detects it.
 
-``session.loader(dl, replay="skip")`` draws what was given before from the sampler alone. Of the batches before only the
-last one is fetched, and compared with the one that was given. What a dataset draws from a generator of its own, counts
-or keeps while it fetches is missing then, and what it draws from a global generator inside a worker: so this is the
-user's choice.
+``session.loader(dl, replay="skip")`` draws the batches given before from the sampler only, fetches just the last one,
+and compares it. Random numbers that a dataset draws from its own generator, or from a global generator inside a worker,
+and state that it changes while it fetches, are then missing: so this is the user's choice.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _REPORT_SECONDS = 10.0
 
 
 class PassTooShort(Exception):
-    """The loader has fewer batches than were given; its argument says how many."""
+    """The pass has fewer batches than were given; the argument is their number."""
 
 
 def replay(
@@ -39,9 +38,9 @@ def replay(
     progress: Progress,
     warn_recovered: Callable[[int], None],
 ) -> object:
-    """Fetch and drop what was given before: each worker's random stream and the prefetching run along. Returns the last
-    batch. Fetches that raised, and which the loop passed over, are made again: ``tell_healed`` is called with the place
-    of one that gives a batch now. Raises ``EndedEarly``."""
+    """Fetch and drop the batches given before, which also advances each worker's random stream and the prefetching.
+    Return the last batch. Fetches that raised, and whose errors the loop ignored, are repeated: ``warn_recovered`` is
+    called with the place of one that gives a batch now. Raises ``PassTooShort``."""
     batch = None
     if position.state.at_first is not None:
         restore(position.state.at_first)
@@ -60,20 +59,20 @@ def replay(
 
 
 def _pass_over(inner: Iterator[object], position: Position, place: int, warn_recovered: Callable[[int], None]) -> None:
-    """As many errors as were counted behind batch ``place``, and not one more."""
+    """Repeat the fetches that raised after ``place`` batches, as many as were counted."""
     for _ in range(position.state.raised.get(place, 0)):
         try:
             next(inner)
         except StopIteration:
             raise PassTooShort(place) from None
         except Exception as error:
-            log.debug("lightck: passed over again: %s: %s", type(error).__name__, error)
+            log.debug("lightck: an error that was ignored before is ignored again: %s: %s", type(error).__name__, error)
         else:
             warn_recovered(place)
 
 
 class Progress:
-    """Says every ten seconds how far a long replay is."""
+    """Logs every ten seconds how far a long replay is."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
@@ -84,7 +83,7 @@ class Progress:
         if now - self._reported >= _REPORT_SECONDS:
             self._reported = now
             log.info(
-                "loader %r: %d of the %d batches that its pass gave before are fetched again, %.1f in a second",
+                "loader %r: %d of the %d batches that its pass gave before are fetched again, %.1f per second",
                 self._name,
                 done,
                 self._count,
@@ -94,24 +93,27 @@ class Progress:
 
 # -- replay="skip" -----------------------------------------------------------------------------------------------------
 
-SKIP_NOTE = " (those before it were not fetched: replay='skip'. Say replay='fetch', and all are)"
+SKIP_NOTE = " (replay='skip' did not fetch those before it; replay='fetch' fetches all)"
 
 
 def wants_skip(loader: object, replay: object) -> bool:
-    """What ``replay=`` says. Raises ``ValueError``; ``SessionError`` for a loader whose batches cannot be skipped."""
+    """Return whether ``replay=`` is "skip". Raises ``ValueError``, and ``SessionError`` for a loader whose batches
+    cannot be skipped."""
     if replay not in ("fetch", "skip"):
-        raise ValueError(f"replay={replay!r}: say 'fetch' (all that a pass gave before) or 'skip' (in the sampler).")
+        raise ValueError(
+            f"replay={replay!r}: pass 'fetch' (fetch all batches given before) or 'skip' (skip them in the sampler)."
+        )
     is_plain = is_loader_of_torch(loader) and type(loader).__iter__ is DataLoader.__iter__  # type: ignore[attr-defined]
     if replay == "skip" and (not is_plain or isinstance(loader.dataset, IterableDataset)):  # type: ignore[attr-defined]
         raise SessionError(
-            f"replay='skip' on a {type(loader).__qualname__}: batches are skipped in the sampler of a plain DataLoader "
-            "over a map-style dataset, and this is none. Leave replay= out: what was given before is fetched again."
+            f"replay='skip' on a {type(loader).__qualname__}: only a plain DataLoader over a map-style dataset can "
+            "skip batches in its sampler. Leave replay= out: the batches given before are then fetched again."
         )
     return replay == "skip"
 
 
 def iterate_after_skip(loader: DataLoader[object], count: int, then: Callable[[], None]) -> Iterator[object]:
-    """An iterator of the loader's that begins behind ``count`` batches. ``then`` is called where those are drawn."""
+    """Return an iterator of the loader that begins after ``count`` batches. ``then`` is called when those are drawn."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = loader.__dict__[name]
     # The iterator keeps this sampler. It is set in __dict__, because DataLoader forbids a normal assignment.
@@ -123,7 +125,7 @@ def iterate_after_skip(loader: DataLoader[object], count: int, then: Callable[[]
 
 
 class _SkippingSampler:
-    """A sampler, or a batch sampler. Once: persistent workers iterate it in each pass."""
+    """A sampler, or a batch sampler, that skips only once: persistent workers iterate over it in each pass."""
 
     def __init__(self, sampler: Any, count: int, then: Callable[[], None]) -> None:
         self._sampler, self._count, self._then = sampler, count, then

@@ -1,7 +1,9 @@
-"""Whether a sampler draws from torch's global generator at ``next()``: a replay fetches without the loop's own draws.
+"""Whether a sampler draws from torch's global generator at ``next()``, although a replay fetches without the loop's
+draws.
 
-The draws of a pass's first ``next()`` are made again from the state that is kept for it. Those of later ones are the
-same only if nothing but fetches drew in between: in this process that is looked for. Workers fetch ahead of the loop.
+The draws of a pass's first ``next()`` are repeated from a saved state. Those of later ones are the same only if nothing
+but fetches drew in between, which is checked if the batches are fetched in this process. Workers fetch ahead of the
+loop.
 """
 
 from __future__ import annotations
@@ -14,27 +16,27 @@ import torch
 from lightck.dataloader.wrapped_loader import is_made_by_torch
 
 _CURE = "give the sampler a generator of its own, as its attribute generator"
-_WATCHED_BATCHES = 4  # of each pass, where workers fetch
+_WATCHED_BATCHES = 4  # in each pass, if workers fetch
 
 
 class SamplerWatch(Protocol):
-    """Of one pass."""
+    """Watches the fetches of one pass."""
 
     def before(self) -> None:
-        """A fetch begins."""
+        """Called before a fetch."""
 
     def risk(self) -> str | None:
-        """After a fetch: why a replay may not be exact, where that is seen now."""
+        """Called after a fetch. Return why a replay may not be exact, if this fetch shows it."""
 
 
 def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
-    """``inner``: torch's iterator over a DataLoader; for any other there is nothing to see."""
+    """Return a watch for ``inner``, torch's iterator over a DataLoader; None for any other iterator in this process."""
     if not in_process:
         return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
-    drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; a replay does not depend on it
+    drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; only this warning depends on it
     if drawn_from is None:
         return None
-    if isinstance(drawn_from, _WatchedSampler):  # of an iterator that is the same one in each pass
+    if isinstance(drawn_from, _WatchedSampler):  # an iterator that is used in several passes
         drawn_from = drawn_from.inner
     sampler = _WatchedSampler(drawn_from)
     inner._sampler_iter = sampler  # type: ignore[attr-defined]
@@ -42,8 +44,8 @@ def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | N
 
 
 class _WorkerFetchWatch:
-    """Of all that a fetch does here only the sampler can draw. ``begins_late``: and torch's iterator the workers' seed,
-    which a wrapper makes at its first ``next()``."""
+    """Watches a loader with workers, where only the sampler can draw in this process. ``begins_late``: a wrapper
+    creates torch's iterator, which draws the workers' seed, at its first ``next()``."""
 
     def __init__(self, begins_late: bool) -> None:
         self._to_watch = _WATCHED_BATCHES
@@ -64,10 +66,12 @@ class _WorkerFetchWatch:
 
 
 class _InProcessWatch:
+    """Watches a loader that fetches in this process."""
+
     def __init__(self, sampler: _WatchedSampler) -> None:
         self._sampler = sampler
         self._state: torch.Tensor | None = None
-        """Behind the last fetch, until the loop has drawn."""
+        """Random state after the last fetch, until the loop has drawn."""
 
     def before(self) -> None:
         if self._state is not None and not torch.equal(self._state, torch.get_rng_state()):
@@ -81,7 +85,7 @@ class _InProcessWatch:
 
 
 class _WatchedSampler:
-    """The iterator over a sampler, or a batch sampler. It notes whether it draws while it is watched."""
+    """The iterator over a sampler, or a batch sampler. It records whether it draws while it is watched."""
 
     def __init__(self, inner: Iterator[object]) -> None:
         self.inner = inner

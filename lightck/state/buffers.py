@@ -1,7 +1,7 @@
-"""Copies of the persistent buffers as they are right after an update, in memory that is used again at the next.
+"""Copies of the persistent buffers as they are right after an update, in memory that the next update reuses.
 
-The forward of the next step changes buffers, and where no event comes before it these copies are what its version
-holds. While every buffer is the one that it was, all of them are copied by one call.
+The forward of the next step changes buffers. If that forward is the event that closes a step, the step's checkpoint
+holds these copies. As long as every buffer is the same tensor with the same memory layout, one call copies all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightck.state.storable import refuse_unstorable
 
 
 class BufferCopies:
-    """The copies of the last update."""
+    """The copies that the last update made."""
 
     def __init__(self) -> None:
         self._found: list[torch.Tensor | None] = []
@@ -24,9 +24,10 @@ class BufferCopies:
         self._sources: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
-    @torch.inference_mode(False)  # the update may be made under it, and the next one not
+    @torch.inference_mode(False)  # this update may run in inference mode, and the next one may not
     def take(self, model: ModelView) -> dict[str, torch.Tensor]:
-        """Copy every persistent buffer: name -> copy, which the next call overwrites. Refuses what cannot be stored."""
+        """Copy every persistent buffer: name -> copy, which the next call overwrites. Raises ``StateValueError`` for a
+        buffer that cannot be stored."""
         found = model.buffers_or_none()
         if not self._is_unchanged(found):
             self._rebuild(model, found)
@@ -52,8 +53,9 @@ class BufferCopies:
 
 
 def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """A copy; into the last one where it fits, since fresh memory costs a fault on every page. One on a device stays
-    there: bringing it here would wait for all that the device has to do."""
+    """Copy a tensor, into its last copy where that fits, because fresh memory costs a page fault on every page. The
+    copy of a tensor on a device stays on the device: a copy to the host would wait for all pending work of the
+    device."""
     source = staged(tensor) if transfer_of(tensor) is None else tensor.detach().resolve_conj().resolve_neg()
     if last is not None and (last.shape, last.dtype, last.stride()) == (source.shape, source.dtype, source.stride()):
         return last.copy_(source)
