@@ -85,15 +85,15 @@ def _parts(item: object) -> Iterable[object] | None:
     """Return what a container holds, or None for any other object. Subclasses (named tuples, tokenizers' encodings)
     count too, and none of their code runs."""
     if isinstance(item, list):
-        return _some(list.__len__(item), partial(list.__getitem__, item))
+        return _sampled_items(list.__len__(item), partial(list.__getitem__, item))
     if isinstance(item, tuple):
-        return _some(tuple.__len__(item), partial(tuple.__getitem__, item))
+        return _sampled_items(tuple.__len__(item), partial(tuple.__getitem__, item))
     if isinstance(item, UserDict):
         item = item.data
     return islice(dict.values(item), _CHECKED_PARTS) if isinstance(item, dict) else None
 
 
-def _some(count: int, get: Callable[[int], object]) -> Iterable[object]:
+def _sampled_items(count: int, get: Callable[[int], object]) -> Iterable[object]:
     if count <= _CHECKED_ITEMS:
         return map(get, range(count))
     return [count, *map(get, sample_positions(count, _CHECKED_ITEMS).tolist())]

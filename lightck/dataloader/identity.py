@@ -45,7 +45,9 @@ def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) ->
                 )
         name = f"loader.{len(known)}"
     if any(other.name == name for other in known):
-        raise SessionError(f"A loader named {name!r} is already followed. Names tell them apart. Use another.")
+        raise SessionError(
+            f"A loader named {name!r} is already followed. Each loader needs a name of its own. Use another."
+        )
     return name
 
 
@@ -142,7 +144,7 @@ def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
     contain a DataLoader that lightck cannot see."""
     wrapper = (
         " Or it is a wrapper that fetches more than one batch ahead, or that hides a DataLoader with "
-        "persistent_workers=True, whose workers live on from pass to pass: wrap the DataLoader itself."
+        "persistent_workers=True, which keeps its workers from pass to pass: wrap the DataLoader itself."
     )
     return DriftError(
         f"loader {name!r} cannot go on in mid-pass: {fact}. The dataset changed (a dataset built after attach from "

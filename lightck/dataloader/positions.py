@@ -35,24 +35,24 @@ class Positions:
         self, loaders: Sequence[SessionLoader], restored: Mapping[str, dict[str, object]] | None = None
     ) -> None:
         self._loaders = loaders
-        self._left = dict(restored or {})
+        self._untaken = dict(restored or {})
         """Restored positions that no loader has taken so far."""
-        self._without: list[SessionLoader] = []
+        self._without_position: list[SessionLoader] = []
         """Loaders for whose names there was no position."""
-        self.any_live = any(bool(position.get("live")) for position in self._left.values())
-        self._over: SessionLoader | None = None
+        self.any_live = any(bool(position.get("live")) for position in self._untaken.values())
+        self._ended_loader: SessionLoader | None = None
         """The loader whose pass ended last, until a batch is fetched to train on."""
-        self._is_first_after = True
+        self._is_first_update_after = True
 
     def restored_for(self, name: str, anew: bool) -> dict[str, object] | None:
         """Return the restored position for this name, or None. ``anew``: return it at the beginning of its pass."""
-        value = self._left.get(name)
+        value = self._untaken.get(name)
         if value is None or not anew:
             return value
         position = Position.from_value(value)
         if position.live:
             log.warning(
-                "loader %r begins its pass anew, as anew=True says: %d batches of epoch %d are given again",
+                "loader %r begins its pass anew because of anew=True: %d batches of epoch %d are given again",
                 name,
                 position.state.given,
                 position.epoch,
@@ -61,61 +61,61 @@ class Positions:
 
     def loader_wrapped(self, loader: SessionLoader) -> None:
         """Record that this loader was wrapped: it has taken the position of its name, if there is one."""
-        if self._left.pop(loader.name, None) is None:
-            self._without.append(loader)
+        if self._untaken.pop(loader.name, None) is None:
+            self._without_position.append(loader)
 
     def values(self) -> dict[str, Any]:
         """Return name -> position, for a checkpoint."""
-        kept = {name: value for name, value in self._left.items() if not value.get("live")}
+        kept = {name: value for name, value in self._untaken.items() if not value.get("live")}
         return kept | {loader.name: loader.position() for loader in self._loaders}
 
     def before_first_update(self) -> None:
         """Warn about positions that were not taken. Raises ``DriftError`` if the training would go on with batches that
         were given before."""
-        if not self._left:
+        if not self._untaken:
             return
-        left = {name: Position.from_value(value) for name, value in self._left.items()}
+        left = {name: Position.from_value(value) for name, value in self._untaken.items()}
         in_pass = {name: p for name, p in left.items() if p.live and p.trained}
         instead = [loader for loader in self._loaders if loader.trains_from_the_beginning]
         continues_restored_pass = any(loader.continues_restored_pass for loader in self._loaders)
         if in_pass and instead and not continues_restored_pass and not all(loader.is_anew for loader in instead):
             raise _not_taken(in_pass, [loader.name for loader in instead])
-        without = [loader.name for loader in self._without]
+        without = [loader.name for loader in self._without_position]
         if in_pass or without or any(is_numbered_name(name) for name in left):
             log.warning(
                 "lightck: the checkpoint holds the position of %s, but no session.loader() call has this name: "
                 "%s. Give each loader the name= that it had; one without a name= is numbered by the order of the calls",
-                _places(left),
-                f"{_names(without)} found no position and begins anew"
+                _described(left),
+                f"{_loader_names(without)} found no position and begins anew"
                 if without
                 else "the training does not go on from it",
             )
         else:
-            log.info("lightck: no loader has taken the position of %s so far; later checkpoints keep it", _places(left))
-        self._left = {name: value for name, value in self._left.items() if name not in in_pass}
+            log.info("lightck: no loader has taken the position of %s so far; checkpoints keep it", _described(left))
+        self._untaken = {name: value for name, value in self._untaken.items() if name not in in_pass}
 
     # -- batches that are used again
 
     def fetches(self, loader: SessionLoader) -> None:
         """Record that a batch is requested."""
         if not loader.in_eval:
-            self._over = None
+            self._ended_loader = None
 
     def pass_ended(self, loader: SessionLoader) -> None:
         if loader.is_training:
-            self._over, self._is_first_after = loader, True
+            self._ended_loader, self._is_first_update_after = loader, True
 
     def updated(self) -> None:
         """Check, after an update, whether batches are used again. One update more than batches at the end of a pass is
         normal, where accumulated gradients are left."""
-        over = self._over
+        over = self._ended_loader
         if over is None:
             return
-        if over.reused.is_held(certain=self._is_first_after):
+        if over.reused.is_held(certain=self._is_first_update_after):
             over.reused.warn()
-        if not self._is_first_after:
-            self._over = None
-        self._is_first_after = False
+        if not self._is_first_update_after:
+            self._ended_loader = None
+        self._is_first_update_after = False
 
 
 _BATCHES_DIFFER = (
@@ -192,17 +192,17 @@ def _first_tensor(batch: object) -> torch.Tensor | npt.NDArray[np.generic] | Non
 
 def _not_taken(in_pass: Mapping[str, Position], instead: Sequence[str]) -> DriftError:
     return DriftError(
-        f"The checkpoint lies in the middle of a pass over {_places(in_pass)}, and no session.loader() call has its "
-        f"name. {_names(instead)} began at its beginning instead and would give batches that were given before. Give "
+        f"The checkpoint lies in the middle of a pass over {_described(in_pass)}, but no session.loader() call has this "
+        f"name, and {_loader_names(instead)} began at its beginning instead, so batches would be given twice. Give "
         "the loader the name= that it had (without one it is numbered by the order of the calls), or let its pass "
         "begin anew: session.loader(..., anew=True).",
         dict.fromkeys(in_pass, ("in mid-pass", "not taken")),
     )
 
 
-def _places(left: Mapping[str, Position]) -> str:
+def _described(left: Mapping[str, Position]) -> str:
     return ", ".join(f"loader {name!r} (epoch {p.epoch}, {p.state.given} batches given)" for name, p in left.items())
 
 
-def _names(names: Sequence[str]) -> str:
+def _loader_names(names: Sequence[str]) -> str:
     return ("loader " if len(names) == 1 else "loaders ") + ", ".join(map(repr, names))

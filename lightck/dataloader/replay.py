@@ -45,7 +45,7 @@ def replay(
     if position.state.at_first is not None:
         restore(position.state.at_first)
     for index in range(position.state.given):
-        _pass_over(inner, position, index, warn_recovered)
+        _repeat_failed_fetches(inner, position, index, warn_recovered)
         snapshot = position.before(index)
         if snapshot is not None:
             restore(snapshot)
@@ -54,11 +54,13 @@ def replay(
         except StopIteration:
             raise PassTooShort(index) from None
         progress.at(index + 1)
-    _pass_over(inner, position, position.state.given, warn_recovered)
+    _repeat_failed_fetches(inner, position, position.state.given, warn_recovered)
     return batch
 
 
-def _pass_over(inner: Iterator[object], position: Position, place: int, warn_recovered: Callable[[int], None]) -> None:
+def _repeat_failed_fetches(
+    inner: Iterator[object], position: Position, place: int, warn_recovered: Callable[[int], None]
+) -> None:
     """Repeat the fetches that raised after ``place`` batches, as many as were counted."""
     for _ in range(position.state.raised.get(place, 0)):
         try:

@@ -21,8 +21,8 @@ from lightck.state.device_transfers import on_host, transfer_of
 from lightck.state.inventory import Live, is_plain, memory_of, staged
 from lightck.state.signatures import (
     MemoryLayout,
+    MemoryLayouts,
     Registrations,
-    Signatures,
     VersionCounters,
     memory_layout_of,
     version_counter_of,
@@ -49,7 +49,7 @@ class SourceWatch:
         """All sources in host memory were read at the boundary."""
         self._on_devices = range(len(lives) - on_devices, len(lives))
         tensors = [live.tensor for live in lives]
-        self._signatures, self._counters = Signatures(tensors), VersionCounters(tensors)
+        self._signatures, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
         self._places = Registrations(lives)
         self._blocks = NO_BLOCKS
         self._proof = self._blocks.checksum_positions[:0], np.zeros(0, np.uint32), self._blocks.owners[:0]

@@ -10,7 +10,7 @@ import torch
 
 from lightck.state.device_transfers import transfer_of
 from lightck.state.inventory import Live, ModelView, is_plain, staged
-from lightck.state.signatures import Signatures, all_same
+from lightck.state.signatures import MemoryLayouts, all_same
 from lightck.state.storable import refuse_unstorable
 
 
@@ -19,7 +19,7 @@ class BufferCopies:
 
     def __init__(self) -> None:
         self._found: list[torch.Tensor | None] = []
-        self._signatures: Signatures | None = None
+        self._layouts: MemoryLayouts | None = None
         self._lives: list[Live] = []
         self._sources: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
@@ -31,7 +31,7 @@ class BufferCopies:
         found = model.buffers_or_none()
         if not self._is_unchanged(found):
             self._rebuild(model, found)
-        if self._signatures is not None:
+        if self._layouts is not None:
             torch._foreach_copy_(self._copies, self._sources)
         else:
             self._copies = [_clone(live.tensor, last) for live, last in zip(self._lives, self._copies, strict=True)]
@@ -39,17 +39,17 @@ class BufferCopies:
 
     def _is_unchanged(self, found: list[torch.Tensor | None]) -> bool:
         same = len(found) == len(self._found) and all_same(found, self._found)
-        return same and self._signatures is not None and self._signatures.are_unchanged()
+        return same and self._layouts is not None and self._layouts.are_unchanged()
 
     def _rebuild(self, model: ModelView, found: list[torch.Tensor | None]) -> None:
         last = {live.name: copy for live, copy in zip(self._lives, self._copies, strict=True)}
-        self._lives, self._found, self._signatures = list(model.buffers()), found, None
+        self._lives, self._found, self._layouts = list(model.buffers()), found, None
         for live in self._lives:
             refuse_unstorable(live.name, live.tensor)
         self._copies = [_clone(live.tensor, last.get(live.name)) for live in self._lives]
         if self._lives and all(is_plain(live.tensor) and live.tensor.numel() for live in self._lives):
             self._sources = [live.tensor.detach() for live in self._lives]
-            self._signatures = Signatures([live.tensor for live in self._lives])
+            self._layouts = MemoryLayouts([live.tensor for live in self._lives])
 
 
 def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Copies of tensors from a device to host memory while the device goes on computing.
 
-A ``DeviceTransfer`` has a stream of its own for each device. A copy on that stream runs in parallel with the
-computation, so an update of the tensor has to wait until the copy has arrived. A copy of a tensor that the next kernels
-change (a buffer) is enqueued on the stream of the computation instead. Nothing here waits for the whole device.
+A ``DeviceTransfer`` copies from one device, on a stream of its own. Such a copy runs in parallel with the computation,
+so an update of the tensor has to wait until the copy has arrived. A copy of a tensor that the next kernels change (a
+buffer) is enqueued on the stream of the computation instead. Nothing here waits for the whole device.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DeviceTransfer(Protocol):
         """Whether work on the current stream is captured in a graph instead of executed."""
 
     def release_host_memory(self) -> None:
-        """Return unused host memory of `memory` to the operating system."""
+        """Return host memory of `memory` that is unused now to the operating system."""
 
 
 def is_dense_tensor(tensor: torch.Tensor) -> bool:
@@ -178,9 +178,8 @@ class CudaTransfer:
             empty()
 
     def _update_stream(self) -> torch.cuda.Stream:
-        """Return the stream of the last update. Another stream may be current at a boundary, for example that of the
-        next forward, which has joined the updates: the update stream then waits for what that stream was given so
-        far."""
+        """Return the stream of the last update, after letting it wait for the current stream. Another stream may be
+        current at a boundary: that of the next forward, for example, which has joined the updates."""
         current = torch.cuda.current_stream(self._device)
         last = next(reversed(self._updated_on), current)
         if last != current:
@@ -188,8 +187,7 @@ class CudaTransfer:
         return last
 
     def _delay_next_writes(self, arrival: torch.cuda.Event) -> None:
-        """Make the streams that may compute the next forward wait for the copies, because they may change the
-        tensors."""
+        """Let the streams that may compute the next forward wait for the copies, because it may change the tensors."""
         for stream in {torch.cuda.current_stream(self._device), *self._updated_on}:
             stream.wait_event(arrival)
 

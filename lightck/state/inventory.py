@@ -69,13 +69,13 @@ def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
             if child is None:
                 continue
             if any(child is one for one in path):
-                raise _within_itself(f"{prefix}{key}", child)
+                raise _contains_itself(f"{prefix}{key}", child)
             is_wrapped = key == wraps[kind] and not _has_name_clash(module, key, child, path)
             todo.append((prefix if is_wrapped else f"{prefix}{key}.", child, path))
     return found
 
 
-def _within_itself(name: str, module: nn.Module) -> StateValueError:
+def _contains_itself(name: str, module: nn.Module) -> StateValueError:
     return StateValueError(
         f"The module {name!r} ({type(module).__name__}) contains itself: it is a child of one of its own children, "
         "so its parameters would have infinitely long names. Keep a reference to a parent where torch does not "

@@ -52,8 +52,8 @@ def _members(optimizer: object, outside: tuple[int, ...]) -> list[object]:
 def refuse_unsupported(optimizer: object) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} is not supported: it takes sparse gradients only, and lightck supports "
-            "only updates by dense gradients. Make the embedding dense (sparse=False) and use "
+            f"{type(optimizer).__name__} is not supported: it takes sparse gradients only, and lightck follows, and "
+            "lays its pool out for, updates by dense gradients. Make the embedding dense (sparse=False) and use "
             "torch.optim.Adam or AdamW."
         )
 
@@ -127,9 +127,7 @@ def wrapper_roles(optimizers: Sequence[object]) -> list[WrapperRole]:
     wrapped = [[positions[key] for key in wrapped_ids(o) - {id(o)} if key in positions] for o in optimizers]
     hooked = list(map(_steps_with_hooks, optimizers))
     outermost, root = list(range(len(wrapped))), list(range(len(wrapped)))
-    for i in sorted(
-        range(len(wrapped)), key=lambda i: len(wrapped[i])
-    ):  # the outermost is last, so that its entries remain
+    for i in sorted(range(len(wrapped)), key=lambda i: len(wrapped[i])):  # the outermost is last and overrides
         for inner_index in wrapped[i]:
             outermost[inner_index] = i
             root[inner_index] = i if hooked[i] else root[inner_index]

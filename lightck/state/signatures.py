@@ -47,7 +47,7 @@ def memory_layout_of(tensor: torch.Tensor) -> MemoryLayout:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-class Signatures:
+class MemoryLayouts:
     """The memory layouts of tensors, to compare later. The constructor raises what ``data_ptr`` raises for a tensor
     without memory.
 
@@ -138,12 +138,10 @@ class TensorList:
         """Identifies this list, for an object that must not keep its tensors alive."""
         self._vacant = list(vacant)
         self._registrations = Registrations(lives)
-        self._signatures = Signatures([live.tensor for live in lives])
+        self._layouts = MemoryLayouts([live.tensor for live in lives])
         self._params = [live.tensor for live in lives if live.role == "param"]
         self._grads = list(map(_grads, self._params))
-        self._storages = (
-            list(map(storage_of, self._signatures.tensors)) if any(live.is_frozen for live in lives) else None
-        )
+        self._storages = list(map(storage_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
         self._states = [_StateSignature(view) for view in views]
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
         """Index of the optimizer view -> parameters whose state is not only tensors, and has to be read at every
@@ -155,9 +153,9 @@ class TensorList:
             return (
                 self._registrations.are_unchanged()
                 and not any(home.get(key) is not None for home, key in self._vacant)
-                and self._signatures.are_unchanged()
+                and self._layouts.are_unchanged()
                 and all_same(map(_grads, self._params), self._grads)
-                and (self._storages is None or all_equal(map(storage_of, self._signatures.tensors), self._storages))
+                and (self._storages is None or all_equal(map(storage_of, self._layouts.tensors), self._storages))
                 and all(signature.is_unchanged() for signature in self._states)
             )
         except _UNREADABLE:
@@ -176,7 +174,7 @@ def tensor_list_of(
 
 
 class _StateSignature:
-    """For which parameters an optimizer holds state, and in which dicts."""
+    """For which parameters an optimizer holds state, and in which dicts, to compare later."""
 
     def __init__(self, view: OptimizerView) -> None:
         self.view = view
