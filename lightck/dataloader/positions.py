@@ -192,9 +192,9 @@ def _first_tensor(batch: object) -> torch.Tensor | npt.NDArray[np.generic] | Non
 
 def _not_taken(in_pass: Mapping[str, Position], instead: Sequence[str]) -> DriftError:
     return DriftError(
-        f"The checkpoint lies in the middle of a pass over {_described(in_pass)}, but no session.loader() call has this "
-        f"name, and {_loader_names(instead)} began at its beginning instead, so batches would be given twice. Give "
-        "the loader the name= that it had (without one it is numbered by the order of the calls), or let its pass "
+        f"The checkpoint lies in the middle of a pass over {_described(in_pass)}, but no session.loader() call has "
+        f"this name, and {_loader_names(instead)} began at its beginning instead, so batches would be given twice. "
+        "Give the loader the name= that it had (without one it is numbered by the order of the calls), or let its pass "
         "begin anew: session.loader(..., anew=True).",
         dict.fromkeys(in_pass, ("in mid-pass", "not taken")),
     )
