@@ -26,8 +26,8 @@ _LARGEST = 2**63
 
 
 class ModuleNumbers:
-    """The numbers of one session's model. Names that begin with an underscore are private to modules (torchmetrics has
-    counters) and left out."""
+    """The numbers of one session's model. Names that begin with an underscore are private to modules and left out
+    (torchmetrics keeps counters in such attributes)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
