@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lightck.dataloader.batch import Read, differ, is_in_part
+from lightck.dataloader.batch import TensorReads, differ, is_partial
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import Pass
 from lightck.errors import DataMismatchError, listed
@@ -58,7 +58,7 @@ class Recorder:
         """A version is about to be closed. If that fails, nothing is recorded any more for the one before it."""
         self._after = None
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads | None = None) -> None:
         after = self._after  # another thread may be closing the session
         if after is not None:
             after.gave(name, of, batch, checksum, read)
@@ -88,7 +88,7 @@ class Follows:
         self.recorder, self.counted = recorder, counted
         self._comparison = comparison
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads) -> None:
         """A session loader gave a batch."""
         comparison = self._comparison
         self.recorder.gave(name, of, batch, checksum, read)
@@ -166,7 +166,7 @@ class Comparison:
         """Whether nothing is left to compare."""
         return self._is_judged and self._error is None and not self._recorded
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads | None = None) -> None:
         self._seen.gave(name, of, batch, checksum, read)
 
     def pass_ended(self) -> None:
@@ -224,7 +224,7 @@ class Comparison:
                 continue
             if differ(was, first.checksum):
                 verdict.differing.append(first)
-            elif not is_in_part(was) and not is_in_part(first.checksum):
+            elif not is_partial(was) and not is_partial(first.checksum):
                 verdict.equal.append(first)
         return verdict
 
@@ -352,7 +352,7 @@ class Counted:
     def before_update(self) -> None:
         """The first one after the resume. In the first pass over each loader ``range(epochs)`` is right."""
         later = [loader for loader in self._loaders if loader.restored_epoch]
-        if self.is_asked or any(loader.was_asked for loader in self._loaders) or (self._loaders and not later):
+        if self.is_asked or any(loader.position_was_read for loader in self._loaders) or (self._loaders and not later):
             return
         self.is_asked = True
         where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from lightck._native import ffi, lib
-from lightck.dataloader.batch import Read, checksum_of
+from lightck.dataloader.batch import TensorReads, checksum_of
 from lightck.dataloader.passes import Pass
 
 BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE = 1, 2, 3, 4, 5, 6, 7
@@ -44,7 +44,7 @@ class Following:
         self._batches: dict[str, tuple[Pass | None, int, int | None]] = {}
         """Pass (None: settled), kind and checksum of the first batch of each loader."""
         self._is_unsettled = False
-        self._read: Read = {}
+        self._read: TensorReads = {}
         """Tensors of the batches, which the forward is often called with."""
         self._updates: set[int | None] = set()
 
@@ -53,7 +53,7 @@ class Following:
         """Names of those that gave a batch."""
         return list(self._batches)
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
+    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads | None = None) -> None:
         """A loader gave a batch in a pass of the training. ``checksum``: None where nobody made one yet. ``read``:
         tensors of the batch that were read for it."""
         known = self._batches.get(name)

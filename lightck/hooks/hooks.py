@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from lightck.events import StepListener
 from lightck.hooks import own_hooks
 from lightck.hooks.layerwise import layerwise_of
-from lightck.state.optimizer_wrappers import has_hooks, places
+from lightck.state.optimizer_wrappers import has_hooks, wrapper_roles
 
 _DUMMY_STEP = "_init_optim_state"
 """torch.distributed.checkpoint.state_dict makes optimizer state by a step that changes nothing."""
@@ -53,7 +53,7 @@ class Hooks:
 
     def add(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these too: an optimizer, or a wrapper with what it wraps."""
-        self._roots.extend(len(self._optimizers) + place.root for place in places(optimizers))
+        self._roots.extend(len(self._optimizers) + role.root for role in wrapper_roles(optimizers))
         self._optimizers.extend(optimizers)
         for optimizer in filter(has_hooks, optimizers):
             post = optimizer.register_step_post_hook(self._step_post)

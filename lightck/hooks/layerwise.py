@@ -31,7 +31,7 @@ from lightck.hooks.layers import BLOCK, Layer, Used, layer_over, options_of, sha
 from lightck.state.blocks import checksums
 from lightck.state.inventory import clean_prefixes
 from lightck.state.optimizer_wrappers import has_hooks, inner_of
-from lightck.state.ranks import of_several
+from lightck.state.ranks import rank_and_world_size
 
 _ALL_AT_ONCE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 _PROBATION = 3
@@ -330,7 +330,7 @@ def _refuse(optimizer: object) -> None:
 
 
 def _refuse_many_ranks() -> None:
-    if of_several() is not None:
+    if rank_and_world_size() is not None:
         raise UnsupportedError(
             "A process group of several ranks is there. Its gradients are reduced after this process has them, and a "
             "layer-wise update would use the unreduced ones. Leave out lightck.layerwise()."

@@ -27,7 +27,7 @@ from lightck.pipeline.write_table import TensorRecord
 from lightck.pool.listener import CommitEvents
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
-from lightck.state.blocks import BUDGET_NBYTES, WHOLE_CHECKPOINTS, Turn
+from lightck.state.blocks import BUDGET_NBYTES, WHOLE_CHECKPOINTS, RoundRobin
 from lightck.state.inventory import Live
 
 log = logging.getLogger("lightck")
@@ -69,7 +69,7 @@ class WriteGuard:
         self._unchanged = UnchangedTensors()
         self._n_begun = self._turn = 0
         self._audited_nbytes = 0
-        self._proof_turn, self._proved_until = Turn(), 0
+        self._proof_turn, self._proved_until = RoundRobin(), 0
         self.stale_after: int | None = None
         """Checkpoints of a larger generation are stale, up to the first right one. None: there is none."""
         self._found_at = 0

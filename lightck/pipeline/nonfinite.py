@@ -18,7 +18,7 @@ from lightck.pipeline.decision import CommitDecision
 from lightck.pool.format.layout import is_dense
 from lightck.pool.writer import PoolWriter
 from lightck.state.inventory import Live
-from lightck.state.optimizer_wrappers import enabled
+from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.signatures import ClosedStep
 from lightck.stats import Meter
 
@@ -66,7 +66,7 @@ class NonfiniteCheck(CommitDecision):
         return False
 
     def _find(self, lives: list[Live]) -> str | None:
-        for name, obj in enabled(self._objects).items():
+        for name, obj in enabled_scalers(self._objects).items():
             scale = float(obj.get_scale())
             if not math.isfinite(scale) or scale <= 0:
                 return f"the loss scale of {name!r} is {scale}"

@@ -16,19 +16,26 @@ import numpy.typing as npt
 import torch
 
 from lightck.errors import StateChangedError
-from lightck.state.blocks import ALL, NO_BLOCKS, Blocks, Positions, Turn, checksums
+from lightck.state.blocks import ALL, NO_BLOCKS, Blocks, Positions, RoundRobin, checksums
 from lightck.state.device_transfers import on_host, transfer_of
 from lightck.state.inventory import Live, is_plain, memory_of, staged
-from lightck.state.signatures import Places, Reading, Signatures, VersionCounters, reading_of, version_counter_of
+from lightck.state.signatures import (
+    MemoryLayout,
+    MemoryLayouts,
+    Registrations,
+    VersionCounters,
+    memory_layout_of,
+    version_counter_of,
+)
 
-Signature = tuple[int, Reading]
+Signature = tuple[int, MemoryLayout]
 STAGED_NBYTES = 64 << 10
 """Of tensors of which a copy has to be made so much is read for each checkpoint."""
 
 
 def signature_of(tensor: torch.Tensor) -> Signature:
     """How a tensor looks without reading its bytes."""
-    return version_counter_of(tensor), reading_of(tensor)
+    return version_counter_of(tensor), memory_layout_of(tensor)
 
 
 class SourceWatch:
@@ -42,27 +49,28 @@ class SourceWatch:
         """All sources in host memory were read at the boundary."""
         self._on_devices = range(len(lives) - on_devices, len(lives))
         tensors = [live.tensor for live in lives]
-        self._signatures, self._counters, self._places = Signatures(tensors), VersionCounters(tensors), Places(lives)
+        self._signatures, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
+        self._places = Registrations(lives)
         self._blocks = NO_BLOCKS
-        self._proof = self._blocks.places[:0], np.zeros(0, np.uint32), self._blocks.owners[:0]
+        self._proof = self._blocks.checksum_positions[:0], np.zeros(0, np.uint32), self._blocks.owners[:0]
 
     def moved(self) -> list[int]:
         """Positions of the sources that no longer look as they did."""
         try:
-            if self._signatures.hold() and self._counters.hold() and self._places.hold():
+            if self._signatures.are_unchanged() and self._counters.are_unchanged() and self._places.are_unchanged():
                 return []
         except KeyError:
             pass  # one is gone from its place: which?
-        gone = {i for i, live in enumerate(self.lives) if not live.is_home()}
+        gone = {i for i, live in enumerate(self.lives) if not live.is_current()}
         return sorted(self._signatures.changed() | self._counters.changed() | gone)
 
-    def prove(self, blocks: Blocks, turn: Turn, budget: int | None) -> None:
+    def prove(self, blocks: Blocks, turn: RoundRobin, budget: int | None) -> None:
         """Read sources now, at the boundary, before their copies begin: ``audit`` then knows what the checkpoint has to
         hold. ``blocks``: of all sources in host memory; ``budget``: how many bytes of them (None: all)."""
-        chosen, _ = turn.take(blocks, budget)
+        chosen, _ = turn.next_blocks(blocks, budget)
         self.is_proved_whole = chosen is ALL
         self._blocks = blocks
-        self._proof = blocks.places[chosen], blocks.checksums(chosen), blocks.owners[chosen]
+        self._proof = blocks.checksum_positions[chosen], blocks.checksums(chosen), blocks.owners[chosen]
 
     def audit(
         self,
@@ -82,7 +90,7 @@ class SourceWatch:
         wrong = set(owners[raw[places] != proof].tolist())
         if whole and len(self._blocks):
             again = self._blocks.checksums()
-            wrong |= set(self._blocks.owners[raw[self._blocks.places] != again].tolist())
+            wrong |= set(self._blocks.owners[raw[self._blocks.checksum_positions] != again].tolist())
         if self._on_devices:
             i = self._on_devices[turn % len(self._on_devices)]
             copied, index = of_record(self.numbers[i]), turn // len(self._on_devices)
@@ -133,7 +141,7 @@ class UnchangedTensors:
         self.right_until = 0
         """The generation up to which what checkpoints leave out is known to be what it was."""
         self._known: dict[str, _Unchanged] = {}
-        self._turn = Turn()
+        self._turn = RoundRobin()
         self._round_began: int | None = None
         self._audited: _Audited | None = None
         self._others_turn = 0
@@ -183,7 +191,7 @@ class UnchangedTensors:
         if not self._known:
             return set(), 0
         self._audited = audited = self._audited or self._table(block)
-        chosen, is_round = self._turn.take(audited.blocks, budget)
+        chosen, is_round = self._turn.next_blocks(audited.blocks, budget)
         wrong = self._differing(audited, chosen) | self._other_differing(audited.others, block)
         if wrong:
             wrong |= self._differing(audited, ALL)
@@ -213,7 +221,7 @@ class UnchangedTensors:
         """Of these blocks the tensors that hold other bytes and look as they did. A visible change is no unannounced
         one: its tensor is written whole for it."""
         blocks = audited.blocks
-        differ = blocks.checksums(chosen) != audited.held[blocks.places[chosen]]
+        differ = blocks.checksums(chosen) != audited.held[blocks.checksum_positions[chosen]]
         found = {audited.names[i] for i in blocks.owners[chosen][differ].tolist()}
         return {name for name in found if self._has_same_signature(name)}
 

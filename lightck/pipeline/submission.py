@@ -58,7 +58,7 @@ class Submission:
         """The blocks of ``background``, in its order, without what lies on devices."""
         found = NO_BLOCKS
         for table in self.plan.tables:
-            found = found.and_then(table.blocks(writer))
+            found = found.concatenated(table.blocks(writer))
         return found
 
     @property

@@ -19,7 +19,7 @@ from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.device_transfers import DeviceTransfer, transfer_of
 from lightck.state.inventory import Live, entry_of, is_plain, memory_of
-from lightck.state.signatures import ClosedStep, Reading, reading_of
+from lightck.state.signatures import ClosedStep, MemoryLayout, memory_layout_of
 
 NONE = np.array([], np.int64)
 NOW_NBYTES = 4096
@@ -32,7 +32,7 @@ class TensorRecord:
 
     number: int
     tensor: torch.Tensor
-    reading: Reading
+    reading: MemoryLayout
     alias: str | None
     nbytes: int
     plain: bool
@@ -48,7 +48,7 @@ class TensorRecord:
     def describes(self, live: Live) -> bool:
         """How it is read is asked for too: ``resize_``, ``t_`` and ``.data = ...`` can keep object and address. So is
         the alias: a tensor stays where it is when the one that it was tied to is replaced."""
-        return self.tensor is live.tensor and self.alias == live.alias and self.reading == reading_of(live.tensor)
+        return self.tensor is live.tensor and self.alias == live.alias and self.reading == memory_layout_of(live.tensor)
 
 
 class NoExtentError(Exception):
@@ -64,7 +64,9 @@ def _record(number: int, live: Live, entry: Entry) -> TensorRecord:
     tensor = live.tensor
     plain, transfer = is_plain(tensor), transfer_of(tensor)
     at_boundary = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not (plain or transfer)
-    return TensorRecord(number, tensor, reading_of(tensor), live.alias, entry.nbytes, plain, at_boundary, transfer)
+    return TensorRecord(
+        number, tensor, memory_layout_of(tensor), live.alias, entry.nbytes, plain, at_boundary, transfer
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from lightck.errors import CorruptPoolError, NoTensorError
 from lightck.pool.format.layout import Entry
 from lightck.state import values
-from lightck.state.build_record import Built
+from lightck.state.build_record import BuildRecord
 from lightck.state.rng import RngState
 from lightck.state.storable import dtype_from_name
 from lightck.state.values import typed
@@ -89,7 +89,7 @@ class Contents:
     at_boundary: list[str]
     resizable: frozenset[str]
     """Buffers that came, went or changed their size: taken as they were saved."""
-    built: Built | None
+    built: BuildRecord | None
     """What the script had built at attach; None in a pool of an older lightck."""
     frozen: list[str] | None
     """Parameters that need no gradient, where they are not those of ``built``."""
@@ -125,7 +125,7 @@ class Contents:
                 loaders={typed(k, str): typed(v, dict) for k, v in typed(raw["loaders"], dict).items()},
                 at_boundary=[typed(n, str) for n in typed(raw["at_once"], list)],
                 resizable=frozenset(typed(n, str) for n in typed(raw.get("elastic", []), list)),
-                built=None if raw.get("built") is None else Built.parse(raw["built"]),
+                built=None if raw.get("built") is None else BuildRecord.parse(raw["built"]),
                 frozen=None if raw.get("frozen") is None else [typed(n, str) for n in typed(raw["frozen"], list)],
                 fingerprint=typed(raw["fingerprint"], dict),
                 entries=entries,

@@ -16,7 +16,7 @@ from lightck.pool.format.structures import SLOTS_MAX
 from lightck.restore.checkpoint import refuse_other_than_bool, refuse_other_than_mapping, refuse_other_than_module
 from lightck.restore.resume import is_poisoned
 from lightck.session.interval import Auto, Cadence, cadence
-from lightck.state.ranks import is_one_of_several
+from lightck.state.ranks import check_rank
 from lightck.tiers.keep import Keep
 
 
@@ -84,5 +84,5 @@ class Arguments:
                 "Build the model anew, or restore another checkpoint into it."
             )
         pace = self.how.check()
-        is_one_of_several()
+        check_rank()
         return pace

@@ -35,7 +35,7 @@ from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile
 from lightck.session.session import Session
 from lightck.session.steps import Steps
-from lightck.state.optimizer_wrappers import enabled
+from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
 from lightck.strategy.full import FullState
@@ -156,7 +156,7 @@ def _discover(said: Arguments) -> Found:
             "in an nn.ModuleList or nn.ModuleDict",
             type(model).__name__,
         )
-    if enabled(found.state) and any(layerwise_of(o) is not None for o in found.optimizers):
+    if enabled_scalers(found.state) and any(layerwise_of(o) is not None for o in found.optimizers):
         raise UnsupportedError(
             "A GradScaler is enabled, and layers are updated inside backward(). Whether a step is skipped is known "
             "when all gradients are there. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none); where "

@@ -23,11 +23,11 @@ from lightck.events import Event
 from lightck.session.discover import Objects, role
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
-from lightck.state.build_record import BuiltNow
+from lightck.state.build_record import CurrentBuild
 from lightck.state.device_transfers import Devices
 from lightck.state.fingerprint import fingerprint
 from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
-from lightck.state.numbers import Numbers
+from lightck.state.numbers import ModuleNumbers
 from lightck.state.rng import ForkWatch
 from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
 from lightck.state.storable import class_name_of, is_loader
@@ -75,9 +75,9 @@ class Capture:
         self.expected_state_nbytes = 0
         """Length of the small state when ``expected_tensors`` last looked."""
         self.optimizers: list[OptimizerView] = []
-        self.built = BuiltNow(self.model, (), self.objects)
-        self.numbers = Numbers(model)
-        self._groups: defaultdict[int, values.Repeated] = defaultdict(values.Repeated)
+        self.built = CurrentBuild(self.model, (), self.objects)
+        self.numbers = ModuleNumbers(model)
+        self._groups: defaultdict[int, values.CachedPacker] = defaultdict(values.CachedPacker)
         self._n_followed = 0
         self._reported_shared = False
         self._forked = ForkWatch()
@@ -109,7 +109,7 @@ class Capture:
 
     def forget(self) -> None:
         """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
-        self.model, self.numbers = ModelView(nn.Module()), Numbers(nn.Module())
+        self.model, self.numbers = ModelView(nn.Module()), ModuleNumbers(nn.Module())
         self.provisional = self._tensor_list = self._noted = None
         self._buffer_copies = BufferCopies()
         for held in (self.objects, self.loaders, self.optimizers, self._without_grad):
@@ -132,7 +132,7 @@ class Capture:
 
     def before_first_update(self) -> None:
         """The model may have been moved to a device after attach."""
-        self.devices.look(live.tensor for live in self.tensors())
+        self.devices.set_tensors(live.tensor for live in self.tensors())
 
     def before_update(self, index: int) -> None:
         """Note which parameters this update can touch: torch's optimizers leave one without a gradient alone."""
@@ -161,7 +161,7 @@ class Capture:
 
     def after_update(self) -> None:
         """Read, provisionally, what the next forward or fetch will change."""
-        self.devices.note_updates()
+        self.devices.add_update_streams()
         self._forked.updated()
         self.provisional = provisional = Provisional(rng.capture(), self._buffer_copies.take(self.model))
         for name, obj in self.objects.items():
@@ -242,7 +242,7 @@ class Capture:
     def tensors(self) -> list[Live]:
         """Model and optimizer tensors as they are now."""
         tensor_list = self._tensor_list
-        if tensor_list is not None and tensor_list.holds():
+        if tensor_list is not None and tensor_list.is_unchanged():
             return list(tensor_list.lives)
         trained = {
             id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._without_grad[view.index]
@@ -252,7 +252,7 @@ class Capture:
         for view in self.optimizers:
             lives.extend(view.outside())
             lives.extend(view.state_tensors())
-        self.devices.look(live.tensor for live in lives)
+        self.devices.set_tensors(live.tensor for live in lives)
         self._tensor_list = tensor_list_of(lives, self.model.vacant(), self.optimizers)
         return list(lives)
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightck.dataloader.persistent import draws_once
 from lightck.errors import AmbiguousError, LateError, UnsupportedError
-from lightck.state.optimizer_wrappers import followed, has_hooks, inner_of, inside, loose_tensors, places
+from lightck.state.optimizer_wrappers import followed, has_hooks, inner_of, unsaved_tensors, wrapped_ids, wrapper_roles
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Found:
 
 def updating(optimizers: Sequence[Optimizer]) -> int:
     """How many of them make updates: one inside another does not."""
-    return sum(place.steps for place in places(optimizers))
+    return sum(place.steps for place in wrapper_roles(optimizers))
 
 
 def unwrap(optimizer: object) -> Optimizer:
@@ -125,7 +125,7 @@ def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
             return ()
         if not found:
             return ()
-    return tuple(o for o, place in zip(found, places(found), strict=True) if not place.is_wrapped)
+    return tuple(o for o, place in zip(found, wrapper_roles(found), strict=True) if not place.is_wrapped)
 
 
 def late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
@@ -158,7 +158,7 @@ def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Opti
 def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
     """State is saved by the name of its parameter, so a parameter has one optimizer (and wrappers around it)."""
     owner: dict[int, Optimizer] = {}
-    wrappers = [(id(o), within_) for o in optimizers if (within_ := inside(o))]
+    wrappers = [(id(o), within_) for o in optimizers if (within_ := wrapped_ids(o))]
     for opt in optimizers:
         around = {key for key, within_ in wrappers if id(opt) in within_}
         for group in opt.param_groups:
@@ -198,7 +198,7 @@ def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given
     if not optimizers or given.get("scheduler", 0) is None:
         return {}
     alive, found = schedulers_of(live, optimizers), {}
-    innermost = [o for o, place in zip(optimizers, places(optimizers), strict=True) if not place.wraps]
+    innermost = [o for o, place in zip(optimizers, wrapper_roles(optimizers), strict=True) if not place.wraps]
     for i, opt in enumerate(innermost):
         name = role("scheduler", i, len(innermost))
         schedulers = [s for s in alive if _scheduled(s) is opt]
@@ -244,7 +244,7 @@ def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradS
 def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     """Role -> class, for a log line: a wrapper is named with what it wraps."""
     around: dict[int, list[str]] = {}
-    for optimizer, place in zip(optimizers, places(optimizers), strict=True):
+    for optimizer, place in zip(optimizers, wrapper_roles(optimizers), strict=True):
         around.setdefault(place.outermost, []).append(type(optimizer).__name__)
     joined = [
         " around ".join([outer, ", ".join(within_)] if within_ else [outer]) for outer, *within_ in around.values()
@@ -254,7 +254,7 @@ def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
 
 def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Objects) -> None:
     """What a third-party optimizer keeps in attributes is neither in a version nor in its own ``state_dict``."""
-    loose = loose_tensors(optimizer, params)
+    loose = unsaved_tensors(optimizer, params)
     if loose and not any(obj is optimizer for obj in given.values()):
         name = type(optimizer).__name__
         log.warning(

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from lightck.errors import LateError
 from lightck.session.capture import Capture
 from lightck.session.discover import LiveObjects, Objects, schedulers_of
-from lightck.state.ranks import is_one_of_several, of_several
+from lightck.state.ranks import check_rank, rank_and_world_size
 
 log = logging.getLogger("lightck")
 
@@ -28,7 +28,7 @@ class FirstStep:
     """Whether schedulers need not be saved: state={"scheduler": None}."""
     chosen: frozenset[int] = frozenset()
     """ids of the optimizers whose scheduler was passed: others of them are the user's business."""
-    _is_rank: bool = field(default_factory=lambda: of_several() is not None)
+    _is_rank: bool = field(default_factory=lambda: rank_and_world_size() is not None)
     """Whether the process was one of several ranks at attach already."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
     _ticks: list[object] = field(default_factory=list)
@@ -49,7 +49,7 @@ class FirstStep:
         """Raises ``LateError`` for a scheduler that was made after attach, ``UnsupportedError`` for a process that has
         become a rank since."""
         if not self._is_rank:
-            is_one_of_several()
+            check_rank()
         capture.before_first_update()
         self._check_schedulers([view.optimizer for view in capture.optimizers])
         self._check_lr()

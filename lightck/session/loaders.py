@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lightck.dataloader.batch import Read
+from lightck.dataloader.batch import TensorReads
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import LoaderHost, Pass
 from lightck.errors import SessionError
@@ -47,7 +47,9 @@ class LoaderEvents(LoaderHost):
             steps.event(Event.NEXT)
             steps.commits.guard(steps.pipeline.poll)
 
-    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
+    def loader_gave(
+        self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: TensorReads
+    ) -> None:
         """At each batch, and nothing in it minds another thread: so it takes no turn."""
         if not self._turn.is_live or self._steps.commits.paused or (loader.in_eval and not loader.is_training):
             return

@@ -75,7 +75,7 @@ class LoopTop:
     def fetches(self, loader: SessionLoader) -> None:
         """``next()`` on a session loader. The first one of each pass counts: one before the loop may be a look. Options
         of optimizers are not compared here, since a loop may set them once more behind it."""
-        pass_ = loader.held_pass
+        pass_ = loader.current_pass
         if not self._restored or pass_ is None or not (pass_.restored and pass_.trained) or pass_ is self._fetched_in:
             return
         self._fetched_in = pass_

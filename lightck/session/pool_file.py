@@ -144,7 +144,7 @@ class PoolFile:
                 f"{err}. The pool was trained on since. Use attach(..., resume=True) to go on from its newest step, or "
                 "overwrite=True to discard it."
             ) from err
-        self.capture.built.is_from(known.contents.built)
+        self.capture.built.use_record(known.contents.built)
         return known.contents, known.record
 
     def _check_optimizer_in_time(self, reader: PoolReader) -> None:

@@ -141,12 +141,12 @@ class Session:
         skips = wants_skip(loader, replay)
         key = name_of(loader, name, self._steps.capture.loaders)
         positions = self._steps.capture.positions
-        restored = positions.of(key, anew)
+        restored = positions.restored_for(key, anew)
         wrapped = SessionLoader(
             loader, self._loaders, key, restored, not positions.any_live, anew, self._steps.capture.objects, skips
         )
         self._steps.capture.loaders.append(wrapped)
-        positions.wrapped(wrapped)
+        positions.loader_wrapped(wrapped)
         return wrapped
 
     # -- what a user calls -------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def by_object(name: str, obj: Any) -> Marks:
     as before, whatever it draws. Empty where it cannot be read or stored now."""
     large: list[torch.Tensor] = []
     try:
-        with rng.shielded():
+        with rng.preserved():
             state = obj.state_dict()
             if isinstance(obj, LRScheduler):
                 state = _epoch_of(state)

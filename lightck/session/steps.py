@@ -172,7 +172,7 @@ class Steps(StepListener):
         self.follows.before_update(None)
         self.boundary.updated(BY_HAND)
         self.capture.positions.updated()
-        self.capture.devices.note_updates()
+        self.capture.devices.add_update_streams()
         self.event(Event.END_STEP)
         self.commits.guard(self.pipeline.gate)
         self.events.update_begins()

@@ -128,7 +128,7 @@ def test_an_update_that_is_captured_is_refused_and_changes_nothing(pool, transfe
         session.flush()
         seen = everything(model, optimizer)
         transfer.captures = True
-        with pytest.raises(SessionError, match="replays run no Python"):
+        with pytest.raises(SessionError, match="Replays of a graph run no Python"):
             optimizer.step()
         transfer.captures = False
         assert session.step == 2

@@ -590,13 +590,13 @@ def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, transfer):
 def test_memory_is_given_back_before_the_next_checkpoint_is_under_way(pool, transfer, monkeypatch):
     """Not beneath copies that the chosen way has begun."""
     monkeypatch.setattr(Trial, "medians", lambda self, method: [0.0 if method.kind == DEVICE else 1.0])
-    copy_within, registered = transfer.copy_within, []
+    copy_on_device, registered = transfer.copy_on_device, []
 
     def noted(pairs):
         registered.append(bool(transfer.registered))
-        copy_within(pairs)
+        copy_on_device(pairs)
 
-    monkeypatch.setattr(transfer, "copy_within", noted)
+    monkeypatch.setattr(transfer, "copy_on_device", noted)
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:

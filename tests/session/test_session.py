@@ -331,7 +331,7 @@ def test_overwrite_discards(pool):
 
 
 def test_overwrite_discards_before_the_first_checkpoint(pool):
-    """Also where the layout cannot be foreseen: a crash must not bring the discarded training back."""
+    """Also where the layout cannot be predicted: a crash must not bring the discarded training back."""
     pool_with(pool, steps=5)
     model = net(seed=8)
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -438,7 +438,7 @@ def test_other_conditions_are_reported_in_one_line(pool, caplog):
     assert f"threads {threads} -> {threads + 1}" in line
 
 
-# -- layouts that cannot be foreseen ---------------------------------------------------------------------------------
+# -- layouts that cannot be predicted --------------------------------------------------------------------------------
 
 
 def test_lbfgs_whose_state_cannot_be_foreseen(pool, caplog):
@@ -454,7 +454,7 @@ def test_lbfgs_whose_state_cannot_be_foreseen(pool, caplog):
 
     model, optimizer = build(0)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        assert "cannot be foreseen" in caplog.text
+        assert "cannot be predicted" in caplog.text
         learn(model, optimizer, 0, 3)
         seen = everything(model, optimizer)
         session.flush()

@@ -68,7 +68,7 @@ class PinnedRing:
         """Give the memory back. Nothing is under way."""
         self._segments = []
         if self._transfer is not None:
-            self._transfer.give_back()
+            self._transfer.release_host_memory()
             self._transfer = None
 
 

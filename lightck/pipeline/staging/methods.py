@@ -135,7 +135,7 @@ class DeviceMethod:
                 pairs.append((place, one.live.tensor.detach()))
                 self._copies[one.record.number] = place
             try:
-                transfer.copy_within(pairs)
+                transfer.copy_on_device(pairs)
             except torch.OutOfMemoryError as err:
                 raise UnavailableError(f"the device has no room to make a copy: {err}") from err
 

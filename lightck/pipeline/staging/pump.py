@@ -71,7 +71,7 @@ class Pump:
             groups, marks = task.groups, task.marks
             for group in groups:
                 try:
-                    group.tensors[0].transfer.enter()
+                    group.tensors[0].transfer.bind_thread()
                     group.bring(marks)
                 except BaseException as err:
                     group.drain()
