@@ -66,7 +66,7 @@ class Keep:
         check_what(self.what)
 
 
-def refuse_unkept(keep: Keep, entries: Iterable[Entry]) -> None:
+def refuse_unexportable(keep: Keep, entries: Iterable[Entry]) -> None:
     """Raises ``StateValueError`` for a tensor that could not be exported: told before the training, not at the first
     export."""
     for entry in entries:
@@ -74,7 +74,7 @@ def refuse_unkept(keep: Keep, entries: Iterable[Entry]) -> None:
             check_dtype(entry.name, entry.dtype, _BY_HAND)
 
 
-class Keeper(CommitListener):
+class Retention(CommitListener):
     """The exports of one session: a listener that exports what is due."""
 
     def __init__(self, keep: Keep, pool_path: str, meter: Meter, holds: Holds) -> None:

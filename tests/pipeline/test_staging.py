@@ -28,7 +28,7 @@ from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 import lightck
 from lightck.errors import BackgroundError
 from lightck.pipeline.staging import groups
-from lightck.pipeline.staging.pump import Pump
+from lightck.pipeline.staging.transfer_thread import TransferThread
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.trial import Trial
 from lightck.pool.engine import COPIED
@@ -154,7 +154,7 @@ def test_host_memory_is_filled_again_only_when_it_was_copied(pool, transfer, sma
     def never(segment: groups.Segment) -> None:
         segment.arrivals = []
 
-    monkeypatch.setattr(groups.Segment, "free", never)
+    monkeypatch.setattr(groups.Segment, "wait_free", never)
     assert any(_steps_that_are_exact(pool.with_name(f"broken-{number}.pool"), transfer) < 4 for number in range(20))
 
 
@@ -516,7 +516,7 @@ def test_a_checkpoint_that_was_given_up_does_not_reach_the_next_one_in_its_slot(
     if is_waited_for:
         threading.Timer(0.1, transfer.flows_beside.set).start()
     else:
-        monkeypatch.setattr(Pump, "settle", lambda self, pause=None: None)
+        monkeypatch.setattr(TransferThread, "wait_idle", lambda self, pause=None: None)
     session.end_step()
     with torch.no_grad():
         model[0].weight.fill_(7.0)
@@ -633,4 +633,4 @@ def test_without_a_word_each_way_is_tried_and_one_stays(pool, transfer, caplog, 
     assert {"Direct()", "Host()", *(["Device()"] if has_room else [])} == set(gone)
     assert set(gone[-4:]) == {last}
     assert (tried[:6], tried[-4:]) == ([True] * 6, [False] * 4)
-    assert f"tensors leave their device by {last} from here on" in caplog.text
+    assert f"from now on tensors leave their device by {last}" in caplog.text

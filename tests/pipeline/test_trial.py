@@ -20,7 +20,7 @@ def turns(trial: Trial[str], figures: Callable[[str, int], Sequence[float]], che
     gone = ""
     while not trial.is_over and len(gone) < checkpoints:
         gone += trial.begin()
-        trial.note(*figures(gone[-1], len(gone)))
+        trial.finish(*figures(gone[-1], len(gone)))
     return gone
 
 
@@ -36,7 +36,7 @@ def test_with_noisy_times_the_better_alternative_wins(seconds, seed):
 
     trial = Trial("ABC", [Margin(0.1, 0.0002)], rounds=9, warm_up=2, lead_in=1)
     turns(trial, noisy)
-    assert costs[trial.turn] == min(seconds)
+    assert costs[trial.current] == min(seconds)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_with_noisy_times_the_better_alternative_wins(seconds, seed):
 def test_alternatives_that_are_alike_leave_the_first(costs, winner):
     trial = Trial("ABC"[: len(costs)], [Margin(0.1, 0.0002)], rounds=3)
     turns(trial, lambda one, _: [costs["ABC".index(one)]])
-    assert trial.turn == winner
+    assert trial.current == winner
 
 
 def test_turns_go_forth_and_back_and_what_does_not_count_decides_nothing():
@@ -54,7 +54,7 @@ def test_turns_go_forth_and_back_and_what_does_not_count_decides_nothing():
     counts = range(4, 21, 2)
     gone = turns(trial, lambda one, number: [9.0 if (one == C) != (number in counts) else 1.0])
     assert gone == "AA" + "AABBCC" + "CCBBAA" + "AABBCC"
-    assert trial.turn == C
+    assert trial.current == C
     assert [trial.medians(one) for one in "ABC"] == [[9.0], [9.0], [1.0]]
 
 
@@ -66,12 +66,12 @@ def test_one_that_is_withdrawn_gives_way_to_the_next(at):
     turns(trial, lambda one, _: [costs[one]], at)
     trial.begin()
     trial.withdraw(B)
-    assert trial.turn != B
-    trial.note(costs[trial.turn])
+    assert trial.current != B
+    trial.finish(costs[trial.current])
     assert B not in turns(trial, lambda one, _: [costs[one]])
-    assert trial.turn == C
+    assert trial.current == C
     trial.withdraw(C)
-    assert (trial.turn, trial.alternatives, trial.is_over) == (A, [A], True)
+    assert (trial.current, trial.alternatives, trial.is_over) == (A, [A], True)
 
 
 def test_the_first_wins_without_rounds_or_others_and_where_the_trial_is_given_up():
@@ -82,7 +82,7 @@ def test_the_first_wins_without_rounds_or_others_and_where_the_trial_is_given_up
     assert Trial("A", [Margin(0.1)], **STAGING).is_over
     trial = Trial("ABC", [Margin(0.1)], rounds=3)
     turns(trial, lambda one, _: [2.0 if one == A else 1.0], 4)
-    trial.give_up()
+    trial.cancel()
     assert (trial.begin(), trial.is_over) == (A, True)
     trial.withdraw(A)
     assert (trial.begin(), trial.is_over) == (B, True)
@@ -99,9 +99,9 @@ def test_every_trial_ends_after_a_bounded_number_of_checkpoints(count, rounds, w
         assert trial.begin() in trial.alternatives
         event = events[begun] if begun < len(events) else "dropped"
         if event == "noted":
-            trial.note(figures[begun])
+            trial.finish(figures[begun])
         elif event == "withdrawn" and len(trial.alternatives) > 1:
-            trial.withdraw(trial.turn)
+            trial.withdraw(trial.current)
         begun += 1
     assert begun <= 2 * (warm_up + rounds * count * (lead_in + 1)) + 1
-    assert trial.turn in trial.alternatives
+    assert trial.current in trial.alternatives

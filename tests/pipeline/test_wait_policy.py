@@ -90,7 +90,7 @@ def test_three_starved_checkpoints_of_five_begin_a_trial_and_what_is_better_stay
     with caplog.at_level(logging.INFO, "lightck"):
         assert training.checkpoints(31, STARVED) == TRIAL
         assert training.checkpoints(1, STARVED) == PASSIVE
-    assert "wait passively while versions are copied: 600.0 ms to the gate, 1.0 ms of it waiting there" in caplog.text
+    assert "wait passively while checkpoints are copied: passive waiting took 600.0 ms to the gate, 1.0" in caplog.text
     training.turns.clear()
     assert training.checkpoints(500, FED) == PASSIVE
     assert all(training.turns)
@@ -287,7 +287,7 @@ policy, engine = session._pipeline.wait_policy, session._pipeline.engine
 def begin_version():
     "Its copies take half a second."
     forward(model)
-    assert session._pipeline._flights[0].pending.job.info().state == 1
+    assert session._pipeline._in_flight[0].pending.job.info().state == 1
 """
 
 SLEEPS = """
@@ -307,7 +307,7 @@ def sleeps():
     return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
 
 def copies():
-    return session._pipeline._flights[0].pending.job.info().state == 1
+    return session._pipeline._in_flight[0].pending.job.info().state == 1
 
 before, rounds = sleeps(), 0
 while rounds < 200 and copies():

@@ -77,7 +77,7 @@ class SameBytes:
             self.given.setdefault((slot.index, record.number), {})[closed_step.step] = live.tensor.detach().clone()
         same = tuple((live, record) for live, record in written if self._is_same(record, closed_step.step, slot))
         rest = tuple(table.without({record.number for _, record in same}) for table in tables)
-        return WritePlan(closed_step, rest, full.now, full.unchanged + same)
+        return WritePlan(closed_step, rest, full.at_boundary, full.unchanged + same)
 
     def _is_same(self, record: TensorRecord, step: int, slot: TargetSlot) -> bool:
         given = self.given[slot.index, record.number]
@@ -94,7 +94,7 @@ def numbers(table: WriteTable) -> list[int]:
 def described(plan: WritePlan) -> tuple[Any, ...]:
     """By record numbers: in tables, at the boundary, left out."""
     in_tables = sorted(number for table in plan.tables for number in numbers(table))
-    return in_tables, sorted(r.number for _, r in plan.now), sorted(r.number for _, r in plan.unchanged)
+    return in_tables, sorted(r.number for _, r in plan.at_boundary), sorted(r.number for _, r in plan.unchanged)
 
 
 STRATEGIES = [lightck.FullState, SameBytes]
@@ -120,8 +120,8 @@ def test_every_tensor_has_one_place(run):
     assert len(watched.plans) == 12
     for plan in watched.plans:
         in_tables, now, unchanged = described(plan)
-        single = {record.number for table in plan.tables for _, record in table.single}
-        assert set(now) <= single <= set(now + unchanged)
+        undecided = {record.number for table in plan.tables for _, record in table.undecided}
+        assert set(now) <= undecided <= set(now + unchanged)
         everywhere = in_tables + now + unchanged
         assert len(everywhere) == len(set(everywhere)) == len(plan.closed_step.lives)
 
@@ -136,7 +136,7 @@ def test_what_is_left_out_lies_in_the_slot(run):
 def test_a_plan_is_frozen(run):
     (plan, *_), _, _ = run[0].plans, *run[1:]
     with pytest.raises(AttributeError):
-        plan.now = ()
+        plan.at_boundary = ()
 
 
 def test_what_is_recovered_is_the_state(run, pool):
@@ -149,7 +149,7 @@ def test_a_strategy_decides_what_is_written(pool):
 
     class Whole:
         def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-            return WritePlan(closed_step, tuple(tables), tuple(one for table in tables for one in table.single), ())
+            return WritePlan(closed_step, tuple(tables), tuple(one for table in tables for one in table.undecided), ())
 
     model = net(BIG)
     model[0].weight.requires_grad_(False)
@@ -170,7 +170,7 @@ def test_what_is_no_strategy_is_refused(pool):
 def test_a_plan_that_leaves_out_what_the_slot_lacks_is_refused(pool):
     class Lies:
         def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-            return WritePlan(closed_step, tuple(tables), (), tuple(one for table in tables for one in table.single))
+            return WritePlan(closed_step, tuple(tables), (), tuple(one for table in tables for one in table.undecided))
 
     model = net(BIG)
     model[0].weight.requires_grad_(False)

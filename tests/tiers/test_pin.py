@@ -334,7 +334,7 @@ def test_a_pin_released_while_the_pool_gets_its_new_file_holds_nothing_there(poo
     model, optimizer, session = started(pool)
     train(model, optimizer, 1)
     one = session.pin()
-    moved = CurrentPool.move
+    moved = CurrentPool.relayout
 
     def move(*args: Any) -> Any:
         result = moved(*args)
@@ -343,7 +343,7 @@ def test_a_pin_released_while_the_pool_gets_its_new_file_holds_nothing_there(poo
         releasing.join()
         return result
 
-    monkeypatch.setattr(CurrentPool, "move", move)
+    monkeypatch.setattr(CurrentPool, "relayout", move)
     train(model, optimizer, 1)
     two = session.pin()
     holds, writer = session._steps.commits.beside.holds, session._pipeline.pool.writer
