@@ -52,7 +52,7 @@ class Training:
         """``flushed``: by a call, before any gate. ``early``: copies of layers before the boundary."""
         for _ in range(count):
             for _ in range(early):
-                self.policy.checkpoint_begins(early=True)
+                self.policy.checkpoint_begins(eager=True)
                 self.now += 0.01
             self.policy.checkpoint_begins()
             passive = self.turns[-1] if self.turns else ACTIVE

@@ -88,7 +88,7 @@ def test_the_copies_of_a_checkpoint_are_all_its_bytes(pool, out):
         names = {e.name for e in copies}
         assert {"model/0.weight", "optimizer/0.weight/exp_avg", "at once"} <= names
         commit = [e for e in trace.of(COMMIT) if e.args["step"] == version]
-        assert [e.name for e in commit] == ["manifest", "sync", "line"]
+        assert [e.name for e in commit] == ["manifest", "sync", "commit record"]
         assert max(e.end for e in copies) <= commit[0].begin
 
 

@@ -266,7 +266,7 @@ def test_name_that_is_taken_by_a_file_of_others_is_reported(pool, to):
     file(to, 2).write_text("mine")
     model, optimizer, session = started(pool, lightck.Keep(every=2, to=to))
     train(model, optimizer, 2)
-    with pytest.raises(KeepError, match=r"Step 2 could not be kept.*was not written by this training"):
+    with pytest.raises(KeepError, match=r"step 2 could not be exported.*was not written by this training"):
         session.close()
     assert file(to, 2).read_text() == "mine"
 
@@ -326,7 +326,9 @@ def test_full_folder_is_reported_at_the_next_step_and_training_can_go_on(pool, t
         train(model, optimizer, 2)
         session.flush()
         exported()
-        with pytest.raises(KeepError, match=r"Step 2 could not be kept.*pool and its versions are intact") as caught:
+        with pytest.raises(
+            KeepError, match=r"step 2 could not be exported.*pool and its checkpoints are intact"
+        ) as caught:
             train(model, optimizer, 1, start=2)
         assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
         optimizer.step()  # once: the loop that caught it goes on
@@ -349,11 +351,11 @@ def test_a_dtype_that_cannot_be_kept_is_reported_with_what_can_be_done(pool, to,
     session = lightck.attach(model, pool, optimizer=optimizer, keep=lightck.Keep(every=1, to=to))
     model.register_buffer("wide", torch.ones(2).to(dtype))
     train(model, optimizer, 1)
-    with pytest.raises(KeepError, match=r"Step 1 .*'wide' has dtype complex.*safetensors does not have") as caught:
+    with pytest.raises(KeepError, match=r"step 1 .*'wide' has dtype complex.*safetensors does not have") as caught:
         session.close()
     said = str(caught.value)
     assert "Export with" not in said, "Keep has no format"
-    assert "Look at the folder" not in said
+    assert "Check the folder" not in said
     assert ".." not in said
     cure = 'lightck.export_checkpoint(lightck.recover(pool_path), file, format="torch")'
     assert cure in said
@@ -402,7 +404,7 @@ def test_loader_does_not_raise_it(pool, to):
         session.flush() if len(caught) else None
         exported()
     assert len(caught) == 1
-    assert "Step 1 " in caught[0]
+    assert "step 1 " in caught[0]
     session.close()
     assert lightck.recover(pool).step == 4
 

@@ -110,7 +110,7 @@ def test_pins_are_bounded(pool):
     train(model, optimizer, 1)
     for _ in range(6):
         session.pin()
-    with pytest.raises(SessionError, match=r"6 versions are pinned.*Release a pin"):
+    with pytest.raises(SessionError, match=r"6 are pinned.*Release a pin"):
         session.pin()
     train(model, optimizer, 3, start=1)
     session.close()
@@ -177,7 +177,7 @@ def test_pinned_checkpoint_that_is_damaged_is_reported_where_the_pool_has_to_mov
     train(model, optimizer, 2, start=1)
     session.flush()
     damage(pool, "model/0.weight", [1])
-    with pytest.raises(CorruptPoolError, match=r"step 1 that is held cannot be taken along.*Release the pin"):
+    with pytest.raises(CorruptPoolError, match=r"step 1, which is held, cannot be carried over.*Release the pin"):
         session.pin()
     pin.release()
     session.pin()
