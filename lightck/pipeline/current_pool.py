@@ -85,7 +85,7 @@ class CurrentPool:
             self.requested_slots = wanted
 
     def ready_writer(self) -> PoolWriter:
-        """The writer for the next checkpoint. Raises ``FullError`` where a new file is needed first."""
+        """The writer for the next checkpoint. Raises ``FullError`` if a relayout is needed first."""
         if self.writer is None:
             self.requested_slots = None  # left by a relayout that a signal interrupted; the first file has them anyway
             raise FullError("there is no pool yet")

@@ -92,7 +92,7 @@ class WriteGuard:
     # -- before a checkpoint is made
 
     def check_left_out(self, writer: PoolWriter) -> None:
-        """Check the tensors that the next checkpoint would leave out for unannounced writes."""
+        """Look for unannounced writes to the tensors that the next checkpoint would leave out."""
         generation, block = writer.generation, writer.superblock.block
         names, self._reread_nbytes = self._unchanged.reread(generation, block, self._budget())
         if names:
@@ -142,7 +142,7 @@ class WriteGuard:
         watched = checkpoint.watched
         names = [watched.lives[i].name for i in watched.changed()]
         who = "a forward" if watched.forward_seen else "something between the boundary and the next forward"
-        return Rejection(f"{who} wrote to it", names) if names else None
+        return Rejection(f"{who} wrote to a tensor", names) if names else None
 
     def validate(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> Rejection | None:
         """Why a checkpoint whose copies are done must not commit, or None."""
@@ -153,7 +153,7 @@ class WriteGuard:
         names = checkpoint.differing_sources(writer, self._device_turn, self._check)
         if names:
             return Rejection(
-                "something wrote to it while it was copied, in a way that moves no version counter "
+                "something wrote to a tensor while it was copied, in a way that moves no version counter of torch "
                 "(.data, numpy, a fused kernel or another thread)",
                 names,
                 unannounced=True,

@@ -40,8 +40,8 @@ class InFlightCheckpoint:
     def drop(self, reason: str, names: Sequence[str]) -> None:
         """Give the checkpoint up with a warning that names the tensors."""
         log.warning(
-            "lightck: the checkpoint of step %d is given up: %s (tensor: %s). From now on this tensor is copied "
-            "at the boundary, before training goes on. Put weight swaps into `with session.paused():`.",
+            "lightck: the checkpoint of step %d is given up: %s. Tensor: %s. From now on this tensor is copied at "
+            "the boundary, before training goes on. Put weight swaps into `with session.paused():`.",
             self.step,
             reason,
             ", ".join(names[:3]),

@@ -100,7 +100,7 @@ class Pipeline:
             at_boundary: names of tensors that are always copied at the boundary.
             slots: the number of slots that the user asked for (None: as many as the pool has).
             generation: the generation of its payload.
-            stale_after: older checkpoints of a larger generation than this are stale (None: no one is).
+            stale_after: older checkpoints of a larger generation than this are stale; None: none is.
         """
         writer = self._writer
         self.committed = step
@@ -118,7 +118,7 @@ class Pipeline:
     # -- a checkpoint begins -----------------------------------------------------------------------------
 
     def check_left_out(self) -> None:
-        """Check tensors that the next checkpoint would leave out for unannounced writes, before its state is read."""
+        """Before the state is read: find unannounced writes to tensors that the next checkpoint would leave out."""
         if self.pool.writer is not None:
             self.guard.check_left_out(self.pool.writer)
 
@@ -191,8 +191,8 @@ class Pipeline:
                 return slot
             if not self._in_flight:
                 raise LightckError(
-                    "No slot of the pool can be written: writes to the others failed. The last committed checkpoint "
-                    "is intact. Put the pool on a sound medium and start again with resume=True."
+                    "No slot of the pool can be written: earlier writes to the free slots failed. The last committed "
+                    "checkpoint is intact. Put the pool on a sound medium and start again with resume=True."
                 )
             self._finish(self._in_flight[0])
 
@@ -322,7 +322,7 @@ class Pipeline:
             log.error("lightck: %s", err)
 
     def _unvalidated(self) -> list[InFlightCheckpoint]:
-        return [f for f in self._in_flight if not f.pending.job.is_released]
+        return [one for one in self._in_flight if not one.pending.job.is_released]
 
     def settle(self, checkpoint: InFlightCheckpoint) -> None:
         """Wait for the copies, validate the checkpoint, and release it to commit or give it up."""
@@ -382,7 +382,8 @@ class Pipeline:
 
     def newest_committed(self) -> int | None:
         """The step of the newest durable checkpoint at this moment. Changes nothing, so any thread may call it."""
-        done = [f.step for f in tuple(self._in_flight) if f.pending.job.is_released and f.pending.job.has_committed]
+        in_flight = [(one.step, one.pending.job) for one in tuple(self._in_flight)]
+        done = [step for step, job in in_flight if job.is_released and job.has_committed]
         return done[-1] if done else self.committed
 
     def close(self) -> None:

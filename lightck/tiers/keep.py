@@ -56,7 +56,7 @@ class Keep:
     last: int | None = None
     """How many exports of this pool stay in the folder, the newest ones; None: all of them."""
     what: str = "model"
-    """``"model"``, or ``"all"``: optimizer, state and random states too."""
+    """What an export contains: ``"model"``, or ``"all"`` (optimizer, state and random states too)."""
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
@@ -183,7 +183,7 @@ class Retention(CommitListener):
             self._holds.release(self._hold)
             self._hold = None
 
-    # -- on the thread -----------------------------------------------------------------------------------
+    # -- on the export thread ----------------------------------------------------------------------------
 
     def _run_named(self, reader: PoolReader, record: CommitRecord) -> None:
         with contextlib.suppress(OSError):  # for top and perf: before 3.14 Python does not name threads in the kernel

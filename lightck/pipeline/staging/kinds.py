@@ -39,7 +39,7 @@ Kind: TypeAlias = "Host | Direct | Device"
 
 
 def check_kind(staging: Any) -> None:
-    """Raises ``TypeError``."""
+    """Raise ``TypeError`` unless this is a transfer method or None."""
     if staging is not None and not isinstance(staging, (Host, Direct, Device)):
         name = getattr(staging, "__name__", type(staging).__name__)
         raise TypeError(
