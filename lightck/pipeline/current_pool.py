@@ -27,11 +27,9 @@ Layout = dict[str, Entry]
 
 
 class CurrentPool:
-    """The one pool file that is open for writing. ``writer`` is None until there is one.
-
-    ``n_slots``: the number of slots of the next new file. ``requested_slots``: the number that the file shall have
-    instead of its present one, by a relayout at the next boundary; None: no relayout is requested.
-    """
+    """The one pool file that is open for writing. ``writer`` is None until there is one. ``n_slots``: the number of
+    slots of the next new file. ``requested_slots``: the number that the file shall have instead of its present one, by
+    a relayout at the next boundary; None: no relayout is requested."""
 
     def __init__(
         self,
@@ -114,15 +112,9 @@ class CurrentPool:
             raise
 
     def relayout(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
-        """Move to a new file. On failure the new file is removed and the present one stays in use, unchanged.
-
-        No checkpoint is in flight in the present file.
-
-        Args:
-            entries: the tensors of the training (empty: those of the present file).
-            state_nbytes: the length of the small state.
-            first: commits the first checkpoint in the new file, before the file gets the pool's name.
-        """
+        """Move to a new file; no checkpoint is in flight. On failure the new file is removed, and the present one stays
+        in use, unchanged. ``entries``: the tensors of the training (empty: those of the present file).
+        ``state_nbytes``: the length of the small state. ``first``: commits the first checkpoint in the new file."""
         old, events = self.writer, self._events
         events.stop_reading()
         carried = events.to_carry(old) if old is not None else []
@@ -154,18 +146,10 @@ class CurrentPool:
 
 
 def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Layout, list[Entry]]:
-    """The layout of the file that replaces ``old``.
-
-    The layout keeps extents for optimizer state that does not exist yet, but not for tensors of the user's objects that
-    no longer exist.
-
-    Args:
-        old: the writer of the present file, if there is one.
-        now: the tensors of the training (empty: those of ``old``).
-        held: the tensors of held checkpoints.
-
-    Returns: the layout, and held tensors with another shape or dtype than now, for which the reserve must have space.
-    """
+    """The layout of the file that replaces ``old``, and the ``held`` tensors of held checkpoints that have another
+    shape or dtype now, for which its reserve must have space. ``now``: the tensors of the training (empty: those of
+    ``old``). The layout keeps extents for optimizer state that does not exist yet, but not for tensors of the user's
+    objects that no longer exist."""
     current = {entry.name: entry for entry in now}
     layout = _expected(old, current) if old is not None else {}
     layout |= {entry.name: entry for entry in (*held, *now)}
@@ -185,9 +169,8 @@ def _expected(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:
 
 
 def spare_nbytes(old: PoolWriter | None, layout: Layout) -> int:
-    """Space for growth: each tensor that grew may double, and each relayout adds a larger share for new tensors.
-
-    So a training that grows at every step needs a relayout less and less often."""
+    """Space for growth: each tensor that grew may double, and each relayout adds a larger share for new tensors. So a
+    training that grows at every step needs a relayout less and less often."""
     if old is None:
         return 0
     nbytes = sum(entry.nbytes for entry in layout.values())

@@ -60,10 +60,8 @@ class EagerCopies:
         self._begun = _UpdateCopies(tables, slot, tables.cached, self._needs_checksums)
 
     def copy(self, tensors: Iterable[torch.Tensor], jobs_max: int) -> None:
-        """Begin to copy tensors that are updated already, if a slot is reserved.
-
-        ``jobs_max``: how many jobs of the engine this checkpoint may take besides the one that commits it.
-        """
+        """Begin to copy tensors that are updated already, if a slot is reserved. ``jobs_max``: how many jobs of the
+        engine this checkpoint may take besides the one that commits it."""
         if self._begun is not None:
             self._begun.add(tensors, min(jobs_max, EAGER_JOBS_MAX), self._not_eager)
 
@@ -77,16 +75,9 @@ class EagerCopies:
         return None if self._begun is None else self._begun.reservation
 
     def reusable(self, background: Sequence[Live], numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
-        """Choose the eager copies that the checkpoint can use.
-
-        Waits for all eager copies if some cannot be used, so that none can overwrite the copy that replaces it.
-
-        Args:
-            background: the tensors that the checkpoint copies in the background.
-            numbers: their record numbers.
-
-        Returns: the record numbers that need no other copy, and how many eager copies are of no use.
-        """
+        """The record numbers whose eager copies the checkpoint can use, and how many others there are. Waits for all
+        eager copies if there are others, so that none can overwrite the copy that replaces it. ``background``: the
+        tensors that the checkpoint copies in the background; ``numbers``: their record numbers."""
         if self._begun is None:
             return NO_RECORDS, 0
         begun = self._begun

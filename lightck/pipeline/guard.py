@@ -63,9 +63,8 @@ class Target:
 
 
 class WriteGuard:
-    """The write guard of one session.
-
-    ``check`` (``LIGHTCK_CHECK=1``): read all bytes at each checkpoint, and raise an error for an unannounced write."""
+    """The write guard of one session. ``check`` (``LIGHTCK_CHECK=1``): read all bytes at each checkpoint, and raise an
+    error for an unannounced write."""
 
     def __init__(self, check: bool) -> None:
         self._check = check
@@ -135,10 +134,9 @@ class WriteGuard:
     # -- until it commits
 
     def changed(self, checkpoint: InFlightCheckpoint) -> Rejection | None:
-        """Whether any source has another signature than at the boundary.
-
-        The copy may have read the old or the new bytes. To copy again is no cure: a write between the boundary and the
-        next forward is repeated by a training that resumes from this checkpoint."""
+        """Whether any source has another signature than at the boundary. The copy may have read the old or the new
+        bytes. To copy again is no cure: a write between the boundary and the next forward is repeated by a training
+        that resumes from this checkpoint."""
         watched = checkpoint.watched
         names = [watched.lives[i].name for i in watched.changed()]
         who = "a forward" if watched.forward_seen else "something between the boundary and the next forward"
@@ -174,9 +172,8 @@ class WriteGuard:
     # -- stale checkpoints
 
     def _found(self, names: Iterable[str], verified_until: int, writer: PoolWriter) -> None:
-        """Handle an unannounced write to these tensors, made after the checkpoint of generation ``verified_until``.
-
-        The next checkpoint leaves no tensor out."""
+        """Handle an unannounced write to these tensors, made after the checkpoint of generation ``verified_until``. The
+        next checkpoint leaves no tensor out."""
         self.at_boundary.update(names)
         self._unchanged.reset()
         self.stale_after = verified_until if self.stale_after is None else min(self.stale_after, verified_until)

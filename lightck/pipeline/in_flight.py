@@ -67,10 +67,9 @@ def seconds_left(deadline: float | None) -> float | None:
 
 
 def job_budget(checkpoints: Sequence[InFlightCheckpoint], uncommitted_max: int) -> int:
-    """How many jobs a checkpoint may take besides the one that commits it.
-
-    The checkpoints that can be in flight at once share the engine's job table equally. One entry is spared for each
-    copy thread and for the transfer thread, because each may still refer to an entry that was freed."""
+    """How many jobs a checkpoint may take besides the one that commits it. The checkpoints that can be in flight at
+    once share the engine's job table equally. One entry is spared for each copy thread and for the transfer thread,
+    because each may still refer to an entry that was freed."""
     entries = JOBS_MAX - THREADS_MAX - 1
     share = entries // (uncommitted_max + 1) - 1
     to_come = max(uncommitted_max - len(checkpoints), 0)

@@ -49,11 +49,8 @@ log = logging.getLogger("lightck")
 
 
 class Pipeline:
-    """Write closed steps into the pool and commit them in order.
-
-    ``events`` reports each commit to listeners. ``decisions`` says whether a checkpoint may commit and which slots may
-    not be overwritten.
-    """
+    """Write closed steps into the pool and commit them in order. ``events`` reports each commit to listeners.
+    ``decisions`` says whether a checkpoint may commit and which slots may not be overwritten."""
 
     def __init__(
         self,
@@ -93,15 +90,9 @@ class Pipeline:
     def adopted(
         self, step: int, at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
     ) -> None:
-        """Continue from a checkpoint of this pool whose adoption record is durable.
-
-        Args:
-            step: its step.
-            at_boundary: names of tensors that are always copied at the boundary.
-            slots: the number of slots that the user asked for (None: as many as the pool has).
-            generation: the generation of its payload.
-            stale_after: older checkpoints of a larger generation than this are stale; None: none is.
-        """
+        """Continue from a checkpoint of this pool whose adoption record is durable. ``at_boundary``: names of tensors
+        that are always copied at the boundary. ``slots``: as the user asked for (None: as many as the pool has).
+        ``generation``: of its payload. ``stale_after``: older checkpoints of a larger generation are stale."""
         writer = self._writer
         self.committed = step
         if stale_after is not None:
@@ -210,9 +201,8 @@ class Pipeline:
         self.eager.copy(tensors, jobs_max)
 
     def store_next(self, entries: Sequence[NextBatch]) -> None:
-        """Record which batch followed the newest checkpoint, if it still lies in its slot.
-
-        Errors of the medium are ignored here: the next checkpoint meets and raises them."""
+        """Record which batch followed the newest checkpoint, if it still lies in its slot. Errors of the medium are
+        ignored here: the next checkpoint meets and raises them."""
         if self._newest is not None:
             writer, slot, generation = self._newest
             if writer is self.pool.writer:
@@ -289,7 +279,6 @@ class Pipeline:
 
     def gate(self) -> None:
         """Before an update: settle every checkpoint, and wait until all but the newest ``slots - 2`` have committed.
-
         ``slots`` is the argument of attach; further slots for pins and for keep= do not count."""
         if not self._in_flight:
             return

@@ -28,9 +28,8 @@ class TargetSlot(Protocol):
         ...
 
     def generation_of(self, record: TensorRecord) -> int | None:
-        """The generation in which this record was last written into the slot, or None if the slot does not hold it.
-
-        A plan may leave the record out if the strategy itself knows that the tensor is unchanged since."""
+        """The generation in which this record was last written into the slot, or None if the slot does not hold it. A
+        plan may leave the record out if the strategy itself knows that the tensor is unchanged since."""
         ...
 
 
@@ -73,6 +72,6 @@ class Strategy(Protocol):
         Args:
             closed_step: the step.
             tables: all its tensors, with their records.
-            slot: the slot that the checkpoint gets; what it holds already may be left out.
+            slot: the slot that the checkpoint gets. Tensors that it already holds may be left out.
         """
         ...

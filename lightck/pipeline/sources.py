@@ -58,10 +58,8 @@ class SourceWatch:
         return sorted(self._signatures.changed() | self._counters.changed() | gone)
 
     def read(self, blocks: Blocks, turn: Turn, budget: int | None) -> None:
-        """Read sources at the boundary, before their copies begin, for a later comparison in ``differing``.
-
-        ``blocks``: of all sources in host memory; ``turn``: chooses among them; ``budget``: bytes to read (None: all).
-        """
+        """Read sources at the boundary, before their copies begin, for a later comparison in ``differing``. ``blocks``:
+        of all sources in host memory; ``turn``: chooses among them; ``budget``: bytes to read (None: all)."""
         chosen, _ = turn.take(blocks, budget)
         self.was_read_whole = chosen is ALL
         self._blocks = blocks
@@ -75,17 +73,9 @@ class SourceWatch:
         turn: int,
         whole: bool,
     ) -> list[str]:
-        """Compare what was copied with what was read at the boundary.
-
-        Args:
-            raw: the checksums of all blocks that were copied.
-            of_record: returns those of one record, by its number.
-            block: bytes per checksum.
-            turn: chooses the one block of a source on a device that is read now.
-            whole: also read all sources in host memory again.
-
-        Returns: the names of tensors whose copies hold other bytes.
-        """
+        """The names of tensors whose copies hold other bytes than were read at the boundary. ``raw``: the checksums of
+        all copied blocks, of ``block`` bytes each; ``of_record``: those of one record number. ``turn``: chooses the one
+        block on a device that is read now. ``whole``: read all sources in host memory again."""
         places, at_boundary, owners = self._at_boundary
         wrong = set(owners[raw[places] != at_boundary].tolist())
         if whole and len(self._blocks):
@@ -132,12 +122,10 @@ class _Proved:
 
 
 class UnchangedTensors:
-    """Decides which frozen tensors a checkpoint may leave out, and reads those again from time to time.
-
-    A frozen tensor is one that no optimizer step changes. It counts as unchanged once two successive checkpoints that
-    both wrote it hold equal bytes, and as long as its signature stays the same. A tensor with an unannounced write
-    never counts as unchanged again.
-    """
+    """Decides which frozen tensors a checkpoint may leave out, and reads those again from time to time. A frozen tensor
+    is one that no optimizer step changes. It counts as unchanged once two successive checkpoints that both wrote it
+    hold equal bytes, and as long as its signature stays the same. A tensor with an unannounced write never counts as
+    unchanged again."""
 
     def __init__(self) -> None:
         self.at_boundary: set[str] = set()
@@ -188,17 +176,10 @@ class UnchangedTensors:
         self._proved = self._round_began = None
 
     def reread(self, generation: int, block: int, budget: int | None) -> tuple[set[str], int]:
-        """Read tensors that are left out again, before the next checkpoint is made.
-
-        If one tensor differs, all are read, so that every tensor with the same kind of write is found at once.
-
-        Args:
-            generation: the newest generation that was begun.
-            block: bytes per checksum.
-            budget: bytes to read (None: all).
-
-        Returns: the names of tensors whose bytes are not those that checkpoints hold, and how many bytes were read.
-        """
+        """Read tensors that are left out again, before the next checkpoint is made. Returns the names of those whose
+        bytes are not those that checkpoints hold, and how many bytes were read. ``generation``: the newest that was
+        begun. ``block``: bytes per checksum. ``budget``: bytes to read (None: all). If one tensor differs, all are
+        read, so that every tensor with the same kind of write is found at once."""
         if not self._known:
             return set(), 0
         self._proved = proved = self._proved or self._proved_now(block)
@@ -229,9 +210,8 @@ class UnchangedTensors:
         return _Proved(list(here), blocks, held, [name for name in proved if name not in here])
 
     def _differing(self, proved: _Proved, chosen: Positions | slice) -> set[str]:
-        """Names of tensors with other bytes in these blocks and with the same signature as before.
-
-        A change of the signature announces the write: that tensor is written anyway."""
+        """Names of tensors with other bytes in these blocks and with the same signature as before. A change of the
+        signature announces the write: that tensor is written anyway."""
         blocks = proved.blocks
         differ = blocks.checksums(chosen) != proved.held[blocks.places[chosen]]
         found = {proved.names[i] for i in blocks.owners[chosen][differ].tolist()}

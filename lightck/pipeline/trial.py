@@ -10,9 +10,8 @@ T = TypeVar("T")
 
 
 class Margin(NamedTuple):
-    """By how much a cost must be lower than another: by more than ``share`` of the other plus ``least``.
-
-    A negative ``share`` allows it to be higher by as much."""
+    """By how much a cost must be lower than another: by more than ``share`` of the other plus ``least``. A negative
+    ``share`` allows it to be higher by as much."""
 
     share: float
     least: float = 0.0

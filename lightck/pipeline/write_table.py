@@ -47,17 +47,14 @@ class TensorRecord:
         return self.reading[0]
 
     def describes(self, live: Live) -> bool:
-        """Whether this is still the record of the tensor.
-
-        Object and address alone are not enough: ``resize_``, ``t_`` and ``.data = ...`` can keep both, and a tensor
-        stays in place when the one that it was tied to is replaced."""
+        """Whether this is still the record of the tensor. Object and address alone are not enough: ``resize_``, ``t_``
+        and ``.data = ...`` can keep both, and a tensor stays in place when the one that it was tied to is replaced."""
         return self.tensor is live.tensor and self.alias == live.alias and self.reading == reading_of(live.tensor)
 
 
 class NoExtentError(Exception):
-    """Tensors have no extent in the pool yet, because they are new or have another shape or dtype now.
-
-    Internal: the pipeline waits until nothing is in flight, adds extents and computes the tables again."""
+    """Tensors have no extent in the pool yet, because they are new or have another shape or dtype now. Internal: the
+    pipeline waits until nothing is in flight, adds extents and computes the tables again."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         super().__init__(f"no extents for {[entry.name for entry in entries[:3]]}")
@@ -111,7 +108,6 @@ class WriteTable:
 
     def without(self, left_out: Collection[int]) -> WriteTable:
         """A copy of this table without these record numbers, for a plan that leaves them out (``WritePlan.unchanged``).
-
         ``present`` and ``undecided`` stay as they are."""
         stays = ~np.isin(self.numbers, np.fromiter(left_out, np.int64, len(left_out)))
         later = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
@@ -206,9 +202,8 @@ class WriteTableCache:
         return [first, write_table(lives[n:], records[n:], forced)]
 
     def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
-        """Add extents for these tensors; extents of tensors that are not in ``lives`` may be reused.
-
-        No checkpoint is in flight. Raises ``FullError``."""
+        """Add extents for these tensors; extents of tensors that are not in ``lives`` may be reused. No checkpoint is
+        in flight. Raises ``FullError``."""
         try:
             self.writer.add(entries, {live.name for live in lives})
         finally:
@@ -221,10 +216,8 @@ class WriteTableCache:
         return record is not None and record.number == number and record.describes(live)
 
     def _records_of(self, lives: Sequence[Live], present: Sequence[Live]) -> list[TensorRecord]:
-        """The record of each tensor, with an extent that fits it now. Raises ``NoExtentError``.
-
-        ``present``: all tensors of the step; the records of any others are forgotten.
-        """
+        """The record of each tensor, with an extent that fits it now. Raises ``NoExtentError``. ``present``: all
+        tensors of the step; the records of any others are forgotten."""
         known, writer = self._records, self.writer
         if len(known) > len(present):  # keeps no tensor alive that the training has dropped
             for name in known.keys() - {live.name for live in present}:

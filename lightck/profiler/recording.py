@@ -34,10 +34,8 @@ _OWN_ROWS_MAX, _NAME_MAX = 50, 200
 
 
 class Recording:
-    """A trace that is being recorded. It ends after its steps, at ``close``, or with its session.
-
-    It is a context manager. If its file cannot be written, the end of the ``with`` block or ``session.close()`` raises.
-    """
+    """A trace that is being recorded. It ends after its steps, at ``close``, or with its session. It is a context
+    manager. If its file cannot be written, the end of the ``with`` block or ``session.close()`` raises."""
 
     def __init__(
         self,

@@ -45,10 +45,9 @@ def facts(trace: Trace) -> list[StepFacts]:
 
 
 def _by_step(trace: Trace) -> Iterator[tuple[int, Event, list[Event]]]:
-    """For each step its number, its event, and the events that overlap it, in their order.
-
-    This is one sweep over steps and events. A heap, ordered by end, keeps the events that began before the step, so
-    that one event as long as the whole trace does not make every step visit all events."""
+    """For each step its number, its event, and the events that overlap it, in their order. This is one sweep over steps
+    and events. A heap, ordered by end, keeps the events that began before the step, so that one event as long as the
+    whole trace does not make every step visit all events."""
     events = trace.events
     begins = [event.begin for event in events]
     lasting: list[tuple[int, int]] = []  # end and index of the events that began before the step

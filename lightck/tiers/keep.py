@@ -77,9 +77,8 @@ class Retention(CommitListener):
     """The exports of one session: a listener that exports checkpoints when they are due."""
 
     def __init__(self, keep: Keep, pool_path: str, meter: Meter, holds: Holds) -> None:
-        """Create the folder and remove a temporary file that a killed process left there. Raises ``KeepError``.
-
-        The caller holds the pool's lock."""
+        """Create the folder and remove a temporary file that a killed process left there. Raises ``KeepError``. The
+        caller holds the pool's lock."""
         self._keep = keep
         self._folder = Path(os.path.abspath(keep.to))
         self._mark = blake2b(os.fsencode(os.path.realpath(pool_path)), digest_size=8).hexdigest()
@@ -156,9 +155,8 @@ class Retention(CommitListener):
         return step // self._keep.every > self._last // self._keep.every
 
     def _start(self, writer: PoolWriter, step: int, *, here: bool = False) -> None:
-        """Export the newest checkpoint, on a new thread or, with ``here``, on this one.
-
-        An error fails this export, which is not tried again, and not the training."""
+        """Export the newest checkpoint, on a new thread or, with ``here``, on this one. An error fails this export,
+        which is not tried again, and not the training."""
         self._last = step
         try:
             self._hold = hold = self._holds.take(writer)
@@ -240,10 +238,8 @@ class Retention(CommitListener):
 
 
 def _metadata(path: Path) -> dict[str, object]:
-    """The metadata of a safetensors file.
-
-    Not read with ``safe_open``, which maps the whole file: if memory is short, it raises various errors and leaves a
-    descriptor open."""
+    """The metadata of a safetensors file. Not read with ``safe_open``, which maps the whole file: if memory is short,
+    it raises various errors and leaves a descriptor open."""
     with path.open("rb") as file:
         nbytes = int.from_bytes(file.read(8), "little")
         if nbytes > min(_HEADER_NBYTES_MAX, os.fstat(file.fileno()).st_size - 8):

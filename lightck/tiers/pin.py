@@ -41,10 +41,7 @@ class Hold:
 
 class Holds(CommitListener):
     """All holds of a session: a listener that carries them over at a relayout, and a commit decision that protects
-    their slots.
-
-    Any thread may call ``release``; all other methods are called on the training thread.
-    """
+    their slots. Any thread may call ``release``; all other methods are called on the training thread."""
 
     def __init__(self) -> None:
         self._held: list[Hold] = []
@@ -182,9 +179,8 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
 
 
 def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
-    """Record numbers in the new file for the tensors of a held checkpoint.
-
-    The tensors of the training keep their numbers and do not count as grown."""
+    """Record numbers in the new file for the tensors of a held checkpoint. The tensors of the training keep their
+    numbers and do not count as grown."""
     own, grew = dict(writer.numbers), set(writer.grew)
     other = [entry for entry in stored.entries.values() if not writer.fits(entry)]
     if other:

@@ -40,14 +40,8 @@ class TransferMethod(Protocol):
     def group(
         self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
     ) -> Group | None:
-        """Make a group and its job. Returns None if the engine has no free job.
-
-        Args:
-            reservation: the checkpoint that the group belongs to.
-            tensors: the tensors of the group.
-            nbytes_max: the bytes of the largest group of the checkpoint.
-            in_order: the group is sent in the order of the computation.
-        """
+        """Make a group and its job; None if the engine has no free job. ``nbytes_max``: the bytes of the largest group
+        of the checkpoint. ``in_order``: the group is sent in the order of the computation."""
 
     def forget(self) -> None:
         """Release all memory. No transfer is under way."""

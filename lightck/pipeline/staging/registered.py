@@ -14,9 +14,8 @@ from lightck.state.device_transfers import DeviceTransfer
 
 
 class RegisteredPool:
-    """The registered mapping of one writer, until ``release`` or until the pool is unmapped.
-
-    ``wait_idle`` waits until no device writes there. Raises ``RuntimeError`` if a device's driver refuses."""
+    """The registered mapping of one writer, until ``release`` or until the pool is unmapped. ``wait_idle`` waits until
+    no device writes there. Raises ``RuntimeError`` if a device's driver refuses."""
 
     def __init__(self, writer: PoolWriter, transfers: Sequence[DeviceTransfer], wait_idle: Callable[[], None]) -> None:
         self._writer: PoolWriter | None = writer

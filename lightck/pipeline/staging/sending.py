@@ -35,9 +35,7 @@ _LESS_STALL = Margin(0.1, 0.0002)
 
 class Staging:
     """The device transfers of one session. ``is_on=False``: tensors on devices are copied at the boundary.
-
-    ``commits_after_update``: a checkpoint may commit after the next update, so its transfer may outlast a step.
-    """
+    ``commits_after_update``: a checkpoint may commit after the next update, so its transfer may outlast a step."""
 
     def __init__(
         self, meter: Meter, kind: Kind | None = None, *, commits_after_update: bool = False, is_on: bool = True
@@ -57,7 +55,6 @@ class Staging:
         self, writer: PoolWriter, slot: Slot, submission: Submission, reservation: Reservation | None, jobs_max: int
     ) -> Iterator[tuple[Reservation | None, npt.NDArray[np.int64]]]:
         """Send the tensors of a checkpoint that lie on devices, while the checkpoint is begun in the ``with`` block.
-
         Yields the reservation and the record numbers that are being sent. Tensors for which ``jobs_max`` jobs are not
         enough are copied at the boundary. If the block raises, a reservation that was made here is dropped."""
         if self._method is not None and self._method.ends_before_next:

@@ -49,10 +49,8 @@ class TransferThread:
         return threading.current_thread() is self._thread
 
     def wait_idle(self, pause: Callable[[], None] | None = None) -> None:
-        """Wait until no transfer is under way, and help to copy meanwhile.
-
-        A failure is not raised here, but where its checkpoint is waited for. ``pause`` is called now and then, and may
-        raise."""
+        """Wait until no transfer is under way, and help to copy meanwhile. A failure is not raised here, but where its
+        checkpoint is waited for. ``pause`` is called now and then, and may raise."""
         if self._last is None:
             return
         for job in self._last.jobs:
