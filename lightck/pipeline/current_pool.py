@@ -53,7 +53,7 @@ class CurrentPool:
 
     def create(self, entries: Sequence[Entry], state_nbytes: int) -> None:
         """Create an empty pool at the path now."""
-        writer = self._new_writer(in_order_of_need(entries), state_nbytes)
+        writer = self._new_writer(in_module_order(entries), state_nbytes)
         try:
             writer.reader.container.publish()
         except BaseException:
@@ -121,7 +121,7 @@ class CurrentPool:
         held = [entry for checkpoint in carried for entry in checkpoint.entries.values()]
         layout, extras = pool_layout(old, entries, held)
         state_nbytes = max([state_nbytes, *(len(checkpoint.state) for checkpoint in carried)])
-        writer = self._new_writer(in_order_of_need(layout.values()), state_nbytes, spare_nbytes(old, layout), extras)
+        writer = self._new_writer(in_module_order(layout.values()), state_nbytes, spare_nbytes(old, layout), extras)
         try:
             events.carry(writer)
             result = first(writer)
@@ -182,7 +182,7 @@ def _param_of(entry: Entry) -> str:
     return entry.name.removeprefix("optimizer/").rpartition("/")[0]
 
 
-def in_order_of_need(entries: Iterable[Entry]) -> list[Entry]:
+def in_module_order(entries: Iterable[Entry]) -> list[Entry]:
     """Entries in the order of the modules, each parameter followed by its optimizer state: tensors that one layer's
     update changes together lie together."""
     entries = list(entries)

@@ -6,8 +6,8 @@ an eager copy is used if the tensor is the same one with the same signature; oth
 
 A loop may write to a parameter after its update without moving its version counter (``p.data.clamp_``). A copy at the
 boundary would contain that write; an eager copy does not. To find such writes, checksums of the tensor are taken right
-after its update and compared with the tensor at the boundary: for the first eager copies of each tensor, and later for
-two parameters of each checkpoint in turn. If one differs, all eager copies of this checkpoint are compared with their
+after its update and compared with the tensor at the boundary: for the first eager copies of each tensor, later for the
+first parameter and one other in turn. If one differs, all eager copies of this checkpoint are compared with their
 tensors. A tensor that differs is copied again, and never eagerly from then on.
 """
 

@@ -136,7 +136,7 @@ def split_into_groups(tensors: Sequence[StagedTensor], parts_max: int) -> list[l
     return parts
 
 
-def packed(tensors: Sequence[StagedTensor]) -> tuple[list[int], int]:
+def packed_layout(tensors: Sequence[StagedTensor]) -> tuple[list[int], int]:
     """The offset of each tensor in a piece of memory, and the length that this memory must have."""
     offsets, at = [], 0
     for one in tensors:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from lightck.pipeline.staging.groups import Group, PinnedRing, Segment, packed
+from lightck.pipeline.staging.groups import Group, PinnedRing, Segment, packed_layout
 from lightck.pipeline.staging.kinds import Device, Direct, Host, Kind
 from lightck.pipeline.staging.registered import RegisteredPool
 from lightck.pipeline.write_table import StagedTensor
@@ -133,7 +133,7 @@ class DeviceMethod:
         self._copies.clear()
         for transfer in dict.fromkeys(one.transfer for one in staged):
             own = [one for one in staged if one.transfer is transfer]
-            offsets, nbytes = packed(own)
+            offsets, nbytes = packed_layout(own)
             memory = self._memory_for_copy(transfer, nbytes)
             pairs = []
             for one, at in zip(own, offsets, strict=True):
@@ -175,7 +175,7 @@ def group_through_host(
     segment: Segment, reservation: Reservation, tensors: list[StagedTensor], sources: list[torch.Tensor], in_order: bool
 ) -> Group | None:
     """A group that is sent through host memory, or None if the engine has no free job."""
-    offsets, _ = packed(tensors)
+    offsets, _ = packed_layout(tensors)
     places = [segment.memory[at : at + one.record.nbytes] for at, one in zip(offsets, tensors, strict=True)]
     records = [one.record.number for one in tensors]
     if not reservation.copy(records, [place.data_ptr() for place in places], (segment.memory, sources), held=True):

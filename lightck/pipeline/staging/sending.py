@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lightck.errors import BackgroundError
 from lightck.interrupts import leave_if_noted
-from lightck.pipeline.staging.groups import GROUPS_MAX, Group, packed, split_into_groups
+from lightck.pipeline.staging.groups import GROUPS_MAX, Group, packed_layout, split_into_groups
 from lightck.pipeline.staging.kinds import Direct, Host, Kind
 from lightck.pipeline.staging.methods import DeviceMethod, DirectMethod, HostMethod, TransferMethod, UnavailableError
 from lightck.pipeline.staging.transfer_thread import TransferThread
@@ -204,10 +204,12 @@ def _groups(
     plans = ([(in_order, True)] if in_order else []) + [(part, False) for part in parts]
     if later and not parts:
         return [], list(staged)
-    nbytes_max = max((packed(part)[1] for part in parts), default=0)
+    nbytes_max = max((packed_layout(part)[1] for part in parts), default=0)
     groups: list[Group] = []
-    for number, (tensors, is_first) in enumerate(plans):
-        group = method.group(reservation, tensors, packed(tensors)[1] if is_first else nbytes_max, in_order=is_first)
+    for number, (tensors, is_in_order) in enumerate(plans):
+        group = method.group(
+            reservation, tensors, packed_layout(tensors)[1] if is_in_order else nbytes_max, in_order=is_in_order
+        )
         if group is None:
             return groups, [one for rest, _ in plans[number:] for one in rest]
         groups.append(group)
