@@ -39,7 +39,7 @@ from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
 from lightck.strategy.full import FullState
-from lightck.tiers.keep import Keep, Keeper
+from lightck.tiers.keep import Keep, Retention
 from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
@@ -141,7 +141,7 @@ def _attached(said: Arguments) -> Session:
 
 def _beside(how: Saving, found: Found, path: str, meter: Meter) -> Beside:
     holds = Holds()
-    keeper = Keeper(how.keep, path, meter, holds) if how.keep is not None else None
+    keeper = Retention(how.keep, path, meter, holds) if how.keep is not None else None
     return Beside(holds, keeper, NonfiniteCheck(found.state, meter) if how.pause_on_nonfinite else None)
 
 

@@ -24,7 +24,7 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.session.capture import Capture
 from lightck.session.interval import Cadence
 from lightck.stats import Meter
-from lightck.tiers.keep import Keeper
+from lightck.tiers.keep import Retention
 from lightck.tiers.pin import Hold, Holds
 
 
@@ -33,7 +33,7 @@ class Beside:
     """What stands beside the pipeline of one session, to which it is listeners of commits, and decisions about them."""
 
     holds: Holds = field(default_factory=Holds)
-    keeper: Keeper | None = None
+    keeper: Retention | None = None
     finite: NonfiniteCheck | None = None
 
     def join(self, pipeline: Pipeline) -> None:
@@ -56,7 +56,7 @@ class Beside:
         needed = self.holds.slots_for_a_pin(pipeline.pool.spare_slots)
         hold = self.holds.take(writer, is_pin=True)
         try:
-            pipeline.have_slots(needed)
+            pipeline.ensure_slots(needed)
         except BaseException:
             self.holds.release(hold)
             raise
@@ -115,13 +115,13 @@ class Commits:
     def _save(self, event: Event, step: int) -> None:
         began = time.perf_counter()
         self.saved_step, self._is_done_saved = step, self._capture.is_done
-        self.guard(self.pipeline.audit)
+        self.guard(self.pipeline.check_left_out)
         closed_step = self._capture.close(
             event,
             step,
             self._boundary.iteration,
             explicit=self._boundary.explicit,
-            always_copied=self.pipeline.guard.never,
+            always_copied=self.pipeline.guard.at_boundary,
             stale_after=self.pipeline.guard.stale_after,
         )
         self._meter.note_state(step, began)

@@ -66,7 +66,7 @@ class LoaderEvents(LoaderHost):
             steps.follows.pass_ended()
         if steps.commits.failure is None:
             with steps.meter.stall("pass ended"):
-                steps.commits.guard(steps.pipeline.copies_done)
+                steps.commits.guard(steps.pipeline.wait_for_copies)
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         return self._turn.take(lambda: self._restored_rng(loader, pass_))

@@ -23,7 +23,7 @@ from lightck.session.capture import Capture
 from lightck.session.discover import Found
 from lightck.state.inventory import entry_of
 from lightck.state.predict import predict
-from lightck.tiers.keep import refuse_unkept
+from lightck.tiers.keep import refuse_unexportable
 
 log = logging.getLogger("lightck")
 
@@ -43,7 +43,7 @@ class PoolFile:
     def __post_init__(self) -> None:
         self.entries = {live.name: entry_of(live) for live in self.capture.expected_tensors()}
         if self.said.how.keep is not None:
-            refuse_unkept(self.said.how.keep, self.entries.values())
+            refuse_unexportable(self.said.how.keep, self.entries.values())
         self.capture.model.refuse_hidden_state()
         self.capture.note_built()
         self.capture.persistent.follow(self.found.persistent)

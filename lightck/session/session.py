@@ -235,7 +235,7 @@ class Session:
         """For weights that are swapped and swapped back (EMA for evaluation): no boundary and no copy meanwhile."""
         self._check_usable()
         with self._steps.turn, self._steps.meter.stall("paused"):
-            self._steps.commits.guard(self._pipeline.copies_done)
+            self._steps.commits.guard(self._pipeline.wait_for_copies)
         self._steps.commits.paused += 1
         try:
             yield
@@ -288,7 +288,7 @@ class Session:
 def _end(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
     """Once, by ``close`` or by garbage collection. A collector runs anywhere, also on a thread that is waited for here:
     then on another one."""
-    if pipeline.is_here:
+    if pipeline.on_background_thread:
         threading.Thread(target=_end_here, args=(pipeline, lock, handles), name="lightck-end").start()
     else:
         _end_here(pipeline, lock, handles)

@@ -98,7 +98,7 @@ def with_and_without(
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many tensors each early copy took; small layers are not gathered here."""
-    monkeypatch.setattr(eager_copies, "PART_NBYTES_MIN", 1)
+    monkeypatch.setattr(eager_copies, "EAGER_JOB_NBYTES_MIN", 1)
     found: list[int] = []
     submit = PoolWriter.submit_part
 

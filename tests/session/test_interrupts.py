@@ -321,14 +321,14 @@ def test_a_wait_that_is_left_for_a_signal_keeps_what_was_asked_for(pool, trainin
     train(model, optimizer, 1)
     session.close()
     reported: list[int] = []
-    moved = CurrentPool.move
+    moved = CurrentPool.relayout
 
     def move(*args: Any) -> Any:
         if not reported:
             os.kill(os.getpid(), signal.SIGUSR1)
         return moved(*args)
 
-    monkeypatch.setattr(CurrentPool, "move", move)
+    monkeypatch.setattr(CurrentPool, "relayout", move)
     with (
         handled(signal.SIGUSR1, lambda: reported.append(1)),
         lightck.attach(model, pool, optimizer=optimizer, resume=True, slots=4),

@@ -460,7 +460,7 @@ def stale_run(pool: Any, monkeypatch: Any, slots: int = 4) -> tuple[Any, ...]:
     model, optimizer, session = frozen_run(pool, slots=slots)
     for _ in range(5):
         written(model, optimizer, session)
-    monkeypatch.setattr(UnchangedTensors, "audit", lambda *args: (set(), 0))
+    monkeypatch.setattr(UnchangedTensors, "reread", lambda *args: (set(), 0))
     model.base[1].data[7, 1] += 1.0
     for _ in range(2):
         written(model, optimizer, session)
@@ -498,12 +498,12 @@ def test_pins_of_stale_checkpoints_end_with_a_warning_and_older_ones_stay(pool, 
         good, seen = session.pin(), everything(model, optimizer)
         for _ in range(3):
             written(model, optimizer, session)
-        audit = UnchangedTensors.audit
-        monkeypatch.setattr(UnchangedTensors, "audit", lambda *args: (set(), 0))
+        audit = UnchangedTensors.reread
+        monkeypatch.setattr(UnchangedTensors, "reread", lambda *args: (set(), 0))
         model.base[1].data[7, 1] += 1.0
         written(model, optimizer, session)
         stale = session.pin()
-        monkeypatch.setattr(UnchangedTensors, "audit", audit)
+        monkeypatch.setattr(UnchangedTensors, "reread", audit)
         written(model, optimizer, session)
         assert f"the pinned checkpoints of steps {stale.step} are struck" in caplog.text
         assert is_step(lightck.recover(pool, step=good.step), seen)

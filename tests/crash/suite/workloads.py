@@ -51,7 +51,7 @@ def struck(slots: int) -> Workload:
         model, optimizer = build(frozen=True)
         with recorder.attach(model, optimizer, slots=slots) as session:
             train(recorder, model, optimizer, 4)
-            with patch.object(UnchangedTensors, "audit", lambda *args: (set(), 0)):
+            with patch.object(UnchangedTensors, "reread", lambda *args: (set(), 0)):
                 train(recorder, model, optimizer, 2, 4)
                 session.flush()  # with the bytes that are the truth of step 6, and will be old
             model[0].weight.data.mul_(0.5)
@@ -201,7 +201,7 @@ def layered(slots: int) -> Workload:
             parts.append(1)
             return submit(*args)
 
-        with patch.object(eager_copies, "PART_NBYTES_MIN", 1), patch.object(PoolWriter, "submit_part", counted):
+        with patch.object(eager_copies, "EAGER_JOB_NBYTES_MIN", 1), patch.object(PoolWriter, "submit_part", counted):
             for steps in (3, 2):
                 model, optimizer = build(1100)
                 lightck.layerwise(model, optimizer)
