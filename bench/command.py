@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from lightck.cli.base import Command, json_option, tell, trouble
+from lightck.cli.base import Command, json_option, print_progress, usage_error
 from lightck.cli.text import listed
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _refuse_others(ctx: click.Context, name: str, takes: str) -> None:
     others = given.keys() - {name, "results", "as_json", takes}
     if name in given and others:
         idle = listed(sorted("TABLE" if other == "tables" else given[other].opts[0] for other in others))
-        trouble(f"--{name} measures nothing and takes no {idle}. Leave one or the other out.")
+        usage_error(f"--{name} measures nothing and takes no {idle}. Leave one or the other out.")
 
 
 def _place(pool_dir: Path | None, disk_dir: Path | None, threads: int) -> Place:
@@ -120,5 +120,5 @@ def _plan(quick: bool, pairs: int | None) -> Plan:
     reasons = {name: rivals.why_not(name) for name in rivals.TABLE if name != LIGHTCK}
     for name, why_not in reasons.items():
         if why_not:
-            tell(f"without {name}: {why_not}")
+            print_progress(f"without {name}: {why_not}")
     return Plan(tuple(name for name, why_not in reasons.items() if not why_not), quick, pairs)

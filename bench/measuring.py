@@ -12,8 +12,8 @@ from bench.running.rows import Place, Row
 from bench.tables import TABLES, Plan
 from bench.tables.results import Results, reading
 from bench.tables.shown import say_tables
-from lightck.cli.base import BAD, OK, complain, ended_by_signals, tell
-from lightck.cli.text import count, say_json
+from lightck.cli.base import BAD, OK, ended_by_signals, print_error, print_progress
+from lightck.cli.text import count, print_json
 from lightck.errors import BenchError
 
 
@@ -24,16 +24,16 @@ def measure(
     tables = [TABLES[name] for name in names]
     here = {table.name: table.rows(plan) for table in tables}
     for name in (name for name, found in here.items() if not found and not plan.quick):
-        tell(f"without {name}: this machine has nothing to measure it on")
+        print_progress(f"without {name}: this machine has nothing to measure it on")
     _check_named(only, [row.key for found in here.values() for row in found])
     chosen = {
         (row.measure, row.key): row for found in here.values() for row in found if only is None or only in row.key
     }
     wanted = [row for row in chosen.values() if again or row.key not in kept.rows(row.measure)]
-    tell(f"{count(len(wanted), 'row')} to measure, {len(chosen) - len(wanted)} kept already")
+    print_progress(f"{count(len(wanted), 'row')} to measure, {len(chosen) - len(wanted)} kept already")
     for row in chosen.values():
         if not again and (other := _other_than(kept, row, place)):
-            tell(f"not measured anew (--again does): the kept row {row.measure} {row.key!r} has {other}")
+            print_progress(f"not measured anew (--again does): the kept row {row.measure} {row.key!r} has {other}")
     _remove_stale(place)
     failed: list[str] = []
     try:
@@ -42,12 +42,12 @@ def measure(
                 error = _row(kept, row, place, i, len(wanted))
                 failed += [error] if error is not None else []
     except KeyboardInterrupt:
-        tell("interrupted: the rows that were measured until now follow")
+        print_progress("interrupted: the rows that were measured until now follow")
         raise
     finally:  # what took minutes to measure is shown, whatever ended it
         if as_json:
             found = {m: {k: r for k, r in kept.rows(m).items() if (m, k) in chosen} for m, _ in chosen}
-            say_json({"failed": failed, "rows": found})
+            print_json({"failed": failed, "rows": found})
         else:
             say_tables(kept, tables, {key for _, key in chosen})
     return BAD if failed else OK
@@ -78,7 +78,7 @@ def _other_than(kept: Results, row: Row, place: Place) -> str:
 def _remove_stale(place: Place) -> None:
     removed = remove_stale([place.tmpfs, place.disk, tempfile.gettempdir()])
     if removed:
-        tell(f"removed {count(removed, 'folder')} of runs that were killed")
+        print_progress(f"removed {count(removed, 'folder')} of runs that were killed")
 
 
 def _row(kept: Results, row: Row, place: Place, number: int, of: int) -> str | None:
@@ -86,8 +86,8 @@ def _row(kept: Results, row: Row, place: Place, number: int, of: int) -> str | N
     try:
         found = rows.run(row, place)
     except BenchError as error:
-        complain(str(error))
+        print_error(str(error))
         return str(error)
     kept.keep(row.measure, row.key, found)
-    tell(f"{number + 1} of {of}  {row.measure}  {row.key}  {found['took_seconds']:.0f} s")
+    print_progress(f"{number + 1} of {of}  {row.measure}  {row.key}  {found['took_seconds']:.0f} s")
     return None

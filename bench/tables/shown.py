@@ -10,7 +10,7 @@ from bench.tables import TABLES, Table
 from bench.tables.plots import draw
 from bench.tables.results import Results, reading
 from lightck.cli.base import OK
-from lightck.cli.text import count, say, say_json
+from lightck.cli.text import count, print_json, print_line
 
 
 def say_tables(kept: Results, tables: Sequence[Table], keys: set[str] | None) -> None:
@@ -20,13 +20,13 @@ def say_tables(kept: Results, tables: Sequence[Table], keys: set[str] | None) ->
         if rows:
             with reading(table.name):
                 shown, machines = table.show(rows), sorted({_machine(row["machine"]) for row in rows.values()})
-            say(f"{table.name}: {table.says}")
-            say()
+            print_line(f"{table.name}: {table.says}")
+            print_line()
             for line in shown.splitlines():
-                say(line)
-            say()
-            say(f"Measured on {'; '.join(machines)}.")
-            say()
+                print_line(line)
+            print_line()
+            print_line(f"Measured on {'; '.join(machines)}.")
+            print_line()
 
 
 def _machine(facts: dict[str, Any]) -> str:
@@ -41,7 +41,7 @@ def _machine(facts: dict[str, Any]) -> str:
 def show_kept(kept: Results, names: Sequence[str], as_json: bool) -> int:
     """``--show``."""
     if as_json:
-        say_json({name: kept.rows(TABLES[name].measure) for name in names})
+        print_json({name: kept.rows(TABLES[name].measure) for name in names})
     else:
         say_tables(kept, [TABLES[name] for name in names], None)
     return OK
@@ -51,8 +51,8 @@ def plot_kept(kept: Results, folder: Path, as_json: bool) -> int:
     """``--plots``."""
     paths = [str(path) for path in draw(kept, folder)]
     if as_json:
-        say_json({"plots": paths})
+        print_json({"plots": paths})
     else:
         for path in paths:
-            say(path)
+            print_line(path)
     return OK

@@ -8,8 +8,8 @@ from crash.oracle import Outcome, Recovered
 from lightck.cli import verify
 from lightck.errors import LightckError
 
-_WRITTEN = ("commit line", "header of slot")
-"""Structures that a crash may leave torn: what it left cannot be told from damage."""
+_WRITTEN = ("commit record", "header of slot")
+"""Structures that a crash may leave torn: such structures look like damage."""
 
 
 def disagreement(path: str, outcome: Outcome, is_harmed: bool) -> str | None:
@@ -18,7 +18,7 @@ def disagreement(path: str, outcome: Outcome, is_harmed: bool) -> str | None:
     ``is_harmed``: something was not durable when the power was cut, or the medium lost something before.
     """
     try:
-        with patch.object(verify, "_LOOKS", 1):  # nobody writes to it: what fails its check will go on failing
+        with patch.object(verify, "_READS", 1):  # nobody writes to it: what fails its check will go on failing
             facts = verify.pool_facts(path, None, deep=True)
     except LightckError as err:
         return None if not isinstance(outcome, Recovered) else f"verify refuses what was recovered: {err}"

@@ -169,7 +169,7 @@ def plain(options):
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"), [(14, "15 updates (not 14: 3 whole passes) twice"), (15, "15 updates twice")]
+    ("steps", "said"), [(14, "15 updates (not 14: 3 whole epochs)"), (15, "two runs of 15 updates, one")]
 )
 def test_steps_that_are_rounded_are_said(tmp_path, steps, said):
     console = Console(file=io.StringIO())

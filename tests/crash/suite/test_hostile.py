@@ -514,8 +514,8 @@ def readings(pool: Path, folder: Path) -> list[Any]:
 
 
 CHANGES = {
-    "an array as version": lambda tree: tree.update(checkpoint=np.zeros(3)),
-    "a tensor as version": lambda tree: tree.update(checkpoint=torch.zeros(3)),
+    "an array as version": lambda tree: tree.update(version=np.zeros(3)),
+    "a tensor as version": lambda tree: tree.update(version=torch.zeros(3)),
     "a list as values of an optimizer": lambda tree: tree["optimizers"][0].update(values=values.pack([1], path="x")),
     "a list as rest of an optimizer": lambda tree: tree["optimizers"][0].update(rest=values.pack([1], path="x")),
     "a tensor that is not there": lambda tree: tree["optimizers"][0].update(
