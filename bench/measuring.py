@@ -1,4 +1,4 @@
-"""Rows measured one after the other: those that are missing, each kept when it is done, and all shown at the end."""
+"""Measures the missing rows one after the other, keeps each result, and shows all rows at the end."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightck.errors import BenchError
 def measure(
     kept: Results, names: tuple[str, ...], plan: Plan, place: Place, only: str | None, again: bool, as_json: bool
 ) -> int:
-    """The rows of these tables; the exit status."""
+    """Measure and show the rows of these tables; returns the exit status."""
     tables = [TABLES[name] for name in names]
     here = {table.name: table.rows(plan) for table in tables}
     for name in (name for name, found in here.items() if not found and not plan.quick):
-        print_progress(f"without {name}: this machine has nothing to measure it on")
+        print_progress(f"skipped {name}: this machine lacks the hardware for it")
     _check_named(only, [row.key for found in here.values() for row in found])
     chosen = {
         (row.measure, row.key): row for found in here.values() for row in found if only is None or only in row.key
@@ -33,18 +33,18 @@ def measure(
     print_progress(f"{count(len(wanted), 'row')} to measure, {len(chosen) - len(wanted)} kept already")
     for row in chosen.values():
         if not again and (other := _other_than(kept, row, place)):
-            print_progress(f"not measured anew (--again does): the kept row {row.measure} {row.key!r} has {other}")
+            print_progress(f"not measured again without --again: the kept row {row.measure} {row.key!r} has {other}")
     _remove_stale(place)
     failed: list[str] = []
     try:
-        with ended_by_signals():  # the row's process ends, and its folder, gigabytes of memory on tmpfs, goes with it
+        with ended_by_signals():  # ends the row's process and removes its folder (gigabytes on tmpfs)
             for i, row in enumerate(wanted):
                 error = _row(kept, row, place, i, len(wanted))
                 failed += [error] if error is not None else []
     except KeyboardInterrupt:
         print_progress("interrupted: the rows that were measured until now follow")
         raise
-    finally:  # what took minutes to measure is shown, whatever ended it
+    finally:  # results are shown also after an error
         if as_json:
             found = {m: {k: r for k, r in kept.rows(m).items() if (m, k) in chosen} for m, _ in chosen}
             print_json({"failed": failed, "rows": found})
@@ -61,7 +61,7 @@ def _check_named(only: str | None, keys: list[str]) -> None:
 
 
 def _other_than(kept: Results, row: Row, place: Place) -> str:
-    """What a kept row was measured with where that is not what is asked for now."""
+    """How the options of a kept row differ from the requested ones, or ""."""
     if row.key not in kept.rows(row.measure):
         return ""
     found = kept.rows(row.measure)[row.key]
@@ -82,7 +82,7 @@ def _remove_stale(place: Place) -> None:
 
 
 def _row(kept: Results, row: Row, place: Place, number: int, of: int) -> str | None:
-    """Measure and keep it; what went wrong, if something did."""
+    """Measure a row and keep its result; returns the error message, or None."""
     try:
         found = rows.run(row, place)
     except BenchError as error:

@@ -1,4 +1,4 @@
-"""Kept results on the standard output: as tables with the machines that gave them, as JSON, or as pictures."""
+"""Prints kept results: as tables with the machines that measured them, as JSON, or as plots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightck.cli.text import count, print_json, print_line
 
 
 def say_tables(kept: Results, tables: Sequence[Table], keys: set[str] | None) -> None:
-    """Each with its rows of these names, or with all; one without rows is left out."""
+    """Print each table with the rows of these keys, or with all; a table without rows is left out."""
     for table in tables:
         rows = {key: row for key, row in kept.rows(table.measure).items() if keys is None or key in keys}
         if rows:
@@ -39,7 +39,7 @@ def _machine(facts: dict[str, Any]) -> str:
 
 
 def show_kept(kept: Results, names: Sequence[str], as_json: bool) -> int:
-    """``--show``."""
+    """``--show``: print the kept results."""
     if as_json:
         print_json({name: kept.rows(TABLES[name].measure) for name in names})
     else:
@@ -48,7 +48,7 @@ def show_kept(kept: Results, names: Sequence[str], as_json: bool) -> int:
 
 
 def plot_kept(kept: Results, folder: Path, as_json: bool) -> int:
-    """``--plots``."""
+    """``--plots``: write the plots."""
     paths = [str(path) for path in draw(kept, folder)]
     if as_json:
         print_json({"plots": paths})
