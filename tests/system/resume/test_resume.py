@@ -41,7 +41,7 @@ def test_resume_is_bit_identical(scenario: Scenario, folder: Path, request: pyte
             "pseudo-labels-without-end_step",
             marks=pytest.mark.xfail(
                 strict=True,
-                reason="a checkpoint closed by the root's forward holds buffers that a forward without gradients in the "
+                reason="a checkpoint closed by the root's forward holds buffers that a no-grad forward in the "
                 "same iteration has changed already (end_step() is exact)",
             ),
         ),
