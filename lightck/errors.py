@@ -17,9 +17,9 @@ message gives the fact, the reason and the cure, in that order.
     │   ├── MediumError               (OSError, ENOTSUP)    the medium does not survive what require= asks for
     │   ├── NotAPoolError             (ValueError)          foreign or empty file
     │   ├── PoolTruncatedError        (EOFError)            the file is shorter (or longer) than it says
-    │   ├── FormatError               (ValueError)          a newer format, or flags that this version lacks
+    │   ├── FormatError               (ValueError)          a newer format, or flags that this lightck lacks
     │   ├── NoCheckpointError         (LookupError)         nothing was committed yet, or not that step
-    │   └── CorruptPoolError          (ValueError)          versions exist and none of them verifies
+    │   └── CorruptPoolError          (ValueError)          checkpoints exist and none of them verifies
     ├── CheckpointExistsError         (FileExistsError)     the pool holds a checkpoint; say resume or overwrite
     ├── NoTensorError                 (KeyError)            a checkpoint holds no tensor of this name
     ├── DriftError                    (ValueError)          the checkpoint does not fit the model or optimizer
@@ -30,11 +30,11 @@ message gives the fact, the reason and the cure, in that order.
     ├── LateError                     (RuntimeError)        an optimizer or scheduler that came after attach
     ├── SessionError                  (RuntimeError)        a call that this session cannot take now
     ├── NothingSavedError             (RuntimeError)        close(): the model was trained, and nothing of it was saved
-    ├── StateChangedError             (RuntimeError)        a tensor was written while a version still needed it
+    ├── StateChangedError             (RuntimeError)        a tensor was written while a checkpoint still needed it
     ├── FlushTimeoutError             (TimeoutError)        flush(timeout=) ran out of time
     ├── ExportError                   (OSError)             an exported file could not be written
     │   ├── ExportExistsError         (FileExistsError)     a file is there already (say overwrite), or a pool
-    │   ├── KeepError                 (OSError)             keep= could not export a version
+    │   ├── KeepError                 (OSError)             keep= could not export a checkpoint
     │   └── TraceError                (OSError)             session.trace() could not write its file
     ├── TraceFormatError              (ValueError)          a file that is no trace, or a damaged one
     ├── BenchError                    (RuntimeError)        a bench cannot run here, or saved what did not load back
@@ -123,11 +123,11 @@ class PoolTruncatedError(PoolError, EOFError):
 
 
 class FormatError(PoolError, ValueError):
-    """The pool was written in a format that this version of lightck does not read."""
+    """The pool was written in a format that this release of lightck does not read."""
 
 
 class CorruptPoolError(PoolError, ValueError):
-    """Versions were committed, and none of them verifies. ``reasons`` has a line for each."""
+    """Checkpoints were committed, and none of them verifies. ``reasons`` has a line for each."""
 
     def __init__(self, message: str, reasons: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -187,8 +187,8 @@ class NothingSavedError(LightckError, RuntimeError):
 
 
 class StateChangedError(LightckError, RuntimeError):
-    """A tensor was written, unannounced, while a version still needed its bytes. With ``LIGHTCK_CHECK=1`` only: without
-    it such a version is given up with a warning."""
+    """A tensor was written, unannounced, while a checkpoint still needed its bytes. With ``LIGHTCK_CHECK=1`` only:
+    without it such a checkpoint is given up with a warning."""
 
 
 class ExportError(_SystemError):
@@ -203,7 +203,7 @@ class ExportExistsError(ExportError, FileExistsError):
 
 
 class KeepError(ExportError):
-    """A version could not be exported by ``keep=``. The pool is intact, and the training may go on."""
+    """A checkpoint could not be exported by ``keep=``. The pool is intact, and the training may go on."""
 
 
 class TraceError(ExportError):
@@ -215,7 +215,7 @@ class TraceFormatError(LightckError, ValueError):
 
 
 class BackgroundError(_SystemError):
-    """A background copy, sync or commit failed. The versions committed before are intact."""
+    """A background copy, sync or commit failed. The checkpoints committed before are intact."""
 
 
 class FlushTimeoutError(LightckError, TimeoutError):

@@ -97,7 +97,7 @@ def durability(session: Any) -> dict[str, Any]:
 
 def counters(session: Any) -> dict[str, Any]:
     stats = session.stats()
-    names = ("stall_seconds", "wait_seconds", "bytes_written", "versions")
+    names = ("stall_seconds", "wait_seconds", "bytes_written", "checkpoints")
     return {name: getattr(stats, name) for name in names}
 
 

@@ -156,7 +156,7 @@ def run_demo(options: Options, watch: Watch | None = None) -> Result:
 
 def _result(options: Options, place: Place, reference: _Reference, survivor: _Survivor, seconds: float) -> Result:
     kills = tuple(survivor.kills)
-    steps, checkpoints = max(1, survivor.total("updates")), survivor.total("versions")
+    steps, checkpoints = max(1, survivor.total("updates")), survivor.total("checkpoints")
     return Result(
         seed=options.seed,
         steps=options.total,

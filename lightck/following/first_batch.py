@@ -23,7 +23,7 @@ when these begin, or, where none came, when the first update is about to be made
 RANDOM_STATES = (RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE)
 
 
-class First(NamedTuple):
+class FirstInput(NamedTuple):
     """One thing that came first. ``name``: the loader's; empty for the forward's arguments and the random state; of an
     update's parts see ``update.py``."""
 
@@ -32,12 +32,12 @@ class First(NamedTuple):
     checksum: int
 
 
-class Following:
-    """What came since a point. `firsts` grows, and nothing in it changes. This runs at each step: it is kept short."""
+class FirstInputs:
+    """What came since a point. `inputs` grows, and nothing in it changes. This runs at each step: it is kept short."""
 
     def __init__(self, *, both_forwards: bool = False) -> None:
         """``both_forwards``: the first one and the first of a batch, where these are two. Else only the first."""
-        self.firsts: list[First] = []
+        self.inputs: list[FirstInput] = []
         self.is_updated = False
         self._both_forwards = both_forwards
         self._saw_forward = self._saw_forward_of_batch = False
@@ -53,7 +53,7 @@ class Following:
         """Names of those that gave a batch."""
         return list(self._batches)
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
+    def batch_given(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
         """A loader gave a batch in a pass of the training. ``checksum``: None where nobody made one yet. ``read``:
         tensors of the batch that were read for it."""
         known = self._batches.get(name)
@@ -66,7 +66,7 @@ class Following:
         self._is_unsettled = True
 
     def forward(self, inputs: object) -> bool:
-        """A training forward begins with these arguments. Whether `firsts` grew."""
+        """A training forward begins with these arguments. Whether `inputs` grew."""
         grew = self._is_unsettled and self._settle()
         if self.is_updated:
             return grew
@@ -86,35 +86,35 @@ class Following:
 
     def _note(self, kind: int, checksum: int | None, random_kind: int, state: int) -> None:
         if checksum is not None:
-            self.firsts.append(First("", kind, checksum))
-        self.firsts.append(First("", random_kind, state))
+            self.inputs.append(FirstInput("", kind, checksum))
+        self.inputs.append(FirstInput("", random_kind, state))
 
-    def update(self, index: int | None, parts: Callable[[int], Iterable[First]]) -> bool:
+    def update(self, index: int | None, parts: Callable[[int], Iterable[FirstInput]]) -> bool:
         """An update is about to be made: by the optimizer of this number, None where none is followed. ``parts``: what
-        it is made of. Whether `firsts` grew."""
+        it is made of. Whether `inputs` grew."""
         if index in self._updates:
             return self._is_unsettled and self._settle()
         self._updates.add(index)
         is_unseen, self.is_updated = not (self.is_updated or self._saw_forward), True
-        before = len(self.firsts)
+        before = len(self.inputs)
         if self._is_unsettled:
             self._settle()
         if is_unseen:
-            self.firsts.append(First("", RANDOM_AT_UPDATE, random_checksum()))
+            self.inputs.append(FirstInput("", RANDOM_AT_UPDATE, random_checksum()))
         if index is not None:
-            self.firsts.extend(parts(index))
+            self.inputs.extend(parts(index))
         self._read = {}
-        return len(self.firsts) > before
+        return len(self.inputs) > before
 
     def _settle(self) -> bool:
-        before = len(self.firsts)
+        before = len(self.inputs)
         for name, (of, kind, checksum) in self._batches.items():
             if of is not None:
                 self._batches[name] = None, kind, None
                 if checksum is not None:
-                    self.firsts.append(First(name, kind, checksum))
+                    self.inputs.append(FirstInput(name, kind, checksum))
         self._is_unsettled = False
-        return len(self.firsts) > before
+        return len(self.inputs) > before
 
 
 def random_checksum() -> int:

@@ -15,7 +15,7 @@ from operator import is_
 import torch
 
 from lightck._native import ffi, lib
-from lightck.following.first_batch import First
+from lightck.following.first_batch import FirstInput
 from lightck.state.inventory import OptimizerView
 
 GRADIENT, OPTIONS, OPTIMIZER_STATE = 8, 9, 10
@@ -44,9 +44,9 @@ class UpdateParts:
         self._chosen: dict[int, tuple[int, ...] | None] = {}
         """For each view the positions of the parameters that are looked at; None: they lie on a device."""
 
-    def some(self, index: int) -> list[First]:
+    def some(self, index: int) -> list[FirstInput]:
         """A few parts of this update: what is recorded. This runs at each step."""
-        found: list[First] = []
+        found: list[FirstInput] = []
         for view in self._views:
             if view.root != index:
                 continue
@@ -58,12 +58,12 @@ class UpdateParts:
                 name, p = view.params[at]
                 gradient = _gradient(p)
                 if gradient is not None:
-                    found.append(First(_name(view, name), GRADIENT, gradient))
+                    found.append(FirstInput(_name(view, name), GRADIENT, gradient))
             if chosen:  # of the last one of these: an update makes all of it, or none
-                found.append(First(_name(view, name), OPTIMIZER_STATE, _state(view, p)))
+                found.append(FirstInput(_name(view, name), OPTIMIZER_STATE, _state(view, p)))
         return found
 
-    def all(self, index: int) -> Iterator[tuple[str, First]]:
+    def all(self, index: int) -> Iterator[tuple[str, FirstInput]]:
         """Every part with what it is called in a message: whatever was recorded is among them. Once in a resume."""
         for view in self._views:
             if view.root != index:
@@ -72,12 +72,12 @@ class UpdateParts:
             for name, p in view.params:
                 gradient = _no_gradient(view, p) if p.grad is None else _gradient(p)
                 if gradient is not None:
-                    yield name, First(_name(view, name), GRADIENT, gradient)
-                yield name, First(_name(view, name), OPTIMIZER_STATE, _state(view, p))
+                    yield name, FirstInput(_name(view, name), GRADIENT, gradient)
+                yield name, FirstInput(_name(view, name), OPTIMIZER_STATE, _state(view, p))
 
-    def _options_of(self, view: OptimizerView) -> First:
+    def _options_of(self, view: OptimizerView) -> FirstInput:
         known = self._options.setdefault(view.index, _Options())
-        return First(_name(view, ""), OPTIONS, known.checksum(view.optimizer.param_groups))
+        return FirstInput(_name(view, ""), OPTIONS, known.checksum(view.optimizer.param_groups))
 
 
 class _Options:

@@ -1,7 +1,7 @@
-"""When a version closes: the rules of "the state after step t", as a small machine of its own.
+"""When a checkpoint closes: the rules of "the state after step t", as a small machine of its own.
 
-It knows events and counters, no tensors, so every rule can be read and tested here. *Version t is the state from which
-step t+1 starts*; the boundary that closes it is the first event after an update at which that state is whole.
+It knows events and counters, no tensors, so every rule can be read and tested here. *Checkpoint t is the state from
+which step t+1 starts*; the boundary that closes it is the first event after an update at which that state is whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BY_USER = (Event.END_STEP, Event.FLUSH)
 
 
 class Boundary:
-    """Counts updates and iterations, and says which event closes a version."""
+    """Counts updates and iterations, and says which event closes a checkpoint."""
 
     def __init__(self, optimizers: int, step: int = 0, iteration: int = 0, explicit: bool = False) -> None:
         self.optimizers = optimizers
@@ -42,11 +42,11 @@ class Boundary:
         self._flushed = False
 
     def pending(self, optimizer: int) -> int:
-        """Updates that it made since a version closed."""
+        """Updates that it made since a checkpoint closed."""
         return self._updates.get(optimizer, 0)
 
     def is_due(self, event: Event) -> bool:
-        """Whether this event closes a version."""
+        """Whether this event closes a checkpoint."""
         if not self._updates:
             return False
         if event in _BY_USER:
@@ -58,7 +58,7 @@ class Boundary:
         return self._is_round_complete and event in (Event.NEXT, Event.PRE_STEP)
 
     def close(self, event: Event) -> int:
-        """Close the version: its step. Counts the iteration that ends here."""
+        """Close the checkpoint: its step. Counts the iteration that ends here."""
         partial = self.optimizers > 1 and not self._is_round_complete
         self._closed = self.step + int(partial)
         self._updates.clear()

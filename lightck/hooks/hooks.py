@@ -24,7 +24,7 @@ from lightck.hooks import own_hooks
 from lightck.hooks.layerwise import layerwise_of
 from lightck.state.optimizer_wrappers import has_hooks, places
 
-_DUMMY_STEP = "_init_optim_state"
+_INIT_STEP = "_init_optim_state"
 """torch.distributed.checkpoint.state_dict makes optimizer state by a step that changes nothing."""
 
 
@@ -39,16 +39,16 @@ class Hooks:
         self._in_closure = 0
         self._stepping: dict[int, FrameType] = {}
         """Optimizer -> the frame of torch's hook wrapper around its running ``step``."""
-        self._counted: FrameType | None = None
+        self._updated_frame: FrameType | None = None
         """That of the step whose update was counted, and whose other post hooks run."""
         self.handles: list[own_hooks.Handle] = [
             model.register_forward_pre_hook(own_hooks.ModuleHook(self._forward_pre), with_kwargs=True),
             model.register_forward_hook(own_hooks.ModuleHook(self._forward_post)),
-            own_hooks.CleanCopies(model),
-            register_optimizer_step_pre_hook(own_hooks.weakly(self._any_step_pre)),
-            register_optimizer_step_post_hook(own_hooks.weakly(self._any_step_post)),
+            own_hooks.HookFreeCopies(model),
+            register_optimizer_step_pre_hook(own_hooks.weak_hook(self._any_step_pre)),
+            register_optimizer_step_post_hook(own_hooks.weak_hook(self._any_step_post)),
         ]
-        """Of all hooks, now and later: ``own.remove`` takes them out without needing this object."""
+        """Of all hooks, now and later: ``own_hooks.remove`` takes them out without needing this object."""
         self.add(optimizers)
 
     def add(self, optimizers: Sequence[Optimizer]) -> None:
@@ -63,9 +63,9 @@ class Hooks:
         for optimizer in optimizers:
             layers = layerwise_of(optimizer)
             if layers is not None:
-                self.handles.append(layers.tell(self._events, self._index(optimizer)))
+                self.handles.append(layers.add_listener(self._events, self._index(optimizer)))
 
-    def follow(self, optimizer: object) -> bool:
+    def follows(self, optimizer: object) -> bool:
         """Whether this one's steps are seen."""
         return any(o is optimizer for o in self._optimizers)
 
@@ -73,7 +73,7 @@ class Hooks:
         """Let go of the optimizers, after ``remove``."""
         self._optimizers.clear()
         self._stepping.clear()
-        self._counted = None
+        self._updated_frame = None
 
     def _index(self, optimizer: Optimizer) -> int:
         """Which update its step belongs to."""
@@ -84,7 +84,7 @@ class Hooks:
     def _forward_pre(self, module: nn.Module, *inputs: object) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure:
             self._stepping.clear()  # a step that raised left its frame, and with it all that its caller held
-            self._counted = None
+            self._updated_frame = None
             self._events.before_forward(inputs)
             self._events.forward_begins()
 
@@ -95,13 +95,13 @@ class Hooks:
     # -- step --------------------------------------------------------------------------------------------
 
     def _any_step_pre(self, optimizer: Optimizer, *_: object) -> None:
-        if not self.follow(optimizer):
+        if not self.follows(optimizer):
             self._events.unknown_optimizer(optimizer)
 
     def _step_pre(
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> own_hooks.Call | None:
-        if _is_dummy(kwargs):
+        if _is_init_step(kwargs):
             self._events.gate()
             return None
         index, wrapper = self._index(optimizer), sys._getframe(1)
@@ -148,7 +148,7 @@ class Hooks:
         return wrapped
 
     def _step_post(self, optimizer: Optimizer, _: object, kwargs: dict[str, object]) -> None:
-        if _is_dummy(kwargs):
+        if _is_init_step(kwargs):
             return
         index, wrapper = self._index(optimizer), sys._getframe(1)
         if self._stepping.get(index, wrapper) is not wrapper:
@@ -159,12 +159,12 @@ class Hooks:
         else:
             self._events.after_step(index)
             if len(optimizer._optimizer_step_post_hooks) > 1:
-                self._counted = wrapper
+                self._updated_frame = wrapper
 
     def _any_step_post(self, *_: object) -> None:
         """Behind the user's own post hooks, which may draw random numbers and write buffers: as part of the update."""
-        if self._counted is not None and self._counted is sys._getframe(2):
-            self._counted = None
+        if self._updated_frame is not None and self._updated_frame is sys._getframe(2):
+            self._updated_frame = None
             self._events.after_step_hooks()
 
 
@@ -174,7 +174,7 @@ def _changed_nothing(optimizer: Optimizer) -> bool:
     return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())
 
 
-def _is_dummy(kwargs: dict[str, object]) -> bool:
+def _is_init_step(kwargs: dict[str, object]) -> bool:
     if "closure" not in kwargs or kwargs["closure"] is not None:
         return False
-    return own_hooks.is_called_by(lambda frame: frame.f_code.co_name == _DUMMY_STEP)
+    return own_hooks.is_called_by(lambda frame: frame.f_code.co_name == _INIT_STEP)

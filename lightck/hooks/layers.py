@@ -24,8 +24,8 @@ BLOCK = 1 << 20
 """Bytes of a gradient to one checksum."""
 Group = dict[str, object]
 """One of an optimizer's ``param_groups``, or its options alone."""
-Noted = dict[object, tuple[object, int]]
-"""What is in the state of a parameter: which objects, and the versions of those that are tensors."""
+StateSnapshot = dict[object, tuple[object, int]]
+"""What is in the state of a parameter: which objects, and the version counters of those that are tensors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,25 +51,25 @@ class Layer:
 
 
 @dataclass(slots=True, eq=False)
-class Used:
+class UsedGradient:
     """A parameter that was updated, and its gradient, as they were then."""
 
     layer: Layer
     param: torch.Tensor
     grad: torch.Tensor
-    grad_version: int
-    proof: npt.NDArray[np.uint32] | None
+    grad_counter: int
+    crcs: npt.NDArray[np.uint32] | None
     """Checksums of the gradient, where it is to be compared by its bytes too."""
-    param_version: int = 0
+    param_counter: int = 0
     """After the update, as what follows."""
-    state: Noted = field(default_factory=dict)
+    state: StateSnapshot = field(default_factory=dict)
     is_hidden: bool = False
     """From ``step()``, which is to pass over the parameter; for good where it raised."""
 
     def updated(self, optimizer: Optimizer) -> None:
         """Note what the update made."""
-        self.param_version = self.param._version
-        self.state = _noted(optimizer.state.get(self.param))
+        self.param_counter = self.param._version
+        self.state = _snapshot(optimizer.state.get(self.param))
 
     def changed(self, optimizer: Optimizer) -> str | None:
         """What somebody has changed since the update."""
@@ -78,23 +78,23 @@ class Used:
         grad = self.param.grad
         if grad is None:
             return "gradients were removed"
-        if grad is not self.grad or grad._version != self.grad_version:
+        if grad is not self.grad or grad._version != self.grad_counter:
             return "gradients were changed"
-        if self.proof is not None and not np.array_equal(checksums(grad, BLOCK), self.proof):
+        if self.crcs is not None and not np.array_equal(checksums(grad, BLOCK), self.crcs):
             return "gradients were changed"
-        if self.param._version != self.param_version:
+        if self.param._version != self.param_counter:
             return "parameters were written"
-        return None if _is_as_noted(optimizer.state.get(self.param), self.state) else "optimizer state was changed"
+        return None if _matches_snapshot(optimizer.state.get(self.param), self.state) else "optimizer state was changed"
 
 
-def _noted(state: Mapping[object, object] | None) -> Noted:
+def _snapshot(state: Mapping[object, object] | None) -> StateSnapshot:
     return {key: (value, _version_counter_of(value)) for key, value in (state or {}).items()}
 
 
-def _is_as_noted(state: Mapping[object, object] | None, noted: Noted) -> bool:
-    now = _noted(state)
-    return now.keys() == noted.keys() and all(
-        value is noted[key][0] and version == noted[key][1] for key, (value, version) in now.items()
+def _matches_snapshot(state: Mapping[object, object] | None, before: StateSnapshot) -> bool:
+    now = _snapshot(state)
+    return now.keys() == before.keys() and all(
+        value is before[key][0] and version == before[key][1] for key, (value, version) in now.items()
     )
 
 
@@ -102,17 +102,17 @@ def _version_counter_of(value: object) -> int:
     return version_counter_of(value) if isinstance(value, torch.Tensor) else 0
 
 
-def shape_of(optimizer: Optimizer) -> list[object]:
+def group_structure(optimizer: Optimizer) -> list[object]:
     """What layers depend on: groups, their parameters, and which of them are trained."""
     return [(id(group), [(id(p), p.requires_grad) for p in group["params"]]) for group in optimizer.param_groups]
 
 
 def options_of(group: Group) -> Group:
-    """The options of a group, tensors among them by identity and version."""
+    """The options of a group, tensors among them by identity and version counter."""
     return {k: (id(v), v._version) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
-def layer_over(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Group], optimizer: Optimizer) -> Layer:
+def make_layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Group], optimizer: Optimizer) -> Layer:
     """With an instance of the optimizer's class that was never initialised by itself: it is a view of the user's."""
     groups: dict[int, tuple[Group, list[torch.Tensor]]] = {}
     for p in params:
@@ -161,7 +161,7 @@ class PartialUpdate:
         """Raises ``SessionError``: no state between two steps is one from which a step starts."""
         if self._indexes:
             raise SessionError(
-                "A version cannot be closed between backward() and step(): with lightck.layerwise some layers are "
+                "A checkpoint cannot be closed between backward() and step(): with lightck.layerwise some layers are "
                 "updated then, and others are not. Call step() of each such optimizer first. (A backward() that "
                 "reaches the parameters of another optimizer updates those too: give that one no layers.)"
             )

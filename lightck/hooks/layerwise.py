@@ -27,25 +27,34 @@ from lightck import sessions
 from lightck.errors import SessionError, UnsupportedError
 from lightck.events import StepListener
 from lightck.hooks import own_hooks
-from lightck.hooks.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
+from lightck.hooks.layers import (
+    BLOCK,
+    Layer,
+    UsedGradient,
+    group_structure,
+    make_layer,
+    options_of,
+    step_layer,
+    tensors_of,
+)
 from lightck.state.blocks import checksums
 from lightck.state.inventory import clean_prefixes
 from lightck.state.optimizer_wrappers import has_hooks, inner_of
 from lightck.state.ranks import of_several
 
-_ALL_AT_ONCE = (torch.optim.LBFGS, torch.optim.SparseAdam)
-_PROBATION = 3
+_NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
+_FULLY_COMPARED = 3
 """Updates of which every gradient is compared by its bytes."""
 _CURE = (
     "To add gradients up, put all but the last backward() into `with layers.accumulate():`, where layers is what "
     "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
 )
-_known: weakref.WeakKeyDictionary[Optimizer, Layerwise] = weakref.WeakKeyDictionary()
+_layerwise_by_optimizer: weakref.WeakKeyDictionary[Optimizer, Layerwise] = weakref.WeakKeyDictionary()
 
 
 def layerwise_of(optimizer: object) -> Layerwise | None:
     """What updates this optimizer's layers in the backward pass, or None."""
-    return _known.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    return _layerwise_by_optimizer.get(optimizer) if isinstance(optimizer, Optimizer) else None
 
 
 def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
@@ -91,13 +100,13 @@ class Layerwise:
         self._layers: list[Layer] = []
         self._layer_of: dict[int, Layer] = {}
         """By id of the parameter."""
-        self._used: dict[int, Used] = {}
+        self._used: dict[int, UsedGradient] = {}
         """Parameters that were updated since the last ``step()``."""
         self._is_first = True
         """Nothing has arrived since the last ``step()``."""
-        self._passes = 0
+        self._updates = 0
         self._accumulating = 0
-        self._shape: list[object] = []
+        self._structure: list[object] = []
         self._param_handles: list[own_hooks.Handle] = []
         self._build(model, optimizer)
         self._step_hooks = (
@@ -106,10 +115,10 @@ class Layerwise:
         )
         self._handles: list[own_hooks.Handle] = [
             *self._step_hooks,
-            model.register_forward_pre_hook(own_hooks.ModuleHook(own_hooks.weakly(self._forward_begins))),
-            own_hooks.CleanCopies(model),
+            model.register_forward_pre_hook(own_hooks.ModuleHook(own_hooks.weak_hook(self._forward_begins))),
+            own_hooks.HookFreeCopies(model),
         ]
-        _known[optimizer] = self
+        _layerwise_by_optimizer[optimizer] = self
 
     # -- what a user calls -------------------------------------------------------------------------------
 
@@ -134,9 +143,9 @@ class Layerwise:
         for layer in self._layers:
             for param in layer.params:
                 param.grad = None
-        self._over()
+        self._reset()
         if optimizer is not None:
-            for listener, index in self._reported():
+            for listener, index in self._live_listeners():
                 listener.layers_forgotten(index)
 
     def remove(self) -> None:
@@ -152,20 +161,20 @@ class Layerwise:
         self._layer_of.clear()
         optimizer = self._optimizer()
         if optimizer is not None:
-            _known.pop(optimizer, None)
+            _layerwise_by_optimizer.pop(optimizer, None)
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether these are the layers of this model."""
         return self._model() is model
 
-    def tell(self, listener: StepListener, index: int) -> own_hooks.Handle:
+    def add_listener(self, listener: StepListener, index: int) -> own_hooks.Handle:
         """Tell this one too of updates inside the backward pass, until the handle is removed; ``index``: of the
         optimizer. A listener is not kept alive."""
         handle = RemovableHandle(self._listeners)
         self._listeners[handle.id] = weakref.ref(listener), index
         return handle
 
-    def _reported(self) -> list[tuple[StepListener, int]]:
+    def _live_listeners(self) -> list[tuple[StepListener, int]]:
         reported = [(ref(), index) for ref, index in self._listeners.values()]
         return [(listener, index) for listener, index in reported if listener is not None]
 
@@ -181,18 +190,18 @@ class Layerwise:
             trained = {id(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
             params = [p for key, p in trained.items() if key in group_of and key not in self._layer_of]
             if params:
-                layer = layer_over(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
+                layer = make_layer(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
                 self._layers.append(layer)
                 self._layer_of.update((id(p), layer) for p in params)
-                hook = own_hooks.weakly(self.arrived)
+                hook = own_hooks.weak_hook(self.arrived)
                 handles = [p.register_post_accumulate_grad_hook(hook) for p in params]  # type: ignore[no-untyped-call]
                 self._param_handles.extend(handles)
-        self._shape = shape_of(optimizer)
+        self._structure = group_structure(optimizer)
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Groups and parameters may come and go, be frozen, or be replaced by ``load_state_dict``."""
         model = self._model()
-        if model is not None and shape_of(optimizer) != self._shape:
+        if model is not None and group_structure(optimizer) != self._structure:
             self._build(model, optimizer)
 
     # -- in the backward pass ----------------------------------------------------------------------------
@@ -219,14 +228,14 @@ class Layerwise:
             self._update(layer, optimizer)
 
     def _update(self, layer: Layer, optimizer: Optimizer) -> None:
-        listeners = self._reported()
+        listeners = self._live_listeners()
         if not self._used:
             _refuse_many_ranks()
             _refuse_scaled(optimizer)
             # The hooks of others are to see the gradients.
             own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
-            self._passes += 1
+            self._updates += 1
             for listener, index in listeners:
                 listener.layers_begin(index)
         begin = time.monotonic_ns()
@@ -242,12 +251,12 @@ class Layerwise:
         """What the update uses, so that ``step()`` can tell whether it still is that. A write through ``.data`` moves
         no version counter: bytes are compared too, at first of all gradients, then of some in turn."""
         layer.used = [options_of(group) for group in layer.groups]
-        turn = self._passes <= _PROBATION or len(self._used) in (0, self._passes % max(len(self._layer_of), 1))
+        turn = self._updates <= _FULLY_COMPARED or len(self._used) in (0, self._updates % max(len(self._layer_of), 1))
         for p in params:
             grad = p.grad
             assert grad is not None
-            proof = checksums(grad, BLOCK) if turn and grad.is_contiguous() and not grad.is_sparse else None
-            self._used[id(p)] = Used(layer, p, grad, grad._version, proof)
+            crcs = checksums(grad, BLOCK) if turn and grad.is_contiguous() and not grad.is_sparse else None
+            self._used[id(p)] = UsedGradient(layer, p, grad, grad._version, crcs)
 
     # -- between backward() and step() -------------------------------------------------------------------
 
@@ -295,9 +304,9 @@ class Layerwise:
         for used in self._used.values():
             if used.is_hidden and used.param.grad is None:
                 used.param.grad = used.grad
-        self._over()
+        self._reset()
 
-    def _over(self) -> None:
+    def _reset(self) -> None:
         self._used.clear()
         self._is_first = True
         for layer in self._layers:
@@ -313,10 +322,10 @@ def _refuse(optimizer: object) -> None:
     step = getattr(type(optimizer).step, "__wrapped__", None)
     if step is None or not str(step.__module__).startswith("torch.optim.") or inner_of(optimizer):
         raise UnsupportedError(
-            f"{kind} has a step() of its own_hooks, or wraps another optimizer. What it does with gradients of several "
+            f"{kind} has a step() of its own, or wraps another optimizer. What it does with gradients of several "
             "layers cannot be seen from outside. A layer-wise update is for the classes of torch.optim."
         )
-    if isinstance(optimizer, _ALL_AT_ONCE) or any(g.get("differentiable") for g in optimizer.param_groups):
+    if isinstance(optimizer, _NEEDS_ALL_GRADIENTS) or any(g.get("differentiable") for g in optimizer.param_groups):
         raise UnsupportedError(
             f"{kind} needs the gradients of all layers, or their graph, at once. It cannot be called layer by layer. "
             "Use another optimizer, or leave out lightck.layerwise()."

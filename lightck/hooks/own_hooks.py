@@ -24,18 +24,18 @@ from torch.utils.hooks import RemovableHandle
 from lightck.errors import UnsupportedError
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_BESIDE = (
+_HOOK_FLAGS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
 """What a module keeps by the numbers of its hooks."""
-_DEPTH = 17
+_FRAMES_MAX = 17
 """Frames that are looked at, the asking one among them."""
 _Reduced = str | tuple[Any, ...]
 _hooked: Counter[type] = Counter()
 """Class -> how many hooked modules of it there are."""
-_theirs: dict[type, Callable[[nn.Module], _Reduced]] = {}
+_previous_reducers: dict[type, Callable[[nn.Module], _Reduced]] = {}
 """Class -> who copied it before, where somebody did."""
 Closure = Callable[..., object]
 Call = tuple[tuple[object, ...], dict[str, object]]
@@ -61,7 +61,7 @@ def move_to_end(hooks: object, handle: RemovableHandle, *, last: bool) -> None:
         hooks.move_to_end(handle.id, last=last)
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """For a global hook: torch's registry must not keep a session alive that its model no longer does."""
     ref = weakref.WeakMethod(method)
 
@@ -125,16 +125,16 @@ def _is_transformed() -> bool:
     )
 
 
-class CleanCopies:
+class HookFreeCopies:
     """From its making until ``remove``, or the end of the module, copies of this module have no ``OwnHook``."""
 
     def __init__(self, module: nn.Module) -> None:
         kind = type(module)
         before = copyreg.dispatch_table.get(kind)
         if before is not None and not _hooked[kind]:
-            _theirs[kind] = before
+            _previous_reducers[kind] = before
         _hooked[kind] += 1
-        copyreg.dispatch_table[kind] = _reduced
+        copyreg.dispatch_table[kind] = _reduce
         self._end = weakref.finalize(module, _release, kind)
         self._end.atexit = False
 
@@ -147,34 +147,34 @@ def _release(kind: type) -> None:
     if _hooked[kind]:
         return
     del _hooked[kind]
-    theirs = _theirs.pop(kind, None)
-    if copyreg.dispatch_table.get(kind) is _reduced:
+    theirs = _previous_reducers.pop(kind, None)
+    if copyreg.dispatch_table.get(kind) is _reduce:
         del copyreg.dispatch_table[kind]
         if theirs is not None:
             copyreg.dispatch_table[kind] = theirs
 
 
-def _reduced(module: nn.Module) -> _Reduced:
+def _reduce(module: nn.Module) -> _Reduced:
     """What ``module.__reduce_ex__`` gives, without our hooks."""
-    theirs = _theirs.get(type(module))
+    theirs = _previous_reducers.get(type(module))
     reduced = theirs(module) if theirs is not None else module.__reduce_ex__(2)
     if not isinstance(reduced, tuple) or sys._getframe(1).f_code is copy.copy.__code__:
         return reduced  # a shallow copy trains the same parameters, and is followed
     function, arguments, *rest = reduced
-    return (function, tuple(map(_without, arguments)), *map(_without, rest[:1]), *rest[1:])
+    return (function, tuple(map(_without_own_hooks, arguments)), *map(_without_own_hooks, rest[:1]), *rest[1:])
 
 
-def _without(state: object) -> object:
+def _without_own_hooks(state: object) -> object:
     """A module's state: its ``__dict__``, or that and its slots."""
     if type(state) is tuple and len(state) == 2:
-        return _without(state[0]), state[1]
+        return _without_own_hooks(state[0]), state[1]
     if not isinstance(state, dict):
         return state
     own = {number for key in _HOOKS for number, hook in (state.get(key) or {}).items() if isinstance(hook, OwnHook)}
     if not own:
         return state
     clean = copy.copy(state)
-    for key in (*_HOOKS, *_BESIDE):
+    for key in (*_HOOKS, *_HOOK_FLAGS):
         if key in state:
             clean[key] = type(state[key])((n, hook) for n, hook in state[key].items() if n not in own)
     return clean
@@ -198,7 +198,7 @@ def with_closure(args: tuple[object, ...], kwargs: dict[str, object], new: Closu
 def is_called_by(matches: Callable[[FrameType], bool]) -> bool:
     """Whether one of the nearest callers is such a frame."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEPTH):
+    for _ in range(_FRAMES_MAX):
         if frame is None or matches(frame):
             return frame is not None
         frame = frame.f_back

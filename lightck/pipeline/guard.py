@@ -75,9 +75,9 @@ class WriteGuard:
         self._found_at = 0
 
     @property
-    def never(self) -> set[str]:
+    def copied_at_boundary(self) -> set[str]:
         """Names of tensors that are copied at the boundary itself: something wrote to them before."""
-        return self._unchanged.never
+        return self._unchanged.copied_at_boundary
 
     def forget(self) -> None:
         """Let go of every tensor."""
@@ -157,7 +157,7 @@ class WriteGuard:
 
     def given_up(self, verdict: Verdict, writer: PoolWriter) -> None:
         """The checkpoint was dropped: the next one is written whole. Raises ``StateChangedError`` under ``check``."""
-        self.never.update(verdict.names)
+        self.copied_at_boundary.update(verdict.names)
         self._unchanged.trust_none()
         if verdict.unannounced:
             self._found(verdict.names, self._proved_until, writer)
@@ -169,7 +169,7 @@ class WriteGuard:
     def _found(self, names: Iterable[str], right_until: int, writer: PoolWriter) -> None:
         """These were written unannounced after the checkpoint of generation ``right_until``: nothing is taken for
         unchanged before it was written whole again."""
-        self.never.update(names)
+        self.copied_at_boundary.update(names)
         self._unchanged.trust_none()
         self.stale_after = right_until if self.stale_after is None else min(self.stale_after, right_until)
         self._found_at = writer.generation

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightck.interrupts import leave_if_noted
+from lightck.interrupts import raise_if_interrupted
 from lightck.pipeline.sources import SourceWatch
 from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_MAX
 from lightck.pool.writer import Pending, PoolWriter
@@ -52,7 +52,7 @@ class InFlightCheckpoint:
         """Now, while its sources cannot change. Where it fails, nothing of it is under way afterwards."""
         job = self.pending.job
         try:
-            job.wait(COPIED, pause=leave_if_noted)
+            job.wait(COPIED, pause=raise_if_interrupted)
             job.release()
             job.wait(ENDED)  # once it is released it goes on to its end, whoever waits
         except BaseException:

@@ -20,7 +20,7 @@ from itertools import zip_longest
 import torch
 
 from lightck.errors import LightckError
-from lightck.interrupts import Interrupted, leave_if_noted
+from lightck.interrupts import Interrupted, raise_if_interrupted
 from lightck.pipeline.current_pool import CurrentPool
 from lightck.pipeline.decision import Decisions
 from lightck.pipeline.eager_copies import EagerCopies
@@ -88,7 +88,7 @@ class Pipeline:
         return self.staging.is_here or self.events.is_here
 
     def adopted(
-        self, step: int, at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
+        self, step: int, copied_at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
     ) -> None:
         """The version that this session goes on from is in the pool and named by a durable line. ``generation``: of its
         payload; ``stale_after``: what it says of older ones."""
@@ -96,7 +96,7 @@ class Pipeline:
         self.committed = step
         if stale_after is not None:
             strike(writer, self.events, stale_after, generation)
-        self.guard.never.update(at_boundary)
+        self.guard.copied_at_boundary.update(copied_at_boundary)
         self.pool.want_slots(slots)
         self.events.adopted(writer, step)
 
@@ -116,7 +116,7 @@ class Pipeline:
         """Begin writing a version. Small tensors, buffers and state are copied before this returns."""
         self._reap()
         self._newest = None
-        self.guard.never.update(closed_step.at_boundary)
+        self.guard.copied_at_boundary.update(closed_step.copied_at_boundary)
         if not self.decisions.may_commit(closed_step):
             self.eager.drop()
             return
@@ -145,12 +145,12 @@ class Pipeline:
         if self._tables is None or self._tables.writer is not writer:
             self._tables = WriteTableCache(writer)
         try:
-            return self._tables.of(closed_step, self.guard.never)
+            return self._tables.of(closed_step, self.guard.copied_at_boundary)
         except NoExtentError as need:
             self.finish()  # the images of the slots are replaced: nothing may be under way
             self.eager.drop()
             self._tables.add(need.entries, closed_step.lives)
-            return self._tables.of(closed_step, self.guard.never)
+            return self._tables.of(closed_step, self.guard.copied_at_boundary)
 
     def submit(self, writer: PoolWriter, slot: Slot, plan: WritePlan) -> InFlightCheckpoint:
         """Copy what is copied at the boundary, and hand the rest to the engine."""
@@ -292,11 +292,11 @@ class Pipeline:
         """Bring every closed version to its end. False where they were not by then (of ``time.monotonic``)."""
         with self._meter.wait():
             for checkpoint in self._unvalidated():
-                if not checkpoint.pending.job.wait(COPIED, left(deadline), pause=leave_if_noted):
+                if not checkpoint.pending.job.wait(COPIED, left(deadline), pause=raise_if_interrupted):
                     return False
                 self.settle(checkpoint)
             while self._in_flight:
-                if not self._in_flight[0].pending.job.wait(ENDED, left(deadline), pause=leave_if_noted):
+                if not self._in_flight[0].pending.job.wait(ENDED, left(deadline), pause=raise_if_interrupted):
                     return False
                 self._reap()
         return True
@@ -337,7 +337,7 @@ class Pipeline:
 
     def _wait_or_fail(self, checkpoint: InFlightCheckpoint, until: int) -> None:
         try:
-            checkpoint.pending.job.wait(until, pause=leave_if_noted)
+            checkpoint.pending.job.wait(until, pause=raise_if_interrupted)
         except LightckError:
             self._in_flight.remove(checkpoint)
             checkpoint.pending.job.abandon()
@@ -362,7 +362,7 @@ class Pipeline:
         writer.committed(checkpoint.pending)
         self.committed = checkpoint.step
         self.guard.committed(checkpoint.pending.record.generation, writer, self.events)
-        self._meter.note_committed(info.nbytes, info.nbytes_helped)
+        self._meter.count_commit(info.nbytes, info.nbytes_helped)
         self.wait_policy.checkpoint_ended(info.nbytes, info.nbytes_helped)
         checkpoint.pending.job.forget()
         self.events.committed(writer, checkpoint.step)

@@ -128,7 +128,7 @@ class UnchangedTensors:
     """
 
     def __init__(self) -> None:
-        self.never: set[str] = set()
+        self.copied_at_boundary: set[str] = set()
         """Names that moved unannounced once: they are copied at every boundary from then on, after a restart too."""
         self.right_until = 0
         """The generation up to which what checkpoints leave out is known to be what it was."""
@@ -141,7 +141,7 @@ class UnchangedTensors:
     def crcs_if_unchanged(self, live: Live) -> npt.NDArray[np.uint32] | None:
         """The checksums that a slot must hold for this tensor to be left out; None where it must be written."""
         rest = self._known.get(live.name)
-        if rest is None or not rest.proved or live.name in self.never:
+        if rest is None or not rest.proved or live.name in self.copied_at_boundary:
             return None
         if rest.tensor is not live.tensor or rest.signature != signature_of(live.tensor):
             return None
@@ -150,7 +150,7 @@ class UnchangedTensors:
     def written(self, live: Live, crcs: npt.NDArray[np.uint32]) -> None:
         """A checkpoint holds this still tensor whole, with these checksums."""
         before = self._known.get(live.name)
-        proved = before is not None and np.array_equal(before.crcs, crcs) and live.name not in self.never
+        proved = before is not None and np.array_equal(before.crcs, crcs) and live.name not in self.copied_at_boundary
         self._known[live.name] = _Unchanged(
             live.tensor, memory_of(live.tensor), signature_of(live.tensor), crcs.copy(), proved
         )
@@ -187,7 +187,7 @@ class UnchangedTensors:
         wrong = self._differing(audited, chosen) | self._other_differing(audited.others, block)
         if wrong:
             wrong |= self._differing(audited, ALL)
-            self.never |= wrong
+            self.copied_at_boundary |= wrong
             return wrong, 0
         if chosen is ALL and not audited.others:
             self.right_until = generation

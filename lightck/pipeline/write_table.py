@@ -83,7 +83,7 @@ class WriteTable:
 
     token: object
     """That of the roster; None where there is none."""
-    never: int
+    n_copied_at_boundary: int
     """How many tensors had moved unannounced when this was worked out."""
     written: list[tuple[Live, TensorRecord]]
     """Those that lie in host memory as they are, and are written at every checkpoint. The next three run beside it."""
@@ -109,7 +109,7 @@ class WriteTable:
         later = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
         return WriteTable(
             None,
-            self.never,
+            self.n_copied_at_boundary,
             [self.written[i] for i in np.flatnonzero(stays)],
             self.numbers[stays],
             self.sources[stays],
@@ -140,9 +140,9 @@ class WriteTable:
 
 
 def write_table(
-    lives: Sequence[Live], records: Sequence[TensorRecord], never: set[str], token: object = None
+    lives: Sequence[Live], records: Sequence[TensorRecord], copied_at_boundary: set[str], token: object = None
 ) -> WriteTable:
-    """Sort tensors by how they are written. ``never``: names of those that are never left to a background copy."""
+    """Sort tensors by how they are written. ``copied_at_boundary``: names that no background copy may read."""
     written: list[tuple[Live, TensorRecord, bool]] = []
     present: list[int] = []
     single: list[tuple[Live, TensorRecord]] = []
@@ -151,15 +151,17 @@ def write_table(
         if not record.nbytes:
             present.append(record.number)
         elif record.transfer is not None and not live.is_frozen:
-            staged.append(StagedTensor(live, record, record.transfer, record.at_boundary or live.name in never))
+            staged.append(
+                StagedTensor(live, record, record.transfer, record.at_boundary or live.name in copied_at_boundary)
+            )
         elif live.is_frozen or not record.plain:
             single.append((live, record))
         else:
-            written.append((live, record, record.at_boundary or live.name in never))
+            written.append((live, record, record.at_boundary or live.name in copied_at_boundary))
     later = [(live, record.number) for live, record, now in written if not now]
     return WriteTable(
         token,
-        len(never),
+        len(copied_at_boundary),
         [(live, record) for live, record, _ in written],
         np.array([record.number for _, record, _ in written], np.int64),
         np.array([record.address for _, record, _ in written], np.uint64),
@@ -181,21 +183,21 @@ class WriteTableCache:
         self.cached: WriteTable | None = None
         self._records: dict[str, TensorRecord] = {}
 
-    def of(self, closed_step: ClosedStep, never: set[str]) -> list[WriteTable]:
+    def of(self, closed_step: ClosedStep, copied_at_boundary: set[str]) -> list[WriteTable]:
         """All tensors of a version in columns: those of its roster, and the rest. Raises ``NoExtentError``."""
         tensor_list, known, lives = closed_step.tensor_list, self.cached, closed_step.lives
         n = 0 if tensor_list is None else len(tensor_list.lives)
         if (
             known is not None
             and tensor_list is not None
-            and (known.token, known.never) == (tensor_list.token, len(never))
+            and (known.token, known.n_copied_at_boundary) == (tensor_list.token, len(copied_at_boundary))
         ):
-            return [known, write_table(lives[n:], self._records_of(lives[n:], lives), never)]
+            return [known, write_table(lives[n:], self._records_of(lives[n:], lives), copied_at_boundary)]
         records = self._records_of(lives, lives)
         self.cached = first = write_table(
-            lives[:n], records[:n], never, None if tensor_list is None else tensor_list.token
+            lives[:n], records[:n], copied_at_boundary, None if tensor_list is None else tensor_list.token
         )
-        return [first, write_table(lives[n:], records[n:], never)]
+        return [first, write_table(lives[n:], records[n:], copied_at_boundary)]
 
     def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
         """Extents for tensors that have none; those that are not among these may give theirs away. Nothing is in

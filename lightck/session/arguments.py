@@ -15,14 +15,14 @@ from lightck.pipeline.staging.kinds import Kind, check_kind
 from lightck.pool.format.structures import SLOTS_MAX
 from lightck.restore.checkpoint import refuse_other_than_bool, refuse_other_than_mapping, refuse_other_than_module
 from lightck.restore.resume import is_poisoned
-from lightck.session.interval import Auto, Cadence, cadence
+from lightck.session.interval import Auto, Cadence, cadence_of
 from lightck.state.ranks import is_one_of_several
 from lightck.tiers.keep import Keep
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
-    """How often, in what form and under which conditions versions are saved."""
+class SaveOptions:
+    """How often, in what form and under which conditions checkpoints are saved."""
 
     interval: int | str | Auto
     strategy: Strategy | None
@@ -33,7 +33,7 @@ class Saving:
     strict_data: bool
 
     def check(self) -> Cadence:
-        """Raises ``TypeError`` or ``ValueError``. How often a version is saved."""
+        """Raises ``TypeError`` or ``ValueError``. How often a checkpoint is saved."""
         refuse_other_than_bool(strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite)
         if self.strategy is not None and (isinstance(self.strategy, type) or not isinstance(self.strategy, Strategy)):
             name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
@@ -46,7 +46,7 @@ class Saving:
         if keep is not None and slots == SLOTS_MAX:
             raise ValueError(f"slots={slots} and keep=: a pool has {SLOTS_MAX} slots, and keep= needs one of them.")
         check_kind(self.staging)
-        return cadence(self.interval)
+        return cadence_of(self.interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Arguments:
     overwrite: bool
     backend: str
     require: str | None
-    how: Saving
+    save_options: SaveOptions
 
     @property
     def declined(self) -> frozenset[str]:
@@ -69,7 +69,7 @@ class Arguments:
         return frozenset(name for name, obj in (self.state or {}).items() if obj is None)
 
     def check(self) -> Cadence:
-        """Raises ``TypeError``, ``ValueError`` or ``SessionError``. How often a version is saved."""
+        """Raises ``TypeError``, ``ValueError`` or ``SessionError``. How often a checkpoint is saved."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)
@@ -83,6 +83,6 @@ class Arguments:
                 "A restore into this model failed half-way, and its parameters are NaN so that nobody trains on a mix. "
                 "Build the model anew, or restore another checkpoint into it."
             )
-        pace = self.how.check()
+        cadence = self.save_options.check()
         is_one_of_several()
-        return pace
+        return cadence

@@ -1,4 +1,4 @@
-"""The state of a training at a boundary: which tensors a version holds, and its small state as bytes.
+"""The state of a training at a boundary: which tensors a checkpoint holds, and its small state as bytes.
 
 ``Capture`` is read at two moments. At the post-step hook, provisionally: buffers, RNG and loaders, for the case that
 the next event is the pre-step hook of the next update. At the boundary: everything that is small or may change before
@@ -61,7 +61,7 @@ class Capture:
         self.positions = Positions(self.loaders)
         self.persistent = PersistentLoaders(self.loaders, self.objects)
         self.is_done = False
-        """What the next version says of the training: that it has come to its end."""
+        """What the next checkpoint says of the training: that it has come to its end."""
         self.mid_batch = MidBatch(self.loaders)
         self.provisional: Provisional | None = None
         self._buffer_copies = BufferCopies()
@@ -69,7 +69,7 @@ class Capture:
         """Buffers that came, went or changed their size or dtype: a resume takes them as they were saved."""
         self._tensor_list: TensorList | None = None
         """What the last boundary found; None where something came or went since."""
-        self._noted: TensorList | None = None
+        self._compared_list: TensorList | None = None
         """The one whose buffers were compared with those that the model was built with."""
         self._built: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
         self.expected_state_nbytes = 0
@@ -102,7 +102,7 @@ class Capture:
             return {}
         return {id(p): p for _, p in view.params}
 
-    def note_built(self) -> None:
+    def remember_built_buffers(self) -> None:
         """Remember the buffers as the model was built with them: what differs later is elastic."""
         self._built = {live.name: _kind(live.tensor) for live in self.model.buffers()}
         self._built |= {name: None for name, _, _ in self.model.vacant_buffers()}
@@ -110,7 +110,7 @@ class Capture:
     def forget(self) -> None:
         """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
         self.model, self.numbers = ModelView(nn.Module()), Numbers(nn.Module())
-        self.provisional = self._tensor_list = self._noted = None
+        self.provisional = self._tensor_list = self._compared_list = None
         self._buffer_copies = BufferCopies()
         for held in (self.objects, self.loaders, self.optimizers, self._without_grad):
             held.clear()
@@ -138,9 +138,9 @@ class Capture:
         """Note which parameters this update can touch: torch's optimizers leave one without a gradient alone."""
         for view in self.optimizers:
             if view.root == index:
-                self._wake(self._without_grad[view.index])
+                self._note_gradients(self._without_grad[view.index])
 
-    def _wake(self, waiting: dict[int, torch.Tensor]) -> None:
+    def _note_gradients(self, waiting: dict[int, torch.Tensor]) -> None:
         woken = [key for key, p in waiting.items() if p.grad is not None]
         for key in woken:
             del waiting[key]
@@ -167,7 +167,7 @@ class Capture:
         for name, obj in self.objects.items():
             if is_loader(obj):
                 provisional.loaders[name] = self._object_bytes(name, obj, provisional.large)
-        provisional.extra = self._extra_value(provisional.extra_large)
+        provisional.extra = self._pack_extra_state(provisional.extra_large)
         for live in provisional.extra_large:
             live.tensor = staged(live.tensor).clone()
 
@@ -180,24 +180,24 @@ class Capture:
         iteration: int,
         *,
         explicit: bool,
-        always_copied: set[str],
+        copied_at_boundary: set[str],
         stale_after: int | None = None,
     ) -> ClosedStep:
-        """The version that this event closes. ``stale_after``: what it has to say of older ones."""
+        """The checkpoint that this event closes. ``stale_after``: what it has to say of older ones."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
         moved = before if event is Event.PRE_STEP else None  # the forward of the next step has run
         lives, tensor_list = self.tensors(), self._tensor_list
-        if tensor_list is None or tensor_list is not self._noted or event is Event.PRE_STEP:
-            self._noted = tensor_list
-            self._note_resizable(None if moved is None else moved.buffers)
-        self._tell_shared_memory(lives)
-        small = self._small_state(event, explicit, always_copied, before, lives, stale_after)
+        if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
+            self._compared_list = tensor_list
+            self._find_resizable(None if moved is None else moved.buffers)
+        self._warn_shared_memory(lives)
+        small = self._small_state(event, explicit, copied_at_boundary, before, lives, stale_after)
         if moved is not None and (moved.buffers or self.model.has_buffers):
             lives, tensor_list = self._with_buffers_of(moved, lives), None
-        return ClosedStep(step, iteration, lives, small, self._written_before_the_gate(lives), tensor_list)
+        return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
 
-    def _tell_shared_memory(self, lives: list[Live]) -> None:
+    def _warn_shared_memory(self, lives: list[Live]) -> None:
         """Once, when state is there: views of one buffer come back as tensors of their own."""
         if self._reported_shared:
             return
@@ -216,7 +216,7 @@ class Capture:
                 )
                 return
 
-    def _written_before_the_gate(self, lives: list[Live]) -> frozenset[str]:
+    def _written_outside_step(self, lives: list[Live]) -> frozenset[str]:
         """What the methods of wrappers write that are called instead of their ``step`` (SAM's ascent, and what it keeps
         aside): no gate comes before them, so nothing may be left to background copies."""
         if not self._by_hand:
@@ -224,7 +224,7 @@ class Capture:
         params = {id(p) for view in self.optimizers if view.root in self._by_hand for _, p in view.params}
         return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
 
-    def _note_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
+    def _find_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
         now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
         for name, tensor in now.items():
             if self._built.setdefault(name, _kind(tensor)) != _kind(tensor):
@@ -269,7 +269,7 @@ class Capture:
         self,
         event: Event,
         explicit: bool,
-        always_copied: set[str],
+        copied_at_boundary: set[str],
         before: Provisional | None,
         lives: list[Live],
         stale_after: int | None = None,
@@ -287,11 +287,11 @@ class Capture:
             "optimizers": [self._optimizer_value(view, lives) for view in self.optimizers],
             "state": self._objects_value(before, lives),
             "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
-            "extra": self._extra_at(event, before, lives),
+            "extra": self._extra_state(event, before, lives),
             "loaders": self.positions.values(),
             "persistent_started": self.persistent.have_started(),
             "done": self.is_done,
-            "at_once": sorted(always_copied),
+            "at_once": sorted(copied_at_boundary),
             "elastic": sorted(self.resizable),
             "stale_after": stale_after,
             "built": self.built.packed,
@@ -329,14 +329,14 @@ class Capture:
     def _object_bytes(name: str, obj: Any, lives: list[Live]) -> bytes:
         return values.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
 
-    def _extra_at(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
+    def _extra_state(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
         """A forward may move extra state, as it moves buffers: before the next update the forward has run."""
         if event is not Event.PRE_STEP or before is None:
-            return self._extra_value(lives)
+            return self._pack_extra_state(lives)
         lives.extend(before.extra_large)
         return before.extra
 
-    def _extra_value(self, lives: list[Live]) -> dict[str, bytes]:
+    def _pack_extra_state(self, lives: list[Live]) -> dict[str, bytes]:
         return {
             name: values.pack(module.get_extra_state(), path=f"extra_state/{name}", large=_collector(lives, "state"))
             for name, module in self.model.extra

@@ -1,9 +1,10 @@
-"""From a closed version to its commit: whether it is saved, who waits for it, and what failed behind the loop's back.
+"""From a closed checkpoint to its commit: whether it is saved, who waits for it, and what failed behind the loop's
+back.
 
 Beside the pipeline stand pins, exports, and the look at values that are not finite.
 
 Invariant: whatever goes wrong in the background is remembered, raised at the next step, and again at ``close``; nothing
-here loses a committed version.
+here loses a committed checkpoint.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from dataclasses import dataclass, field
 from numbers import Real
 
 from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
-from lightck.events import Event, Turn
+from lightck.events import Event, SessionLock
 from lightck.following.comparison import Recorder
 from lightck.hooks.boundary import Boundary
-from lightck.interrupts import resumed
+from lightck.interrupts import retry_interrupted
 from lightck.pipeline.nonfinite import NonfiniteCheck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.session.capture import Capture
@@ -29,25 +30,26 @@ from lightck.tiers.pin import Hold, Holds
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class CommitParticipants:
     """What stands beside the pipeline of one session, to which it is listeners of commits, and decisions about them."""
 
     holds: Holds = field(default_factory=Holds)
     keeper: Keeper | None = None
-    finite: NonfiniteCheck | None = None
+    nonfinite_check: NonfiniteCheck | None = None
 
     def join(self, pipeline: Pipeline) -> None:
         """Before the pool is made or opened."""
         pipeline.decisions.add(self.holds)
-        if self.finite is not None:
-            pipeline.decisions.add(self.finite)
+        if self.nonfinite_check is not None:
+            pipeline.decisions.add(self.nonfinite_check)
         pipeline.events.add(self.holds)
         if self.keeper is not None:
             pipeline.pool.add_spare_slot()
             pipeline.events.add(self.keeper)
 
     def pin(self, pipeline: Pipeline) -> Hold:
-        """Hold the newest committed version; where less than two slots would be left, the pool moves to a new file."""
+        """Hold the newest committed checkpoint; where less than two slots would be left, the pool moves to a new
+        file."""
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:
@@ -64,7 +66,7 @@ class Beside:
 
 
 class Commits:
-    """Of one session. ``saved_step``: the last step whose version was handed to the pipeline."""
+    """Of one session. ``saved_step``: the last step whose checkpoint was handed to the pipeline."""
 
     def __init__(
         self,
@@ -74,19 +76,19 @@ class Commits:
         cadence: Cadence,
         recorder: Recorder,
         meter: Meter,
-        turn: Turn,
-        beside: Beside,
+        session_lock: SessionLock,
+        participants: CommitParticipants,
         done_at: int | None,
     ) -> None:
-        """``done_at``: the step at which the training has come to its end, as the version restored says."""
-        self.pipeline, self.cadence, self.beside = pipeline, cadence, beside
+        """``done_at``: the step at which the training has come to its end, as the checkpoint restored says."""
+        self.pipeline, self.cadence, self.participants = pipeline, cadence, participants
         self._capture, self._boundary, self._recorder = capture, boundary, recorder
-        self._meter, self._turn = meter, turn
+        self._meter, self._session_lock = meter, session_lock
         self.failure: BaseException | None = None
         self.paused = 0
         """How many ``paused()`` blocks the loop is in."""
         self.saved_step = boundary.step
-        self._is_done_saved = False  # in the last version
+        self._is_done_saved = False  # in the last checkpoint
         self._done_at = done_at
 
     @property
@@ -96,16 +98,16 @@ class Commits:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no version is due or under way."""
+        """Whether no checkpoint is due or under way."""
         is_saved = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
         return is_saved and not self._boundary.is_due(Event.FORWARD)
 
-    # -- a version closes --------------------------------------------------------------------------------
+    # -- a checkpoint closes --------------------------------------------------------------------------------
 
     def closed(self, event: Event, step: int) -> None:
-        """The version of this step was closed: save it where it is due."""
+        """The checkpoint of this step was closed: save it where it is due."""
         is_saved = event is Event.FLUSH or self.cadence.is_due(step, self.saved_step)
-        self.cadence.passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
+        self.cadence.boundary_passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
         self._capture.mid_batch.boundary(event, step, is_saved)
         if is_saved:
             self._save(event, step)
@@ -121,19 +123,19 @@ class Commits:
             step,
             self._boundary.iteration,
             explicit=self._boundary.explicit,
-            always_copied=self.pipeline.guard.never,
+            copied_at_boundary=self.pipeline.guard.copied_at_boundary,
             stale_after=self.pipeline.guard.stale_after,
         )
-        self._meter.note_state(step, began)
-        self._recorder.closes()
+        self._meter.state_was_read(step, began)
+        self._recorder.closing()
         self.guard(lambda: self.pipeline.begin_checkpoint(closed_step))
         self._recorder.closed(event)
 
     # -- what the user waits for -------------------------------------------------------------------------
 
     def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
-        """Bring the version of the current step, which was closed just now, to its commit. Where it was closed before
-        and not saved (``interval``) or given up, the state as it is now is saved as this step."""
+        """Bring the checkpoint of the current step, which was closed just now, to its commit. Where it was closed
+        before and not saved (``interval``) or given up, the state as it is now is saved as this step."""
         self.guard(lambda: self._finish(timeout, deadline))
         step = self._boundary.step
         if self.pipeline.committed != step and not self.paused and (step or also_step_0):
@@ -163,7 +165,7 @@ class Commits:
         """Run; remember a failure of the background for every later step and for close. A wait in it is left for a
         signal, whose handler may close the session."""
         try:
-            resumed(lambda: work() if self._turn.is_open else None)
+            retry_interrupted(lambda: work() if self._session_lock.is_open else None)
         except BackgroundError as err:
             self.failure = err
             raise
@@ -174,11 +176,11 @@ class Commits:
 
     def raise_keep_failure(self) -> None:
         """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end it."""
-        if self.beside.keeper is not None:
-            self.beside.keeper.raise_failure(at_close=not self._turn.is_open)
+        if self.participants.keeper is not None:
+            self.participants.keeper.raise_failure(at_close=not self._session_lock.is_open)
 
 
-def deadline_in(timeout: object) -> float | None:
+def deadline_after(timeout: object) -> float | None:
     """``timeout`` seconds from now, on the monotonic clock; None (for ever) for None and infinity. Raises ``TypeError``
     and ``ValueError``."""
     if timeout is None:

@@ -35,7 +35,7 @@ class Found:
     optimizers: tuple[Optimizer, ...]
     """Every one that is followed; a wrapper before what it wraps."""
     state: Objects
-    found: Mapping[str, str] = field(default_factory=dict)
+    classes: Mapping[str, str] = field(default_factory=dict)
     """name -> class, for what was found rather than passed."""
     declined: bool = False
     """Nobody is to look for optimizers: ``optimizer=[]``, or those that there are."""
@@ -43,7 +43,7 @@ class Found:
     """Live DataLoaders with persistent workers."""
 
 
-def updating(optimizers: Sequence[Optimizer]) -> int:
+def count_updating(optimizers: Sequence[Optimizer]) -> int:
     """How many of them make updates: one inside another does not."""
     return sum(place.steps for place in places(optimizers))
 
@@ -73,11 +73,11 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
         _refuse_shared(optimizers)
     found = _names(optimizers) if optimizer is None else {}
     for one in optimizers:
-        _tell_loose_tensors(one, params, given)
+        _warn_loose_tensors(one, params, given)
     extra = {**_find_schedulers(live, optimizers, given), **_find_scaler(live, given)}
     found |= {name: type(obj).__name__ for name, obj in extra.items()}
     kept = {name: obj for name, obj in {**given, **extra}.items() if obj is not None}
-    persistent = tuple(live.of(DataLoader, draws_once))
+    persistent = tuple(live.matching(DataLoader, draws_once))
     return Found(optimizers, kept, found, declined=optimizer is not None, persistent=persistent)
 
 
@@ -98,7 +98,7 @@ class LiveObjects:
         kinds: set[type] = set().union(*map(_with_subclasses, _KINDS))
         self._candidates = [o for o in gc.get_objects() if type(o) in kinds]
 
-    def of(self, kind: type[T], accept: Callable[[T], bool]) -> list[T]:
+    def matching(self, kind: type[T], accept: Callable[[T], bool]) -> list[T]:
         return [o for o in self._candidates if issubclass(type(o), kind) and accept(o)]
 
 
@@ -128,7 +128,7 @@ def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
     return tuple(o for o, place in zip(found, places(found), strict=True) if not place.is_wrapped)
 
 
-def late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
+def follow_late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
     """What to follow of one that was made after attach, which is told. Raises ``LateError`` where it steps parameters
     that an earlier one has: ``known`` are the ids of those."""
     new = followed([optimizer])
@@ -147,7 +147,7 @@ def late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
 
 
 def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:
-    driving = live.of(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
+    driving = live.matching(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
     # The order of the heap is an accident; that of the model is the same in the next process.
     driving.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
     optimizers = followed(driving)
@@ -158,9 +158,9 @@ def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Opti
 def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
     """State is saved by the name of its parameter, so a parameter has one optimizer (and wrappers around it)."""
     owner: dict[int, Optimizer] = {}
-    wrappers = [(id(o), within_) for o in optimizers if (within_ := inside(o))]
+    wrappers = [(id(o), inner) for o in optimizers if (inner := inside(o))]
     for opt in optimizers:
-        around = {key for key, within_ in wrappers if id(opt) in within_}
+        around = {key for key, inner in wrappers if id(opt) in inner}
         for group in opt.param_groups:
             for p in group["params"]:
                 other = owner.setdefault(id(p), opt)
@@ -180,7 +180,7 @@ def _describe(optimizer: Optimizer) -> str:
 def schedulers_of(live: LiveObjects, optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
     """LR schedulers that drive these optimizers and are not part of another one (SequentialLR, ...)."""
     wanted = {id(o) for o in optimizers}
-    found = live.of(LRScheduler, lambda s: id(_scheduled(s)) in wanted)
+    found = live.matching(LRScheduler, lambda s: id(_scheduled(s)) in wanted)
     parts = {id(part) for s in found for part in getattr(s, "_schedulers", ())}
     return [s for s in found if id(s) not in parts]
 
@@ -203,7 +203,7 @@ def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given
         name = role("scheduler", i, len(innermost))
         schedulers = [s for s in alive if _scheduled(s) is opt]
         if id(opt) in taken:
-            _tell_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
+            _warn_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
             continue
         if not schedulers or name in given:
             continue
@@ -217,7 +217,7 @@ def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given
     return found
 
 
-def _tell_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> None:
+def _warn_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> None:
     """One of several was passed: which of the others the loop steps is not known, and none of them is saved."""
     if schedulers:
         log.warning(
@@ -232,7 +232,7 @@ def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradS
     kind = torch.amp.GradScaler
     if given.get("scaler", 0) is None or any(isinstance(obj, kind) for obj in given.values()):
         return {}
-    scalers = live.of(kind, lambda s: s.is_enabled())
+    scalers = live.matching(kind, lambda s: s.is_enabled())
     if len(scalers) > 1:
         raise AmbiguousError(
             f"{len(scalers)} enabled GradScalers are alive. lightck cannot know which of them scales this training. "
@@ -246,14 +246,12 @@ def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     around: dict[int, list[str]] = {}
     for optimizer, place in zip(optimizers, places(optimizers), strict=True):
         around.setdefault(place.outermost, []).append(type(optimizer).__name__)
-    joined = [
-        " around ".join([outer, ", ".join(within_)] if within_ else [outer]) for outer, *within_ in around.values()
-    ]
+    joined = [" around ".join([outer, ", ".join(inner)] if inner else [outer]) for outer, *inner in around.values()]
     return {role("optimizer", i, len(around)): names for i, names in enumerate(joined)}
 
 
-def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Objects) -> None:
-    """What a third-party optimizer keeps in attributes is neither in a version nor in its own ``state_dict``."""
+def _warn_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Objects) -> None:
+    """What a third-party optimizer keeps in attributes is neither in a checkpoint nor in its own ``state_dict``."""
     loose = loose_tensors(optimizer, params)
     if loose and not any(obj is optimizer for obj in given.values()):
         name = type(optimizer).__name__

@@ -24,7 +24,16 @@ from lightck.errors import listed
 from lightck.events import Event
 from lightck.hooks.boundary import Boundary
 from lightck.session.capture import Capture
-from lightck.session.state_marks import Marks, by_object, by_options, by_state, by_tensors, moved, named, options_name
+from lightck.session.state_marks import (
+    Marks,
+    changed_names,
+    object_marks,
+    optimizer_label,
+    optimizer_state_mark,
+    option_marks,
+    options_label,
+    tensor_marks,
+)
 from lightck.state.storable import is_loader
 
 if TYPE_CHECKING:
@@ -37,7 +46,7 @@ _POINTS = (Event.FORWARD, Event.PRE_STEP)
 _WHERE = {Event.FORWARD: "the model's training forward", Event.PRE_STEP: "the step of the optimizer"}
 
 
-class LoopTop:
+class LoopTopCheck:
     """Of one session, until one of its methods returns False: nothing is left to look for."""
 
     def __init__(self, capture: Capture, restored: tuple[str, int] | None) -> None:
@@ -45,9 +54,9 @@ class LoopTop:
         self._capture = capture
         self._step = 0 if restored is None else restored[1]
         self._closed_by = next((event for event in _POINTS if restored and event.value == restored[0]), None)
-        self._before = self._held()
+        self._before = self._marks()
         self._point: Event | None = None
-        self._suspects: set[str] = set()
+        self._candidates: set[str] = set()
         self._updated: Marks | None = None
         self._restored = restored is not None
         self._states = self._optimizer_states() if self._restored and capture.positions.any_live else {}
@@ -63,13 +72,14 @@ class LoopTop:
             if event is Event.FORWARD and boundary.optimizers > 1:
                 return True  # with several a forward closes nothing
             self._point = event
-            options = {options_name(view) for view in self._capture.optimizers}  # set by the step in many a loop: right
-            self._suspects = set(self._moved(self._before, event)) - options
-            return bool(self._suspects)
+            # Many loops set options from the step number before each update, which a resumed loop may repeat.
+            options = {options_label(view) for view in self._capture.optimizers}
+            self._candidates = set(self._changed(self._before, event)) - options
+            return bool(self._candidates)
         if self._updated is None or not boundary.is_due(event):
             return True
         if event is self._point:
-            self._tell_fresh(self._moved(self._updated, event))
+            self._warn_fresh_run(self._changed(self._updated, event))
         return False
 
     def fetches(self, loader: SessionLoader) -> None:
@@ -79,9 +89,9 @@ class LoopTop:
         if not self._restored or pass_ is None or not (pass_.restored and pass_.trained) or pass_ is self._fetched_in:
             return
         self._fetched_in = pass_
-        options = {options_name(view) for view in self._capture.optimizers}
-        names = self._steady([name for name in self._moved(self._before, Event.FORWARD) if name not in options])
-        names += moved(self._states, self._optimizer_states())
+        options = {options_label(view) for view in self._capture.optimizers}
+        names = self._repeatable([name for name in self._changed(self._before, Event.FORWARD) if name not in options])
+        names += changed_names(self._states, self._optimizer_states())
         if names:
             self._restored = False
             log.warning(
@@ -97,12 +107,12 @@ class LoopTop:
         """An update was made: the last one before a checkpoint closes, as far as one can know."""
         self._restored = False
         if self._point is not None and boundary.is_due(Event.PRE_STEP):
-            self._updated = self._held(self._suspects)
+            self._updated = self._marks(self._candidates)
 
     def _after_restore(self, event: Event) -> bool:
         if event is not self._closed_by:
             return event is Event.FORWARD
-        names = self._steady(self._moved(self._before, event))
+        names = self._repeatable(self._changed(self._before, event))
         if names:
             log.warning(
                 "lightck: %s changed between the restore and %s. The checkpoint of step %d closed there, so it "
@@ -115,8 +125,8 @@ class LoopTop:
             )
         return False
 
-    def _tell_fresh(self, names: list[str]) -> None:
-        steady = self._steady(names)
+    def _warn_fresh_run(self, names: list[str]) -> None:
+        steady = self._repeatable(names)
         if steady:
             assert self._point is not None
             log.warning(
@@ -129,34 +139,36 @@ class LoopTop:
                 _CURE,
             )
 
-    def _moved(self, before: Marks, event: Event) -> list[str]:
+    def _changed(self, before: Marks, event: Event) -> list[str]:
         """What is not as it was. A forward moves buffers: before a step those are saved as they were after the update
         before."""
-        names = moved(before, self._held(set(before)))
+        names = changed_names(before, self._marks(set(before)))
         return names if event is Event.FORWARD else [name for name in names if name not in self._buffers()]
 
-    def _steady(self, names: list[str]) -> list[str]:
+    def _repeatable(self, names: list[str]) -> list[str]:
         """Without objects that answer otherwise each time that they are asked, as with the time of day."""
-        changes = moved(self._held(set(names)), self._held(set(names)))
+        changes = changed_names(self._marks(set(names)), self._marks(set(names)))
         return [name for name in names if name not in changes]
 
     def _optimizer_states(self) -> Marks:
-        return {f"the state of {named(view)}": by_state(view) for view in self._capture.optimizers}
+        return {
+            f"the state of {optimizer_label(view)}": optimizer_state_mark(view) for view in self._capture.optimizers
+        }
 
     def _buffers(self) -> set[str]:
         return {live.name.removeprefix("model/") for live in self._capture.model.buffers()}
 
-    def _held(self, names: set[str] | None = None) -> Marks:
+    def _marks(self, names: set[str] | None = None) -> Marks:
         """What tensors of the model, objects in ``state=`` and optimizers' options hold now. ``names``: of those only.
         Loaders among the objects are saved as they were right after the update, so what they give is given again."""
         marks: Marks = {}
         for name, obj in self._capture.objects.items():
             if not is_loader(obj) and (names is None or f"state[{name!r}]" in names):
-                marks |= by_object(name, obj)
+                marks |= object_marks(name, obj)
         for view in self._capture.optimizers:
-            if names is None or options_name(view) in names:
-                marks |= by_options(view)
-        return marks | by_tensors(
+            if names is None or options_label(view) in names:
+                marks |= option_marks(view)
+        return marks | tensor_marks(
             live
             for live in self._capture.model.tensors(None)
             if names is None or live.name.removeprefix("model/") in names

@@ -32,20 +32,20 @@ log = logging.getLogger("lightck")
 class PoolFile:
     """What to do about the pool's file."""
 
-    said: Arguments
+    arguments: Arguments
     path: str
     backend: Backend
     found: Found
     capture: Capture
     entries: dict[str, Entry] = field(init=False)
-    """What a version would hold now: everything in it can be stored."""
+    """What a checkpoint would hold now: everything in it can be stored."""
 
     def __post_init__(self) -> None:
         self.entries = {live.name: entry_of(live) for live in self.capture.expected_tensors()}
-        if self.said.how.keep is not None:
-            refuse_unkept(self.said.how.keep, self.entries.values())
+        if self.arguments.save_options.keep is not None:
+            refuse_unkept(self.arguments.save_options.keep, self.entries.values())
         self.capture.model.refuse_hidden_state()
-        self.capture.note_built()
+        self.capture.remember_built_buffers()
         self.capture.persistent.follow(self.found.persistent)
 
     def lock(self) -> PoolLock:
@@ -75,12 +75,16 @@ class PoolFile:
         recorded = reader.next_batches(record)
         pipeline.pool.open(reader).adopt(record)
         pipeline.adopted(
-            contents.step, contents.at_boundary, self.said.how.slots, record.payload_generation, contents.stale_after
+            contents.step,
+            contents.copied_at_boundary,
+            self.arguments.save_options.slots,
+            record.payload_generation,
+            contents.stale_after,
         )
         self.capture.resizable.update(contents.resizable)
         set_flags(contents, self.capture.model)
         tell_differences(contents)
-        forget(self.said.model)
+        forget(self.arguments.model)
         return Resumed.from_contents(contents, recorded)
 
     def _existing(self, *, write: bool = True) -> PoolReader | None:
@@ -90,27 +94,27 @@ class PoolFile:
         except PoolNotFoundError:
             return None
         except PoolError as err:
-            if not self.said.overwrite:
+            if not self.arguments.overwrite:
                 raise
             if err.in_the_way if isinstance(err, NotAPoolError) else self.backend.recognises(self.path):
                 return None
             raise
-        if self.said.overwrite:
+        if self.arguments.overwrite:
             reader.close()
             return None
         return reader
 
     def _checkpoint(self, reader: PoolReader) -> tuple[Contents, CommitRecord] | None:
-        """The version to go on from; None where the pool never held one."""
+        """The checkpoint to go on from; None where the pool never held one."""
         if reader.commit_log().is_empty:
             lost = erased_error(reader)
             if lost is not None:
                 raise lost
             return None
-        known = restored_from(self.said.model, self.path, reader.superblock.uuid)
+        known = restored_from(self.arguments.model, self.path, reader.superblock.uuid)
         if known is not None:
             return self._go_on_from(reader, known)
-        if not self.said.resume:
+        if not self.arguments.resume:
             records = candidates(reader.commit_log())
             held = f"step {records[0].step}" if records else "versions that cannot be read"
             raise CheckpointExistsError(
@@ -119,20 +123,22 @@ class PoolFile:
                 "...), or say overwrite=True to discard it."
             )
         self._check_optimizer_in_time(reader)
-        state = {**self.found.state, **dict.fromkeys(self.said.declined)}
+        state = {**self.found.state, **dict.fromkeys(self.arguments.declined)}
         checkpoint = restore_newest(
-            reader, None, self.said.model, list(self.found.optimizers), state, strict=True, complete=True
+            reader, None, self.arguments.model, list(self.found.optimizers), state, strict=True, complete=True
         )
         for rejected in checkpoint.rejected:
             log.warning("lightck: passed over %s", rejected)
         return checkpoint.contents, checkpoint.record
 
     def _go_on_from(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitRecord]:
-        missing = [what for what in known.missing if what not in {f"state {name!r}" for name in self.said.declined}]
+        missing = [
+            what for what in known.missing if what not in {f"state {name!r}" for name in self.arguments.declined}
+        ]
         if missing:
             raise SessionError(
                 f"This model was restored from step {known.contents.step} of {self.path!r}, but "
-                f"{', '.join(missing)} of that version was restored nowhere. Going on would lose it. Pass "
+                f"{', '.join(missing)} of that checkpoint was restored nowhere. Going on would lose it. Pass "
                 "it to recover() or restore() too, use attach(..., resume=True), or train into another pool; "
                 "overwrite=True discards what this one holds."
             )
@@ -166,12 +172,12 @@ class PoolFile:
 
     def _create(self, pipeline: Pipeline) -> None:
         """Lay the pool out now, so that a full medium is an error here; later where the state cannot be foreseen."""
-        forget(self.said.model)  # what it was restored from elsewhere: it trains on now
+        forget(self.arguments.model)  # what it was restored from elsewhere: it trains on now
         entries = self._foreseen()
         if entries is not None:
             pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)
-        elif self.said.overwrite:
-            self.backend.discard(self.path)  # or a crash before the first version would bring it back
+        elif self.arguments.overwrite:
+            self.backend.discard(self.path)  # or a crash before the first checkpoint would bring it back
 
     def _foreseen(self) -> dict[str, Entry] | None:
         entries = dict(self.entries)

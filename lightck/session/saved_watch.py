@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightck.hooks.boundary import Boundary
 from lightck.session.capture import Capture
-from lightck.session.state_marks import Marks, by_tensors, moved
+from lightck.session.state_marks import Marks, changed_names, tensor_marks
 
 log = logging.getLogger("lightck")
 MANY = 100
@@ -103,13 +103,13 @@ class SavedWatch:
         if n < MANY or self._is_reported:
             return
         if self._boundary.explicit and n >= MANY_EXPLICIT and not self._ended:
-            self._tell(
+            self._warn(
                 f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from "
                 "then on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the "
                 "last statement of the loop"
             )
         elif not self._boundary.explicit and self._boundary.optimizers > 1:
-            self._tell_round(index, n)
+            self._warn_incomplete_round(index, n)
 
     def step_elsewhere(self, optimizer: Optimizer) -> None:
         """An optimizer steps that has no parameter of this model, and belongs to no open session."""
@@ -121,7 +121,7 @@ class SavedWatch:
         if not (self._is_alive or self._ended or self._is_reported) and _TWIN_STEPS <= steps < 2 * _TWIN_STEPS:
             self._twin = self._is_twin(optimizer)
             if self._twin:
-                self._tell(
+                self._warn(
                     f"{type(optimizer).__name__} made {steps} updates of a model with parameters of the same "
                     "shapes, and the model of this session was neither called nor updated since attach. A model that "
                     "is built again (a notebook cell that was run again) is not the one that is saved: close this "
@@ -137,7 +137,7 @@ class SavedWatch:
             )
         if self._boundary.optimizers or self._ended or self._idle < 2:
             return None
-        changed = moved(self._before, self._params())
+        changed = changed_names(self._before, self._params())
         if not (changed or self._has_gradients() or self._elsewhere):
             return None  # the model was only called
         fact = f" ({_some(changed)} changed)" if changed else ""
@@ -150,11 +150,11 @@ class SavedWatch:
         if n == 1:
             self._before = self._params()
         elif not self._is_reported and (n <= _FIRST or n == MANY):
-            changed = moved(self._before, self._params())
+            changed = changed_names(self._before, self._params())
             is_sure = n == MANY or (not self._is_looked_for and (changed or self._elsewhere > 1))
             if is_sure and not self._look_for_optimizer():
                 fact = f"{_some(changed)} changed" if changed else f"{n} training forwards ran"
-                self._tell(f"{fact}, and {_NO_OPTIMIZER}, nothing is saved, and close() will be an error. {_CURE}")
+                self._warn(f"{fact}, and {_NO_OPTIMIZER}, nothing is saved, and close() will be an error. {_CURE}")
 
     def _look_for_optimizer(self) -> bool:
         """Once. Whether there is one that was made after attach, followed from here on or not."""
@@ -165,11 +165,11 @@ class SavedWatch:
 
     def _compare_ends(self) -> None:
         """An ``end_step()`` that counts as an update, with none before it: gradients are no part of a checkpoint."""
-        now = by_tensors(self._capture.model.tensors(None))
-        is_same = bool(self._at_end) and self._at_end.keys() == now.keys() and not moved(self._at_end, now)
+        now = tensor_marks(self._capture.model.tensors(None))
+        is_same = bool(self._at_end) and self._at_end.keys() == now.keys() and not changed_names(self._at_end, now)
         self._at_end = now if self._ended < _FIRST // 2 else {}
         if is_same and not self._is_reported and self._has_gradients():
-            self._tell(
+            self._warn(
                 "end_step() was called twice, no optimizer is followed, and the model did not change in between "
                 "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
                 "gradients: where they are accumulated, a resume loses those of the batches before. Call it after "
@@ -183,20 +183,20 @@ class SavedWatch:
         if n == MANY:
             self._before = self._params()
         elif n == MANY + 1 and not self._is_reported:
-            changed = moved(self._before, self._params())
+            changed = changed_names(self._before, self._params())
             if changed:
                 classes = ", ".join(view.class_name for view in self._capture.optimizers)
-                self._tell(
+                self._warn(
                     f"{MANY} iterations passed without a step of {classes}, and {_some(changed)} changed between the "
                     "last two. An update that lightck does not see closes no checkpoint, so nothing is saved. Step "
                     "that optimizer, or, where the loop updates by hand, attach(..., optimizer=[]) and call "
                     "session.end_step() after each update"
                 )
 
-    def _tell_round(self, index: int, n: int) -> None:
+    def _warn_incomplete_round(self, index: int, n: int) -> None:
         roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})  # which make updates
         names = [self._named(root) for root in roots if not self._boundary.pending(root)]
-        self._tell(
+        self._warn(
             f"{self._named(index)} made {n} updates since a checkpoint closed, and {' and '.join(names)} none. With "
             f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass those "
             "that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last statement of "
@@ -218,9 +218,9 @@ class SavedWatch:
         self._of_others += 1
         if self._of_others == 1:
             self._before = self._params()
-        elif self._of_others == _FOREIGN and not self._is_reported and not moved(self._before, self._params()):
+        elif self._of_others == _FOREIGN and not self._is_reported and not changed_names(self._before, self._params()):
             classes = ", ".join(view.class_name for view in self._capture.optimizers)
-            self._tell(
+            self._warn(
                 f"{classes} made {_FOREIGN} updates, has no parameter of this model, and no parameter of this model "
                 "changed meanwhile. It was built over another model, or over parameters that were replaced since, so "
                 "the training of that is not saved. Build it over model.parameters() of the model that is attached"
@@ -229,7 +229,7 @@ class SavedWatch:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _params(self) -> Marks:
-        return by_tensors(live for live in self._capture.model.tensors(None) if live.role == "param")
+        return tensor_marks(live for live in self._capture.model.tensors(None) if live.role == "param")
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for p in self._capture.model.model.parameters())
@@ -240,7 +240,7 @@ class SavedWatch:
         followed = _shapes(p for view in self._capture.optimizers if not view.wraps for _, p in view.params)
         return bool(theirs) and theirs in (ours, followed)
 
-    def _tell(self, fact: str) -> None:
+    def _warn(self, fact: str) -> None:
         self._is_reported = True
         log.warning("lightck: %s", fact)
 

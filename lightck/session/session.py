@@ -1,6 +1,6 @@
 """What a user holds of a training that is saved: where it stands, what it waits for, and its end.
 
-At the end closed versions commit, threads end, and the pool is given up last.
+At the end closed checkpoints commit, threads end, and the pool is given up last.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightck.dataloader.replay import wants_skip
 from lightck.errors import NothingSavedError, SessionError
 from lightck.events import Event
 from lightck.hooks.own_hooks import Handle, remove
-from lightck.interrupts import deferred, resumed
+from lightck.interrupts import deferred, retry_interrupted
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.profiler.recording import Recording, Traces
 from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
-from lightck.sessions import living
+from lightck.sessions import existing
 from lightck.stats import Stats
 from lightck.tiers.pin import Hold, Pin
 
@@ -36,12 +36,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _in_turn(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+def _exclusive(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
     """One thread at a time is inside the session."""
 
     @wraps(method)
     def called(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._steps.turn:
+        with self._steps.session_lock:
             return method(self, *args, **kwargs)
 
     return called
@@ -63,20 +63,20 @@ class Session:
         self._finalizer = weakref.finalize(self, _end, steps.pipeline, lock, steps.hooks.handles)
         self._finalizer.atexit = False
         steps.session = self
-        living.add(steps)
+        existing.add(steps)
 
     # -- what a user reads -------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
         """Updates made, skipped ones not counted. With several optimizers: rounds in which each stepped."""
-        self._steps.follows.counted.is_asked = True
+        self._steps.continuation.loop_counter.is_asked = True
         return self._steps.boundary.step
 
     @property
     def iteration(self) -> int:
         """Boundaries passed: iterations of the loop, skipped updates included."""
-        self._steps.follows.counted.is_asked = True
+        self._steps.continuation.loop_counter.is_asked = True
         return self._steps.boundary.iteration
 
     @property
@@ -92,20 +92,20 @@ class Session:
     @property
     def committed(self) -> int | None:
         """Newest step that is durable in the pool, or None. What background work failed at is not raised here."""
-        if self._steps.turn.is_live:
+        if self._steps.session_lock.is_live:
             return self._pipeline.newest_committed()
         return self._pipeline.committed
 
     @property
     def durability(self) -> Durability:
-        """What the committed versions survive, with the evidence."""
+        """What the committed checkpoints survive, with the evidence."""
         return self._pipeline.durability
 
     @property
     def paused_reason(self) -> str | None:
         """Why nothing is committed now (``pause_on_nonfinite``), or None."""
-        finite = self._steps.commits.beside.finite
-        return finite.reason if finite is not None else None
+        nonfinite_check = self._steps.commits.participants.nonfinite_check
+        return nonfinite_check.reason if nonfinite_check is not None else None
 
     def stats(self) -> Stats:
         """The session's counters as of now."""
@@ -151,9 +151,9 @@ class Session:
 
     # -- what a user calls -------------------------------------------------------------------------------
 
-    @_in_turn
+    @_exclusive
     def end_step(self) -> None:
-        """Close the version here: the last statement of the loop. From the first call on, only this, ``flush`` and
+        """Close the checkpoint here: the last statement of the loop. From the first call on, only this, ``flush`` and
         ``close`` are boundaries. Where no optimizer is followed it counts as the update."""
         self._check_usable()
         with self._steps.meter.stall("end_step"):
@@ -164,7 +164,7 @@ class Session:
             else:
                 self._steps.updated_by_hand()
 
-    @_in_turn
+    @_exclusive
     def flush(self, timeout: float | None = None) -> int | None:
         """Commit the current step too, and return it. ``FlushTimeoutError`` after ``timeout`` seconds (inf: never)."""
         self._check_usable()
@@ -176,22 +176,22 @@ class Session:
             self._steps.commit_current(timeout)
         return self._pipeline.committed
 
-    @_in_turn
+    @_exclusive
     def pin(self) -> Pin:
-        """Commit the current step, as ``flush`` does, and hold its version in the pool until the pin is released.
+        """Commit the current step, as ``flush`` does, and hold its checkpoint in the pool until the pin is released.
 
         ``recover(path, step=pin.step)`` gives it, now and after a crash. The first pin may move the pool to a larger
-        file. With ``pause_on_nonfinite`` the last good version is held.
+        file. With ``pause_on_nonfinite`` the last good checkpoint is held.
         """
         self.flush()
-        beside = self._steps.commits.beside
+        participants = self._steps.commits.participants
         with self._steps.meter.stall("pin"):
             pinned: list[Hold] = []
-            self._steps.commits.guard(lambda: pinned.append(beside.pin(self._pipeline)))
+            self._steps.commits.guard(lambda: pinned.append(participants.pin(self._pipeline)))
         self._check_usable()
-        return Pin(pinned[0], beside.holds.release)
+        return Pin(pinned[0], participants.holds.release)
 
-    @_in_turn
+    @_exclusive
     def close(self, *, done: bool = False) -> None:
         """Commit the current step, end the threads, release the pool. A second call does nothing.
 
@@ -205,8 +205,8 @@ class Session:
         try:
             if self._steps.partial_update:
                 log.warning("lightck: closed between backward() and step(): what was not committed before is not saved")
-            elif not self._steps.turn.is_forked and self._steps.commits.failure is None:
-                self._steps.follows.ended()
+            elif not self._steps.session_lock.is_forked and self._steps.commits.failure is None:
+                self._steps.continuation.ended()
                 with self._steps.meter.stall("close"):
                     self._steps.capture.is_done = done or self.done
                     self._steps.commit_current(None, also_step_0=False)
@@ -234,7 +234,7 @@ class Session:
     def paused(self) -> Iterator[None]:
         """For weights that are swapped and swapped back (EMA for evaluation): no boundary and no copy meanwhile."""
         self._check_usable()
-        with self._steps.turn, self._steps.meter.stall("paused"):
+        with self._steps.session_lock, self._steps.meter.stall("paused"):
             self._steps.commits.guard(self._pipeline.copies_done)
         self._steps.commits.paused += 1
         try:
@@ -252,16 +252,16 @@ class Session:
         else:
             self.abandon()
 
-    @_in_turn
+    @_exclusive
     def abandon(self) -> None:
-        """Finish the closed versions, drop the open one: after an exception, or at exit."""
+        """Finish the closed checkpoints, drop the open one: after an exception, or at exit."""
         if self.is_open:
             self._release()
 
     @property
     def is_open(self) -> bool:
         """Whether it is still followed and saved: neither ``close`` nor ``abandon`` was called."""
-        return self._steps.turn.is_open
+        return self._steps.session_lock.is_open
 
     def __repr__(self) -> str:
         state = "" if self.is_open else ", closed"
@@ -275,12 +275,12 @@ class Session:
     def _check_usable(self) -> None:
         if not self.is_open:
             raise SessionError("This session is closed. Its pool is released. Attach again to go on.")
-        if self._steps.turn.is_forked:
+        if self._steps.session_lock.is_forked:
             raise SessionError("This session belongs to the parent process. A forked child cannot use it.")
 
     def _release(self) -> None:
         self._traces.end()
-        self._steps.turn.is_open = False
+        self._steps.session_lock.is_open = False
         self._finalizer()
         self._steps.forget()
 
@@ -302,4 +302,4 @@ def _end_here(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None
         last.callback(lock.release)
         last.callback(pipeline.close)
         if not pipeline.engine.is_forked:
-            resumed(pipeline.finish_quietly)
+            retry_interrupted(pipeline.finish_quietly)

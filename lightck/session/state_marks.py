@@ -26,13 +26,13 @@ Marks = dict[str, Mark]
 """Name -> mark. What could not be read has none."""
 
 
-def by_tensors(lives: Iterable[Live]) -> Marks:
+def tensor_marks(lives: Iterable[Live]) -> Marks:
     """Of parameters and buffers, each under the first of its names."""
     marks = {live.name.removeprefix("model/"): _mark(live.tensor) for live in lives if live.alias is None}
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 
-def by_object(name: str, obj: Any) -> Marks:
+def object_marks(name: str, obj: Any) -> Marks:
     """Of an object in ``state``: what its ``state_dict()`` gives, large tensors included. The global generators are
     as before, whatever it draws. Empty where it cannot be read or stored now."""
     large: list[torch.Tensor] = []
@@ -55,30 +55,30 @@ def _epoch_of(state: object) -> object:
     return state["last_epoch"], [_epoch_of(each) for each in state.get("_schedulers") or ()]
 
 
-def by_options(view: OptimizerView) -> Marks:
+def option_marks(view: OptimizerView) -> Marks:
     """Of an optimizer's options (lr, betas, ...)."""
     try:
-        return {options_name(view): (_digest(values.pack(view.groups(), path="options")),)}
+        return {options_label(view): (_digest(values.pack(view.groups(), path="options")),)}
     except Exception:
         return {}
 
 
-def by_state(view: OptimizerView) -> Mark:
+def optimizer_state_mark(view: OptimizerView) -> Mark:
     """Of the tensors of an optimizer's state, by their names."""
     marks = {live.name: _mark(live.tensor) for live in view.state_tensors() if live.alias is None}
     return "state", *sorted(marks.items(), key=lambda item: item[0])
 
 
-def options_name(view: OptimizerView) -> str:
-    return f"the options of {named(view)}"
+def options_label(view: OptimizerView) -> str:
+    return f"the options of {optimizer_label(view)}"
 
 
-def named(view: OptimizerView) -> str:
+def optimizer_label(view: OptimizerView) -> str:
     """Its class, and its number where it is not the first: two may be of one class."""
     return view.class_name + (f" {view.index}" if view.index else "")
 
 
-def moved(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[str]:
+def changed_names(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[str]:
     """Names of what held something else before. What was read in another way (moved to a device) is passed over."""
     both = [(name, before[name], mark) for name, mark in now.items() if name in before]
     return [name for name, was, mark in both if was != mark and type(was[0]) is type(mark[0])]

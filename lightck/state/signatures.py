@@ -210,7 +210,7 @@ class ClosedStep:
     iteration: int
     lives: list[Live]
     state: bytes
-    at_boundary: frozenset[str] = frozenset()
+    copied_at_boundary: frozenset[str] = frozenset()
     """Names of tensors that must not be left to background copies."""
     tensor_list: TensorList | None = None
     """Its tensors are the first of ``lives``; where it is that of an earlier version, they look as they did then."""

@@ -1,4 +1,5 @@
-"""Errors of background work reach the training loop, at its next step and again at close; older versions are intact."""
+"""Errors of background work reach the training loop, at its next step and again at close; older checkpoints are
+intact."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def test_error_reaches_the_next_step_and_close(pool, operation, code, nth):
     assert 2 <= intact < failed_at
     assert session.committed == intact
     checkpoint = lightck.recover(pool)
-    # A line whose own sync failed is complete in the page cache, and then its version is a good one.
+    # A line whose own sync failed is complete in the page cache, and then its checkpoint is a good one.
     assert checkpoint.step in (intact, intact + 1)
     assert is_step(checkpoint, held[checkpoint.step])
 
@@ -241,7 +242,7 @@ def test_a_hook_of_the_user_that_raises_leaves_the_session_sound(pool):
 
 
 def test_errors_while_checkpoints_are_begun_take_no_slots(pool, monkeypatch):
-    """An error of ours, or no memory: the version is lost to the loop that catches it, and nothing else."""
+    """An error of ours, or no memory: the checkpoint is lost to the loop that catches it, and nothing else."""
     model = net()
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, slots=3)

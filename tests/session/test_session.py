@@ -671,7 +671,8 @@ def test_several_updates_on_one_batch_are_reported_once(pool, caplog):
 
 @pytest.mark.parametrize(("interval", "said"), [(1, 3), (3, 9)])
 def test_several_steps_that_end_on_one_batch_are_reported_once(pool, caplog, interval, said):
-    """At the second such batch: one is given where a loop turns to other data. Only versions that are saved count."""
+    """At the second such batch: one is given where a loop turns to other data. Only checkpoints that are saved
+    count."""
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, interval=interval) as session:
@@ -827,7 +828,7 @@ def _left_in_eval_mode(pool: Any, killed: int | None = None) -> list[Any]:
 
 @pytest.mark.parametrize("killed", [2, 4, 6])
 def test_no_batch_is_lost_where_a_pass_begins_in_eval_mode(folder, pool, commits_early, killed):
-    """The version before it closes at its first ``next()``, and so counts nothing of it."""
+    """The checkpoint before it closes at its first ``next()``, and so counts nothing of it."""
     torch.manual_seed(7)
     plain = _left_in_eval_mode(folder / "plain.pool")
     torch.manual_seed(7)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.errors import BackgroundError
-from lightck.interrupts import leave_if_noted
+from lightck.interrupts import raise_if_interrupted
 from lightck.pipeline.staging.groups import GROUPS_MAX, Group, laid_out, parted
 from lightck.pipeline.staging.kinds import Direct, Host, Kind
 from lightck.pipeline.staging.methods import DeviceMethod, DirectMethod, HostMethod, TransferMethod, UnavailableError
@@ -60,7 +60,7 @@ class Staging:
         under way. What finds no room in the engine (``room`` jobs) is copied at the boundary itself. A draft that was
         made here is given up where the version cannot be begun."""
         if self._method is not None and self._method.settles:
-            self._settle(leave_if_noted)
+            self._settle(raise_if_interrupted)
         if not self.is_on or not submission.staged or room < 1:
             submission.copy_at_boundary(submission.staged)
             yield reservation, NONE
