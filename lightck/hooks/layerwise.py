@@ -1,12 +1,12 @@
 """The layer-wise update: each layer is stepped inside the backward pass, as soon as its gradients are final.
 
-So the copy of a layer into the pool begins while other layers still compute. The flow is LightCheck's ("LightCheck:
+So the copy of a layer into the pool begins while other layers still compute. The method is LightCheck's ("LightCheck:
 A Cost-Efficient Checkpointing System for Distributed DNN Training with Persistent Memory", ICCD 2023).
 
 Each layer has an instance of the user's own optimizer class over its parameters. It shares ``state`` with the user's
-optimizer and takes its options anew at every update, so schedulers, ``state_dict`` and a resume see one optimizer, and
+optimizer and copies its options before every update, so schedulers, ``state_dict`` and a resume see one optimizer, and
 every element goes through the same operations as in ``optimizer.step()``. Invariant: each parameter is updated once
-between two calls of ``step()``, with the gradient that ``step()`` would have used, or an error says why it cannot be.
+between two calls of ``step()``, with the gradient that ``step()`` would have used; otherwise an error gives the reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lightck.state.ranks import of_several
 
 _NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 _FULLY_COMPARED = 3
-"""Updates of which every gradient is compared by its bytes."""
+"""The first updates, in which the bytes of every gradient are compared."""
 _CURE = (
     "To add gradients up, put all but the last backward() into `with layers.accumulate():`, where layers is what "
     "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
@@ -53,23 +53,24 @@ _layerwise_by_optimizer: weakref.WeakKeyDictionary[Optimizer, Layerwise] = weakr
 
 
 def layerwise_of(optimizer: object) -> Layerwise | None:
-    """What updates this optimizer's layers in the backward pass, or None."""
+    """The object that updates this optimizer's layers in the backward pass, or None."""
     return _layerwise_by_optimizer.get(optimizer) if isinstance(optimizer, Optimizer) else None
 
 
 def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
     """Update each layer of ``model`` inside ``backward()``, as soon as its gradients are final.
 
-    The loop stays as it is: ``backward()``, then ``optimizer.step()``, which does what is left. The result is the same
-    to the bit. Call it before :func:`lightck.attach`; the copy of each layer into the pool then begins at its update.
+    The loop stays as it is: ``backward()``, then ``optimizer.step()``, which completes the update. The result is
+    bit-identical. Call it before :func:`lightck.attach`; the copy of each layer into the pool then begins at its
+    update.
 
     Args:
-        model: its modules with parameters of their own are the layers.
-        optimizer: of a class of ``torch.optim``, without wrappers around it, on the CPU, in one process.
+        model: each of its modules that has parameters of its own is a layer.
+        optimizer: an instance of a ``torch.optim`` class without wrappers, over CPU parameters, in one process.
 
     Raises:
-        UnsupportedError: this optimizer, or this training, needs all gradients at once. What cannot be seen here
-            (clipping, GradScaler, a second ``backward()``, ``step(closure)``) is refused where it happens.
+        UnsupportedError: this optimizer, or this training, needs all gradients at once. Clipping, GradScaler,
+            a second ``backward()`` and ``step(closure)`` raise it when they happen.
         TypeError: not a module, or not an optimizer.
     """
     if not isinstance(model, nn.Module):
@@ -81,7 +82,7 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
         return known
     if sessions.has_open_session(model):
         raise SessionError(
-            "This model has an open session, which waits at step() and not before the first layer of it. Call "
+            "This model has an open session, whose hooks wait at step() and not before the first layer's update. Call "
             "lightck.layerwise() before lightck.attach()."
         )
     if known is not None:
@@ -90,20 +91,20 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
 
 
 class Layerwise:
-    """Made by :func:`lightck.layerwise`."""
+    """The layers of one model and optimizer, made by :func:`lightck.layerwise`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._listeners: OrderedDict[int, tuple[weakref.ref[StepListener], int]] = OrderedDict()
-        """By the id of its handle: one, and the optimizer's index in its session."""
+        """Id of the handle -> a listener, and the optimizer's index in its session."""
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._layers: list[Layer] = []
         self._layer_of: dict[int, Layer] = {}
-        """By id of the parameter."""
+        """Id of a parameter -> its layer."""
         self._used: dict[int, UsedGradient] = {}
-        """Parameters that were updated since the last ``step()``."""
+        """Id of a parameter -> what its update used, since the last ``step()``."""
         self._is_first = True
-        """Nothing has arrived since the last ``step()``."""
+        """Whether no gradient has arrived since the last ``step()``."""
         self._updates = 0
         self._accumulating = 0
         self._structure: list[object] = []
@@ -129,7 +130,8 @@ class Layerwise:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around every ``backward()`` but the last one before ``step()``: gradients add up, and nothing is updated."""
+        """Accumulate gradients: use it around every ``backward()`` but the last one before ``step()``; nothing is
+        updated."""
         self._accumulating += 1
         try:
             yield
@@ -137,8 +139,8 @@ class Layerwise:
             self._accumulating -= 1
 
     def forget(self) -> None:
-        """After a ``backward()`` that raised half-way: keep the layers as they are, some updated and some not, and drop
-        the gradients of all. It counts as no step; the pool holds the one before."""
+        """Go on after a ``backward()`` that raised: keep the layers as they are, some updated and some not, and drop
+        all gradients. This counts as no step; the pool keeps the checkpoint of the step before."""
         optimizer = self._optimizer()
         for layer in self._layers:
             for param in layer.params:
@@ -149,10 +151,11 @@ class Layerwise:
                 listener.layers_forgotten(index)
 
     def remove(self) -> None:
-        """From here on ``optimizer.step()`` updates everything again. Between ``step()`` and ``backward()`` only."""
+        """End the layer-wise update: ``optimizer.step()`` updates all layers again. Call it between ``step()`` and
+        ``backward()``."""
         if self._used:
             raise SessionError(
-                "Layers were updated whose optimizer.step() is still to come. Their gradients would count twice. Call "
+                "Layers were updated, and optimizer.step() was not called yet. Their gradients would count twice. Call "
                 "step() first (or forget(), after a backward() that failed), then remove()."
             )
         own_hooks.remove(self._handles)
@@ -168,8 +171,8 @@ class Layerwise:
         return self._model() is model
 
     def add_listener(self, listener: StepListener, index: int) -> own_hooks.Handle:
-        """Tell this one too of updates inside the backward pass, until the handle is removed; ``index``: of the
-        optimizer. A listener is not kept alive."""
+        """Report updates inside the backward pass to ``listener``, until the handle is removed. ``index``: of the
+        optimizer, for the listener. The listener is referred to weakly."""
         handle = RemovableHandle(self._listeners)
         self._listeners[handle.id] = weakref.ref(listener), index
         return handle
@@ -181,7 +184,8 @@ class Layerwise:
     # -- layers ------------------------------------------------------------------------------------------
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """A layer for each module that trains parameters of this optimizer; a tied one belongs to its first module."""
+        """Make a layer of each module that trains parameters of this optimizer. A tied parameter belongs to its first
+        module."""
         own_hooks.remove(self._param_handles)
         self._layers.clear()
         self._layer_of.clear()
@@ -199,7 +203,8 @@ class Layerwise:
         self._structure = group_structure(optimizer)
 
     def _follow(self, optimizer: Optimizer) -> None:
-        """Groups and parameters may come and go, be frozen, or be replaced by ``load_state_dict``."""
+        """Build the layers anew if groups or parameters were added, removed, frozen, or replaced by
+        ``load_state_dict``."""
         model = self._model()
         if model is not None and group_structure(optimizer) != self._structure:
             self._build(model, optimizer)
@@ -207,7 +212,7 @@ class Layerwise:
     # -- in the backward pass ----------------------------------------------------------------------------
 
     def arrived(self, param: torch.Tensor) -> None:
-        """The gradient of this backward pass is in ``param.grad``."""
+        """Update the layer of ``param`` if all its gradients are in place. Called once ``param.grad`` is final."""
         optimizer = self._optimizer()
         if self._accumulating or optimizer is None:
             return
@@ -232,7 +237,7 @@ class Layerwise:
         if not self._used:
             _refuse_many_ranks()
             _refuse_scaled(optimizer)
-            # The hooks of others are to see the gradients.
+            # These hooks hide the gradients, so the hooks of others run before the pre hook and after the post hook.
             own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._updates += 1
@@ -248,8 +253,8 @@ class Layerwise:
             listener.layer_updated(layer.name, begin, [t for p in params for t in tensors_of(optimizer, p)])
 
     def _note(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
-        """What the update uses, so that ``step()`` can tell whether it still is that. A write through ``.data`` moves
-        no version counter: bytes are compared too, at first of all gradients, then of some in turn."""
+        """Record what the update uses, so that ``step()`` detects changes. A write through ``.data`` moves no version
+        counter, so bytes are compared too: at first of all gradients, later of some in rotation."""
         layer.used = [options_of(group) for group in layer.groups]
         turn = self._updates <= _FULLY_COMPARED or len(self._used) in (0, self._updates % max(len(self._layer_of), 1))
         for p in params:
@@ -261,7 +266,7 @@ class Layerwise:
     # -- between backward() and step() -------------------------------------------------------------------
 
     def _forward_begins(self, *_: object) -> None:
-        """What it computes belongs to this update still, and would be of the next one's parameters."""
+        """Refuse a forward between ``backward()`` and ``step()``: it would compute with parameters of the next step."""
         if self._used and torch.is_grad_enabled() and not own_hooks.is_in_backward():
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(), and its layers were updated inside "
@@ -273,7 +278,7 @@ class Layerwise:
     # -- in step() ---------------------------------------------------------------------------------------
 
     def _step_pre(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Hide the gradients that were used: ``step()`` passes over parameters without one, and does the others."""
+        """Hide the gradients that were used: ``step()`` skips parameters without a gradient, and updates the others."""
         if own_hooks.closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 "step(closure) was called, and layers are updated inside backward(): the closure's backward would "
@@ -295,7 +300,7 @@ class Layerwise:
                 raise UnsupportedError(
                     f"The {what} between backward() and step(), and the layer {layer.name!r} was updated inside "
                     "backward() with what there was before. Clipping, GradScaler, DistributedDataParallel, and all "
-                    "that looks at gradients or changes anything at this place, cannot go with a layer-wise update. "
+                    "that reads gradients or changes anything at this place, does not work with a layer-wise update. "
                     "Leave out lightck.layerwise() or move it before backward(). The pool holds the step before; "
                     "layers.forget() goes on from the layers as they are."
                 )
@@ -333,7 +338,7 @@ def _refuse(optimizer: object) -> None:
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
     if devices - {"cpu"}:
         raise UnsupportedError(
-            f"The parameters lie on {', '.join(sorted(devices))}. A layer-wise update is there for the CPU only. Leave "
+            f"The parameters lie on {', '.join(sorted(devices))}. A layer-wise update works on the CPU only. Leave "
             "out lightck.layerwise()."
         )
 
@@ -341,13 +346,13 @@ def _refuse(optimizer: object) -> None:
 def _refuse_many_ranks() -> None:
     if of_several() is not None:
         raise UnsupportedError(
-            "A process group of several ranks is there. Its gradients are reduced after this process has them, and a "
+            "This process is one of several ranks. Gradients are reduced after this process has computed them, and a "
             "layer-wise update would use the unreduced ones. Leave out lightck.layerwise()."
         )
 
 
 def _refuse_parallel(model: nn.Module) -> None:
-    """Also with one rank: its gradients are taken into buckets after this process has them."""
+    """Refuse DistributedDataParallel, also with one rank: it moves gradients into buckets after they arrived here."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise UnsupportedError(
             "The model is wrapped in DistributedDataParallel, which puts other gradients in the place of those that a "
@@ -357,7 +362,7 @@ def _refuse_parallel(model: nn.Module) -> None:
 
 def _refuse_scaled(optimizer: Optimizer) -> None:
     fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-    # The stack is asked, too: what ``unscale_`` writes to the gradients moves no version counter (measured).
+    # The call stack is searched too: ``unscale_`` writes to the gradients without moving a version counter.
     if fused or own_hooks.is_called_by(_is_of_scaler):
         raise UnsupportedError(
             "A GradScaler drives this optimizer. Whether a step is skipped is known when all gradients are there, and "
@@ -366,6 +371,6 @@ def _refuse_scaled(optimizer: Optimizer) -> None:
 
 
 def _is_of_scaler(frame: FrameType) -> bool:
-    """A method of a GradScaler that is enabled. One that is not passes ``step`` on and does nothing else."""
+    """Whether this frame is a method of an enabled GradScaler. A disabled one only calls ``step``."""
     scaler = frame.f_locals.get("self") if frame.f_globals.get("__name__") == "torch.amp.grad_scaler" else None
     return scaler is not None and bool(scaler.is_enabled())

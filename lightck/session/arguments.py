@@ -1,4 +1,4 @@
-"""What a caller of ``attach`` said, checked before anything is looked for, opened or changed."""
+"""The arguments of ``attach``, checked before anything is searched for, opened or changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SaveOptions:
     strict_data: bool
 
     def check(self) -> Cadence:
-        """Raises ``TypeError`` or ``ValueError``. How often a checkpoint is saved."""
+        """Check the options and return the cadence. Raises ``TypeError`` or ``ValueError``."""
         refuse_other_than_bool(strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite)
         if self.strategy is not None and (isinstance(self.strategy, type) or not isinstance(self.strategy, Strategy)):
             name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
@@ -51,7 +51,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """In the words of :func:`lightck.attach`, which documents them."""
+    """The arguments of :func:`lightck.attach`, which documents them."""
 
     model: nn.Module
     pool_path: str | os.PathLike[str]
@@ -65,11 +65,11 @@ class Arguments:
 
     @property
     def declined(self) -> frozenset[str]:
-        """Names in ``state`` that the user said no to."""
+        """Names that the caller passed as None in ``state``: these objects must not be saved."""
         return frozenset(name for name, obj in (self.state or {}).items() if obj is None)
 
     def check(self) -> Cadence:
-        """Raises ``TypeError``, ``ValueError`` or ``SessionError``. How often a checkpoint is saved."""
+        """Check the arguments and return the cadence. Raises ``TypeError``, ``ValueError`` or ``SessionError``."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)
@@ -80,8 +80,8 @@ class Arguments:
         sessions.refuse_open(self.model)
         if is_poisoned(self.model):
             raise SessionError(
-                "A restore into this model failed half-way, and its parameters are NaN so that nobody trains on a mix. "
-                "Build the model anew, or restore another checkpoint into it."
+                "A restore into this model failed half-way, and its parameters were set to NaN so that nobody trains "
+                "on a mix. Build the model anew, or restore another checkpoint into it."
             )
         cadence = self.save_options.check()
         is_one_of_several()

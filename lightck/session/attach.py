@@ -1,8 +1,8 @@
 """``attach``: from a model and a path to a session.
 
-In order: what is to be saved is found and checked; the pool's lock is taken; an existing pool is restored, adopted or
-refused, a new one is laid out; the hooks go in. Nothing of the user's is changed before everything that can be refused
-was refused, and no pool that holds a checkpoint is overwritten or loaded unless the caller said so.
+The steps, in order: find and check what is to be saved; take the pool's lock; restore, adopt or refuse an existing
+pool, or create one; install the hooks. The user's objects are changed only after every check has passed, and a pool
+that holds a checkpoint is overwritten or loaded only if the caller passed ``overwrite=True`` or ``resume=True``.
 """
 
 from __future__ import annotations
@@ -69,25 +69,30 @@ def attach(
 
     Args:
         model: the root module. Attach after its optimizer and LR scheduler were built.
-        pool_path: the pool's file, made if it is not there (its folder must exist); or a device-dax device.
-        optimizer: an optimizer or a list of them. Not passed: looked for among live objects.
-        state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}``: no.
-        interval: every how many updates a checkpoint is saved; ``"auto"`` or ``lightck.Auto(...)``: by what it costs.
-        resume: restore the newest checkpoint, if the pool holds one, and go on from it.
+        pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device.
+        optimizer: an optimizer or a list of them. By default those of this model are found among live objects.
+        state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}`` saves
+            none.
+        interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
+        resume: restore the newest checkpoint, if the pool holds one, and continue from it.
         overwrite: discard what the pool holds.
-        strategy: what a checkpoint holds; ``FullState()``.
-        backend: ``"file"``, ``"pmdk"``, ``"devdax"``; ``"auto"``: by the path; a new one on persistent memory PMDK's.
-        require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that.
-        slots: checkpoints that the pool has room for, 2 to 8; by default 2, or what an existing pool has.
-        keep: export a checkpoint every so often: ``lightck.Keep(every=1000, last=3, to=folder)``. It takes one more
-            slot. pause_on_nonfinite: commit no state whose loss scale or sampled values are not finite. staging: the
-            way out of a device: ``lightck.Host()``, ``Direct()`` or ``Device()``; by default the best of them.
-            strict_data: refuse the first update of a resume that is not made of what followed; else that is a warning.
+        strategy: what a checkpoint holds; by default ``FullState()``.
+        backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path, and ``"pmdk"`` for a new pool
+            on
+            persistent memory.
+        require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
+        slots: how many checkpoints the pool has room for, 2 to 8; by default 2, or as many as an existing pool has.
+        keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``. Needs one more slot.
+        pause_on_nonfinite: commit no state whose loss scale or sampled values are not finite.
+        staging: transfer method for tensors on a device: ``lightck.Host()``, ``Direct()`` or ``Device()``; by default
+            the fastest of them.
+        strict_data: raise ``DataMismatchError`` if the first update after a resume uses other data than the update that
+            followed the checkpoint; by default warn.
 
     Raises:
-        CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` was passed.
-        PoolError: the pool cannot be made, opened, locked or read (see :mod:`lightck.errors`).
-        DriftError, CorruptPoolError: ``resume=True`` and the checkpoint does not fit, or none verifies.
+        CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` is True.
+        PoolError: the pool cannot be created, opened, locked or read (see :mod:`lightck.errors`).
+        DriftError, CorruptPoolError: ``resume=True``, and the checkpoint does not fit, or none is intact.
         AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see each.
     """
     save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data)
@@ -107,7 +112,7 @@ def _attach(arguments: Arguments) -> Session:
     meter = Meter()
     strategy = arguments.save_options.strategy or FullState()
     is_checked = os.environ.get(CHECK_VARIABLE) == "1"
-    with ExitStack() as undo:  # what was taken is given up where this fails
+    with ExitStack() as undo:  # if attach fails, release what was acquired
         undo.callback(lock.release)
         slots = arguments.save_options.slots or 2
         pipeline = Pipeline(
@@ -156,15 +161,15 @@ def _discover(arguments: Arguments) -> Found:
     if not found.optimizers and next(model.parameters(), None) is None:
         log.warning(
             "lightck: the model (%s) has no parameters, and no optimizer is followed, so nothing of a training "
-            "is in its checkpoints. Layers in a plain list, dict or tuple are not part of a module: keep them "
+            "is in its checkpoints. Layers in a plain list, dict or tuple are not part of a module: put them "
             "in an nn.ModuleList or nn.ModuleDict",
             type(model).__name__,
         )
     if enabled(found.state) and any(layerwise_of(o) is not None for o in found.optimizers):
         raise UnsupportedError(
             "A GradScaler is enabled, and layers are updated inside backward(). Whether a step is skipped is known "
-            "when all gradients are there. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none); where "
-            'the scaler is none of this training, say state={"scaler": None}.'
+            "when all gradients are there. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none); if "
+            'the scaler is of another training, pass state={"scaler": None}.'
         )
     return found
 
@@ -176,7 +181,7 @@ def _first_step(found: Found, arguments: Arguments) -> FirstStep:
 
 
 def _start(session: Session, path: str, resumed: Resumed | None) -> None:
-    """The loop comes next. One line: what was found, and where the training stands."""
+    """Set the restored random states, and log what was found and at which step the training starts."""
     if resumed is not None:
         resumed.set_rng()
     found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items()) or "nothing"

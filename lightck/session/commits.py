@@ -1,10 +1,10 @@
-"""From a closed checkpoint to its commit: whether it is saved, who waits for it, and what failed behind the loop's
-back.
+"""From a closed checkpoint to its commit: whether it is saved, who waits for it, and which background errors are
+raised.
 
-Beside the pipeline stand pins, exports, and the look at values that are not finite.
+``CommitParticipants`` connects pins, exports and the nonfinite check to the pipeline.
 
-Invariant: whatever goes wrong in the background is remembered, raised at the next step, and again at ``close``; nothing
-here loses a committed checkpoint.
+Invariant: an error in the background is kept, raised at the next step, and again at ``close``; no error loses a
+committed checkpoint.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lightck.tiers.pin import Hold, Holds
 
 @dataclass(frozen=True, slots=True)
 class CommitParticipants:
-    """What stands beside the pipeline of one session, to which it is listeners of commits, and decisions about them."""
+    """What takes part in the commits of one session's pipeline: pins, exports, and the nonfinite check."""
 
     holds: Holds = field(default_factory=Holds)
     keeper: Keeper | None = None
     nonfinite_check: NonfiniteCheck | None = None
 
     def join(self, pipeline: Pipeline) -> None:
-        """Before the pool is made or opened."""
+        """Register as commit listeners and decisions. Called before the pool is created or opened."""
         pipeline.decisions.add(self.holds)
         if self.nonfinite_check is not None:
             pipeline.decisions.add(self.nonfinite_check)
@@ -48,8 +48,8 @@ class CommitParticipants:
             pipeline.events.add(self.keeper)
 
     def pin(self, pipeline: Pipeline) -> Hold:
-        """Hold the newest committed checkpoint; where less than two slots would be left, the pool moves to a new
-        file."""
+        """Hold the newest committed checkpoint. If fewer than two slots would stay free, the pool is relaid out in a
+        new file."""
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:
@@ -66,7 +66,7 @@ class CommitParticipants:
 
 
 class Commits:
-    """Of one session. ``saved_step``: the last step whose checkpoint was handed to the pipeline."""
+    """Saves and commits the closed checkpoints of one session. ``saved_step``: step of the last one that was saved."""
 
     def __init__(
         self,
@@ -80,32 +80,33 @@ class Commits:
         participants: CommitParticipants,
         done_at: int | None,
     ) -> None:
-        """``done_at``: the step at which the training has come to its end, as the checkpoint restored says."""
+        """``done_at``: the step at which the training was finished, from the restored checkpoint; None if it was
+        not."""
         self.pipeline, self.cadence, self.participants = pipeline, cadence, participants
         self._capture, self._boundary, self._recorder = capture, boundary, recorder
         self._meter, self._session_lock = meter, session_lock
         self.failure: BaseException | None = None
         self.paused = 0
-        """How many ``paused()`` blocks the loop is in."""
+        """How many nested ``paused()`` blocks the loop is in."""
         self.saved_step = boundary.step
-        self._is_done_saved = False  # in the last checkpoint
+        self._is_done_saved = False  # whether the last saved checkpoint says that the training is finished
         self._done_at = done_at
 
     @property
     def is_done(self) -> bool:
-        """Whether the training has come to its end at this step."""
+        """Whether the training was declared finished at this step (``close(done=True)``)."""
         return self._done_at == self._boundary.step
 
     @property
     def is_idle(self) -> bool:
-        """Whether no checkpoint is due or under way."""
+        """Whether no checkpoint is due or in flight."""
         is_saved = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
         return is_saved and not self._boundary.is_due(Event.FORWARD)
 
     # -- a checkpoint closes --------------------------------------------------------------------------------
 
     def closed(self, event: Event, step: int) -> None:
-        """The checkpoint of this step was closed: save it where it is due."""
+        """The checkpoint of this step was closed: save it if it is due."""
         is_saved = event is Event.FLUSH or self.cadence.is_due(step, self.saved_step)
         self.cadence.boundary_passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
         self._capture.mid_batch.boundary(event, step, is_saved)
@@ -134,8 +135,8 @@ class Commits:
     # -- what the user waits for -------------------------------------------------------------------------
 
     def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
-        """Bring the checkpoint of the current step, which was closed just now, to its commit. Where it was closed
-        before and not saved (``interval``) or given up, the state as it is now is saved as this step."""
+        """Commit the checkpoint of the current step. If it was closed before and not saved (``interval``), or was
+        dropped, save the present state as this step."""
         self.guard(lambda: self._finish(timeout, deadline))
         step = self._boundary.step
         if self.pipeline.committed != step and not self.paused and (step or also_step_0):
@@ -143,7 +144,7 @@ class Commits:
             self.guard(lambda: self._finish(timeout, deadline))
 
     def commit_done(self) -> None:
-        """With the fact that it is the last one; once more where this step was committed without it."""
+        """Commit that the training is finished. If this step was committed without that, save it once more."""
         if self.is_done:
             return
         if not self._is_done_saved and not self.paused:
@@ -156,14 +157,14 @@ class Commits:
         if not self.pipeline.finish(deadline):
             raise FlushTimeoutError(
                 f"Step {self._boundary.step} was not durable within {timeout} seconds. Its copies go on in the "
-                "background. Wait longer, or look at the speed of the pool's medium."
+                "background. Wait longer, or check the speed of the pool's medium."
             )
 
     # -- what failed -------------------------------------------------------------------------------------
 
     def guard(self, work: Callable[[], object]) -> None:
-        """Run; remember a failure of the background for every later step and for close. A wait in it is left for a
-        signal, whose handler may close the session."""
+        """Call ``work``. A ``BackgroundError`` is kept, and raised again at every later step and at close. Signals
+        interrupt waits in ``work``; a handler may close the session, and then ``work`` is not repeated."""
         try:
             retry_interrupted(lambda: work() if self._session_lock.is_open else None)
         except BackgroundError as err:
@@ -175,14 +176,15 @@ class Commits:
             raise self.failure
 
     def raise_keep_failure(self) -> None:
-        """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end it."""
+        """Raise an error of ``keep=``. Called before an update, where a loop can catch the error and call ``step()``
+        again; raised in ``next()`` it would end the loop."""
         if self.participants.keeper is not None:
             self.participants.keeper.raise_failure(at_close=not self._session_lock.is_open)
 
 
 def deadline_after(timeout: object) -> float | None:
-    """``timeout`` seconds from now, on the monotonic clock; None (for ever) for None and infinity. Raises ``TypeError``
-    and ``ValueError``."""
+    """Convert a timeout in seconds to a deadline on the monotonic clock; None (no limit) for None and infinity. Raises
+    ``TypeError`` and ``ValueError``."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, Real):

@@ -1,4 +1,4 @@
-"""What can only be checked at the first update after attach: what came too late."""
+"""Checks that are possible only at the first update after attach: objects that were made too late."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class FirstStep:
-    """Made at attach, used once in the first pre-step hook."""
+    """Made at attach; ``check`` runs once, in the first pre-step hook."""
 
     optimizers: tuple[Optimizer, ...]
     objects: Objects
     declined: bool = False
-    """Whether schedulers need not be saved: state={"scheduler": None}."""
+    """Whether ``state={"scheduler": None}`` was passed: schedulers need not be saved."""
     chosen: frozenset[int] = frozenset()
-    """ids of the optimizers whose scheduler was passed: others of them are the user's business."""
+    """Ids of the optimizers for which a scheduler was passed: their other schedulers are not checked."""
     _is_rank: bool = field(default_factory=lambda: of_several() is not None)
-    """Whether the process was one of several ranks at attach already."""
+    """Whether the process was one of several ranks already at attach."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
     _scheduler_counts_at_attach: list[object] = field(default_factory=list)
     _options_are_compared: bool = False
     _schedulers_at_attach: list[weakref.ref[LRScheduler]] = field(default_factory=list)
-    """Schedulers that were there at attach, saved or not."""
+    """Schedulers that existed at attach, saved or not."""
 
     def after_restore(self, options_are_compared: bool) -> None:
         """Record the restored learning rates. ``options_are_compared``: the checkpoint records the options of the
@@ -48,8 +48,8 @@ class FirstStep:
             )
 
     def check(self, capture: Capture) -> None:
-        """Raises ``LateError`` for a scheduler that was made after attach, ``UnsupportedError`` for a process that has
-        become a rank since."""
+        """Raise ``LateError`` for a scheduler that was made after attach, and ``UnsupportedError`` if the process has
+        become one of several ranks since."""
         if not self._is_rank:
             is_one_of_several()
         capture.before_first_update()
@@ -60,8 +60,10 @@ class FirstStep:
 
     def _scheduler_counts(self) -> list[object]:
         schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
-        parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]  # a chain counts in these only
-        counts = ("last_epoch", "_step_count", "T_cur")  # the last one: of warm restarts, at parts of an epoch
+        parts = [
+            part for s in schedulers for part in getattr(s, "_schedulers", ())
+        ]  # only the parts of a chained scheduler count
+        counts = ("last_epoch", "_step_count", "T_cur")  # T_cur: of warm restarts, which step within epochs
         return [[getattr(s, name, None) for name in counts] for s in [*schedulers, *parts]]
 
     def _check_lr(self) -> None:
@@ -71,7 +73,7 @@ class FirstStep:
         if not moved:
             return
         was, now = moved[0]
-        fact = f"The learning rate was restored as {was:g} and is {now:g} now, though no known scheduler moved"
+        fact = f"The learning rate was restored as {was:g} and is {now:g} now, though no known scheduler has stepped"
         early = [scheduler for known in self._schedulers_at_attach if (scheduler := known()) is not None]
         if any(s not in early for s in schedulers_of(LiveObjects(collect=False), self.optimizers)):
             raise LateError(
@@ -81,15 +83,15 @@ class FirstStep:
         if self._options_are_compared:
             return
         log.warning(
-            "lightck: %s. Where the loop sets it, or an object that is no torch LRScheduler, all is well; a "
-            "scheduler that was built after attach has started over: build it before",
+            "lightck: %s. If the loop sets it, or an object that is no torch LRScheduler, nothing is wrong. A "
+            "scheduler that was built after attach has started over: build it before attach",
             fact,
         )
 
     def _check_schedulers(self, optimizers: list[Optimizer]) -> None:
         known = {id(o) for o in self.objects.values()}
         watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
-        for collect in (False, True):  # one that is only waiting for collection is no reason to stop a training
+        for collect in (False, True):  # garbage must not stop a training
             found = schedulers_of(LiveObjects(collect=collect), watched) if watched else []
             late = [s for s in found if id(s) not in known]
             if not late:

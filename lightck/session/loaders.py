@@ -1,4 +1,4 @@
-"""What a session does for its loaders: a boundary at each ``next()``, and the restored random state."""
+"""The session's side of its loaders: a boundary at each ``next()``, and the restored random state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lightck.state.rng import RngState
 
 
 class LoaderEvents(LoaderHost):
-    """Of one session. Where it is closed, or belongs to the parent process, its loaders are plain loaders."""
+    """Receives the events of one session's loaders. After the session is closed, and in a forked child, it ignores
+    them."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps, self._session_lock = steps, steps.session_lock
@@ -34,12 +35,12 @@ class LoaderEvents(LoaderHost):
             return
         if steps.step_thread not in (None, threading.get_ident()):
             raise SessionError(
-                f"loader {loader.name!r}: next() was called on another thread than optimizer.step(). It is where a "
-                "version closes, and the training would change it meanwhile. Iterate in the training loop; let the "
+                f"loader {loader.name!r}: next() was called on another thread than optimizer.step(). next() "
+                "closes a checkpoint, and the training would change it meanwhile. Iterate in the training loop; let the "
                 "DataLoader fetch ahead: num_workers=, prefetch_factor=."
             )
         if loader.in_eval and not loader.is_training:
-            return  # an evaluation: the checkpoint stays open until the training goes on
+            return  # an evaluation: the checkpoint stays open until the training continues
         with steps.meter.stall("next"):
             steps.commits.raise_failure()
             if steps.loop_top is not None:
@@ -48,13 +49,13 @@ class LoaderEvents(LoaderHost):
             steps.commits.guard(steps.pipeline.poll)
 
     def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
-        """At each batch, and nothing in it minds another thread: so it takes no turn."""
+        """Called for each batch. It does not take the session's lock, because it is safe on any thread."""
         if not self._session_lock.is_live or self._steps.commits.paused or (loader.in_eval and not loader.is_training):
             return
         self._steps.continuation.batch_given(loader.name, of, batch, checksum, read)
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
-        """An evaluation with swapped weights may follow, so the copies end first."""
+        """Wait for the copies at the end of a pass, because an evaluation with swapped weights may follow."""
         self._session_lock.run_if_open(lambda: self._pass_ended(loader))
 
     def _pass_ended(self, loader: SessionLoader) -> None:
@@ -72,7 +73,7 @@ class LoaderEvents(LoaderHost):
     def _restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         resumed = self._steps.resumed
         if resumed is None or self.updates > resumed.step:
-            return None  # the training went on from it without a loader
+            return None  # an update was made since the restore, without a loader
         state = resumed.take_rng(loader, pass_)
         for other in self._steps.capture.loaders if state is not None and resumed.closed_by_next else ():
             other.put_back()

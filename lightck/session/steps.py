@@ -1,6 +1,6 @@
-"""What a session does at each event of a training: the last of its step listeners, and the one that acts.
+"""What a session does at each step event: the last of its step listeners, and the one that acts.
 
-``Boundary`` says which event closes a checkpoint; ``Capture`` reads the state; ``Commits`` has it saved. Each
+``Boundary`` says which event closes a checkpoint; ``Capture`` reads the state; ``Commits`` saves it. Each
 checkpoint is "the state from which step *t + 1* starts".
 """
 
@@ -39,10 +39,11 @@ log = logging.getLogger("lightck")
 
 
 class Steps(StepListener):
-    """Of one session. Its parts are open to the rest of the room, and to nobody else."""
+    """The step listener of one session. Its attributes are for ``session/`` only."""
 
     session: OpenSession
-    """What the user holds: kept alive here, as this is by the hooks of the model."""
+    """The user's object. The hooks of the model keep this listener alive, and this attribute keeps the session
+    alive."""
 
     def __init__(
         self,
@@ -80,34 +81,34 @@ class Steps(StepListener):
         )
         self._declines_optimizers = found.declined
         self.step_thread: int | None = None
-        """The thread that steps."""
+        """The thread on which the optimizer steps."""
         self._reported_step = self.boundary.step
         self._is_forward_known = False
-        """The model's forward hook fires, or it was said that it does not."""
+        """Whether the model's forward hook has fired, or the log says that it does not."""
         self._scalers = ScalerWatch(capture.objects)
         self.partial_update = PartialUpdate()
         self.events = StepEvents(self.session_lock)
         self.events.add(self)
         self.hooks = Hooks(self.events, model, found.optimizers)
 
-    # -- what is asked of it -----------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module | None:
-        """None where it is gone."""
+        """The model, or None after it was collected."""
         return self._model()
 
     @property
     def updates(self) -> int:
-        """Updates made. Unlike ``Session.step`` this is not what a loop asks, so it is not noted that one did."""
+        """Updates so far. Unlike ``Session.step``, reading it does not count as the loop asking for its step."""
         return self.boundary.step
 
     def follows_optimizer(self, optimizer: object) -> bool:
-        """Whether its steps are updates of this session."""
+        """Whether the session follows this optimizer."""
         return self.hooks.follows(optimizer)
 
     def forget(self) -> None:
-        """After the end: nothing of the user's is kept alive."""
+        """Drop all references to the user's objects after the end."""
         self.capture.forget()
         self.hooks.forget()
         self.continuation.forget()
@@ -116,7 +117,7 @@ class Steps(StepListener):
     # -- an update ---------------------------------------------------------------------------------------
 
     def before_step(self, index: int, by_hand: bool, has_gradients: bool, in_backward: bool = False) -> None:
-        """``in_backward``: before the first layer of a layer-wise update."""
+        """``in_backward``: called before the first layer of a layer-wise update."""
         self.capture.devices.refuse_capture("An optimizer's step")
         with self.meter.stall("before the update"):
             self.commits.raise_failure()
@@ -149,27 +150,27 @@ class Steps(StepListener):
                 self.loop_top.updated(self.boundary)
             self._scalers.stepped()
             self.partial_update.end(index)
-            self.capture.before_update(index)  # again: a closure makes its gradients inside the step
+            self.capture.before_update(index)  # again: a closure computes its gradients inside the step
             self.capture.after_update()
             self.capture.positions.updated()
         self._report_step_ended()
 
     def _report_step_ended(self) -> None:
-        """Once for each update, where it is counted: with several optimizers that may be where a checkpoint closes."""
+        """Report an update once, when it is counted; with several optimizers that may be when a checkpoint closes."""
         if self.boundary.step != self._reported_step:
             self._reported_step = self.boundary.step
             self.events.step_ended(self._reported_step)
 
     def after_step_hooks(self) -> None:
         with self.meter.stall("after the update"):
-            self.capture.after_update()  # what is read provisionally comes after the user's own hooks
+            self.capture.after_update()  # read again, because the user's own hooks belong to the update
 
     def skipped_step(self, index: int) -> None:
         self.meter.skipped += 1
         self.partial_update.end(index)
 
     def updated_by_hand(self) -> None:
-        """An update of a loop in which no optimizer is followed. No hook comes before the next one, so the gate is
+        """An update of a loop in which no optimizer is followed. No hook precedes the next update, so the gate is
         here."""
         self.step_thread = threading.get_ident()
         self._check_first_step()
@@ -186,12 +187,14 @@ class Steps(StepListener):
     def layers_begin(self, index: int) -> None:
         self.partial_update.defer(lambda: self.before_step(index, False, False, in_backward=True))
         while not self.partial_update.defer(self.gate):
-            pass  # a checkpoint was given up; there may be others
-        self.commits.guard(self.pipeline.eager.drop)  # what an update without a boundary began is of no checkpoint
+            pass  # a checkpoint was dropped; there may be others
+        self.commits.guard(
+            self.pipeline.eager.drop
+        )  # eager copies of an update without a boundary belong to no checkpoint
         self.partial_update.begin(index)
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
-        step, is_last = self.boundary.step + 1, self.boundary.optimizers == 1  # another may write them still
+        step, is_last = self.boundary.step + 1, self.boundary.optimizers == 1  # another optimizer may still write them
         if is_last and not self.commits.paused and self.commits.cadence.will_be_due(step, self.commits.saved_step):
             with self.meter.stall("layer updated"):
                 self.commits.guard(lambda: self.pipeline.copy_eagerly(tensors))
@@ -217,7 +220,7 @@ class Steps(StepListener):
             self.continuation.forward(inputs)
 
     def _log_no_forward(self) -> None:
-        """At an update that had to close the last checkpoint itself."""
+        """Log once, at an update that had to close the last checkpoint itself, that no forward hook fires."""
         if not (self._is_forward_known or self.boundary.explicit):
             self._is_forward_known = True
             log.info(
@@ -229,7 +232,7 @@ class Steps(StepListener):
     def forward_ended(self) -> None:
         with self.meter.stall("forward ended"):
             if self.commits.failure is None:
-                self.commits.guard(self.pipeline.poll)  # copies that are done need not wait for the gate
+                self.commits.guard(self.pipeline.poll)  # release checkpoints whose copies are done before the gate
 
     # -- optimizers made after attach --------------------------------------------------------------------
 
@@ -247,7 +250,8 @@ class Steps(StepListener):
         self.hooks.add(new)
 
     def _follow_live(self) -> bool:
-        """Follow what was made after attach and has not stepped yet. Whether there is any, followed or declined."""
+        """Follow optimizers that were made after attach and have not stepped yet. Returns whether there is any,
+        followed or declined."""
         model = self.model
         found = () if model is None else live_optimizers(model)
         for optimizer in () if self._declines_optimizers else found:
@@ -257,7 +261,7 @@ class Steps(StepListener):
     # -- what may close a checkpoint ------------------------------------------------------------------------
 
     def event(self, event: Event) -> None:
-        """Close the checkpoint where this event does."""
+        """Close the checkpoint if this event closes one, and save it if it is due."""
         if self.commits.paused:
             return
         self.capture.devices.join_updates()
@@ -266,7 +270,7 @@ class Steps(StepListener):
             self.boundary.passed_without_update(event, is_skip)
             return
         if event is Event.FORWARD and self.capture.mid_batch.holds_batch(self.boundary.step):
-            return  # it may only be looked at
+            return  # the batch may be taken for inspection only
         self.partial_update.refuse_boundary()
         step = self.boundary.close(event)
         self._scalers.skipped()
@@ -274,13 +278,13 @@ class Steps(StepListener):
         self._report_step_ended()
 
     def commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
-        """Close the checkpoint here, and bring it to its commit."""
+        """Close the checkpoint of the current step, and commit it."""
         deadline = deadline_after(timeout)
         self.event(Event.FLUSH)
         self.commits.commit(timeout, deadline, also_step_0=also_step_0)
 
     def _check_loop_top(self, event: Event) -> None:
-        """A point at which a checkpoint may close, and before it closes: what the loop moves before it."""
+        """Check, before a checkpoint may close, what the loop changed at its top."""
         if self.loop_top is not None and not self.commits.paused and not self.loop_top.reaches(event, self.boundary):
             self.loop_top = None
 
@@ -293,7 +297,7 @@ class Steps(StepListener):
 def _continuation_of(
     found: Found, capture: Capture, pipeline: Pipeline, resumed: Resumed | None, strict_data: bool
 ) -> Continuation:
-    """What follows the checkpoints that are saved, and after a resume whether it is what followed before."""
+    """Record how the training continues after each checkpoint, and compare it after a resume."""
     parts = UpdateParts(capture.optimizers)
     comparison, step = None, 0
     if resumed is not None:

@@ -204,6 +204,11 @@ def test_parameters_outside_the_model_are_saved_too(pool):
 # -- counters --------------------------------------------------------------------------------------------------------
 
 
+def test_the_old_name_of_the_number_of_checkpoints_still_works_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"Stats\.checkpoints"):
+        assert lightck.Stats(checkpoints=3).versions == 3
+
+
 def test_stats_are_a_frozen_record_that_makes_sense(pool):
     model = net(BIG)
     optimizer = adam(model)
