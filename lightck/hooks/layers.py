@@ -96,7 +96,7 @@ def _snapshot(state: Mapping[object, object] | None) -> StateSnapshot:
 def _matches_snapshot(state: Mapping[object, object] | None, before: StateSnapshot) -> bool:
     now = _snapshot(state)
     return now.keys() == before.keys() and all(
-        value is before[key][0] and version == before[key][1] for key, (value, version) in now.items()
+        value is before[key][0] and counter == before[key][1] for key, (value, counter) in now.items()
     )
 
 

@@ -36,8 +36,8 @@ class LoaderEvents(LoaderHost):
         if steps.step_thread not in (None, threading.get_ident()):
             raise SessionError(
                 f"loader {loader.name!r}: next() was called on another thread than optimizer.step(). next() "
-                "closes a checkpoint, and the training would change it meanwhile. Iterate in the training loop; let the "
-                "DataLoader fetch ahead: num_workers=, prefetch_factor=."
+                "closes a checkpoint, and the training would change it meanwhile. Iterate in the training loop; let "
+                "the DataLoader fetch ahead: num_workers=, prefetch_factor=."
             )
         if loader.in_eval and not loader.is_training:
             return  # an evaluation: the checkpoint stays open until the training continues

@@ -116,7 +116,7 @@ class PoolFile:
             return self._go_on_from(reader, known)
         if not self.arguments.resume:
             records = candidates(reader.commit_log())
-            held = f"step {records[0].step}" if records else "versions that cannot be read"
+            held = f"step {records[0].step}" if records else "checkpoints that cannot be read"
             raise CheckpointExistsError(
                 f"The pool {self.path!r} holds {held}. It is neither loaded nor overwritten unasked. Pass "
                 "attach(..., resume=True) to go on from it, restore it yourself with lightck.recover(path, model, "
