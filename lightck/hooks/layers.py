@@ -1,5 +1,4 @@
-"""One layer of a layer-wise update: the optimizer that steps it, the inputs of its update, and whether they changed
-since.
+"""One layer of a layer-wise update: the optimizer that steps it, the inputs of its update, and their later changes.
 
 ``PartialUpdate`` tracks updates that are not complete: some layers are updated, and ``step()`` was not called yet.
 """

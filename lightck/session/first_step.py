@@ -60,9 +60,8 @@ class FirstStep:
 
     def _scheduler_counts(self) -> list[object]:
         schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
-        parts = [
-            part for s in schedulers for part in getattr(s, "_schedulers", ())
-        ]  # only the parts of a chained scheduler count
+        # Of a chained scheduler only the parts count their steps.
+        parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]
         counts = ("last_epoch", "_step_count", "T_cur")  # T_cur: of warm restarts, which step within epochs
         return [[getattr(s, name, None) for name in counts] for s in [*schedulers, *parts]]
 

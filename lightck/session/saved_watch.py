@@ -64,7 +64,7 @@ class SavedWatch:
             -1
         )  # updates by followed optimizers without a parameter of this model; -1: they have one
 
-    # -- what the session reports ------------------------------------------------------------------------
+    # -- what the session reports ----------------------------------------------------------------------
 
     def training_forward(self) -> None:
         """A training forward of the root module begins."""
@@ -149,7 +149,7 @@ class SavedWatch:
         fact = f" ({_some(changed)} changed)" if changed else ""
         return f"Nothing was saved of {self._idle} training forwards{fact}: {_NO_OPTIMIZER}. {_CURE}."
 
-    # -- no optimizer is followed ------------------------------------------------------------------------
+    # -- no optimizer is followed ----------------------------------------------------------------------
 
     def _forward_without_optimizer(self) -> None:
         n = self._idle
@@ -182,7 +182,7 @@ class SavedWatch:
                 "an update only"
             )
 
-    # -- an optimizer is followed ------------------------------------------------------------------------
+    # -- an optimizer is followed ----------------------------------------------------------------------
 
     def _idle_iterations(self, n: int) -> None:
         """Check after ``n`` iterations without an update: accumulation explains them unless parameters change."""
@@ -238,7 +238,7 @@ class SavedWatch:
                 "the training of that is not saved. Build it over model.parameters() of the model that is attached"
             )
 
-    # -- inside ------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------
 
     def _params(self) -> Marks:
         return tensor_marks(live for live in self._capture.model.tensors(None) if live.role == "param")

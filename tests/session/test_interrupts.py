@@ -76,7 +76,7 @@ class _Stop(Exception):
 @SIGNALS
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_handler_that_raises_while_a_checkpoint_begins(pool, monkeypatch, number, slots):
-    """At the worst of places: the job of a checkpoint is there, and nothing that would end it."""
+    """The worst moment: the job of a checkpoint exists, and nothing refers to it that would end it."""
     model = net(BIG)
     optimizer = adam(model)
     made = pipeline.InFlightCheckpoint

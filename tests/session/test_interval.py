@@ -191,7 +191,7 @@ def test_no_times_are_an_error_and_the_interval_keeps_its_bounds(
 
 @pytest.mark.parametrize("every", [3, 4, 5, 8])
 def test_an_evaluation_every_so_many_steps_is_not_taken_for_what_checkpoints_cost(every: int):
-    """Also where the right interval is as long, so that it would come behind each checkpoint."""
+    """Also if the right interval is as long, so that the evaluation would follow each checkpoint."""
     for phase in range(every):
         trained, intervals = loop(stall=0.03 * every - 0.01), []
         for number in range(4000):

@@ -317,7 +317,7 @@ def test_resume_of_nothing_starts_fresh(pool):
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
         assert (session.step, session.iteration, session.committed) == (0, 0, None)
-    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:  # a pool without a commit line
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:  # a pool without a commit record
         assert session.step == 0
         train(model, optimizer, 1)
     assert lightck.recover(pool).step == 1

@@ -52,7 +52,7 @@ def test_other_data_after_a_resume_are_reported(name: str, bench: Bench) -> None
 
 
 def test_a_batch_fetched_ahead_from_a_session_loader_is_reported(bench: Bench) -> None:
-    """Its first run is told already that checkpoints close within a batch."""
+    """Its first run is warned already that checkpoints close within a batch."""
     bench.exact_or_reported("fetched-ahead-from-a-session-loader", REPORTED)
 
 
