@@ -210,9 +210,8 @@ class Comparison:
         left of its pass. It counts only if the loop asked for a batch, or no loader gives any."""
         kinds = {kind for _, kind in self._recorded}
         is_asked = (bool(self._seen.loaders) or self._is_batch_asked_for) and not kinds.isdisjoint(KINDS)
-        is_missed = (
-            is_asked if BATCH in kinds else FORWARD in kinds
-        )  # a loader's batch is seen only if the loop asks for it
+        # A loader's batch is recorded only if the loop asked for it.
+        is_missed = is_asked if BATCH in kinds else FORWARD in kinds
         if self._is_judged or not is_missed:
             return
         log.warning(

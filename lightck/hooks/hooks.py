@@ -80,7 +80,7 @@ class Hooks:
         """The index of the optimizer whose step is the update."""
         return next(root for o, root in zip(self._optimizers, self._roots, strict=True) if o is optimizer)
 
-    # -- forward ---------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------------
 
     def _forward_pre(self, module: nn.Module, *inputs: object) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure:
@@ -93,7 +93,7 @@ class Hooks:
         if module.training and torch.is_grad_enabled():
             self._events.forward_ended()
 
-    # -- step ------------------------------------------------------------------------------------------
+    # -- step --------------------------------------------------------------------------------------------
 
     def _any_step_pre(self, optimizer: Optimizer, *_: object) -> None:
         if not self.follows(optimizer):

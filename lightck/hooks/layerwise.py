@@ -121,7 +121,7 @@ class Layerwise:
         ]
         _layerwise_by_optimizer[optimizer] = self
 
-    # -- what a user calls -----------------------------------------------------------------------------
+    # -- what a user calls -------------------------------------------------------------------------------
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -181,7 +181,7 @@ class Layerwise:
         reported = [(ref(), index) for ref, index in self._listeners.values()]
         return [(listener, index) for listener, index in reported if listener is not None]
 
-    # -- layers ----------------------------------------------------------------------------------------
+    # -- layers ------------------------------------------------------------------------------------------
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Make a layer of each module that trains parameters of this optimizer. A tied parameter belongs to its first
@@ -209,7 +209,7 @@ class Layerwise:
         if model is not None and group_structure(optimizer) != self._structure:
             self._build(model, optimizer)
 
-    # -- in the backward pass --------------------------------------------------------------------------
+    # -- in the backward pass ----------------------------------------------------------------------------
 
     def arrived(self, param: torch.Tensor) -> None:
         """Update the layer of ``param`` if all its gradients are in place. Called once ``param.grad`` is final."""
@@ -263,7 +263,7 @@ class Layerwise:
             crcs = checksums(grad, BLOCK) if turn and grad.is_contiguous() and not grad.is_sparse else None
             self._used[id(p)] = UsedGradient(layer, p, grad, grad._version, crcs)
 
-    # -- between backward() and step() -----------------------------------------------------------------
+    # -- between backward() and step() -------------------------------------------------------------------
 
     def _forward_begins(self, *_: object) -> None:
         """Refuse a forward between ``backward()`` and ``step()``: it would compute with parameters of the next step."""
@@ -275,7 +275,7 @@ class Layerwise:
                 f"torch.no_grad(). {_CURE}"
             )
 
-    # -- in step() -------------------------------------------------------------------------------------
+    # -- in step() ---------------------------------------------------------------------------------------
 
     def _step_pre(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Hide the gradients that were used: ``step()`` skips parameters without a gradient, and updates the others."""

@@ -130,7 +130,7 @@ class Capture:
                     k: p for k, p in self._torch_params(view).items() if k not in self._seen_grad
                 }
 
-    # -- at the update ---------------------------------------------------------------------------------
+    # -- at the update -----------------------------------------------------------------------------------
 
     def before_first_update(self) -> None:
         """Find the devices again: the model may have been moved to one after attach."""
@@ -174,7 +174,7 @@ class Capture:
         for live in provisional.extra_large:
             live.tensor = staged(live.tensor).clone()
 
-    # -- at the boundary -------------------------------------------------------------------------------
+    # -- at the boundary ---------------------------------------------------------------------------------
 
     def close(
         self,

@@ -102,7 +102,7 @@ class Commits:
         is_saved = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
         return is_saved and not self._boundary.is_due(Event.FORWARD)
 
-    # -- a checkpoint closes ---------------------------------------------------------------------------
+    # -- a checkpoint closes -----------------------------------------------------------------------------
 
     def closed(self, event: Event, step: int) -> None:
         """The checkpoint of this step was closed: save it if it is due."""
@@ -131,7 +131,7 @@ class Commits:
         self.guard(lambda: self.pipeline.begin_checkpoint(closed_step))
         self._recorder.closed(event)
 
-    # -- what the user waits for -----------------------------------------------------------------------
+    # -- what the user waits for -------------------------------------------------------------------------
 
     def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
         """Commit the checkpoint of the current step. If it was closed before and not saved (``interval``), or was
@@ -159,7 +159,7 @@ class Commits:
                 "background. Wait longer, or check the speed of the pool's medium."
             )
 
-    # -- what failed -----------------------------------------------------------------------------------
+    # -- what failed -------------------------------------------------------------------------------------
 
     def guard(self, work: Callable[[], object]) -> None:
         """Call ``work``. A ``BackgroundError`` is kept, and raised again at every later step and at close. Signals

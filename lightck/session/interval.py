@@ -54,8 +54,7 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """The interval that keeps the cost of checkpoints within a budget: ``attach(...,
-    interval=lightck.Auto(budget=0.03))``.
+    """An interval that keeps the cost of checkpoints within a budget: ``attach(..., interval=Auto(budget=0.03))``.
 
     Args:
         budget: the share of the training's time that checkpoints may cost: 0.03 is 3 %.

@@ -60,11 +60,10 @@ class SavedWatch:
         self._before: Marks = {}
         self._at_end: Marks = {}
         self._is_reported = self._is_looked_for = False
-        self._foreign_updates = (
-            -1
-        )  # updates by followed optimizers without a parameter of this model; -1: they have one
+        self._foreign_updates = -1
+        """Updates by followed optimizers without a parameter of this model; -1: not counted."""
 
-    # -- what the session reports ----------------------------------------------------------------------
+    # -- what the session reports ------------------------------------------------------------------------
 
     def training_forward(self) -> None:
         """A training forward of the root module begins."""
@@ -121,9 +120,8 @@ class SavedWatch:
         if self._last_elsewhere is None or self._last_elsewhere() is not optimizer:
             self._last_elsewhere, self._steps_in_a_row = weakref.ref(optimizer), 0
         self._steps_in_a_row += 1
-        steps = (
-            self._steps_in_a_row
-        )  # copies of the model with optimizers of their own, as in federated learning, make few steps each
+        # Copies of the model with optimizers of their own, as in federated learning, make few steps each.
+        steps = self._steps_in_a_row
         if not (self._is_alive or self._ended or self._is_reported) and _TWIN_STEPS <= steps < 2 * _TWIN_STEPS:
             self._twin = self._is_twin(optimizer)
             if self._twin:
@@ -149,7 +147,7 @@ class SavedWatch:
         fact = f" ({_some(changed)} changed)" if changed else ""
         return f"Nothing was saved of {self._idle} training forwards{fact}: {_NO_OPTIMIZER}. {_CURE}."
 
-    # -- no optimizer is followed ----------------------------------------------------------------------
+    # -- no optimizer is followed ------------------------------------------------------------------------
 
     def _forward_without_optimizer(self) -> None:
         n = self._idle
@@ -182,7 +180,7 @@ class SavedWatch:
                 "an update only"
             )
 
-    # -- an optimizer is followed ----------------------------------------------------------------------
+    # -- an optimizer is followed ------------------------------------------------------------------------
 
     def _idle_iterations(self, n: int) -> None:
         """Check after ``n`` iterations without an update: accumulation explains them unless parameters change."""
@@ -200,9 +198,7 @@ class SavedWatch:
                 )
 
     def _warn_incomplete_round(self, index: int, n: int) -> None:
-        roots = sorted(
-            {view.root for view in self._capture.optimizers if not view.wraps}
-        )  # optimizers that make updates
+        roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})  # which make updates
         names = [self._named(root) for root in roots if not self._boundary.pending(root)]
         self._warn(
             f"{self._named(index)} made {n} updates since a checkpoint closed, and {' and '.join(names)} none. With "
@@ -238,7 +234,7 @@ class SavedWatch:
                 "the training of that is not saved. Build it over model.parameters() of the model that is attached"
             )
 
-    # -- inside ----------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------------
 
     def _params(self) -> Marks:
         return tensor_marks(live for live in self._capture.model.tensors(None) if live.role == "param")

@@ -66,7 +66,7 @@ class Session:
         steps.session = self
         existing.add(steps)
 
-    # -- what a user reads -----------------------------------------------------------------------------
+    # -- what a user reads -------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -151,7 +151,7 @@ class Session:
         positions.wrapped(wrapped)
         return wrapped
 
-    # -- what a user calls -----------------------------------------------------------------------------
+    # -- what a user calls -------------------------------------------------------------------------------
 
     @_exclusive
     def end_step(self) -> None:
@@ -277,7 +277,7 @@ class Session:
             f"({self.durability}){state}>"
         )
 
-    # -- inside ----------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
         if not self.is_open:

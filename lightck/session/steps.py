@@ -91,7 +91,7 @@ class Steps(StepListener):
         self.events.add(self)
         self.hooks = Hooks(self.events, model, found.optimizers)
 
-    # -- properties ------------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module | None:
@@ -114,7 +114,7 @@ class Steps(StepListener):
         self.continuation.forget()
         self._first_step = self.loop_top = None
 
-    # -- an update -------------------------------------------------------------------------------------
+    # -- an update ---------------------------------------------------------------------------------------
 
     def before_step(self, index: int, by_hand: bool, has_gradients: bool, in_backward: bool = False) -> None:
         """``in_backward``: called before the first layer of a layer-wise update."""
@@ -182,7 +182,7 @@ class Steps(StepListener):
         self.commits.guard(self.pipeline.gate)
         self.events.update_begins()
 
-    # -- a layer-wise update ---------------------------------------------------------------------------
+    # -- a layer-wise update -----------------------------------------------------------------------------
 
     def layers_begin(self, index: int) -> None:
         self.partial_update.defer(lambda: self.before_step(index, False, False, in_backward=True))
@@ -201,7 +201,7 @@ class Steps(StepListener):
     def layers_forgotten(self, index: int) -> None:
         self.partial_update.end(index)
 
-    # -- a forward -------------------------------------------------------------------------------------
+    # -- a forward ---------------------------------------------------------------------------------------
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:
         if self.commits.paused or self.capture.devices.is_captured(lambda: self.commits.is_idle):
@@ -233,7 +233,7 @@ class Steps(StepListener):
             if self.commits.failure is None:
                 self.commits.guard(self.pipeline.poll)  # release checkpoints whose copies are done before the gate
 
-    # -- optimizers made after attach ------------------------------------------------------------------
+    # -- optimizers made after attach --------------------------------------------------------------------
 
     def unknown_optimizer(self, optimizer: Optimizer) -> None:
         model = self.model
@@ -257,7 +257,7 @@ class Steps(StepListener):
             self.unknown_optimizer(optimizer)
         return bool(found)
 
-    # -- what may close a checkpoint -------------------------------------------------------------------
+    # -- what may close a checkpoint ---------------------------------------------------------------------
 
     def event(self, event: Event) -> None:
         """Close the checkpoint if this event closes one, and save it if it is due."""

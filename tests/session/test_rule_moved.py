@@ -220,7 +220,7 @@ def before_the_copies(monkeypatch):
 def test_data_write_before_the_copy_costs_its_checkpoint_and_the_next_one_is_right(
     pool, before_the_copies, caplog, monkeypatch
 ):
-    """The write moves no version counter: comparing with the checksums of the boundary finds it. The training goes on."""
+    """The write moves no version counter: the checksums of the boundary reveal it. The training goes on."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
     model = Writer("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
