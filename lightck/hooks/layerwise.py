@@ -197,12 +197,12 @@ class Layerwise:
                 layer = make_layer(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
                 self._layers.append(layer)
                 self._layer_of.update((id(p), layer) for p in params)
-                hook = own_hooks.weak_hook(self.arrived)
+                hook = own_hooks.weak_hook(self._gradient_arrived)
                 handles = [p.register_post_accumulate_grad_hook(hook) for p in params]  # type: ignore[no-untyped-call]
                 self._param_handles.extend(handles)
         self._structure = group_structure(optimizer)
 
-    def _follow(self, optimizer: Optimizer) -> None:
+    def _rebuild_if_changed(self, optimizer: Optimizer) -> None:
         """Build the layers anew if groups or parameters were added, removed, frozen, or replaced by
         ``load_state_dict``."""
         model = self._model()
@@ -211,14 +211,14 @@ class Layerwise:
 
     # -- in the backward pass ----------------------------------------------------------------------------
 
-    def arrived(self, param: torch.Tensor) -> None:
+    def _gradient_arrived(self, param: torch.Tensor) -> None:
         """Update the layer of ``param`` if all its gradients are in place. Called once ``param.grad`` is final."""
         optimizer = self._optimizer()
         if self._accumulating or optimizer is None:
             return
         if self._is_first:
             self._is_first = False
-            self._follow(optimizer)
+            self._rebuild_if_changed(optimizer)
         layer = self._layer_of.get(id(param))
         if layer is None:
             return

@@ -143,12 +143,13 @@ class Capture:
                 self._note_gradients(self._without_grad[view.index])
 
     def _note_gradients(self, waiting: dict[int, torch.Tensor]) -> None:
-        woken = [key for key, p in waiting.items() if p.grad is not None]
-        for key in woken:
+        """Remove the parameters that have a gradient now: an update may change them."""
+        ready = [key for key, p in waiting.items() if p.grad is not None]
+        for key in ready:
             del waiting[key]
-        if woken:
+        if ready:
             self._tensor_list = None
-            self._seen_grad = self._seen_grad | frozenset(woken)
+            self._seen_grad = self._seen_grad | frozenset(ready)
 
     def stepped_by_hand(self, index: int) -> None:
         """An optimizer inside a wrapper is stepped outside the wrapper's ``step``: by another of its methods, or by the
@@ -190,15 +191,17 @@ class Capture:
         may read. ``stale_after``: older checkpoints of a larger generation are stale."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
-        moved = before if event is Event.PRE_STEP else None  # here the forward of the next step has run already
+        before_forward = (
+            before if event is Event.PRE_STEP else None
+        )  # here the forward of the next step has run already
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
             self._compared_list = tensor_list
-            self._find_resizable(None if moved is None else moved.buffers)
+            self._find_resizable(None if before_forward is None else before_forward.buffers)
         self._warn_shared_memory(lives)
         small = self._small_state(event, explicit, copied_at_boundary, before, lives, stale_after)
-        if moved is not None and (moved.buffers or self.model.has_buffers):
-            lives, tensor_list = self._with_buffers_of(moved, lives), None
+        if before_forward is not None and (before_forward.buffers or self.model.has_buffers):
+            lives, tensor_list = self._with_buffers_of(before_forward, lives), None
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
 
     def _warn_shared_memory(self, lives: list[Live]) -> None:
