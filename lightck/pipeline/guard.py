@@ -80,9 +80,9 @@ class WriteGuard:
         """The newest generation when the unannounced write was found."""
 
     @property
-    def at_boundary(self) -> set[str]:
+    def copied_at_boundary(self) -> set[str]:
         """Names of tensors that are always copied at the boundary, because something wrote to them afterwards once."""
-        return self._unchanged.at_boundary
+        return self._unchanged.copied_at_boundary
 
     def forget(self) -> None:
         """Release every tensor."""
@@ -162,7 +162,7 @@ class WriteGuard:
 
     def given_up(self, rejection: Rejection, writer: PoolWriter) -> None:
         """Write every tensor in the checkpoint after a dropped one. Raises ``StateChangedError`` under ``check``."""
-        self.at_boundary.update(rejection.names)
+        self.copied_at_boundary.update(rejection.names)
         self._unchanged.reset()
         if rejection.unannounced:
             self._found(rejection.names, self._verified_until, writer)
@@ -174,7 +174,7 @@ class WriteGuard:
     def _found(self, names: Iterable[str], verified_until: int, writer: PoolWriter) -> None:
         """Handle an unannounced write to these tensors, made after the checkpoint of generation ``verified_until``. The
         next checkpoint leaves no tensor out."""
-        self.at_boundary.update(names)
+        self.copied_at_boundary.update(names)
         self._unchanged.reset()
         self.stale_after = verified_until if self.stale_after is None else min(self.stale_after, verified_until)
         self._found_at = writer.generation

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightck.interrupts import leave_if_noted
+from lightck.interrupts import raise_if_interrupted
 from lightck.pipeline.sources import SourceWatch
 from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_MAX
 from lightck.pool.writer import Pending, PoolWriter
@@ -53,7 +53,7 @@ class InFlightCheckpoint:
         """Commit while the caller keeps the sources unchanged. On failure every copy is ended before this raises."""
         job = self.pending.job
         try:
-            job.wait(COPIED, pause=leave_if_noted)
+            job.wait(COPIED, pause=raise_if_interrupted)
             job.release()
             job.wait(ENDED)  # a released job runs to its end, whether or not somebody waits
         except BaseException:

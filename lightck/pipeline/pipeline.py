@@ -21,7 +21,7 @@ from itertools import zip_longest
 import torch
 
 from lightck.errors import LightckError
-from lightck.interrupts import Interrupted, leave_if_noted
+from lightck.interrupts import Interrupted, raise_if_interrupted
 from lightck.pipeline.current_pool import CurrentPool
 from lightck.pipeline.decision import Decisions
 from lightck.pipeline.eager_copies import EagerCopies
@@ -88,7 +88,7 @@ class Pipeline:
         return self.staging.is_staging_thread or self.events.is_here
 
     def adopted(
-        self, step: int, at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
+        self, step: int, copied_at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
     ) -> None:
         """Continue from a checkpoint of this pool whose adoption record is durable. ``at_boundary``: names of tensors
         that are always copied at the boundary. ``slots``: as the user asked for (None: as many as the pool has).
@@ -97,7 +97,7 @@ class Pipeline:
         self.committed = step
         if stale_after is not None:
             strike(writer, self.events, stale_after, generation)
-        self.guard.at_boundary.update(at_boundary)
+        self.guard.copied_at_boundary.update(copied_at_boundary)
         self.pool.request_slots(slots)
         self.events.adopted(writer, step)
 
@@ -117,7 +117,7 @@ class Pipeline:
         """Begin to write a checkpoint. Small tensors, buffers and small state are copied before this returns."""
         self._reap()
         self._newest = None
-        self.guard.at_boundary.update(closed_step.at_boundary)
+        self.guard.copied_at_boundary.update(closed_step.copied_at_boundary)
         if not self.decisions.may_commit(closed_step):
             self.eager.drop()
             return
@@ -146,12 +146,12 @@ class Pipeline:
         if self._tables is None or self._tables.writer is not writer:
             self._tables = WriteTableCache(writer)
         try:
-            return self._tables.of(closed_step, self.guard.at_boundary)
+            return self._tables.of(closed_step, self.guard.copied_at_boundary)
         except NoExtentError as need:
             self.finish()  # adding extents replaces the slot images, which no copy may be using
             self.eager.drop()
             self._tables.add(need.entries, closed_step.lives)
-            return self._tables.of(closed_step, self.guard.at_boundary)
+            return self._tables.of(closed_step, self.guard.copied_at_boundary)
 
     def submit(self, writer: PoolWriter, slot: Slot, plan: WritePlan) -> InFlightCheckpoint:
         """Copy what the plan copies at the boundary, and hand the rest to the engine."""
@@ -294,11 +294,11 @@ class Pipeline:
         """Wait until every checkpoint has committed or failed. False if the deadline (``time.monotonic``) passes."""
         with self._meter.wait():
             for checkpoint in self._unvalidated():
-                if not checkpoint.pending.job.wait(COPIED, seconds_left(deadline), pause=leave_if_noted):
+                if not checkpoint.pending.job.wait(COPIED, seconds_left(deadline), pause=raise_if_interrupted):
                     return False
                 self.settle(checkpoint)
             while self._in_flight:
-                if not self._in_flight[0].pending.job.wait(ENDED, seconds_left(deadline), pause=leave_if_noted):
+                if not self._in_flight[0].pending.job.wait(ENDED, seconds_left(deadline), pause=raise_if_interrupted):
                     return False
                 self._reap()
         return True
@@ -339,7 +339,7 @@ class Pipeline:
 
     def _wait_or_fail(self, checkpoint: InFlightCheckpoint, until: int) -> None:
         try:
-            checkpoint.pending.job.wait(until, pause=leave_if_noted)
+            checkpoint.pending.job.wait(until, pause=raise_if_interrupted)
         except LightckError:
             self._in_flight.remove(checkpoint)
             checkpoint.pending.job.abandon()
@@ -364,7 +364,7 @@ class Pipeline:
         writer.committed(checkpoint.pending)
         self.committed = checkpoint.step
         self.guard.committed(checkpoint.pending.record.generation, writer, self.events)
-        self._meter.note_committed(info.nbytes, info.nbytes_helped)
+        self._meter.count_commit(info.nbytes, info.nbytes_helped)
         self.wait_policy.checkpoint_ended(info.nbytes, info.nbytes_helped)
         checkpoint.pending.job.forget()
         self.events.committed(writer, checkpoint.step)

@@ -136,7 +136,7 @@ class UnchangedTensors:
     unchanged again."""
 
     def __init__(self) -> None:
-        self.at_boundary: set[str] = set()
+        self.copied_at_boundary: set[str] = set()
         """Names of tensors that were written unannounced once: they are copied at every boundary from then on, also
         after a resume."""
         self.verified_until = 0
@@ -151,7 +151,7 @@ class UnchangedTensors:
     def crcs_if_unchanged(self, live: Live) -> npt.NDArray[np.uint32] | None:
         """The checksums that a slot must hold so that this tensor can be left out; None if it must be written."""
         known = self._known.get(live.name)
-        if known is None or not known.proved or live.name in self.at_boundary:
+        if known is None or not known.proved or live.name in self.copied_at_boundary:
             return None
         if known.tensor is not live.tensor or known.signature != signature_of(live.tensor):
             return None
@@ -160,7 +160,7 @@ class UnchangedTensors:
     def note_written(self, live: Live, crcs: npt.NDArray[np.uint32]) -> None:
         """Note that a checkpoint wrote this frozen tensor, with these checksums."""
         before = self._known.get(live.name)
-        proved = before is not None and np.array_equal(before.crcs, crcs) and live.name not in self.at_boundary
+        proved = before is not None and np.array_equal(before.crcs, crcs) and live.name not in self.copied_at_boundary
         self._known[live.name] = _Known(
             live.tensor, memory_of(live.tensor), signature_of(live.tensor), crcs.copy(), proved
         )
@@ -195,7 +195,7 @@ class UnchangedTensors:
         wrong = self._differing(proved, chosen) | self._other_differing(proved.others, block)
         if wrong:
             wrong |= self._differing(proved, ALL)
-            self.at_boundary |= wrong
+            self.copied_at_boundary |= wrong
             return wrong, 0
         if chosen is ALL and not proved.others:
             self.verified_until = generation

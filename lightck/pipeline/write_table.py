@@ -86,7 +86,7 @@ class WriteTable:
 
     token: object
     """Identifies the tensor list; None if there is none."""
-    n_forced: int
+    n_copied_at_boundary: int
     """How many names were always copied at the boundary when this table was computed."""
     written: list[tuple[Live, TensorRecord]]
     """Tensors in plain host memory that each checkpoint writes. The next three arrays are parallel to it."""
@@ -115,7 +115,7 @@ class WriteTable:
         later = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
         return WriteTable(
             None,
-            self.n_forced,
+            self.n_copied_at_boundary,
             [self.written[i] for i in np.flatnonzero(stays)],
             self.numbers[stays],
             self.sources[stays],
@@ -146,9 +146,9 @@ class WriteTable:
 
 
 def write_table(
-    lives: Sequence[Live], records: Sequence[TensorRecord], forced: set[str], token: object = None
+    lives: Sequence[Live], records: Sequence[TensorRecord], copied_at_boundary: set[str], token: object = None
 ) -> WriteTable:
-    """Sort tensors by how they are written. ``forced``: names of tensors that are always copied at the boundary."""
+    """Sort tensors by how they are written. ``copied_at_boundary``: names that no background copy may read."""
     written: list[tuple[Live, TensorRecord, bool]] = []
     present: list[int] = []
     undecided: list[tuple[Live, TensorRecord]] = []
@@ -157,15 +157,17 @@ def write_table(
         if not record.nbytes:
             present.append(record.number)
         elif record.transfer is not None and not live.is_frozen:
-            staged.append(StagedTensor(live, record, record.transfer, record.at_boundary or live.name in forced))
+            staged.append(
+                StagedTensor(live, record, record.transfer, record.at_boundary or live.name in copied_at_boundary)
+            )
         elif live.is_frozen or not record.plain:
             undecided.append((live, record))
         else:
-            written.append((live, record, record.at_boundary or live.name in forced))
+            written.append((live, record, record.at_boundary or live.name in copied_at_boundary))
     later = [(live, record.number) for live, record, at_boundary in written if not at_boundary]
     return WriteTable(
         token,
-        len(forced),
+        len(copied_at_boundary),
         [(live, record) for live, record, _ in written],
         np.array([record.number for _, record, _ in written], np.int64),
         np.array([record.address for _, record, _ in written], np.uint64),
@@ -187,21 +189,21 @@ class WriteTableCache:
         self.cached: WriteTable | None = None
         self._records: dict[str, TensorRecord] = {}
 
-    def of(self, closed_step: ClosedStep, forced: set[str]) -> list[WriteTable]:
+    def of(self, closed_step: ClosedStep, copied_at_boundary: set[str]) -> list[WriteTable]:
         """Two tables: one for the tensor list of the step, one for the other tensors. Raises ``NoExtentError``."""
         tensor_list, known, lives = closed_step.tensor_list, self.cached, closed_step.lives
         n = 0 if tensor_list is None else len(tensor_list.lives)
         if (
             known is not None
             and tensor_list is not None
-            and (known.token, known.n_forced) == (tensor_list.token, len(forced))
+            and (known.token, known.n_copied_at_boundary) == (tensor_list.token, len(copied_at_boundary))
         ):
-            return [known, write_table(lives[n:], self._records_of(lives[n:], lives), forced)]
+            return [known, write_table(lives[n:], self._records_of(lives[n:], lives), copied_at_boundary)]
         records = self._records_of(lives, lives)
         self.cached = first = write_table(
-            lives[:n], records[:n], forced, None if tensor_list is None else tensor_list.token
+            lives[:n], records[:n], copied_at_boundary, None if tensor_list is None else tensor_list.token
         )
-        return [first, write_table(lives[n:], records[n:], forced)]
+        return [first, write_table(lives[n:], records[n:], copied_at_boundary)]
 
     def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
         """Add extents for these tensors; extents of tensors that are not in ``lives`` may be reused. No checkpoint is

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from lightck.hooks.own_hooks import CleanCopies, Handle, OwnHook, remove
+from lightck.hooks.own_hooks import Handle, HookFreeCopies, OwnHook, remove
 from lightck.profiler.events import BACKWARD, FORWARD, Args
 from lightck.state.inventory import clean_prefixes
 
@@ -89,7 +89,7 @@ class Layers:
             if node is not None and node is not source:
                 self._hook_backward(node, source, name, number)
 
-        self._handles.append(CleanCopies(module))
+        self._handles.append(HookFreeCopies(module))
         self._handles.append(module.register_forward_pre_hook(self._guarded(before)))
         self._handles.append(module.register_forward_hook(self._guarded(after)))
         for parameter in module._parameters.values():

@@ -86,7 +86,7 @@ class Contents:
     """Name in ``state`` -> class of the object that it was saved from."""
     extra: dict[str, bytes]
     loaders: dict[str, dict[str, object]]
-    at_boundary: list[str]
+    copied_at_boundary: list[str]
     resizable: frozenset[str]
     """Buffers that came, went or changed their size: taken as they were saved."""
     built: BuildRecord | None
@@ -123,7 +123,7 @@ class Contents:
                 classes={typed(k, str): typed(v, str) for k, v in typed(raw.get("classes", {}), dict).items()},
                 extra=_bytes_map(raw["extra"]),
                 loaders={typed(k, str): typed(v, dict) for k, v in typed(raw["loaders"], dict).items()},
-                at_boundary=[typed(n, str) for n in typed(raw["at_once"], list)],
+                copied_at_boundary=[typed(n, str) for n in typed(raw["at_once"], list)],
                 resizable=frozenset(typed(n, str) for n in typed(raw.get("elastic", []), list)),
                 built=None if raw.get("built") is None else BuildRecord.parse(raw["built"]),
                 frozen=None if raw.get("frozen") is None else [typed(n, str) for n in typed(raw["frozen"], list)],

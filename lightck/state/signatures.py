@@ -213,8 +213,8 @@ class ClosedStep:
     iteration: int
     lives: list[Live]
     state: bytes
-    at_boundary: frozenset[str] = frozenset()
-    """Names of tensors that must not be copied in the background."""
+    copied_at_boundary: frozenset[str] = frozenset()
+    """Names of tensors that must not be left to background copies."""
     tensor_list: TensorList | None = None
     """The list whose tensors are the first ones of ``lives``. If it is the list of an earlier checkpoint, these tensors
     have the same signatures as then."""

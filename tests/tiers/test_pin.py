@@ -314,8 +314,8 @@ def test_a_release_on_another_thread_leaves_a_pin_that_is_taken_meanwhile(pool):
     model, optimizer, session = started(pool, slots=4)
     train(model, optimizer, 1)
     one = session.pin()
-    session.pin().release()  # the pool has slots for two pins now
-    holds, writer = session._steps.commits.beside.holds, session._pipeline.pool.writer
+    session.pin().release()  # the pool has room for two now
+    holds, writer = session._steps.commits.participants.holds, session._pipeline.pool.writer
     for number in range(1, 30):
         train(model, optimizer, 1, start=number)
         releasing = threading.Thread(target=one.release)
@@ -346,7 +346,7 @@ def test_a_pin_released_while_the_pool_gets_its_new_file_holds_nothing_there(poo
     monkeypatch.setattr(CurrentPool, "relayout", move)
     train(model, optimizer, 1)
     two = session.pin()
-    holds, writer = session._steps.commits.beside.holds, session._pipeline.pool.writer
+    holds, writer = session._steps.commits.participants.holds, session._pipeline.pool.writer
     assert holds.held(writer) == {two._hold.record.slot}
     two.release()
     assert not holds.held(writer)

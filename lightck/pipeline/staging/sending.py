@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.errors import BackgroundError
-from lightck.interrupts import leave_if_noted
+from lightck.interrupts import raise_if_interrupted
 from lightck.pipeline.staging.groups import GROUPS_MAX, Group, packed_layout, split_into_groups
 from lightck.pipeline.staging.kinds import Direct, Host, Kind
 from lightck.pipeline.staging.methods import DeviceMethod, DirectMethod, HostMethod, TransferMethod, UnavailableError
@@ -58,7 +58,7 @@ class Staging:
         Yields the reservation and the record numbers that are being sent. Tensors for which ``jobs_max`` jobs are not
         enough are copied at the boundary. If the block raises, a reservation that was made here is dropped."""
         if self._method is not None and self._method.ends_before_next:
-            self._wait_idle(leave_if_noted)
+            self._wait_idle(raise_if_interrupted)
         if not self.is_on or not submission.staged or jobs_max < 1:
             submission.copy_at_boundary(submission.staged)
             yield reservation, NO_RECORDS

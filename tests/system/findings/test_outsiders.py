@@ -113,7 +113,7 @@ def test_a_finished_cell_that_is_run_again_says_nothing(pool: Path, caplog: pyte
                 optimizer.zero_grad()
                 if session.step >= until and until == 3:
                     break
-                if session.step > until:  # as of a process that is killed: nothing closes this step's version
+                if session.step > until:  # as of a process that is killed: nothing closes this step's checkpoint
                     session.abandon()
                     break
     assert not caplog.records
