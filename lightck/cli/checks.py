@@ -81,7 +81,7 @@ def native(_: Machine) -> Iterator[Line]:
         from lightck._native import ffi, lib
         from lightck.pool.storage import emulation
 
-        emulation.used()  # attach asks as well, and is refused where LIGHTCK_EMULATE names nothing
+        emulation.active_profile()  # attach asks as well, and is refused where LIGHTCK_EMULATE names nothing
     except ImportError as error:
         yield refused(NATIVE, str(error))
         return

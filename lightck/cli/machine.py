@@ -77,7 +77,7 @@ def device_at(path: str) -> tuple[int, Durability] | None:
     """Bytes of a device-dax device, and what a pool there survives; None where the path is none."""
     from lightck.pool.storage.backends import DEVDAX
 
-    return DEVDAX.look(path) if DEVDAX.claims(path) else None
+    return DEVDAX.size_and_durability(path) if DEVDAX.claims(path) else None
 
 
 def limit_of(name: str) -> int | None:

@@ -85,7 +85,7 @@ def _structures(reader: PoolReader) -> Iterator[Facts]:
         yield _structure(f"layout table {name}", None if good else "it does not match its hash; the other copy is used")
     for position in range(sb.ring_lines):
         yield _structure(f"commit line {position}", *_settled(lambda at=position: _record_reason(reader, at)))  # type: ignore[misc]
-    if reader.erased():
+    if reader.unnamed_generations():
         yield _structure("commit lines", "all are erased, and slots hold versions: which were committed cannot be told")
     for slot in range(len(sb.slots)):
         yield _structure(f"header of slot {slot}", *_settled(lambda at=slot: _header_reason(reader, at)))  # type: ignore[misc]

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from lightck.export.atomic import file_path, written
+from lightck.export.atomic import atomic_file, file_path
 from lightck.export.choice import Chosen, check_what, choose
 from lightck.export.plain import count_tensors, everything, for_torch
 from lightck.export.tensors import write_tensors
@@ -71,7 +71,7 @@ def export_checkpoint(
     if format == "safetensors":
         return export_chosen(choose(checkpoint.contents, what, checkpoint.tensor), path, overwrite=overwrite)
     value = for_torch(checkpoint.model if what == "model" else everything(checkpoint))
-    with written(path, overwrite=overwrite) as file:
+    with atomic_file(path, overwrite=overwrite) as file:
         torch.save(value, file)
         nbytes = file.tell()
     return Exported(path, nbytes, count_tensors(value), MappingProxyType({}))
@@ -79,7 +79,7 @@ def export_checkpoint(
 
 def export_chosen(chosen: Chosen, path: str, *, overwrite: bool, temporary: str | None = None) -> Exported:
     """Write what was chosen of a version as safetensors, one tensor in memory at a time."""
-    with written(path, overwrite=overwrite, temporary=temporary) as file:
+    with atomic_file(path, overwrite=overwrite, temporary=temporary) as file:
         write_tensors(file, chosen.tensors, chosen.metadata)
         nbytes = file.tell()
     return Exported(path, nbytes, len(chosen.tensors), MappingProxyType(dict(chosen.tied)))

@@ -35,7 +35,7 @@ def file_path(path: str | os.PathLike[str]) -> str:
 
 
 @contextmanager
-def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iterator[IO[bytes]]:
+def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> Iterator[IO[bytes]]:
     """A file to write into; leaving the block without an exception gives it its name.
 
     ``temporary`` is the name until then, in the same folder; a random one by default. Raises ``ExportError``, and

@@ -16,8 +16,8 @@ from typing import cast
 import torch
 
 from lightck.errors import StateValueError
-from lightck.export.plain import Large, Readable
-from lightck.export.tensors import Planned, check_dtype
+from lightck.export.plain import JsonEncoder, PayloadRef
+from lightck.export.tensors import PlannedTensor, check_dtype
 from lightck.restore.contents import Contents, OptimizerContents, unpack_dict
 from lightck.state import values
 
@@ -29,13 +29,13 @@ AS_TORCH = 'Export with format="torch", which has every dtype and every name.'
 class Chosen:
     """A file's content before it is written."""
 
-    tensors: dict[str, Planned] = field(default_factory=dict)
+    tensors: dict[str, PlannedTensor] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     cure: str = AS_TORCH
     """What its errors say that can be done."""
 
-    def add(self, name: str, planned: Planned) -> str:
+    def add(self, name: str, planned: PlannedTensor) -> str:
         """Raises ``StateValueError`` where the format cannot hold it, or has the name already."""
         check_dtype(name, planned.dtype, self.cure)
         if name in self.tensors or name == "__metadata__":
@@ -60,8 +60,8 @@ def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor], c
     if what == "all":
         for name, entry in contents.entries.items():
             if not name.startswith("model/") and entry.alias is None:
-                chosen.add(name, Planned(entry.dtype, entry.shape, partial(read, name)))
-    rest = Readable(chosen, contents, read)
+                chosen.add(name, PlannedTensor(entry.dtype, entry.shape, partial(read, name)))
+    rest = JsonEncoder(chosen, contents, read)
     chosen.metadata |= {"format": "pt", "lightck_step": str(contents.step)}
     if chosen.tied:
         chosen.metadata["lightck_tied"] = json.dumps(chosen.tied)
@@ -78,10 +78,10 @@ def _model(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tenso
         if entry.alias is not None:
             chosen.tied[name] = entry.alias.removeprefix("model/")
         else:
-            chosen.add(name, Planned(entry.dtype, entry.shape, partial(read, entry.name)))
+            chosen.add(name, PlannedTensor(entry.dtype, entry.shape, partial(read, entry.name)))
 
 
-def _rest(contents: Contents, rest: Readable) -> dict[str, object]:
+def _rest(contents: Contents, rest: JsonEncoder) -> dict[str, object]:
     return {
         "step": contents.step,
         "iteration": contents.iteration,
@@ -91,7 +91,7 @@ def _rest(contents: Contents, rest: Readable) -> dict[str, object]:
     }
 
 
-def _optimizer(saved: OptimizerContents, rest: Readable) -> dict[str, object]:
+def _optimizer(saved: OptimizerContents, rest: JsonEncoder) -> dict[str, object]:
     return {
         "class": saved.class_name,
         "groups": [
@@ -109,4 +109,4 @@ def _unpack(packed: bytes) -> object:
 
 def _large(name: str) -> torch.Tensor:
     """What stands in the place of a tensor that lies in the payload."""
-    return cast("torch.Tensor", Large(name))
+    return cast("torch.Tensor", PayloadRef(name))

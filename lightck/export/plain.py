@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lightck.errors import StateValueError
-from lightck.export.tensors import Planned
+from lightck.export.tensors import PlannedTensor
 from lightck.restore.checkpoint import Checkpoint
 from lightck.restore.contents import Contents, named
 from lightck.state.storable import dtype_name
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Large:
+class PayloadRef:
     """In the place of a tensor that lies in the payload under this name."""
 
     name: str
 
 
-class Readable:
+class JsonEncoder:
     """Turns values into JSON: dicts get string keys, sequences become lists, and what is a tensor, an array or bytes
     becomes ``{"tensor": name}`` and a tensor of the file. Raises ``StateValueError`` where two keys are one string."""
 
@@ -55,7 +55,7 @@ class Readable:
             return self.of_map(value, path)
         if isinstance(value, (list, tuple, set, frozenset, deque)):
             return [self.of(item, f"{path}/{i}") for i, item in enumerate(value)]
-        if isinstance(value, Large):
+        if isinstance(value, PayloadRef):
             return {"tensor": self._large(value.name)}
         return {"tensor": self._tensor(path, _as_tensor(value))}
 
@@ -77,7 +77,7 @@ class Readable:
     def _large(self, name: str) -> str:
         entry = named(self._contents.entries, name)
         if name not in self._chosen.tensors:
-            self._chosen.add(name, Planned(entry.dtype, entry.shape, lambda: self._read(name)))
+            self._chosen.add(name, PlannedTensor(entry.dtype, entry.shape, lambda: self._read(name)))
         return name
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> str:
@@ -85,7 +85,7 @@ class Readable:
         while name in self._chosen.tensors:
             n += 1
             name = f"{path}#{n}"
-        return self._chosen.add(name, Planned(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor))
+        return self._chosen.add(name, PlannedTensor(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor))
 
 
 def _as_tensor(value: object) -> torch.Tensor:

@@ -45,7 +45,7 @@ _CHUNK_NBYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedTensor:
     """One tensor of the file: what the header says of it, and how to get it."""
 
     dtype: str
@@ -66,7 +66,7 @@ def check_dtype(name: str, dtype: str, cure: str) -> None:
         )
 
 
-def write_tensors(file: IO[bytes], tensors: Mapping[str, Planned], metadata: Mapping[str, str]) -> None:
+def write_tensors(file: IO[bytes], tensors: Mapping[str, PlannedTensor], metadata: Mapping[str, str]) -> None:
     """Header and data. Items of 8 bytes come first, then 4 and so on: so each tensor lies at a multiple of its item."""
     order = sorted(tensors, key=lambda name: (-ITEM_NBYTES[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -83,7 +83,7 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Planned], metadata: Map
         _write_bytes(file, tensors[name])
 
 
-def _write_bytes(file: IO[bytes], planned: Planned) -> None:
+def _write_bytes(file: IO[bytes], planned: PlannedTensor) -> None:
     if not planned.nbytes:
         return
     data = bytes_in_order(planned.read().to("cpu")).numpy().data

@@ -18,7 +18,7 @@ from lightck.pool.reader import PoolReader
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
-from lightck.pool.writer import FullError, PoolWriter
+from lightck.pool.writer import PoolWriter, RelayoutNeededError
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -84,13 +84,13 @@ class CurrentPool:
             self.wanted_slots = wanted
 
     def ready(self) -> PoolWriter:
-        """The writer for the next checkpoint. Raises ``FullError`` where a new file is needed first."""
+        """The writer for the next checkpoint. Raises ``RelayoutNeededError`` where a new file is needed first."""
         if self.writer is None:
             self.wanted_slots = None  # what a layout that was left for a signal wanted: the first one has it anyway
-            raise FullError("there is no pool yet")
+            raise RelayoutNeededError("there is no pool yet")
         if self.wanted_slots is not None:
             self.n_slots, self.wanted_slots = self.wanted_slots, None
-            raise FullError(f"the pool is to have {self.n_slots} slots")
+            raise RelayoutNeededError(f"the pool is to have {self.n_slots} slots")
         return self.writer
 
     def _new_writer(
@@ -117,7 +117,7 @@ class CurrentPool:
         fails the new file is gone, and the present one is as it was. Nothing is under way in it."""
         old, events = self.writer, self._events
         events.stop_reading()
-        carried = events.to_carry(old) if old is not None else []
+        carried = events.checkpoints_to_carry(old) if old is not None else []
         held = [entry for checkpoint in carried for entry in checkpoint.entries.values()]
         table, extras = room_for(old, entries, held)
         state_nbytes = max([state_nbytes, *(len(checkpoint.state) for checkpoint in carried)])
@@ -127,10 +127,10 @@ class CurrentPool:
             result = first(writer)
             writer.reader.container.publish()
         except BaseException:
-            events.not_moved()
+            events.relayout_failed()
             writer.close()
             raise
-        events.moved(writer)
+        events.relayout_done(writer)
         self.writer = writer
         if old is not None:
             old.close()
@@ -175,8 +175,8 @@ def spare_nbytes(old: PoolWriter | None, table: Table) -> int:
     if old is None:
         return 0
     nbytes = sum(entry.nbytes for entry in table.values())
-    grew = sum(table[name].nbytes for name in old.grew & table.keys())
-    return 2 * grew + max(RESERVE_MIN, nbytes >> max(2, 4 - old.layouts))
+    grew = sum(table[name].nbytes for name in old.resized & table.keys())
+    return 2 * grew + max(RESERVE_MIN, nbytes >> max(2, 4 - old.n_relayouts))
 
 
 def _param_of(entry: Entry) -> str:

@@ -39,7 +39,7 @@ from lightck.pool.slots import Slot
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
-from lightck.pool.writer import FullError, PoolWriter
+from lightck.pool.writer import PoolWriter, RelayoutNeededError
 from lightck.state.inventory import entry_of
 from lightck.state.signatures import ClosedStep
 from lightck.stats import Meter
@@ -85,7 +85,7 @@ class Pipeline:
     @property
     def is_here(self) -> bool:
         """Whether the caller is on a thread of the background, which the end of a session waits for."""
-        return self.staging.is_here or self.events.is_here
+        return self.staging.is_here or self.events.called_from_own_thread
 
     def adopted(
         self, step: int, at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
@@ -124,7 +124,7 @@ class Pipeline:
             writer = self.pool.ready()
             self.wait_policy.checkpoint_begins()
             checkpoint = self._begin(writer, closed_step)
-        except FullError as why:
+        except RelayoutNeededError as why:
             self._relayout(closed_step, why)
             return
         self._in_flight.append(checkpoint)
@@ -141,7 +141,7 @@ class Pipeline:
         return self.submit(writer, slot, plan)
 
     def _tables_of(self, writer: PoolWriter, closed_step: ClosedStep) -> list[WriteTable]:
-        """All tensors of the version with their records. Raises ``FullError``."""
+        """All tensors of the version with their records. Raises ``RelayoutNeededError``."""
         if self._tables is None or self._tables.writer is not writer:
             self._tables = WriteTableCache(writer)
         try:
@@ -199,18 +199,18 @@ class Pipeline:
                 self.eager.begin(tables, slot)
         self.eager.copy(tensors, room)
 
-    def store_next(self, entries: Sequence[NextBatch]) -> None:
+    def store_next_batch(self, entries: Sequence[NextBatch]) -> None:
         """Record what followed the version that was closed last, where it still lies in its slot. A medium that fails
         here fails the next version too, and that one tells."""
         if self._newest is not None:
             writer, slot, generation = self._newest
             if writer is self.pool.writer:
                 with suppress(LightckError):
-                    writer.store_next(slot, generation, entries)
+                    writer.store_next_batch(slot, generation, entries)
 
     # -- a new pool file ---------------------------------------------------------------------------------
 
-    def _relayout(self, closed_step: ClosedStep, why: FullError) -> None:
+    def _relayout(self, closed_step: ClosedStep, why: RelayoutNeededError) -> None:
         """A new pool file for what no longer fits: its first commit, then its name, only then acknowledged."""
 
         def first(writer: PoolWriter) -> InFlightCheckpoint:
@@ -237,13 +237,15 @@ class Pipeline:
         before = pool.n_slots, pool.wanted_slots
         try:
             wanted = max(needed, pool.wanted_slots or 0)
-            if writer.slots.sound < wanted:
+            if writer.slots.n_usable < wanted:
                 pool.n_slots = max(wanted, pool.n_slots)
                 log.info("lightck: the pool %r is laid out anew with %d slots, for a pin", self.path, pool.n_slots)
-                made_at = self._newest[1].made_at or self._newest[2] if self._newest is not None else None
+                original_generation = (
+                    self._newest[1].original_generation or self._newest[2] if self._newest is not None else None
+                )
                 self.eager.drop()
                 pool.move((), 0, lambda _: None)
-                self._newest = _made_at(self._writer, made_at)
+                self._newest = _slot_of_original(self._writer, original_generation)
             pool.wanted_slots = None  # fewer slots were asked for, and these are needed
         except BaseException:
             pool.n_slots, pool.wanted_slots = before
@@ -323,7 +325,7 @@ class Pipeline:
             return False
         checkpoint.drop(verdict.reason, verdict.names)
         self._in_flight.remove(checkpoint)
-        self._writer.given_up(checkpoint.pending, bad=False)
+        self._writer.release_slot(checkpoint.pending, bad=False)
         self._meter.skipped += 1
         self.guard.given_up(verdict, self._writer)
         return True
@@ -341,7 +343,7 @@ class Pipeline:
         except LightckError:
             self._in_flight.remove(checkpoint)
             checkpoint.pending.job.abandon()
-            self._writer.given_up(checkpoint.pending, bad=True)
+            self._writer.release_slot(checkpoint.pending, bad=True)
             self._writer.refuse_lost_pool()  # says more, where that is the reason
             raise
 
@@ -388,9 +390,9 @@ class Pipeline:
             self.pool.close()
 
 
-def _made_at(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
+def _slot_of_original(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
     """Where a version that was carried to this file lies now, by the generation in which it was made."""
     for slot in writer.slots.slots:
-        if generation is not None and slot.made_at == generation and slot.generation is not None:
+        if generation is not None and slot.original_generation == generation and slot.generation is not None:
             return writer, slot, slot.generation
     return None

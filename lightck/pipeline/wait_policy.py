@@ -73,7 +73,7 @@ class WaitPolicy:
                 self._trial.give_up()
             wanted = self._trial.begin()
             self._decide_if_over(self._trial)
-        if not self._engine.wait_passively(wanted):
+        if not self._engine.set_passive_waiting(wanted):
             log.info("lightck: OpenMP's threads wait as they always do: no thread more can be started")
             self._is_on, self._is_passive, self._trial = False, False, None
             self._tell()
@@ -116,7 +116,7 @@ class WaitPolicy:
         self._trial, self._is_passive = None, trial.turn
         self._starved.clear()
         self._next_trial, self._pause = self._checkpoints + self._pause, 2 * self._pause
-        self._engine.wait_passively(self._is_passive)
+        self._engine.set_passive_waiting(self._is_passive)
         self._tell()
 
     def _tell(self) -> None:

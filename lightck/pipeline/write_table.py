@@ -199,7 +199,7 @@ class WriteTableCache:
 
     def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
         """Extents for tensors that have none; those that are not among these may give theirs away. Nothing is in
-        flight. Raises ``FullError``."""
+        flight. Raises ``RelayoutNeededError``."""
         try:
             self.writer.add(entries, {live.name for live in lives})
         finally:
@@ -226,7 +226,7 @@ class WriteTableCache:
             for i, (live, record) in enumerate(zip(lives, records, strict=True))
             if record is None or not record.describes(live)
         }
-        new = [entry for entry in changed.values() if not writer.fits(entry)]
+        new = [entry for entry in changed.values() if not writer.has_extent_for(entry)]
         if new:
             raise NoExtentError(new)
         for i, entry in changed.items():

@@ -30,7 +30,7 @@ class CommitLog:
         return max((record.generation for record in self.records.values()), default=0)
 
     @property
-    def highest(self) -> int:
+    def highest_number(self) -> int:
         """Of all numbers that go on from here."""
         steps = (record.step for record in self.records.values())
         return max(self.generation, self.incarnation, *steps, 0)
@@ -71,7 +71,7 @@ def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRec
         records = [record for record in commit_log.records.values() if record.step == step]
     seen: set[tuple[int, int]] = set()
     ordered = []
-    for record in sorted(records, key=lambda ln: (ln.incarnation, ln.generation), reverse=True):
+    for record in sorted(records, key=lambda record: (record.incarnation, record.generation), reverse=True):
         if (record.slot, record.payload_generation) not in seen:
             seen.add((record.slot, record.payload_generation))
             ordered.append(record)

@@ -25,7 +25,7 @@ from lightck.pool.format.structures import (
     layout_hash,
 )
 from lightck.pool.storage.backend import Backend, Container
-from lightck.pool.storage.failures import undone
+from lightck.pool.storage.failures import undo_on_error
 
 RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
 STATE_MIN, STATE_FACTOR = 256 * KIB, 4
@@ -50,7 +50,7 @@ def create(
     sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras)
     container = _allocated(backend, path, sb.nbytes, may_discard)
     with (
-        undone(container.close),
+        undo_on_error(container.close),
         contextlib.closing(Medium(container.fd, container.extents, backend.probe(path).tier)) as medium,
     ):
         for offset in sb.table_offsets:

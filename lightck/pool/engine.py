@@ -54,7 +54,7 @@ class Medium:
 
     def __init__(self, fd: int, extents: Extents, tier: int) -> None:
         out = ffi.new("lck_medium **")
-        emulation.used()  # a choice that cannot be met fails here
+        emulation.active_profile()  # a choice that cannot be met fails here
         status = lib.lck_medium_open(fd, native(extents), len(extents), tier, out)
         if status != lib.LCK_OK:
             raise io_error("The pool cannot be mapped into memory", errno_of(status), reason(status))
@@ -114,7 +114,7 @@ class Engine:
             raise io_error("The threads that copy versions cannot be started", errno_of(status), reason(status))
         self.handle: CData | None = out[0]
         self._pid = os.getpid()
-        self._asking = threading.RLock()
+        self._handle_lock = threading.RLock()
         """Held to ask, and to take the handle away: a signal's handler may ask in the middle of that."""
         self._cpu_seconds = 0.0
         """When it was closed."""
@@ -132,7 +132,7 @@ class Engine:
         self._processors = processors
         log.info("lightck: copies run on %d processors%s", len(numbers), " next to the pool" if processors else "")
 
-    def wait_passively(self, on: bool) -> bool:
+    def set_passive_waiting(self, on: bool) -> bool:
         """Whether OpenMP's threads sleep soon where they wait while a version is copied, instead of spinning. False
         where that cannot be had: without ``find_openmp``, or where no thread more can be started."""
         return lib.lck_engine_passive(self.handle, on) == lib.LCK_OK
@@ -149,13 +149,13 @@ class Engine:
     @property
     def cpu_seconds(self) -> float:
         """CPU time of all copy threads so far."""
-        return self.asked(lambda handle: lib.lck_engine_cpu_ns(handle) * 1e-9, self._cpu_seconds)
+        return self.query(lambda handle: lib.lck_engine_cpu_ns(handle) * 1e-9, self._cpu_seconds)
 
-    def asked(self, ask: Callable[[CData], T], closed: T) -> T:
+    def query(self, ask: Callable[[CData], T], closed: T) -> T:
         """What any thread may ask at any time: of the handle, while there is one."""
         if self.is_forked:  # another thread may have been asking then
             return closed
-        with self._asking:
+        with self._handle_lock:
             return closed if self.handle is None else ask(self.handle)
 
     @property
@@ -168,7 +168,7 @@ class Engine:
         if self.is_forked:
             self.handle = None
             return
-        with self._asking:
+        with self._handle_lock:
             self._cpu_seconds = self.cpu_seconds
             handle, self.handle = self.handle, None
         if handle is not None:
@@ -277,7 +277,7 @@ class Job:
     def has_committed(self) -> bool:
         """Whether its line is durable; False also where the job is forgotten already."""
         out = ffi.new("lck_job_info *")
-        status = self._engine.asked(lambda handle: lib.lck_job_info_get(handle, self._ticket, out), lib.LCK_ESTATE)
+        status = self._engine.query(lambda handle: lib.lck_job_info_get(handle, self._ticket, out), lib.LCK_ESTATE)
         return status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED
 
     def forget(self) -> None:

@@ -33,17 +33,17 @@ class CommitListener:
     def struck(self, slots: Sequence[int]) -> None:
         """What lay in these slots can be read by nobody any more: it held wrong bytes."""
 
-    def to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
         """Checkpoints that a new pool file has to take along, oldest first."""
         return ()
 
     def carry(self, new: PoolWriter) -> None:
         """Commit them in the new file, which has no name yet. What fails here leaves the old file in use."""
 
-    def moved(self, new: PoolWriter) -> None:
+    def relayout_done(self, new: PoolWriter) -> None:
         """The new file is the pool now."""
 
-    def not_moved(self) -> None:
+    def relayout_failed(self) -> None:
         """The new file came to nothing: the old one stays in use."""
 
     def closing(self, writer: PoolWriter | None) -> None:
@@ -53,7 +53,7 @@ class CommitListener:
         """The pool is given up."""
 
     @property
-    def is_here(self) -> bool:
+    def called_from_own_thread(self) -> bool:
         """Whether the caller is on a thread of this listener."""
         return False
 
@@ -90,20 +90,20 @@ class CommitEvents(CommitListener):
         for one in self._listeners:
             one.struck(slots)
 
-    def to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
-        return [checkpoint for one in self._listeners for checkpoint in one.to_carry(old)]
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
+        return [checkpoint for one in self._listeners for checkpoint in one.checkpoints_to_carry(old)]
 
     def carry(self, new: PoolWriter) -> None:
         for one in self._listeners:
             one.carry(new)
 
-    def moved(self, new: PoolWriter) -> None:
+    def relayout_done(self, new: PoolWriter) -> None:
         for one in self._listeners:
-            one.moved(new)
+            one.relayout_done(new)
 
-    def not_moved(self) -> None:
+    def relayout_failed(self) -> None:
         for one in self._listeners:
-            one.not_moved()
+            one.relayout_failed()
 
     def closing(self, writer: PoolWriter | None) -> None:
         for one in self._listeners:
@@ -114,5 +114,5 @@ class CommitEvents(CommitListener):
             one.closed()
 
     @property
-    def is_here(self) -> bool:
-        return any(one.is_here for one in self._listeners)
+    def called_from_own_thread(self) -> bool:
+        return any(one.called_from_own_thread for one in self._listeners)

@@ -47,7 +47,7 @@ from lightck.pool.format.structures import (
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import native
-from lightck.pool.storage.failures import io_error, is_of_medium, reported, undone
+from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error, undo_on_error
 
 log = logging.getLogger("lightck")
 TENSOR_RECORD_DTYPE = np.dtype(
@@ -55,16 +55,16 @@ TENSOR_RECORD_DTYPE = np.dtype(
 )
 READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation")])
 """``lck_read``."""
-MANY_NBYTES = 4 << 20
+PARALLEL_READ_NBYTES_MIN = 4 << 20
 """Less than this is read by one thread: starting others costs more."""
 THREADS_MAX = 8
-HIGHEST = NUMBER_MAX // 2
+RESUMABLE_NUMBER_MAX = NUMBER_MAX // 2
 """Of any number to go on from: what comes after it is far from what a reader takes for damage."""
-HOLLOW_NBYTES = 64 << 20
+SPARSE_READ_NBYTES_MAX = 64 << 20
 """What may be read at once of a file that takes up less: a hole costs whoever makes a file nothing."""
 
 
-STRUCK = (
+STRUCK_REASON = (
     "it was struck by its training: it holds old bytes of a tensor that was written unannounced, which was found later"
 )
 
@@ -93,7 +93,7 @@ class PoolReader:
         except MemoryError as err:
             raise io_error(f"{nbytes} bytes of the pool {self.path!r} cannot be read", errno.ENOMEM) from err
         except OSError as err:
-            if not is_of_medium(err.errno):
+            if not is_medium_error(err.errno):
                 raise io_error(f"The pool {self.path!r} cannot be read", err.errno, err.strerror) from err
             log.warning(
                 "lightck: %d bytes at %d of the pool %r cannot be read: %s", nbytes, offset, self.path, err.strerror
@@ -106,13 +106,13 @@ class PoolReader:
         try:
             return self.container.read(offset, nbytes)
         except OSError as err:
-            if not is_of_medium(err.errno):
+            if not is_medium_error(err.errno):
                 raise
         return self.container.read(offset, nbytes)
 
-    def _can_hold(self, nbytes: int) -> bool:
+    def _fits_on_medium(self, nbytes: int) -> bool:
         """Whether a structure of this length may lie in the file. One that is long has to fit into what it takes up."""
-        if nbytes <= HOLLOW_NBYTES:
+        if nbytes <= SPARSE_READ_NBYTES_MAX:
             return True
         st = os.fstat(self.container.fd)
         return not stat.S_ISREG(st.st_mode) or nbytes <= st.st_blocks * 512
@@ -132,7 +132,7 @@ class PoolReader:
             except (DamagedError, NotAPoolError, FormatError) as err:
                 problems.append(err)
         if found:
-            superblock = self._ours(found[0], found[-1])
+            superblock = self._matching_superblock(found[0], found[-1])
             self._check_size(superblock)
             return superblock
         for problem in problems:
@@ -149,7 +149,7 @@ class PoolReader:
             "nothing in it can be found. Use a copy of the pool if there is one."
         )
 
-    def _ours(self, first: Superblock, last: Superblock) -> Superblock:
+    def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
         """Of two that differ one is another pool's, written here by mistake: no line passes with its uuid."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
@@ -165,7 +165,7 @@ class PoolReader:
     def _read_table(self) -> tuple[bytes, tuple[Entry, ...]]:
         sb = self.superblock
         for offset in sb.table_offsets:
-            table = self.read(offset, sb.table_nbytes) if self._can_hold(sb.table_nbytes) else b""
+            table = self.read(offset, sb.table_nbytes) if self._fits_on_medium(sb.table_nbytes) else b""
             if layout_hash(table) == sb.table_hash:
                 try:
                     return table, layout.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
@@ -190,16 +190,16 @@ class PoolReader:
             return None
         return unpack_slot_header(data, slot, self.superblock.uuid)
 
-    def erased(self) -> tuple[int, ...]:
+    def unnamed_generations(self) -> tuple[int, ...]:
         """Generations of versions that no line names though one must have: no line is there, and several slots hold a
         manifest, of which the second is written after the first line. A crash before that leaves one at most."""
         if not self.commit_log().is_empty:
             return ()
-        found = [self._sealed(slot) for slot in range(len(self.superblock.slots))]
+        found = [self._manifest_generation(slot) for slot in range(len(self.superblock.slots))]
         generations = tuple(generation for generation in found if generation is not None)
         return generations if len(generations) > 1 and self.commit_log().is_empty else ()  # nor did one come meanwhile
 
-    def _sealed(self, slot: int) -> int | None:
+    def _manifest_generation(self, slot: int) -> int | None:
         """The generation that the slot's header names, where a manifest of it lies there."""
         sb, generation = self.superblock, self.slot_generation(slot)
         for index in (0, 1) if generation is not None else ():
@@ -215,7 +215,7 @@ class PoolReader:
     def next_batches(self, record: CommitRecord) -> tuple[NextBatch, ...] | None:
         """What is recorded of the batch that followed the version of this line; None where nothing is."""
         sb = self.superblock
-        if not sb.has_next:
+        if not sb.has_next_batch:
             return None
         data = self.read(sb.slots[record.slot][0] + NEXT_OFFSET, NEXT_NBYTES)
         return unpack_next(data, record.payload_generation, sb.uuid)
@@ -240,16 +240,18 @@ class PoolReader:
     def checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
         """The version that a line names. Raises ``DamagedError`` with the reason where it is not (all) there, and
         ``PoolIOError`` where there is no memory to look."""
-        with reported(f"The version of step {record.step} in the pool {self.path!r} cannot be read"):
+        with as_io_error(f"The version of step {record.step} in the pool {self.path!r} cannot be read"):
             return self._checkpoint(record)
 
     def _checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
         sb = self.superblock
         if self.is_reused(record):
-            raise DamagedError(STRUCK if self._is_struck(record.slot) else "its slot was reused by a newer version")
+            raise DamagedError(
+                STRUCK_REASON if self._is_struck(record.slot) else "its slot was reused by a newer version"
+            )
         if record.manifest_nbytes > sb.manifest_nbytes:
             raise DamagedError("its manifest is larger than the place for it")
-        if not self._can_hold(record.manifest_nbytes):
+        if not self._fits_on_medium(record.manifest_nbytes):
             raise DamagedError("its manifest is larger than all that the file holds")
         manifest = self.read(sb.manifest_at(record.slot, record.manifest_index), record.manifest_nbytes)
         if len(manifest) != record.manifest_nbytes or manifest_hash(sb.uuid, manifest) != record.manifest_hash:
@@ -356,7 +358,7 @@ class StoredCheckpoint:
             return
         numbers = [self._index[name] for name, _ in places]
         nbytes = [self._all[number].nbytes for number in numbers]
-        threads = processors() if sum(nbytes) >= MANY_NBYTES else 1
+        threads = read_threads() if sum(nbytes) >= PARALLEL_READ_NBYTES_MIN else 1
         records = self.records[numbers]
         reads = np.zeros(len(places), READ_DTYPE)
         reads["off"] = records["offset"] + np.uint64(self._base)
@@ -386,7 +388,7 @@ class StoredCheckpoint:
     def _refuse_bad(self, status: int, name: str, block: int) -> None:
         if status == lib.LCK_ECHECKSUM:
             raise DamagedError(f"block {block} of {name!r} does not match its checksum")
-        if status == lib.LCK_ESHORT or is_of_medium(_native.errno_of(status)):
+        if status == lib.LCK_ESHORT or is_medium_error(_native.errno_of(status)):
             raise DamagedError(f"block {block} of {name!r} cannot be read: {_native.reason(status)}")
         if status != lib.LCK_OK:
             fact = f"{name!r} in the pool {self.reader.path!r} cannot be read"
@@ -403,7 +405,7 @@ class StoredCheckpoint:
             raise DamagedError("its slot was reused while it was read")
 
 
-def processors() -> int:
+def read_threads() -> int:
     """Threads on which much is read."""
     return min(len(os.sched_getaffinity(0)), THREADS_MAX)
 
@@ -412,7 +414,7 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
     """Open an existing pool for reading (``write``: its container may be written afterwards)."""
     from lightck.pool.storage.backends import backend_for
 
-    emulation.used()  # verified reads follow it
+    emulation.active_profile()  # verified reads follow it
     kind = backend_for(path, backend)
     if write:  # looked at first: a backend that opens for writing changes things of its own in the file
         with contextlib.closing(_read(kind.open(path, write=False), path)) as reader:
@@ -421,7 +423,7 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
 
 
 def _read(container: Container, path: str) -> PoolReader:
-    with undone(container.close):
+    with undo_on_error(container.close):
         return PoolReader(container, path)
 
 
@@ -435,8 +437,8 @@ def refuse_unwritable(reader: PoolReader) -> None:
             "lightck.recover() reads it."
         )
     generations = (reader.slot_generation(slot) or 0 for slot in range(len(reader.superblock.slots)))
-    highest = max(reader.commit_log().highest, *generations)
-    if highest >= HIGHEST:
+    highest = max(reader.commit_log().highest_number, *generations)
+    if highest >= RESUMABLE_NUMBER_MAX:
         raise CorruptPoolError(
             f"The pool {reader.path!r} has counted up to {highest}, and its numbers end at {NUMBER_MAX}. No training "
             "comes so far: it is damaged, or was made to look like this. lightck.recover() reads it; train into "

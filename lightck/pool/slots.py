@@ -62,7 +62,7 @@ class Slot:
     manifest_index: int = 0
     is_bad: bool = False
     in_flight: bool = False
-    made_at: int | None = None
+    original_generation: int | None = None
     """The generation in which its version was made, where it was carried here from another file."""
 
 
@@ -77,7 +77,7 @@ class Slots:
     """Payload generations strictly between these two were left behind by an adoption."""
 
     @property
-    def sound(self) -> int:
+    def n_usable(self) -> int:
         """How many can be written at all."""
         return sum(not slot.is_bad for slot in self.slots)
 

@@ -50,7 +50,7 @@ COPY_DTYPE = np.dtype(
 )
 
 
-class FullError(Exception):
+class RelayoutNeededError(Exception):
     """What has to be stored does not fit this pool's layout: a new pool file is needed. Internal."""
 
 
@@ -108,13 +108,13 @@ class PoolWriter:
         self.numbers = {e.name: i for i, e in enumerate(self.entries)}
         self._n_table = len(self.entries)
         self._reserve_at = sb.reserve_offset
-        self._rooms = [e.nbytes for e in self.entries]
+        self._capacities = [e.nbytes for e in self.entries]
         """Bytes from the offset of each entry that are its own: an extra may have more than it needs."""
-        self._free: list[int] = []
+        self._free_numbers: list[int] = []
         """Numbers of extras whose tensor went elsewhere."""
-        self.grew: set[str] = set() if after is None else set(after.grew)
+        self.resized: set[str] = set() if after is None else set(after.resized)
         """Names of tensors that changed their kind or size."""
-        self.layouts: int = 0 if after is None else after.layouts + 1
+        self.n_relayouts: int = 0 if after is None else after.n_relayouts + 1
         """How many files came before this one in the session."""
         self.generation: int = self.commit_log.generation if after is None else after.generation
         """The last one that was given to a checkpoint."""
@@ -162,7 +162,7 @@ class PoolWriter:
     def _index_entries(self) -> None:
         """The columns of the copy array that do not change from version to version."""
         # By the room of each extent: an extra that takes up more or less of it moves no other's checksums.
-        starts, self._n_crcs = crc_starts(np.array(self._rooms, np.uint64), self.superblock.block)
+        starts, self._n_crcs = crc_starts(np.array(self._capacities, np.uint64), self.superblock.block)
         self._template = np.zeros(len(self.entries), COPY_DTYPE)
         self._template["dst"] = [e.offset for e in self.entries]
         self._template["nbytes"] = [e.nbytes for e in self.entries]
@@ -172,27 +172,27 @@ class PoolWriter:
 
     # -- layout ------------------------------------------------------------------------------------------
 
-    def fits(self, entry: Entry) -> bool:
+    def has_extent_for(self, entry: Entry) -> bool:
         """Whether the tensor has an extent already that it fits as it is."""
         number = self.numbers.get(entry.name)
         return number is not None and self.entries[number].same_bytes_as(entry)
 
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
-        """Places in the reserve for tensors that appeared or changed their kind. Raises ``FullError``.
+        """Places in the reserve for tensors that appeared or changed their kind. Raises ``RelayoutNeededError``.
 
         ``present``: the names of this version; where room is short, extents of others are given away. No version may
         be in flight: the engine writes into the images, which are replaced here.
         """
         assert not any(slot.in_flight for slot in self.slots.slots), "images in use"
-        self.grew.update(entry.name for entry in entries if entry.name in self.numbers)
+        self.resized.update(entry.name for entry in entries if entry.name in self.numbers)
         try:
             for entry in entries:
                 number = self._place(entry)
                 if number is None:
-                    self._give_away(self.numbers.keys() - present)
+                    self._free_extras(self.numbers.keys() - present)
                     number = self._place(entry)
                 if number is None:
-                    raise FullError(f"the reserve has no room for {entry.name!r}")
+                    raise RelayoutNeededError(f"the reserve has no room for {entry.name!r}")
                 self.numbers[entry.name] = number
         finally:
             self._index_entries()
@@ -203,13 +203,17 @@ class PoolWriter:
         """The number of an extra that holds the entry: its own, one that nobody uses any more, or a new one."""
         own = self.numbers.get(entry.name, -1)
         if own >= self._n_table:
-            if self._rooms[own] >= entry.nbytes:
+            if self._capacities[own] >= entry.nbytes:
                 return self._reuse(own, entry)
-            self._give_away([entry.name])
-        fitting = [n for n in self._free if self._rooms[n] >= entry.nbytes and (entry.nbytes or not self._rooms[n])]
+            self._free_extras([entry.name])
+        fitting = [
+            n
+            for n in self._free_numbers
+            if self._capacities[n] >= entry.nbytes and (entry.nbytes or not self._capacities[n])
+        ]
         if fitting:
-            number = min(fitting, key=self._rooms.__getitem__)
-            self._free.remove(number)
+            number = min(fitting, key=self._capacities.__getitem__)
+            self._free_numbers.remove(number)
             return self._reuse(number, entry)
         return self._append(entry)
 
@@ -223,20 +227,20 @@ class PoolWriter:
     def _append(self, entry: Entry) -> int | None:
         """One that changed its size before gets twice the room that it needs: it will grow again."""
         room = self.superblock.slot_nbytes
-        for nbytes in (2 * entry.nbytes, entry.nbytes) if entry.name in self.grew else (entry.nbytes,):
+        for nbytes in (2 * entry.nbytes, entry.nbytes) if entry.name in self.resized else (entry.nbytes,):
             (placed,), end = layout.place([entry._replace(nbytes=nbytes)], self._reserve_at)
             if end <= room:
                 self._reserve_at = end
                 self.entries.append(placed._replace(nbytes=entry.nbytes))
-                self._rooms.append(nbytes)
+                self._capacities.append(nbytes)
                 return len(self.entries) - 1
         return None
 
-    def _give_away(self, names: Iterable[str]) -> None:
+    def _free_extras(self, names: Iterable[str]) -> None:
         """The extras of these names may be used for others."""
         for name in names:
             if self.numbers[name] >= self._n_table:
-                self._free.append(self.numbers.pop(name))
+                self._free_numbers.append(self.numbers.pop(name))
 
     def raw_crcs(self, slot: Slot, number: int) -> npt.NDArray[np.uint32]:
         """Unseeded checksums of the bytes of one record that lie in a slot."""
@@ -262,7 +266,7 @@ class PoolWriter:
         self.medium.store_commit_record(
             self.superblock.commit_record_offset(position), adoption.pack(self.superblock.uuid)
         )
-        self._note_record(position, adoption)
+        self._add_record(position, adoption)
         self.slots.protected = record.slot
         self.slots.dead = (record.payload_generation, adoption.generation)
 
@@ -271,7 +275,7 @@ class PoolWriter:
         self._last_position = next_position(self.commit_log, self.slots.contents(), records, self._last_position)
         return self._last_position
 
-    def _note_record(self, position: int, record: CommitRecord) -> None:
+    def _add_record(self, position: int, record: CommitRecord) -> None:
         self.commit_log = CommitLog({**self.commit_log.records, position: record}, self.commit_log.damaged)
 
     def strike(self, after: int, before: int) -> list[int]:
@@ -283,7 +287,7 @@ class PoolWriter:
         """
         self._refuse_lost_lock()
         written = [slot for slot in self.slots.slots if slot.generation is not None]
-        struck = [slot for slot in written if after < (slot.made_at or slot.generation or 0) < before]
+        struck = [slot for slot in written if after < (slot.original_generation or slot.generation or 0) < before]
         for slot in struck:
             assert not slot.in_flight, "nothing of it may be under way"
             assert slot.index != self.slots.protected, "the newest checkpoint is never struck"
@@ -302,11 +306,11 @@ class PoolWriter:
         """Take a slot for a version that is not closed yet."""
         self._refuse_lost_lock()
         self.generation += 1
-        slot.generation, slot.in_flight, slot.made_at = self.generation, True, None
+        slot.generation, slot.in_flight, slot.original_generation = self.generation, True, None
         return Reservation(self, slot, self.generation)
 
     def begin(self, plan: CopyPlan, slot: Slot, keep: object, reservation: Reservation | None = None) -> Pending:
-        """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``FullError`` before that, and
+        """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``RelayoutNeededError`` before that, and
         ``SessionError`` where the plan leaves out what the slot does not hold.
 
         ``reservation``: what was begun of it in this slot; its records are among ``plan.present``.
@@ -316,7 +320,7 @@ class PoolWriter:
         generation = self.generation + 1 if reservation is None else reservation.generation
         image_nbytes = self._fill_image(slot, plan, generation)
         self.generation = max(self.generation, generation)
-        slot.generation, slot.in_flight, slot.made_at = generation, True, None
+        slot.generation, slot.in_flight, slot.original_generation = generation, True, None
         position = self._next_position()
         parts = [] if reservation is None else reservation.parts
         commit = self._commit(slot, plan.step, generation, position, image_nbytes, lib.LCK_FOLLOWS if parts else 0)
@@ -375,7 +379,7 @@ class PoolWriter:
         image = slot.image
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
-            raise FullError("the small state outgrew the place for it")
+            raise RelayoutNeededError("the small state outgrew the place for it")
         written = np.concatenate([plan.records, plan.present])
         listed = np.zeros(len(self.entries), np.bool_)
         listed[written] = listed[plan.kept] = True
@@ -463,13 +467,13 @@ class PoolWriter:
             },
         )
 
-    def store_next(self, slot: Slot, generation: int, entries: Sequence[NextBatch]) -> bool:
+    def store_next_batch(self, slot: Slot, generation: int, entries: Sequence[NextBatch]) -> bool:
         """Record what followed a version that was begun, committed or not. False where its slot holds it no more.
         Raises ``BackgroundError`` where another training may have the pool.
 
         Nothing waits for it, and it becomes durable with the next sync: a version without it is whole.
         """
-        if slot.generation != generation or slot.is_bad or not self.superblock.has_next:
+        if slot.generation != generation or slot.is_bad or not self.superblock.has_next_batch:
             return False
         self._refuse_lost_lock(by_file=True)
         self.medium.store(slot.offset + NEXT_OFFSET, pack_next(generation, entries, self.superblock.uuid))
@@ -479,14 +483,14 @@ class PoolWriter:
         """The version's line is durable: its slot is the protected one now."""
         pending.slot.in_flight = False
         self.slots.protected = pending.slot.index
-        self._note_record(pending.position, pending.record)
+        self._add_record(pending.position, pending.record)
 
-    def given_up(self, pending: Pending, *, bad: bool) -> None:
+    def release_slot(self, pending: Pending, *, bad: bool) -> None:
         """The version was dropped, or failed (``bad``): what lies in its slot is unknown from here on."""
         pending.slot.is_bad |= bad
         self._slot_unknown(pending.slot)
 
-    def reservation_given_up(self, reservation: Reservation, *, bad: bool) -> None:
+    def release_reservation(self, reservation: Reservation, *, bad: bool) -> None:
         reservation.slot.is_bad |= bad
         self._slot_unknown(reservation.slot)
 
@@ -510,7 +514,7 @@ class PoolWriter:
 
     def _refuse_lost_lock(self, *, by_file: bool = False) -> None:
         if self._lock is not None:
-            self._lock.refuse_lost(by_file=by_file)
+            self._lock.refuse_if_lost(by_file=by_file)
 
     def close(self) -> None:
         """Unmap. No job may be running; the engine may be closed already."""
@@ -573,4 +577,4 @@ class Reservation:
             part.drop()
             failed |= part.has_failed
             part.forget()
-        self._writer.reservation_given_up(self, bad=failed)
+        self._writer.release_reservation(self, bad=failed)

@@ -78,7 +78,7 @@ def _text(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def tell_options(found: Sequence[str]) -> None:
+def warn_options(found: Sequence[str]) -> None:
     if found:
         log.warning(
             "lightck: the script builds other options than the one that this training began with: %s. Those of "

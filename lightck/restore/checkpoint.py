@@ -16,9 +16,9 @@ from lightck.pool.format.structures import CommitRecord
 from lightck.pool.reader import RejectedCheckpoint
 from lightck.restore import restore as _restore
 from lightck.restore.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
-from lightck.restore.memory import ordinary_tensors
 from lightck.restore.optimizer import joined, keys_by_param
 from lightck.restore.resume import RestoredFrom, mark_poisoned, remember
+from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.sessions import has_open_session
 from lightck.state import values
 from lightck.state.optimizer_wrappers import followed
@@ -114,11 +114,11 @@ class Checkpoint:
             if plan.held:  # else nothing was changed yet
                 poison(err, plan.held.values(), model)
             raise
-        self.note_restored(model, plan)
+        self.record_restored(model, plan)
 
-    def note_restored(self, model: nn.Module, plan: _restore.Plan) -> None:
+    def record_restored(self, model: nn.Module, plan: _restore.RestorePlan) -> None:
         self.drift = plan.drift
-        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, not_taken(plan)))
+        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, untaken(plan)))
 
     @property
     def _source(self) -> MemorySource:
@@ -183,7 +183,7 @@ def plan_restore(
     *,
     strict: bool,
     complete: bool = False,
-) -> _restore.Plan:
+) -> _restore.RestorePlan:
     """Check a restore into these objects; nothing changes yet. A name in ``state`` whose object is None is declined."""
     refuse_other_than_module(model)
     refuse_other_than_mapping(state)
@@ -199,7 +199,7 @@ def plan_restore(
 
 def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Module) -> None:
     """A restore failed half-way: nobody shall train on a mix, and the error says what became of the model."""
-    _restore.poison(touched, model)
+    _restore.write_nan(touched, model)
     mark_poisoned(model)
     if isinstance(error, LightckError) and error.args:
         reported = (
@@ -208,7 +208,7 @@ def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Modu
         error.args = (reported, *error.args[1:])
 
 
-def not_taken(plan: _restore.Plan) -> tuple[str, ...]:
+def untaken(plan: _restore.RestorePlan) -> tuple[str, ...]:
     """What a version holds and this restore did not take: attach asks for it."""
     taken = {id(saved) for saved, _ in plan.optimizers}
     missing = [f"the {saved.class_name}" for saved in plan.contents.optimizers if id(saved) not in taken]

@@ -163,7 +163,7 @@ def _optimizer(saved: object) -> OptimizerContents:
     return OptimizerContents(typed(value["class"], str), names, groups, packed, rest, wraps)
 
 
-def refuse_unusable(device: object) -> None:
+def refuse_unusable_device(device: object) -> None:
     """Raises ``TypeError`` or ``ValueError`` for a device on which no tensor can be made: torch's own words come late,
     in the midst of a version, and as all kinds of errors."""
     if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):

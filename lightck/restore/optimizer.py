@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lightck.pool.format.layout import Entry
-from lightck.restore import memory
+from lightck.restore import tensor_writes
 from lightck.restore.contents import Contents, OptimizerContents, empty_for, tensor_reader, unpack_dict
-from lightck.restore.memory import Fills
+from lightck.restore.tensor_writes import TensorWrites
 from lightck.state.inventory import OptimizerView
 from lightck.state.storable import dtype_from_name
 
@@ -25,15 +25,15 @@ def read_state(
     contents: Contents,
     unfit: set[str],
     held: dict[str, torch.Tensor],
-    fills: Fills,
+    writes: TensorWrites,
 ) -> dict[str, Any]:
-    """The state of each parameter, by name: live tensors where they fit, new ones elsewhere, added to ``fills``, which
+    """The state of each parameter, by name: live tensors where they fit, new ones elsewhere, added to ``writes``, which
     gives them their values.
 
     ``unfit``: parameters of another shape or dtype, whose state is not taken. ``held`` gets the tensors by entry name.
     """
     keys = keys_by_param(contents, saved)
-    rest = unpack_dict(saved.values, tensor=tensor_reader(fills.source, held))
+    rest = unpack_dict(saved.values, tensor=tensor_reader(writes.source, held))
     params = dict(live.params)
     filled: set[int] = set()
     counted = counted_on_device(saved)
@@ -48,7 +48,7 @@ def read_state(
             now = present.get(key) if isinstance(present, dict) else None
             stays = key == "step" and name not in counted
             where = partial(device_of, entry, contents, name, p, stays)
-            new[key] = _state_tensor(now, entry, where, held, fills, filled)
+            new[key] = _state_tensor(now, entry, where, held, writes, filled)
         if new or name in rest:
             state[name] = joined(new, rest, name)
     return state
@@ -79,7 +79,7 @@ def _state_tensor(
     entry: Entry,
     device: Callable[[], torch.device],
     held: dict[str, torch.Tensor],
-    fills: Fills,
+    writes: TensorWrites,
     filled: set[int],
 ) -> torch.Tensor:
     """``filled``: ids of the live tensors that were filled already. One that several parameters share live holds the
@@ -88,13 +88,13 @@ def _state_tensor(
         known = held.get(entry.alias)
         if known is not None:
             return known
-        entry = fills.source.entries[entry.alias]
+        entry = writes.source.entries[entry.alias]
     target = present if _fits(present, entry) and id(present) not in filled else None
     if target is None:
         target = empty_for(entry, device())
     filled.add(id(target))
     held[entry.name] = target
-    fills.add(entry.name, target)
+    writes.add(entry.name, target)
     return target
 
 
@@ -140,5 +140,5 @@ def _option(now: Any, saved: object, taken: dict[int, torch.Tensor]) -> object:
         device = now.device if isinstance(now, torch.Tensor) else saved.device
         return saved.clone().to(device)
     with torch.no_grad():
-        memory.write(now, saved)
+        tensor_writes.write(now, saved)
     return now

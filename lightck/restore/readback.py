@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lightck.errors import DriftError, StateValueError, listed
-from lightck.restore import memory
+from lightck.restore import tensor_writes
 from lightck.state import rng, values
 from lightck.state.device_transfers import bytes_in_order
 from lightck.state.inventory import OptimizerView
@@ -52,7 +52,7 @@ class ObjectCheck:
         differ = list(_differences(saved, now, ""))
         if differ:
             again = _state_of(self._obj)
-            differ = [path for path in differ if not _moves(now, again, path)]
+            differ = [path for path in differ if not _is_unstable(now, again, path)]
         if not differ:
             return
         name, kind = self._name, type(self._obj).__name__
@@ -73,7 +73,7 @@ class ObjectCheck:
         )
 
 
-def fits(obj: object, packed: bytes) -> bool:
+def has_same_keys(obj: object, packed: bytes) -> bool:
     """Whether an object's state has the keys of what was saved."""
     now, saved = _state_of(obj), values.unpack(packed, tensor=lambda name: torch.empty(0))
     return isinstance(now, Mapping) and isinstance(saved, Mapping) and now.keys() == saved.keys()
@@ -162,7 +162,7 @@ def _join(path: str, key: object) -> str:
     return f"{path}/{key}" if path else str(key)
 
 
-def _moves(now: object, again: object, path: str) -> bool:
+def _is_unstable(now: object, again: object, path: str) -> bool:
     """Whether what lies at a path is another at each look."""
     return any(moved == path or moved.startswith(f"{path}/") for moved in _differences(now, again, ""))
 
@@ -171,7 +171,7 @@ def _same(saved: object, now: object) -> bool:
     try:
         if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
             cast = now.detach().to("cpu", saved.dtype)
-            return saved.shape == now.shape and memory.same_bits(saved.detach().cpu(), cast)
+            return saved.shape == now.shape and tensor_writes.same_bits(saved.detach().cpu(), cast)
         if isinstance(saved, np.ndarray) and isinstance(now, np.ndarray):
             return saved.shape == now.shape and saved.tobytes() == now.astype(saved.dtype).tobytes()
         if isinstance(saved, _NUMBERS) or isinstance(now, _NUMBERS):

@@ -25,11 +25,11 @@ from lightck.pool.storage.backends import readable_path
 from lightck.pool.storage.lock import holder_of
 from lightck.restore import restore as _restore
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison, refuse_other_than_mapping
-from lightck.restore.contents import Contents, MemorySource, in_memory, refuse_unusable
-from lightck.restore.memory import ordinary_tensors
+from lightck.restore.contents import Contents, MemorySource, in_memory, refuse_unusable_device
+from lightck.restore.tensor_writes import ordinary_tensors
 
 T = TypeVar("T")
-STALE = "it holds old bytes of a tensor that was written unannounced, as a newer version says"
+STALE_REASON = "it holds old bytes of a tensor that was written unannounced, as a newer version says"
 _ATTEMPTS = 20
 """How often the ring is read again on a pool whose slots are being reused while we read."""
 
@@ -86,7 +86,7 @@ def recover(
     """
     _check_arguments(model, optimizer, state, step)
     if model is None:
-        refuse_unusable(device)
+        refuse_unusable_device(device)
     path = readable_path(pool_path)
     reader = open_pool(path)
     try:
@@ -126,7 +126,7 @@ def newest(
                 continue
             generation = stored.record.payload_generation
             if stale_after is not None and generation > stale_after:
-                rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, STALE))
+                rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, STALE_REASON))
                 continue
             try:
                 contents = parse(stored)
@@ -163,7 +163,7 @@ def _nothing_left(
 ) -> Exception:
     reasons = tuple(map(str, rejected)) + tuple(f"commit line {p} is damaged" for p in commit_log.damaged)
     if commit_log.is_empty:
-        return erased_error(reader) or NoCheckpointError(
+        return erased_log_error(reader) or NoCheckpointError(
             f"The pool {reader.path!r} holds no checkpoint yet. The training that made it committed no step so far. "
             "If it has ended, start it afresh; attach(..., resume=True) does that by itself."
         )
@@ -180,9 +180,9 @@ def _nothing_left(
     )
 
 
-def erased_error(reader: PoolReader) -> CorruptPoolError | None:
-    """Of a pool whose commit lines are gone (``PoolReader.erased``)."""
-    generations = ", ".join(map(str, reader.erased()))
+def erased_log_error(reader: PoolReader) -> CorruptPoolError | None:
+    """Of a pool whose commit lines are gone (``PoolReader.unnamed_generations``)."""
+    generations = ", ".join(map(str, reader.unnamed_generations()))
     if not generations:
         return None
     return CorruptPoolError(
@@ -249,7 +249,7 @@ def restore_newest(
             touched.extend(plan.held.values())
         path, uuid, record = reader.path, reader.superblock.uuid, stored.record
         checkpoint = Checkpoint(contents, lambda: _read_again(path, uuid, record), record, path, uuid, rejected)
-        checkpoint.note_restored(model, plan)
+        checkpoint.record_restored(model, plan)
         return checkpoint
 
     try:

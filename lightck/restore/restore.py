@@ -17,11 +17,11 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.errors import DriftError, LightckError, listed
 from lightck.pool.format.layout import Entry
-from lightck.restore import changed_options, memory
+from lightck.restore import changed_options, tensor_writes
 from lightck.restore.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
-from lightck.restore.memory import Fills
 from lightck.restore.optimizer import read_state, set_state
-from lightck.restore.readback import ObjectCheck, check_optimizer, fits
+from lightck.restore.readback import ObjectCheck, check_optimizer, has_same_keys
+from lightck.restore.tensor_writes import TensorWrites
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_views
 from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable
@@ -56,7 +56,7 @@ class Drift:
 
 
 @dataclass(slots=True)
-class Plan:
+class RestorePlan:
     """What ``apply`` will do: checked, and nothing changed yet."""
 
     contents: Contents
@@ -87,7 +87,7 @@ def check(
     *,
     strict: bool,
     complete: bool,
-) -> Plan:
+) -> RestorePlan:
     """Compare a version with a live training. Raises ``DriftError`` where they differ and ``strict`` is set.
 
     ``objects``: name -> object, or None for a name that is declined.
@@ -97,7 +97,7 @@ def check(
     view = ModelView(model)
     names = view.names_by_id()
     opt_views = optimizer_views(optimizers, names)
-    plan = Plan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
+    plan = RestorePlan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
     notes: list[str] = []
     tensors = view.tensors(None) + [live for o in opt_views for live in o.outside()]
     for live in tensors:
@@ -119,7 +119,7 @@ def check(
     return plan
 
 
-def _match_resizable(contents: Contents, view: ModelView, lives: list[Live], plan: Plan) -> list[Live]:
+def _match_resizable(contents: Contents, view: ModelView, lives: list[Live], plan: RestorePlan) -> list[Live]:
     """Plan for the buffers that do not fit and are known to come, go or change their size. Returns the others."""
     left = []
     for live in lives:
@@ -140,7 +140,7 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
 
 
 def _match_tensors(
-    contents: Contents, lives: list[Live], plan: Plan, notes: list[str]
+    contents: Contents, lives: list[Live], plan: RestorePlan, notes: list[str]
 ) -> tuple[_Names, _Names, _Names, _Names]:
     held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
     for _, live in plan.resizable:
@@ -172,7 +172,7 @@ def _were_tied(contents: Contents, name: str, other: str) -> bool:
 
 
 def _match_optimizers(
-    contents: Contents, views: list[OptimizerView], plan: Plan, notes: list[str], complete: bool
+    contents: Contents, views: list[OptimizerView], plan: RestorePlan, notes: list[str], complete: bool
 ) -> None:
     left, pairs = _pairs(contents.optimizers, views)
     for saved, live in pairs:
@@ -239,7 +239,7 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
 
 
 def _match_objects(
-    contents: Contents, objects: Mapping[str, object], plan: Plan, notes: list[str], complete: bool, strict: bool
+    contents: Contents, objects: Mapping[str, object], plan: RestorePlan, notes: list[str], complete: bool, strict: bool
 ) -> None:
     """One of another class (renamed, it may be) is drift; it is taken all the same where it need not be strict, and has
     a state of the same keys."""
@@ -248,7 +248,7 @@ def _match_objects(
             was = contents.classes.get(name)
             if was is not None and was != class_name_of(objects[name]):
                 notes.append(f"state {name!r} is {class_name_of(objects[name])} live, and was saved from {was}")
-                if strict or not fits(objects[name], contents.state[name]):
+                if strict or not has_same_keys(objects[name], contents.state[name]):
                     continue
             plan.objects[name] = objects[name]
         elif complete and name not in plan.declined:
@@ -260,27 +260,27 @@ def _match_objects(
     notes.extend(f"the checkpoint holds nothing for state {name!r}" for name in sorted(asked))
 
 
-def _match_extra(contents: Contents, view: ModelView, plan: Plan, notes: list[str]) -> None:
+def _match_extra(contents: Contents, view: ModelView, plan: RestorePlan, notes: list[str]) -> None:
     live = dict(view.extra)
     for name in contents.extra.keys() ^ live.keys():
         notes.append(f"extra state {name!r} is on one side only")
     plan.extra = [(name, module) for name, module in view.extra if name in contents.extra]
 
 
-def apply(plan: Plan, source: Source) -> None:
+def apply(plan: RestorePlan, source: Source) -> None:
     """Do it. Raises ``DamagedError`` at a block that does not verify: live tensors may have changed by then, and
     ``plan.held`` names them."""
     _refuse_contradiction(plan, source)
     fresh = {name: load_tensor(source, name) for name, _ in plan.resizable if name is not None}
     with torch.no_grad():
-        fills = Fills(source)
+        writes = TensorWrites(source)
         for name, tensor in plan.tensors:
             plan.held[name] = tensor
-            fills.add(name, tensor)
+            writes.add(name, tensor)
         states = [
-            read_state(saved, live, plan.contents, plan.unfit, plan.held, fills) for saved, live in plan.optimizers
+            read_state(saved, live, plan.contents, plan.unfit, plan.held, writes) for saved, live in plan.optimizers
         ]
-        fills.run()
+        writes.run()
     read = tensor_reader(source, plan.held)
     rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
@@ -300,12 +300,12 @@ def apply(plan: Plan, source: Source) -> None:
         check_optimizer(live, state, rest, saved.groups)
     for name, check_one in checks.items():  # load_state_dict may have changed what it was given: taken apart again
         check_one.after(values.unpack(plan.contents.state[name], tensor=plan.held.__getitem__))
-    changed_options.tell_options(plan.edited)
+    changed_options.warn_options(plan.edited)
 
 
-def _refuse_contradiction(plan: Plan, source: Source) -> None:
+def _refuse_contradiction(plan: RestorePlan, source: Source) -> None:
     with torch.no_grad():
-        names = memory.contradiction(plan.tensors, lambda name: load_tensor(source, name))
+        names = tensor_writes.contradiction(plan.tensors, lambda name: load_tensor(source, name))
     if names is not None:
         raise DriftError(
             f"The checkpoint of step {plan.contents.step} does not fit: {names[0]} and {names[1]} share memory live, "
@@ -314,7 +314,7 @@ def _refuse_contradiction(plan: Plan, source: Source) -> None:
         )
 
 
-def _set_resizable(plan: Plan, fresh: Mapping[str, torch.Tensor]) -> None:
+def _set_resizable(plan: RestorePlan, fresh: Mapping[str, torch.Tensor]) -> None:
     """All that can fail was read: buffers appear, go, or take their new size, as the same objects where there are."""
     device = next((tensor.device for _, tensor in plan.tensors), torch.device("cpu"))
     for name, live in plan.resizable:
@@ -341,10 +341,10 @@ def _load(name: str, obj: Any, value: object) -> None:
         ) from err
 
 
-def poison(touched: Iterable[torch.Tensor], model: nn.Module) -> None:
+def write_nan(touched: Iterable[torch.Tensor], model: nn.Module) -> None:
     """No version could be restored whole: make sure that nobody trains on a mix."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *touched]:
             if tensor.dtype == torch.float4_e2m1fn_x2 or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue  # no such value
-            memory.fill(tensor, float("nan"))
+            tensor_writes.write_constant(tensor, float("nan"))

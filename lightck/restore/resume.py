@@ -135,7 +135,7 @@ def is_poisoned(model: nn.Module) -> bool:
     return model in _poisoned
 
 
-def tell_differences(contents: Contents) -> None:
+def warn_differences(contents: Contents) -> None:
     """One line where the machine or torch is not the one that saved: continuation may differ in bits."""
     differ = _other_conditions(contents)
     if differ:

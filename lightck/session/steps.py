@@ -294,4 +294,4 @@ def _follows(found: Found, capture: Capture, pipeline: Pipeline, resumed: Resume
         step, is_same = resumed.step, resumed.same_conditions
         comparison = Comparison(step, resumed.recorded, is_strict=strict_data, same_bits=is_same, parts=parts)
     counted = Counted(step, capture.loaders, by_itself=bool(found.state.keys() - found.found.keys()))
-    return Follows(Recorder(pipeline.store_next, parts), comparison, counted)
+    return Follows(Recorder(pipeline.store_next_batch, parts), comparison, counted)

@@ -110,7 +110,7 @@ class Keeper(CommitListener):
         self._newest = step
 
     @property
-    def is_here(self) -> bool:
+    def called_from_own_thread(self) -> bool:
         """The caller is on the thread of an export."""
         return self._thread is threading.current_thread()
 

@@ -554,7 +554,7 @@ def test_with_many_checkpoints_under_way_there_is_room_for_each(pool, transfer, 
     """The engine holds so many jobs; what finds no room there would be read at once, and wait for the device."""
     read_at_once = []
     monkeypatch.setattr(Submission, "copy_at_boundary", lambda self, tensors: read_at_once.extend(tensors))
-    before = emulation.used()
+    before = emulation.active_profile()
     emulation.use(Profile("slow to fence", 1_000_000_000, 1_000_000_000, 15_000_000, 64, "made up"))
     try:
         model = net(BIG)

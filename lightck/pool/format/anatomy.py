@@ -86,7 +86,7 @@ def _structures(reader: PoolReader) -> Iterator[Part]:
         generation = reader.slot_generation(slot)
         words = f"header of slot {slot}" + (f" (generation {generation})" if generation is not None else "")
         yield Part(HEADER, words, offset, COMMIT_RECORD_NBYTES, generation, slot=slot)
-        if sb.has_next:
+        if sb.has_next_batch:
             yield Part(NEXT, f"record of what followed, slot {slot}", offset + NEXT_OFFSET, NEXT_NBYTES, slot=slot)
 
 

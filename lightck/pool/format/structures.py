@@ -211,7 +211,7 @@ class Superblock:
             raise DamagedError("superblock geometry")
 
     @property
-    def has_next(self) -> bool:
+    def has_next_batch(self) -> bool:
         """Whether its slots may have a record of the batch that follows, in a place that is nothing else's."""
         return bool(self.compat & COMPAT_NEXT) and self.manifest_offset >= NEXT_OFFSET + NEXT_NBYTES
 

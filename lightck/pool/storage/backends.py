@@ -48,7 +48,7 @@ def _named(name: str, said: str) -> Backend:
 
 def is_pool(path: str) -> bool:
     """Whether a pool lies there, by its signature; what cannot be opened is none. Raises ``PoolIOError`` as
-    ``peeked`` does."""
+    ``ask_file`` does."""
     absolute = os.path.abspath(path)  # a device is known by it
     try:
         mode = os.lstat(absolute).st_mode

@@ -29,9 +29,9 @@ from lightck.pool.engine import Medium
 from lightck.pool.format.structures import PAGE, POOL_NBYTES_MIN, align_up
 from lightck.pool.storage import devdax_head as head_of_device
 from lightck.pool.storage import durability, extents
-from lightck.pool.storage.devdax_head import HEAD_NBYTES, RECORD_OFFSETS, TENSOR_RECORD_NBYTES, Head, Record
+from lightck.pool.storage.devdax_head import HEAD_NBYTES, RECORD_NBYTES, RECORD_OFFSETS, Head, Record
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import undone
+from lightck.pool.storage.failures import undo_on_error
 from lightck.pool.storage.file import checked_folder
 from lightck.pool.storage.system import DaxDevice, System
 
@@ -80,16 +80,14 @@ class _Device:
 
     def record(self) -> Record | None:
         """The same as ``head().record``, without a look at the rest."""
-        return head_of_device.newest(
-            Record.unpack(self.mapping.read(at, TENSOR_RECORD_NBYTES)) for at in RECORD_OFFSETS
-        )
+        return head_of_device.newest(Record.unpack(self.mapping.read(at, RECORD_NBYTES)) for at in RECORD_OFFSETS)
 
-    def name_pool(self, start: int, nbytes: int) -> Record:
+    def set_pool(self, start: int, nbytes: int) -> Record:
         """From now on this is the device's pool, durably; 0 bytes: none is."""
         before = self.record()
         record = Record(before.sequence + 1 if before is not None else 1, start, nbytes, self.facts.nbytes)
         with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
-            if before is not None and self.mapping.read(RECORD_OFFSETS[1], TENSOR_RECORD_NBYTES) != before.pack():
+            if before is not None and self.mapping.read(RECORD_OFFSETS[1], RECORD_NBYTES) != before.pack():
                 medium.store_commit_record(
                     RECORD_OFFSETS[1], before.pack()
                 )  # it has to say what holds while the first one is written
@@ -136,7 +134,7 @@ class DevdaxContainer:
 
     def publish(self) -> None:
         assert self._record is None, "published once"
-        self._record = self._device.name_pool(self._start, self.nbytes)
+        self._record = self._device.set_pool(self._start, self.nbytes)
 
     def is_current(self) -> bool:
         if self._record is None:
@@ -190,7 +188,7 @@ class DevdaxBackend:
             raise _no_device(path)
         return durability.probe_device(facts, system=self._system)
 
-    def look(self, path: str) -> tuple[int, durability.Durability]:
+    def size_and_durability(self, path: str) -> tuple[int, durability.Durability]:
         """How large a device is and what a pool there survives; the errors of ``open``, whatever it holds."""
         with contextlib.closing(self._opened(path, write=False)) as device:
             return device.facts.nbytes, durability.probe_device(device.facts, system=self._system)
@@ -204,11 +202,11 @@ class DevdaxBackend:
             if head.is_foreign:
                 device.wipe()
             if head.is_foreign or head.pool is not None or (head.is_signed and head.record is None):
-                device.name_pool(0, 0)
+                device.set_pool(0, 0)
 
     def create(self, path: str, nbytes: int) -> DevdaxContainer:
         device = self._opened(path, write=True)
-        with undone(device.close):
+        with undo_on_error(device.close):
             container = DevdaxContainer(device, _place(device, nbytes), nbytes)
             with contextlib.closing(Medium(device.fd, container.extents, device.tier)) as medium:
                 medium.zero(0, nbytes)
@@ -217,7 +215,7 @@ class DevdaxBackend:
 
     def open(self, path: str, *, write: bool) -> DevdaxContainer:
         device = self._opened(path, write=write)
-        with undone(device.close):
+        with undo_on_error(device.close):
             record = _checked(device, device.head())
         return DevdaxContainer(device, record.start, record.nbytes, record)
 
@@ -229,7 +227,7 @@ class DevdaxBackend:
             fd = os.open(path, flags | (os.O_RDWR if write else os.O_RDONLY))
         except OSError as err:
             raise _cannot_open(path, err) from err
-        with undone(lambda: os.close(fd)):
+        with undo_on_error(lambda: os.close(fd)):
             st = os.fstat(fd)
             facts = self._system.dax_device(st)
             if facts is None:

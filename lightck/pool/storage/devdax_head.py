@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from lightck.pool.format.structures import MIB, PAGE, align_up, crc64
 
 MAGIC = b"LCKDAX\x00\x01"
-TENSOR_RECORD_NBYTES = 64
+RECORD_NBYTES = 64
 RECORD_OFFSETS = (0, PAGE)
 SEQUENCE_MAX = 1 << 63
 HEAD_NBYTES = 2 * MIB
@@ -40,7 +40,7 @@ class Record:
     @classmethod
     def unpack(cls, data: bytes) -> Record | None:
         """The record; None where it does not pass its check."""
-        if len(data) < TENSOR_RECORD_NBYTES or data[:8] != MAGIC or crc64(data[:56]) != _U64.unpack(data[56:64])[0]:
+        if len(data) < RECORD_NBYTES or data[:8] != MAGIC or crc64(data[:56]) != _U64.unpack(data[56:64])[0]:
             return None
         _, sequence, start, nbytes, device_nbytes, _ = _RECORD.unpack(data[:56])
         return cls(sequence, start, nbytes, device_nbytes) if sequence < SEQUENCE_MAX else None
@@ -78,9 +78,9 @@ def newest(copies: Iterable[Record | None]) -> Record | None:
 def examine(read: Callable[[int, int], bytes]) -> Head:
     """The head, through ``read(offset, nbytes)``."""
     data = read(0, HEAD_NBYTES)
-    raw = [data[at : at + TENSOR_RECORD_NBYTES] for at in RECORD_OFFSETS]
+    raw = [data[at : at + RECORD_NBYTES] for at in RECORD_OFFSETS]
     first, second = RECORD_OFFSETS
-    others = (data[first + TENSOR_RECORD_NBYTES : second], data[second + TENSOR_RECORD_NBYTES :])
+    others = (data[first + RECORD_NBYTES : second], data[second + RECORD_NBYTES :])
     is_blank = all(each[:8] == bytes(8) for each in raw) and not any(part.strip(b"\0") for part in others)
     return Head(tuple(map(Record.unpack, raw)), any(each[:8] == MAGIC for each in raw), is_blank)
 

@@ -82,7 +82,7 @@ def probe(folder: str, file: str | None = None, *, system: System | None = None)
 
 
 def _labelled(found: Durability) -> Durability:
-    profile = emulation.used()
+    profile = emulation.active_profile()
     if profile is None:
         return found
     seen = f"its speed is emulated: that of {profile.name} ({profile.source}). What it survives is not"

@@ -66,7 +66,7 @@ def has_threads(pid: int) -> bool:
     return False
 
 
-def dying_of_mine() -> int | None:
+def own_dying_process() -> int | None:
     """A process of this user that is dying and has not ended: perhaps the one whose files are closed already, so that
     nothing says whose a lock is."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -94,7 +94,7 @@ def hasten(pid: int) -> None:
             os.close(fd)
 
 
-class Wait:
+class DyingHolderWait:
     """For one holder after another, as long as each is dying, and in all no longer than ``SECONDS_MAX``."""
 
     def __init__(self, pool_path: str) -> None:
@@ -107,7 +107,7 @@ class Wait:
         """For how long was waited."""
         return 0.0 if self._begin is None else time.monotonic() - self._begin
 
-    def a_moment(self, pid: int) -> bool:
+    def wait_briefly(self, pid: int) -> bool:
         """Wait a moment for the end of this dying process, and help it. False where that is over."""
         if self._begin is None:
             self._begin = time.monotonic()

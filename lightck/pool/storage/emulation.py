@@ -71,32 +71,32 @@ PROFILES = {
     )
 }
 
-_used: Profile | None = None
+_active: Profile | None = None
 _is_chosen = False
 
 
 def use(profile: str | Profile | None) -> None:
     """Emulate this memory from now on, or none. Pools that are open stay as they are."""
-    global _used, _is_chosen
+    global _active, _is_chosen
     if isinstance(profile, str):
         if profile not in PROFILES:
             raise ValueError(f"The memory {profile!r} is not known. These can be emulated: {', '.join(PROFILES)}.")
         profile = PROFILES[profile]
     numbers = (0, 0, 0, 0) if profile is None else (profile.write, profile.read, profile.fence_ns, profile.unit)
     check(lib.lck_emulate(*numbers), "emulating a memory")
-    _used, _is_chosen = profile, True
+    _active, _is_chosen = profile, True
 
 
-def used() -> Profile | None:
+def active_profile() -> Profile | None:
     """What is emulated now. To be asked before a pool is opened: the first time, it looks at the environment."""
     if not _is_chosen:
         _honour(os.environ.get(VARIABLE))
-    return _used
+    return _active
 
 
 def label() -> str | None:
     """For example ``emulated optane-1``; None where nothing is emulated."""
-    profile = used()
+    profile = active_profile()
     return None if profile is None else f"emulated {profile.name}"
 
 

@@ -1,6 +1,6 @@
 """What the system refused, as lightck's errors: the fact, the errno as the reason, and the cure that fits it.
 
-An error of the medium (``is_of_medium``) says something about the bytes at hand, so a reader goes on to the next copy
+An error of the medium (``is_medium_error``) says something about the bytes at hand, so a reader goes on to the next copy
 or the older version. Any other (no memory, no descriptors) says nothing about them, and nothing is passed over for it.
 """
 
@@ -25,9 +25,9 @@ _CURES = {
     errno.EDQUOT: "Free space there, raise the quota, or choose another medium.",
     errno.EROFS: "Its file system is mounted read-only: choose another folder, or mount it for writing.",
 }
-TRANSIENT = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)
+TRANSIENT_ERRNOS = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)
 """Errors that do not answer a question, rather than answering it with no."""
-OF_PATH = (
+PATH_ERRNOS = (
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
@@ -44,7 +44,7 @@ OF_PATH = (
 """Errors about a path, and who may do what there; all others are the system's."""
 
 
-def is_of_medium(code: int | None) -> bool:
+def is_medium_error(code: int | None) -> bool:
     """Whether an errno says that these bytes cannot be had, rather than that nothing can be had now."""
     return code in _OF_MEDIUM
 
@@ -64,7 +64,7 @@ def too_long(path: str) -> PoolPathError:
 
 
 @contextmanager
-def reported(fact: str) -> Iterator[None]:
+def as_io_error(fact: str) -> Iterator[None]:
     """Raise what the system refuses in this block as ``PoolIOError``, memory too; lightck's own errors pass."""
     try:
         yield
@@ -77,7 +77,7 @@ def reported(fact: str) -> Iterator[None]:
 
 
 @contextmanager
-def undone(undo: Callable[[], object]) -> Iterator[None]:
+def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
     """Where this block fails, undo what was done before it."""
     try:
         yield

@@ -30,7 +30,15 @@ from lightck.pool.format.structures import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OF
 from lightck.pool.storage import durability, extents, lock, temporary
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, reported, too_long, undone
+from lightck.pool.storage.failures import (
+    PATH_ERRNOS,
+    TRANSIENT_ERRNOS,
+    as_io_error,
+    io_error,
+    is_medium_error,
+    too_long,
+    undo_on_error,
+)
 from lightck.pool.storage.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
@@ -69,10 +77,10 @@ class FileContainer:
 
     def publish(self) -> None:
         assert self.lock_fd is not None, "published once"
-        with _making(self.path):
+        with _creation_errors(self.path):
             os.fsync(self.fd)
             os.rename(temporary.name_of(self.path), self.path)
-            self._let_go()
+            self._unlock()
             sync_folder(os.path.dirname(self.path))
 
     def is_current(self) -> bool:
@@ -82,7 +90,7 @@ class FileContainer:
             there = os.stat(self.path, follow_symlinks=False)
             here = os.fstat(self.fd)
         except OSError as err:
-            return err.errno in TRANSIENT  # then it is not known to be lost, and asked again at the next version
+            return err.errno in TRANSIENT_ERRNOS  # then it is not known to be lost, and asked again at the next version
         return (there.st_dev, there.st_ino, here.st_size >= self.file_nbytes) == (here.st_dev, here.st_ino, True)
 
     def close(self) -> None:
@@ -91,13 +99,13 @@ class FileContainer:
         if self.lock_fd is not None and os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 os.unlink(temporary.name_of(self.path))
-        self._let_go()
+        self._unlock()
         os.close(self.fd)
         self.fd = -1
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         if self.lock_fd is not None:
-            lock.let_go(self.lock_fd)
+            lock.unlock_file(self.lock_fd)
             self.lock_fd = None
 
 
@@ -110,7 +118,7 @@ class FileBackend:
         return self.recognises(path)
 
     def recognises(self, path: str) -> bool:
-        return peeked(path, _has_magic)
+        return ask_file(path, _has_magic)
 
     def probe(self, path: str) -> durability.Durability:
         folder = checked_folder(path)
@@ -121,7 +129,7 @@ class FileBackend:
 
     def discard(self, path: str) -> None:
         if temporary.removed(path):
-            with reported(f"The pool {path!r} was removed, but its folder cannot be synced"):
+            with as_io_error(f"The pool {path!r} was removed, but its folder cannot be synced"):
                 sync_folder(os.path.dirname(path))
 
     def create(self, path: str, nbytes: int) -> Container:
@@ -131,36 +139,36 @@ class FileBackend:
         """A file of so many bytes, which gets its name by ``publish``."""
         checked_folder(path)
         temporary.remove_stale(path)
-        with _making(path):
+        with _creation_errors(path):
             fd, lock_fd = temporary.make(path)
         container = FileContainer(path, fd, nbytes, lock_fd)
-        with undone(container.close):
-            with _making(path):
+        with undo_on_error(container.close):
+            with _creation_errors(path):
                 _allocate(path, fd, nbytes)
             if durability.probe(os.path.dirname(path), temporary.name_of(path)).is_persistent_memory:
                 _prewrite(path, fd, nbytes)
         return container
 
     def open(self, path: str, *, write: bool) -> Container:
-        if peeked(path, is_pmdk):
+        if ask_file(path, is_pmdk):
             raise NotAPoolError(
                 f"The file {path!r} is a PMDK pool, not a pool in a plain file. Nothing was changed. Use "
                 'backend="auto" or "pmdk", or another path.'
             )
-        return opened(path, write=write)
+        return open_checked(path, write=write)
 
 
-def opened(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> FileContainer:
+def open_checked(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> FileContainer:
     """An existing file, once its kind, mode, links and size were found safe; to be written, its owner too."""
     try:
         fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
     except OSError as err:
         raise _cannot_open(path, err, write) from err
-    with undone(lambda: os.close(fd)), reported(f"The pool {path!r} cannot be opened"):
+    with undo_on_error(lambda: os.close(fd)), as_io_error(f"The pool {path!r} cannot be opened"):
         return FileContainer(path, fd, _checked_size(path, fd, nbytes_min, write))
 
 
-def peeked(path: str, question: Callable[[int], bool]) -> bool:
+def ask_file(path: str, question: Callable[[int], bool]) -> bool:
     """The answer for the file at this path, by its descriptor; False where there is none that could be read. Raises
     ``PoolIOError`` where the system cannot answer now: a pool must not be taken for one of another kind."""
     try:
@@ -170,13 +178,13 @@ def peeked(path: str, question: Callable[[int], bool]) -> bool:
     try:
         return question(fd)
     except OSError as err:
-        return not is_of_medium(err.errno) and _unanswered(path, err)
+        return not is_medium_error(err.errno) and _unanswered(path, err)
     finally:
         os.close(fd)
 
 
 def _unanswered(path: str, err: OSError) -> bool:
-    if err.errno in TRANSIENT:
+    if err.errno in TRANSIENT_ERRNOS:
         raise io_error(f"The file {path!r} cannot be read", err.errno, err.strerror) from err
     return False
 
@@ -189,7 +197,7 @@ def _has_magic_at(fd: int, offset: int) -> bool:
     try:
         return os.pread(fd, len(MAGIC), offset) == MAGIC
     except OSError as err:
-        if not is_of_medium(err.errno):
+        if not is_medium_error(err.errno):
             raise
         return False  # the other copy may be readable, and is enough
 
@@ -307,7 +315,7 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
     if err.errno == errno.ENAMETOOLONG:
         return too_long(path)
     what = "written" if write else "read"
-    if err.errno not in OF_PATH:
+    if err.errno not in PATH_ERRNOS:
         return io_error(f"The pool {path!r} cannot be {what}", err.errno, err.strerror)
     return PoolPermissionError(
         f"The pool {path!r} cannot be {what}: {err.strerror}. Check its owner and mode, and that the file system is "
@@ -316,7 +324,7 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
 
 
 @contextlib.contextmanager
-def _making(path: str) -> Iterator[None]:
+def _creation_errors(path: str) -> Iterator[None]:
     try:
         yield
     except PoolError:
@@ -326,7 +334,7 @@ def _making(path: str) -> Iterator[None]:
 
 
 def _cannot_write(path: str, err: OSError) -> Exception:
-    if err.errno not in OF_PATH:
+    if err.errno not in PATH_ERRNOS:
         return io_error(f"The pool {path!r} cannot be made", err.errno, err.strerror)
     return PoolPermissionError(
         f"The pool {path!r} cannot be made: {err.strerror or err}. lightck writes a file beside it first and renames "
@@ -351,7 +359,7 @@ def checked_folder(path: str) -> str:
     try:
         st = os.stat(folder)
     except OSError as err:
-        if err.errno in TRANSIENT:
+        if err.errno in TRANSIENT_ERRNOS:
             raise io_error(f"The folder of the pool {path!r} cannot be looked at", err.errno, err.strerror) from err
         if err.errno == errno.ENAMETOOLONG:
             raise too_long(path) from err

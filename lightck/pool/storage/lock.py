@@ -37,7 +37,7 @@ from lightck.errors import (
     PoolPermissionError,
 )
 from lightck.pool.storage import dying_holder
-from lightck.pool.storage.failures import TRANSIENT, io_error, reported, too_long, undone
+from lightck.pool.storage.failures import TRANSIENT_ERRNOS, as_io_error, io_error, too_long, undo_on_error
 
 log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
@@ -74,7 +74,7 @@ class _DyingError(PoolLockedError):
 
 def holder_of(pool_path: str) -> Holder | None:
     """Who has this pool open for writing, or None. Takes no lock, and makes no lock file where there is none."""
-    path = _place(pool_path)
+    path = _lock_target(pool_path)
     with _guard:
         try:
             st = os.stat(path, follow_symlinks=False)
@@ -84,12 +84,12 @@ def holder_of(pool_path: str) -> Holder | None:
         except OSError:
             return None
         try:
-            return _asked(fd)
+            return _holder(fd)
         finally:
             os.close(fd)
 
 
-def _place(pool_path: str) -> str:
+def _lock_target(pool_path: str) -> str:
     """What is locked for this pool."""
     return pool_path if _is_device(pool_path) else pool_path + ".lock"
 
@@ -112,7 +112,7 @@ def _conflict(fd: int) -> int | None:
     return None if kind == fcntl.F_UNLCK else max(int(pid), -1)
 
 
-def _asked(fd: int) -> Holder | None:
+def _holder(fd: int) -> Holder | None:
     """Who holds a lock that would keep a writer out."""
     pid = _conflict(fd)
     if pid is None:
@@ -158,16 +158,16 @@ class PoolLock:
     """Holds the lock of one pool from construction until ``release``."""
 
     def __init__(self, pool_path: str) -> None:
-        self.path = _place(pool_path)
+        self.path = _lock_target(pool_path)
         self._is_device = self.path == pool_path
         self._pool_path = pool_path
         self._pid = os.getpid()
         self._fd = -1
-        wait = dying_holder.Wait(pool_path)
-        while not self._taken(wait):
+        wait = dying_holder.DyingHolderWait(pool_path)
+        while not self._try_take(wait):
             pass
 
-    def _taken(self, wait: dying_holder.Wait) -> bool:
+    def _try_take(self, wait: dying_holder.DyingHolderWait) -> bool:
         """False where a holder is dying: then a moment was waited, without the guard. Raises its error where that
         takes too long."""
         try:
@@ -176,14 +176,14 @@ class PoolLock:
                 self._take()
             return True
         except _DyingError as err:
-            if not wait.a_moment(err.pid):
+            if not wait.wait_briefly(err.pid):
                 raise
         return False
 
     def _take(self) -> None:
         self._fd = self._open()
         _descriptors.add(self._fd)
-        with undone(self._drop):
+        with undo_on_error(self._drop):
             self._key = self._lock()
         _held[self._key] = self._pool_path
 
@@ -205,7 +205,7 @@ class PoolLock:
         try:
             st = os.stat(self.path, follow_symlinks=False)
         except OSError as err:
-            if err.errno in TRANSIENT:  # not known is not no: another descriptor would take our own lock away
+            if err.errno in TRANSIENT_ERRNOS:  # not known is not no: another descriptor would take our own lock away
                 raise io_error(f"The lock file {self.path!r} cannot be looked at", err.errno, err.strerror) from err
             return False
         return (st.st_dev, st.st_ino) in _held
@@ -217,7 +217,7 @@ class PoolLock:
         try:
             fd = os.open(self.path, flags, 0o600)
         except OSError as err:
-            if err.errno in (*TRANSIENT, errno.ENOSPC, errno.EDQUOT):
+            if err.errno in (*TRANSIENT_ERRNOS, errno.ENOSPC, errno.EDQUOT):
                 raise io_error(f"The lock file {self.path!r} cannot be opened", err.errno, err.strerror) from err
             if err.errno == errno.ENAMETOOLONG:
                 raise too_long(self._pool_path) from err
@@ -230,8 +230,8 @@ class PoolLock:
                 f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer of a pool locks it. "
                 "Give the pool a folder that you can write to."
             ) from err
-        with undone(lambda: os.close(fd)):
-            with reported(f"The lock file {self.path!r} cannot be looked at"):
+        with undo_on_error(lambda: os.close(fd)):
+            with as_io_error(f"The lock file {self.path!r} cannot be looked at"):
                 st = os.fstat(fd)
             if not stat.S_ISREG(st.st_mode):
                 raise PoolPermissionError(
@@ -259,7 +259,7 @@ class PoolLock:
     def _lock(self) -> tuple[int, int]:
         for _ in range(_ATTEMPTS):
             if self._try_lock():
-                with reported(f"The lock file {self.path!r} cannot be looked at"):
+                with as_io_error(f"The lock file {self.path!r} cannot be looked at"):
                     st = os.fstat(self._fd)
                 return st.st_dev, st.st_ino
             pid = _conflict(self._fd)
@@ -269,9 +269,9 @@ class PoolLock:
                 self._refuse_dying(pid)
                 if _conflict(self._fd) == pid:  # else it has ended meanwhile
                     break
-        holder = _asked(self._fd)
+        holder = _holder(self._fd)
         if _conflict(self._fd) == -1:
-            self._refuse_dying(dying_holder.dying_of_mine() if holder is None or holder.pid is None else holder.pid)
+            self._refuse_dying(dying_holder.own_dying_process() if holder is None or holder.pid is None else holder.pid)
         who = (
             "its pid is not visible from here"
             if holder is None or holder.pid is None
@@ -298,7 +298,7 @@ class PoolLock:
             return False
         return True
 
-    def refuse_lost(self, *, by_file: bool = False) -> None:
+    def refuse_if_lost(self, *, by_file: bool = False) -> None:
         """Before a slot is written. Where the lock file was removed a new one is made; where another process may have
         the pool since, raises ``BackgroundError``. ``by_file``: whether the lock file is ours is all that is asked, as
         right behind a whole answer."""
@@ -349,7 +349,7 @@ class PoolLock:
                 self._drop()
 
 
-def hold(path: str) -> int:
+def lock_file(path: str) -> int:
     """Lock a file that is being made, as long as the descriptor that this gives is open, and this process lives. Where
     the file system has no such locks nothing is lost: the pool's own lock is held besides."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -364,7 +364,7 @@ def is_locked(fd: int) -> bool:
     return _conflict(fd) is not None
 
 
-def let_go(fd: int) -> None:
+def unlock_file(fd: int) -> None:
     """Of ``hold``. A forked child has closed its descriptor at its start, and its number may be another file's."""
     if fd in _descriptors:
         _close(fd)

@@ -26,8 +26,8 @@ from lightck.pool.storage import extents, pmdk_file, pmemobj
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import io_error, reported, undone
-from lightck.pool.storage.file import FileBackend, FileContainer, opened, peeked
+from lightck.pool.storage.failures import as_io_error, io_error, undo_on_error
+from lightck.pool.storage.file import FileBackend, FileContainer, ask_file, open_checked
 from lightck.pool.storage.pmdk_file import Arena
 
 log = logging.getLogger("lightck")
@@ -75,31 +75,31 @@ class PmdkBackend(FileBackend):
 
     def claims(self, path: str) -> bool:
         """Of other programs' pools too: this backend says what is wrong with them."""
-        return peeked(path, pmdk_file.is_pmdk)
+        return ask_file(path, pmdk_file.is_pmdk)
 
     def recognises(self, path: str) -> bool:
-        return peeked(path, pmdk_file.is_ours)
+        return ask_file(path, pmdk_file.is_ours)
 
     def create(self, path: str, nbytes: int) -> Container:
         _load(path)
         durability = self.probe(path)
         lengths = pmdk_file.split(nbytes, self._arena_nbytes)
         file = self.create_file(path, pmdk_file.file_nbytes(lengths))
-        with undone(file.close):
+        with undo_on_error(file.close):
             pool = _opened(path, file, create=True, shutdown_state=durability.is_persistent_memory)
             container = PmdkContainer(file, (), pool)
-        with undone(container.close):
+        with undo_on_error(container.close):
             try:
                 places = _allocate(pool, file, lengths)
             except pmemobj.PmemobjError as err:
                 raise _refused(path, err) from err
-        _tell(path, durability)
+        _warn_slow_medium(path, durability)
         return PmdkContainer(file, places, pool)
 
     def open(self, path: str, *, write: bool) -> Container:
-        file = opened(path, write=write, nbytes_min=0)
-        with undone(file.close):
-            with reported(f"The PMDK pool {path!r} cannot be read"):
+        file = open_checked(path, write=write, nbytes_min=0)
+        with undo_on_error(file.close):
+            with as_io_error(f"The PMDK pool {path!r} cannot be read"):
                 places = pmdk_file.read_extents(file.fd, path, file.nbytes)
                 shutdown_state = pmdk_file.has_shutdown_state(file.fd)
             if not write:
@@ -107,14 +107,14 @@ class PmdkBackend(FileBackend):
             _load(path)
             durability = self.probe(path)
             pool = _opened(path, file, shutdown_state=shutdown_state)
-        _tell(path, durability)
+        _warn_slow_medium(path, durability)
         return PmdkContainer(file, places, pool)
 
 
 def _opened(path: str, file: FileContainer, *, create: bool = False, shutdown_state: bool) -> pmemobj.Pool:
     """libpmemobj's hold on the very file that was checked: by its descriptor, not by its path again."""
     here = f"/proc/self/fd/{file.fd}"
-    with reported(f"The PMDK pool {path!r} cannot be looked at"):
+    with as_io_error(f"The PMDK pool {path!r} cannot be looked at"):
         size = os.fstat(file.fd).st_size
     end, pause = time.monotonic() + _DYING_SECONDS, 0.005
     while True:
@@ -134,7 +134,7 @@ def _allocate(pool: pmemobj.Pool, file: FileContainer, lengths: list[int]) -> Ex
     for number, length in enumerate(lengths):
         place = pmdk_file.arena_place(root, number)
         pool.alloc(place, pmdk_file.object_nbytes(length), ARENA_KIND)
-        with reported(f"The PMDK pool {file.path!r} cannot be read back"):
+        with as_io_error(f"The PMDK pool {file.path!r} cannot be read back"):
             uuid_lo, offset = pmdk_file.read_object(file.fd, place)
         arenas.append(Arena(uuid_lo, offset, pmdk_file.arena_start(offset), length))
     pool.store(root, pmdk_file.pack_root(arenas, file.nbytes))
@@ -190,7 +190,7 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
     )
 
 
-def _tell(path: str, durability: Durability) -> None:
+def _warn_slow_medium(path: str, durability: Durability) -> None:
     """Once per process: a PMDK pool on a medium that is not what PMDK is for. Whoever set PMDK's own variable knows."""
     global _reported
     if _reported or durability.is_persistent_memory or os.environ.get("PMEM_IS_PMEM_FORCE") == "1":

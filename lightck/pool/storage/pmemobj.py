@@ -43,7 +43,7 @@ def load() -> None:
     with _turn:
         status = lib.lck_pmdk_load((os.environ.get(LIBRARY_VARIABLE) or LIBRARY).encode())
         reason = _reason()
-        _tell()
+        _log_messages()
     if status != lib.LCK_OK:
         raise MissingError(reason)
 
@@ -90,7 +90,7 @@ class Pool:
             with _turn:
                 _open.pop(id(self), None)
                 lib.lck_pmdk_close(handle)
-                _tell()
+                _log_messages()
 
     def abandon(self) -> None:
         """Its file lost bytes, and libpmemobj would store into them: it is not asked to close, and keeps what it has
@@ -104,7 +104,7 @@ def _check(status: int) -> None:
         return
     code = errno_of(status) or 0
     why = _reason() if status == lib.LCK_ESYS else reason(status)
-    _tell()
+    _log_messages()
     raise PmemobjError(code, why)
 
 
@@ -112,7 +112,7 @@ def _reason() -> str:
     return ffi.string(lib.lck_pmdk_message()).decode("utf-8", "replace")
 
 
-def _tell() -> None:
+def _log_messages() -> None:
     """Pass on what libpmemobj logged."""
     out = ffi.new("char[]", _LOG_NBYTES)
     nbytes = lib.lck_pmdk_log(out, _LOG_NBYTES)

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from lightck.errors import PoolPermissionError
 from lightck.pool.storage import lock
-from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, undone
+from lightck.pool.storage.failures import PATH_ERRNOS, TRANSIENT_ERRNOS, io_error, undo_on_error
 
 
 def name_of(path: str) -> str:
@@ -22,7 +22,7 @@ def name_of(path: str) -> str:
 
 
 def make(path: str) -> tuple[int, int]:
-    """Descriptors of a new, empty file: one to write it, one that keeps it locked (``lock.let_go``). Raises
+    """Descriptors of a new, empty file: one to write it, one that keeps it locked (``lock.unlock_file``). Raises
     ``OSError`` too."""
     name = name_of(path)
     try:
@@ -33,9 +33,9 @@ def make(path: str) -> tuple[int, int]:
             "training of yours left it. It is not touched. Remove it if nobody needs it, or choose another name for "
             "the pool."
         ) from err
-    with undone(lambda: os.unlink(name)), undone(lambda: os.close(fd)):
+    with undo_on_error(lambda: os.unlink(name)), undo_on_error(lambda: os.close(fd)):
         os.fchmod(fd, 0o600)
-        return fd, lock.hold(name)
+        return fd, lock.lock_file(name)
 
 
 def remove_stale(path: str) -> None:
@@ -50,7 +50,7 @@ def _is_left(name: str) -> bool:
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as err:
-        if err.errno in TRANSIENT:
+        if err.errno in TRANSIENT_ERRNOS:
             raise io_error(f"The file {name!r} cannot be looked at", err.errno, err.strerror) from err
         return False
     try:
@@ -68,7 +68,7 @@ def removed(path: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError as err:
-        if err.errno not in OF_PATH:
+        if err.errno not in PATH_ERRNOS:
             raise io_error(f"{path!r} cannot be removed", err.errno, err.strerror) from err
         raise PoolPermissionError(
             f"{path!r} cannot be removed: {err.strerror}. It is in the way of a new pool. Remove it yourself, or "

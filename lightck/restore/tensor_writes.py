@@ -1,6 +1,6 @@
 """Values into live tensors, also into ones that share memory: with other tensors, or with themselves (expanded).
 
-``Fills`` reads the verified bytes of a version into live tensors, in place. Invariant: what is written is what is read
+``TensorWrites`` reads the verified bytes of a version into live tensors, in place. Invariant: what is written is what is read
 back afterwards, from every tensor. Tensors that share memory and were saved with values that contradict each other are
 found before the first live byte changes (``contradiction``).
 """
@@ -48,7 +48,7 @@ def write(target: torch.Tensor, values: torch.Tensor) -> None:
         target.data = values.to(target.device)
 
 
-def fill(target: torch.Tensor, value: float) -> None:
+def write_constant(target: torch.Tensor, value: float) -> None:
     """Every element, also where elements share memory."""
     target[_each_place_once(target)].fill_(value)
 
@@ -105,7 +105,7 @@ def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
     return [[held[k] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
 
 
-def crowded(tensors: Sequence[Named]) -> set[int]:
+def sharing_memory(tensors: Sequence[Named]) -> set[int]:
     """Ids of those that have others of these in their memory."""
     return {id(tensor) for group in _sharing(tensors) for _, tensor in group}
 
@@ -153,7 +153,7 @@ def _physical(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 # -- verified bytes ----------------------------------------------------------------------------------------------------
 
 
-class Fills:
+class TensorWrites:
     """Live tensors that are to get the verified bytes of a version. ``run`` reads them together, on several threads;
     tensors whose memory overlaps are filled one after the other, in the order in which they were added."""
 
@@ -178,7 +178,7 @@ class Fills:
 
     def _sorted(self, added: list[Named]) -> tuple[list[Named], list[Named]]:
         """Those that can be read straight into their memory at the same time, and the others."""
-        shared, entries = crowded(added), self.source.entries
+        shared, entries = sharing_memory(added), self.source.entries
         if not shared and _lie_as([entries[name] for name, _ in added], [tensor for _, tensor in added]):
             return added, []  # as nearly always
         apart: list[Named] = []
