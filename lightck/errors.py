@@ -215,7 +215,7 @@ class TraceFormatError(LightckError, ValueError):
 
 
 class BackgroundError(_SystemError):
-    """A background copy, sync or commit failed. The versions committed before are intact."""
+    """A background copy, sync or commit failed. The checkpoints committed before are intact."""
 
 
 class FlushTimeoutError(LightckError, TimeoutError):

@@ -1,8 +1,8 @@
 """Values into live tensors, also into ones that share memory: with other tensors, or with themselves (expanded).
 
-``TensorWrites`` reads the verified bytes of a version into live tensors, in place. Invariant: what is written is what is read
-back afterwards, from every tensor. Tensors that share memory and were saved with values that contradict each other are
-found before the first live byte changes (``contradiction``).
+``TensorWrites`` reads the verified bytes of a version into live tensors, in place. Invariant: what is written is what
+is read back afterwards, from every tensor. Tensors that share memory and were saved with values that contradict each
+other are found before the first live byte changes (``contradiction``).
 """
 
 from __future__ import annotations

@@ -95,7 +95,9 @@ def test_a_damaged_manifest_is_found(good):
     flip(good, sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes + 200)
     status, facts = call_json("verify", good)
     assert status == 1
-    assert facts["versions"][0]["damage"] == [{"tensor": None, "reason": "its manifest does not match the commit line"}]
+    assert facts["versions"][0]["damage"] == [
+        {"tensor": None, "reason": "its manifest does not match the commit record"}
+    ]
 
 
 @pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed", "body", "word", "ack"])

@@ -228,7 +228,7 @@ def test_a_device_that_fails_is_reported_and_older_checkpoints_stay(pool, transf
     train(model, optimizer, 1, start=3)
     transfer.fails_beside = RuntimeError("lost")
     session.end_step()
-    with pytest.raises(BackgroundError, match=r"did not come from their device \(RuntimeError: lost\)") as caught:
+    with pytest.raises(BackgroundError, match=r"could not be read from their device \(RuntimeError: lost\)") as caught:
         session.flush()
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert is_step(lightck.recover(pool), seen)
