@@ -130,7 +130,7 @@ def _failure_of_a_pin(pool: Path, operation: int, code: int, nth: int, width: in
         return err
     finally:
         lib.lck_fault(operation, 0, 0)
-        with contextlib.suppress(BackgroundError):  # it is never only told once
+        with contextlib.suppress(BackgroundError):  # the error repeats at each step
             session.close()
         assert is_step(lightck.recover(pool), everything(model, optimizer))
     return None

@@ -1,4 +1,4 @@
-"""Recovery, as its user sees it: what a checkpoint is, and what happens where the newest version cannot be had."""
+"""Recovery, as its user sees it: what a checkpoint is, and what happens where the newest checkpoint cannot be had."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_recovery_of_a_pool_in_use_by_another_process(pool):
 
 
 def test_recovery_while_the_training_writes(folder, pool):
-    """Slots are re-used while they are read: each answer is one whole version."""
+    """Slots are re-used while they are read: each answer is one whole checkpoint."""
     stop = folder / "stop"
 
     def work() -> None:
@@ -245,7 +245,7 @@ def test_recovery_while_the_training_writes(folder, pool):
                 optimizer.step()
                 with torch.no_grad():
                     for p in model.parameters():
-                        p.fill_(float(session.step))  # every value of version t is t
+                        p.fill_(float(session.step))  # every value of checkpoint t is t
                 session.end_step()
 
     with running_child(work):
@@ -441,7 +441,7 @@ def test_damaged_checkpoint_is_rejected_with_its_reason_and_the_one_before_is_ta
 
 
 def test_fall_back_while_restoring_in_place(pool):
-    """The newest version fails in its middle, after live tensors were written: the older one goes over all of them."""
+    """The newest checkpoint fails in its middle, after live tensors were written: the older one replaces all of them."""
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer):
@@ -524,7 +524,7 @@ def test_one_damaged_superblock_or_table_costs_nothing(pool, copy):
 
 @pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed"])
 def test_restored_checkpoint_survives_a_crash_during_the_next_one(pool, site):
-    """After a fall-back too: the slot of the version that was rejected is used first."""
+    """After a fall-back too: the slot of the checkpoint that was rejected is used first."""
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer):
@@ -663,7 +663,7 @@ def test_package_neither_pickles_nor_loads_by_torch():
 
 
 def test_a_checkpoint_is_verified_whole(pool):
-    """Every byte of a version is covered: a flip anywhere in its slot is found, or lies in no version."""
+    """Every byte of a checkpoint is covered: a flip anywhere in its slot is found, or lies in no checkpoint."""
     model, optimizer = pool_with(pool, state={"box": Box(torch.rand(3000))})
     newest = checkpoints(pool)[0]
     seen = everything(model, optimizer)

@@ -63,7 +63,7 @@ def test_killed_in_mid_training_the_pool_is_consistent_and_goes_on(pool: Path, p
         model = toys.net()
         optimizer = toys.adam(model)
         lightck.attach(model, pool, optimizer=optimizer, backend="pmdk")
-        toys.kill_at(site, 50 if site == "block" else 4)  # a version has several blocks
+        toys.kill_at(site, 50 if site == "block" else 4)  # a checkpoint has several blocks
         toys.train(model, optimizer, 20)
 
     toys.killed_child(run)
