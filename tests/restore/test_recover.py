@@ -441,7 +441,7 @@ def test_damaged_checkpoint_is_rejected_with_its_reason_and_the_one_before_is_ta
 
 
 def test_fall_back_while_restoring_in_place(pool):
-    """The newest checkpoint fails in its middle, after live tensors were written: the older one replaces all of them."""
+    """The newest checkpoint fails in its middle, after live ones were written: the older one replaces all of them."""
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer):
