@@ -45,6 +45,11 @@ class Boundary:
         """Updates that this optimizer made since the last checkpoint closed."""
         return self._updates.get(optimizer, 0)
 
+    @property
+    def most_pending(self) -> int:
+        """The largest number of updates that one optimizer made since the last checkpoint closed."""
+        return max(self._updates.values(), default=0)
+
     def is_due(self, event: Event) -> bool:
         """Whether this event closes a checkpoint."""
         if not self._updates:

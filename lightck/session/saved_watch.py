@@ -51,6 +51,7 @@ class SavedWatch:
         self._capture, self._boundary, self._follow_live = capture, boundary, follow_live
         self._idle = 0  # training forwards since the last update
         self._ended = 0  # end_step() in this session
+        self._longest_interval = 0  # the most updates between two calls of end_step()
         self._idle_ended = 0  # the same since the last update
         self._is_alive = False  # a training forward or an update was seen
         self._elsewhere = 0  # steps of optimizers that have no parameter of this model
@@ -86,6 +87,8 @@ class SavedWatch:
     def end_step(self) -> bool:
         """``end_step()`` was called. Returns whether it counts as an update, because no optimizer is followed."""
         self._ended += 1
+        if self._ended > 1:  # before the first call other events closed checkpoints
+            self._longest_interval = max(self._longest_interval, self._boundary.most_pending)
         self._idle_ended += 1
         if not self._boundary.optimizers and self._ended == 1:
             self._look_for_optimizer()
@@ -110,6 +113,13 @@ class SavedWatch:
                 f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from "
                 "then on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the "
                 "last statement of the loop"
+            )
+        elif self._boundary.explicit and self._ended and n >= max(MANY, 3 * self._longest_interval):
+            self._warn(
+                f"{n} updates were made since session.end_step() was last called, and none of them is saved. From the "
+                "first end_step() on, only end_step(), flush() and close() close a checkpoint; next() on a session "
+                "loader and the model's forward no longer do. Call it as the last statement of every iteration, or "
+                "never (where a checkpoint is needed in between, call session.flush())"
             )
         elif not self._boundary.explicit and self._boundary.optimizers > 1:
             self._warn_incomplete_round(index, n)

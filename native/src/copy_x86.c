@@ -22,7 +22,7 @@
 
 enum { AVX2_STRIDE = 128, AVX512_STRIDE = 256 };
 
-/* [0] for the low half of a lane (the higher powers), [1] for the high half. */
+/* [0] for the low half of 128 bits (the higher powers), [1] for the high half. */
 static uint64_t fold_avx2[2], fold_avx512[2];
 
 static void fold_constants(uint64_t *fold, uint32_t stride)

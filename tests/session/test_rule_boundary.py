@@ -172,6 +172,33 @@ def test_end_step_takes_over(pool):
         assert is_step(lightck.recover(pool), seen)
 
 
+def test_updates_without_end_step_after_a_first_one_are_warned_of(pool, caplog):
+    """A loop that calls it only once trains on with nothing saved."""
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(300):
+            update(model, optimizer, number)
+            if number == 3:
+                session.end_step()
+        warned = [r.message for r in caplog.records if "since session.end_step() was last called" in r.message]
+        assert len(warned) == 1, "once"
+        assert warned[0].startswith("lightck: 100 updates were made")
+        assert session.committed == 4
+
+
+def test_end_step_once_in_many_updates_is_no_reason_to_warn(pool, caplog):
+    """As where a rollout is trained on for several epochs: the interval is the loop's own."""
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(400):
+            update(model, optimizer, number)
+            if number % 80 == 79:
+                session.end_step()
+    assert not [r for r in caplog.records if "since session.end_step() was last called" in r.message]
+
+
 def test_end_step_takes_over_across_a_restart(pool):
     model = net()
     optimizer = adam(model)

@@ -1,7 +1,7 @@
 """A user's script as type checkers see it: CI runs ``mypy --strict`` and pyright in strict mode on it, with lightck
 installed.
 
-Each ``type: ignore`` is an error that has to be found: one that is not needed is an error itself. What pyright is told
+Each ``type: ignore`` is an error that has to be found: one that is not needed is an error itself. What pyright reads
 to ignore is torch's.
 """
 

@@ -58,7 +58,7 @@ def _trial(stage: Stage, order: Order, tally: Tally, trial: int, needed: int) ->
         tally.found(trial, f"{kind} {amount}: {ending.trouble()}")
         return
     result = ending.result
-    tally.counts["told" if result["errors"] else "there was room"] += 1
+    tally.counts["reported" if result["errors"] else "there was room"] += 1
     for reason in sorted(set(result["broken"])):
         tally.found(trial, f"{kind} {amount}: {reason} [errors: {sorted(set(result['errors']))}]")
 

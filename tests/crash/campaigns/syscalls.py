@@ -127,7 +127,7 @@ def _trial(stage: Stage, order: Order, tally: Tally, trial: int, fault: Fault) -
     for reason in sorted(set(result["broken"])):
         tally.found(trial, f"{fault}: {reason} [errors: {sorted(set(result['errors']))}]")
     tally.counts["calls that failed"] += result["failed"]
-    tally.counts["told" if result["errors"] else "went on without harm"] += 1
+    tally.counts["reported" if result["errors"] else "went on without harm"] += 1
     tally.counts["older or nothing acknowledged" if result["lost"] else "all steps exact"] += 1
 
 

@@ -204,7 +204,7 @@ def _taken_away(life: Life, rng: random.Random, counts: Counter[str], what: str,
     life.history.append(f"{what}: {reported}")
     if reported.status or reported.of("error") or not reported.of("whole"):
         raise BrokenError(f"the pool was {what} in use, and the process ended so: {reported}")
-    counts[f"{what} in use: the training was told"] += bool(reported.of("warned"))
+    counts[f"{what} in use: the training was warned"] += bool(reported.of("warned"))
     counts[f"{what} in use: too late to be seen"] += not reported.of("warned")
 
 

@@ -71,7 +71,11 @@ def test_a_kill_and_another_fault_leave_an_exact_checkpoint(folder, backend):
 def test_a_pool_that_others_touch_is_never_written_by_two_and_never_the_end_of_the_process(folder, backend):
     tally = play("two-processes", folder, backend)
     assert not tally.findings
-    for what in ("refused by name", "truncated in use: the training was told", "deleted in use: the training was told"):
+    for what in (
+        "refused by name",
+        "truncated in use: the training was warned",
+        "deleted in use: the training was warned",
+    ):
         assert tally.counts[what], what
 
 
