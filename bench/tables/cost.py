@@ -80,7 +80,13 @@ def _bars(values: dict[str, dict[str, float]]) -> Iterator[str]:
             x = _LEFT - width if value < 0 else _LEFT
             end = max(x + width, _LEFT)
             yield f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="2" fill="{_COLORS[saver]}"/>'
-            yield _text(end + 7, y + 13, f"{value:.1f} %".replace("-0.0", "0.0"), size=12, weight="600" if saver == LIGHTCK else "400")
+            yield _text(
+                end + 7,
+                y + 13,
+                f"{value:.1f} %".replace("-0.0", "0.0"),
+                size=12,
+                weight="600" if saver == LIGHTCK else "400",
+            )
 
 
 def _text(
