@@ -188,7 +188,7 @@ def plan_restore(
     refuse_other_than_module(model)
     refuse_other_than_mapping(state)
     refuse_other_than_bool(strict=strict)
-    if has_open_session(model, parts_of_it=True):
+    if has_open_session(model, shared_parts=True):
         raise SessionError(
             "This model's session is open, or that of another model that has parts of it: restoring into it would "
             "change what is being saved. Close the session first (session.close()), then restore and attach again."

@@ -17,7 +17,7 @@ import torch
 from lightck.errors import CorruptPoolError, NoTensorError
 from lightck.pool.format.layout import Entry
 from lightck.state import values
-from lightck.state.build_record import Built
+from lightck.state.build_record import BuildRecord
 from lightck.state.rng import RngState
 from lightck.state.storable import dtype_from_name
 from lightck.state.values import typed
@@ -86,10 +86,10 @@ class Contents:
     """Name in ``state`` -> class of the object that it was saved from."""
     extra: dict[str, bytes]
     loaders: dict[str, dict[str, object]]
-    at_boundary: list[str]
+    copied_at_boundary: list[str]
     resizable: frozenset[str]
     """Buffers that came, went or changed their size: taken as they were saved."""
-    built: Built | None
+    built: BuildRecord | None
     """What the script had built at attach; None in a pool of an older lightck."""
     frozen: list[str] | None
     """Parameters that need no gradient, where they are not those of ``built``."""
@@ -123,9 +123,9 @@ class Contents:
                 classes={typed(k, str): typed(v, str) for k, v in typed(raw.get("classes", {}), dict).items()},
                 extra=_bytes_map(raw["extra"]),
                 loaders={typed(k, str): typed(v, dict) for k, v in typed(raw["loaders"], dict).items()},
-                at_boundary=[typed(n, str) for n in typed(raw["at_once"], list)],
+                copied_at_boundary=[typed(n, str) for n in typed(raw["at_once"], list)],
                 resizable=frozenset(typed(n, str) for n in typed(raw.get("elastic", []), list)),
-                built=None if raw.get("built") is None else Built.parse(raw["built"]),
+                built=None if raw.get("built") is None else BuildRecord.parse(raw["built"]),
                 frozen=None if raw.get("frozen") is None else [typed(n, str) for n in typed(raw["frozen"], list)],
                 fingerprint=typed(raw["fingerprint"], dict),
                 entries=entries,

@@ -117,7 +117,7 @@ def _holds(held: Any, key: object, wanted: object) -> bool:
 
 
 def _state_of(obj: Any) -> object:
-    with rng.shielded():
+    with rng.preserved():
         try:
             return obj.state_dict()
         except Exception:

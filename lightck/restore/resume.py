@@ -21,7 +21,7 @@ from lightck.following.update_parts import OPTIONS
 from lightck.pool.format.structures import CommitRecord, NextBatch
 from lightck.restore.contents import Contents
 from lightck.state.fingerprint import fingerprint
-from lightck.state.numbers import Numbers
+from lightck.state.numbers import ModuleNumbers
 from lightck.state.rng import RngState
 
 log = logging.getLogger("lightck")
@@ -85,7 +85,7 @@ class Resumed:
         """At the first ``next()`` of a loader that is no preview: what was drawn since attach does not count."""
         return self._rng_once.take(loader, pass_)
 
-    def forward_begins(self, numbers: Numbers) -> None:
+    def forward_begins(self, numbers: ModuleNumbers) -> None:
         """Before the first training forward: its random state, where a forward closed the version, and what the model's
         modules keep as numbers."""
         if self._rng_forward is not None:

@@ -1,4 +1,4 @@
-"""``lightck export`` writes what ``recover`` gives."""
+"""``lightck export`` writes what ``recover`` returns."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_pool_is_never_replaced(good, folder, name):
 
 
 def test_what_only_looks_like_a_pool_is_replaced_when_asked(good, folder):
-    """One that was cut to nothing is none."""
+    """A pool file that was truncated to nothing is no pool."""
     empty = folder / "empty.pool"
     empty.touch()
     assert call("export", good, empty, "--overwrite").exit_code == 0

@@ -12,7 +12,7 @@ from toys import BIG, adam, crashed, everything, is_step, net, train
 import lightck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.listener import CommitEvents, CommitListener
-from lightck.session.commits import Beside
+from lightck.session.commits import CommitParticipants
 
 EVENTS = {name for name, member in vars(CommitListener).items() if inspect.isfunction(member)}
 
@@ -109,13 +109,13 @@ def test_a_resume_is_heard_of(training, pool, monkeypatch):
     model, optimizer, session = training
     train(model, optimizer, 2)
     session.close()
-    recorder, join = Recorder(), Beside.join
+    recorder, join = Recorder(), CommitParticipants.join
 
-    def joined(self: Beside, pipeline: Pipeline) -> None:
+    def joined(self: CommitParticipants, pipeline: Pipeline) -> None:
         join(self, pipeline)
         pipeline.events.add(recorder)
 
-    monkeypatch.setattr(Beside, "join", joined)
+    monkeypatch.setattr(CommitParticipants, "join", joined)
     lightck.attach(model, pool, optimizer=optimizer, resume=True).close()
     assert recorder.heard == [("adopted", 2), "closing", "closed"]
 

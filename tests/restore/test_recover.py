@@ -322,7 +322,7 @@ def test_a_model_that_took_a_part_does_not_train_over_the_rest_unasked(pool, mak
     model = make()
     optimizer = adam(model)
     lightck.recover(pool, model, strict=False)
-    with pytest.raises(SessionError, match=r"tensor.* of that version was restored nowhere.*overwrite=True"):
+    with pytest.raises(SessionError, match=r"tensor.* of that checkpoint was restored nowhere.*overwrite=True"):
         lightck.attach(model, pool, optimizer=optimizer, state={})
     assert lightck.recover(pool).step == 5
     lightck.attach(model, pool, optimizer=optimizer, overwrite=True).close()

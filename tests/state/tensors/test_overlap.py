@@ -1,4 +1,4 @@
-"""Which tensors lie in the memory of others: what is read together must be apart."""
+"""Tensors that overlap in memory are found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BASE_NUMEL = 40
 
 @st.composite
 def views(draw: st.DrawFn) -> list[torch.Tensor]:
-    """Of a few storages, with gaps, transposed, expanded, empty, and twice the same."""
+    """Views of a few storages: with gaps, transposed, expanded, empty, and duplicates."""
     bases = [torch.zeros(BASE_NUMEL), torch.zeros(BASE_NUMEL, dtype=torch.float16)]
     found: list[torch.Tensor] = []
     for _ in range(draw(st.integers(0, 8))):
@@ -28,7 +28,7 @@ def views(draw: st.DrawFn) -> list[torch.Tensor]:
 
 
 def places(tensor: torch.Tensor) -> range:
-    """Addresses from the first byte to the last."""
+    """Return the addresses from the first byte to the last."""
     if not tensor.numel():
         return range(0)
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -36,7 +36,7 @@ def places(tensor: torch.Tensor) -> range:
 
 
 @given(views())
-def test_a_tensor_is_crowded_where_another_lies_in_its_range_of_memory(tensors: list[torch.Tensor]) -> None:
+def test_a_tensor_is_crowded_if_another_lies_in_its_range_of_memory(tensors: list[torch.Tensor]) -> None:
     expected = {
         id(one)
         for i, one in enumerate(tensors)
