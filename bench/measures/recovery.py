@@ -25,7 +25,7 @@ from bench.measures.figures import spread
 from bench.measures.training import Training, differing
 from bench.workloads import workload
 from lightck.errors import BenchError
-from lightck.pool.reader import processors
+from lightck.pool.reader import read_threads
 
 _REST_SECONDS = 0.05
 
@@ -46,7 +46,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     for name, load in loads.items():
         _check(training, expected, name, load)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in loads}
-    copies: dict[int, list[float]] = {1: [], processors(): []}
+    copies: dict[int, list[float]] = {1: [], read_threads(): []}
     for _ in range(options["rounds"]):
         for name, load in loads.items():
             times[name].append(_timed(training, load))

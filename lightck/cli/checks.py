@@ -84,7 +84,7 @@ def native(_: Machine) -> Iterator[Finding]:
         from lightck._native import ffi, lib
         from lightck.pool.storage import emulation
 
-        emulation.used()  # raises where LIGHTCK_EMULATE is invalid, as attach does
+        emulation.active_profile()  # raises where LIGHTCK_EMULATE is invalid, as attach does
     except ImportError as error:
         yield refused(NATIVE, str(error))
         return

@@ -76,7 +76,7 @@ def device_at(path: str) -> tuple[int, Durability] | None:
     """The size in bytes of a device-dax device and the durability of a pool on it; None for any other path."""
     from lightck.pool.storage.backends import DEVDAX
 
-    return DEVDAX.look(path) if DEVDAX.claims(path) else None
+    return DEVDAX.size_and_durability(path) if DEVDAX.claims(path) else None
 
 
 def limit_of(name: str) -> int | None:

@@ -137,14 +137,14 @@ def _draw(
     end: float | None,
     overwrite: bool,
 ) -> Facts:
-    from lightck.export.atomic import written
+    from lightck.export.atomic import atomic_file
     from lightck.profiler.svg import draw
 
     left, right, what = _range(trace, steps, step, begin, end)
     about = _about(trace)
     title = f"{about['model'] or 'training'}, {what}; pool on {about['medium'] or 'unknown'}"
     picture = draw(trace, left, right, title)
-    with written(str(svg), overwrite=overwrite) as out:
+    with atomic_file(str(svg), overwrite=overwrite) as out:
         out.write(picture.encode())
     return {"path": str(svg), "what": what, "from_ms": left / 1e6, "to_ms": right / 1e6}
 

@@ -86,7 +86,7 @@ def _structures(reader: PoolReader) -> Iterator[Facts]:
         yield _structure(f"layout table {name}", None if good else "it does not match its hash; the other copy is used")
     for position in range(sb.ring_lines):
         yield _structure(f"commit record {position}", *_stable_reason(lambda at=position: _record_reason(reader, at)))  # type: ignore[misc]
-    if reader.erased():
+    if reader.unnamed_generations():
         yield _structure(
             "commit log", "all records are erased, but slots hold checkpoints: it is unknown which were committed"
         )

@@ -18,7 +18,7 @@ from lightck.pool.reader import PoolReader
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
-from lightck.pool.writer import FullError, PoolWriter
+from lightck.pool.writer import PoolWriter, RelayoutNeededError
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -83,13 +83,13 @@ class CurrentPool:
             self.requested_slots = wanted
 
     def ready_writer(self) -> PoolWriter:
-        """The writer for the next checkpoint. Raises ``FullError`` if a relayout is needed first."""
+        """The writer for the next checkpoint. Raises ``RelayoutNeededError`` if a relayout is needed first."""
         if self.writer is None:
             self.requested_slots = None  # left by a relayout that a signal interrupted; the first file has them anyway
-            raise FullError("there is no pool yet")
+            raise RelayoutNeededError("there is no pool yet")
         if self.requested_slots is not None:
             self.n_slots, self.requested_slots = self.requested_slots, None
-            raise FullError(f"the pool shall have {self.n_slots} slots")
+            raise RelayoutNeededError(f"the pool shall have {self.n_slots} slots")
         return self.writer
 
     def _new_writer(
@@ -117,7 +117,7 @@ class CurrentPool:
         ``state_nbytes``: the length of the small state. ``first``: commits the first checkpoint in the new file."""
         old, events = self.writer, self._events
         events.stop_reading()
-        carried = events.to_carry(old) if old is not None else []
+        carried = events.checkpoints_to_carry(old) if old is not None else []
         held = [entry for checkpoint in carried for entry in checkpoint.entries.values()]
         layout, extras = pool_layout(old, entries, held)
         state_nbytes = max([state_nbytes, *(len(checkpoint.state) for checkpoint in carried)])
@@ -127,10 +127,10 @@ class CurrentPool:
             result = first(writer)
             writer.reader.container.publish()
         except BaseException:
-            events.not_moved()
+            events.relayout_failed()
             writer.close()
             raise
-        events.moved(writer)
+        events.relayout_done(writer)
         self.writer = writer
         if old is not None:
             old.close()
@@ -174,8 +174,8 @@ def spare_nbytes(old: PoolWriter | None, layout: Layout) -> int:
     if old is None:
         return 0
     nbytes = sum(entry.nbytes for entry in layout.values())
-    grew = sum(layout[name].nbytes for name in old.grew & layout.keys())
-    return 2 * grew + max(RESERVE_MIN, nbytes >> max(2, 4 - old.layouts))
+    grew = sum(layout[name].nbytes for name in old.resized & layout.keys())
+    return 2 * grew + max(RESERVE_MIN, nbytes >> max(2, 4 - old.n_relayouts))
 
 
 def _param_of(entry: Entry) -> str:

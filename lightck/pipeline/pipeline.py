@@ -40,7 +40,7 @@ from lightck.pool.slots import Slot
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
-from lightck.pool.writer import FullError, PoolWriter
+from lightck.pool.writer import PoolWriter, RelayoutNeededError
 from lightck.state.inventory import entry_of
 from lightck.state.signatures import ClosedStep
 from lightck.stats import Meter
@@ -85,7 +85,7 @@ class Pipeline:
     @property
     def on_background_thread(self) -> bool:
         """Whether the caller runs on a background thread that the end of a session waits for."""
-        return self.staging.is_staging_thread or self.events.is_here
+        return self.staging.is_staging_thread or self.events.called_from_own_thread
 
     def adopted(
         self, step: int, copied_at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
@@ -125,7 +125,7 @@ class Pipeline:
             writer = self.pool.ready_writer()
             self.wait_policy.checkpoint_begins()
             checkpoint = self._begin(writer, closed_step)
-        except FullError as why:
+        except RelayoutNeededError as why:
             self._relayout(closed_step, why)
             return
         self._in_flight.append(checkpoint)
@@ -142,7 +142,7 @@ class Pipeline:
         return self.submit(writer, slot, plan)
 
     def _tables_of(self, writer: PoolWriter, closed_step: ClosedStep) -> list[WriteTable]:
-        """The write tables of all tensors of the step. Raises ``FullError``."""
+        """The write tables of all tensors of the step. Raises ``RelayoutNeededError``."""
         if self._tables is None or self._tables.writer is not writer:
             self._tables = WriteTableCache(writer)
         try:
@@ -200,18 +200,18 @@ class Pipeline:
                 self.eager.begin(tables, slot)
         self.eager.copy(tensors, jobs_max)
 
-    def store_next(self, entries: Sequence[NextBatch]) -> None:
+    def store_next_batch(self, entries: Sequence[NextBatch]) -> None:
         """Record which batch followed the newest checkpoint, if it still lies in its slot. Errors of the medium are
         ignored here: the next checkpoint meets and raises them."""
         if self._newest is not None:
             writer, slot, generation = self._newest
             if writer is self.pool.writer:
                 with suppress(LightckError):
-                    writer.store_next(slot, generation, entries)
+                    writer.store_next_batch(slot, generation, entries)
 
     # -- a new pool file ---------------------------------------------------------------------------------
 
-    def _relayout(self, closed_step: ClosedStep, why: FullError) -> None:
+    def _relayout(self, closed_step: ClosedStep, why: RelayoutNeededError) -> None:
         """Move to a new pool file for a step that no longer fits: commit there, give the file the pool's name, and only
         then report the commit."""
 
@@ -239,13 +239,15 @@ class Pipeline:
         before = pool.n_slots, pool.requested_slots
         try:
             wanted = max(needed, pool.requested_slots or 0)
-            if writer.slots.sound < wanted:
+            if writer.slots.n_usable < wanted:
                 pool.n_slots = max(wanted, pool.n_slots)
                 log.info("lightck: the pool %r moves to a new file with %d slots, for a pin", self.path, pool.n_slots)
-                made_at = self._newest[1].made_at or self._newest[2] if self._newest is not None else None
+                original_generation = (
+                    self._newest[1].original_generation or self._newest[2] if self._newest is not None else None
+                )
                 self.eager.drop()
                 pool.relayout((), 0, lambda _: None)
-                self._newest = _made_at(self._writer, made_at)
+                self._newest = _slot_of_original(self._writer, original_generation)
             pool.requested_slots = None  # the user asked for fewer slots, but the pin needs these
         except BaseException:
             pool.n_slots, pool.requested_slots = before
@@ -325,7 +327,7 @@ class Pipeline:
             return False
         checkpoint.drop(rejection.reason, rejection.names)
         self._in_flight.remove(checkpoint)
-        self._writer.given_up(checkpoint.pending, bad=False)
+        self._writer.release_slot(checkpoint.pending, bad=False)
         self._meter.skipped += 1
         self.guard.given_up(rejection, self._writer)
         return True
@@ -343,7 +345,7 @@ class Pipeline:
         except LightckError:
             self._in_flight.remove(checkpoint)
             checkpoint.pending.job.abandon()
-            self._writer.given_up(checkpoint.pending, bad=True)
+            self._writer.release_slot(checkpoint.pending, bad=True)
             self._writer.refuse_lost_pool()  # raises a more specific error if the pool file was lost
             raise
 
@@ -391,9 +393,9 @@ class Pipeline:
             self.pool.close()
 
 
-def _made_at(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
+def _slot_of_original(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
     """Where a checkpoint that was carried over to this file lies now; ``generation`` is the one it was made with."""
     for slot in writer.slots.slots:
-        if generation is not None and slot.made_at == generation and slot.generation is not None:
+        if generation is not None and slot.original_generation == generation and slot.generation is not None:
             return writer, slot, slot.generation
     return None

@@ -75,7 +75,7 @@ class WaitPolicy:
                 self._trial.cancel()
             wanted = self._trial.begin()
             self._decide_if_over(self._trial)
-        if not self._engine.wait_passively(wanted):
+        if not self._engine.set_passive_waiting(wanted):
             log.info("lightck: OpenMP's threads wait actively, as usual: no further thread can be started")
             self._is_on, self._is_passive, self._trial = False, False, None
             self._update_stats()
@@ -117,7 +117,7 @@ class WaitPolicy:
         self._trial, self._is_passive = None, trial.current
         self._starved.clear()
         self._next_trial, self._trial_interval = self._checkpoints + self._trial_interval, 2 * self._trial_interval
-        self._engine.wait_passively(self._is_passive)
+        self._engine.set_passive_waiting(self._is_passive)
         self._update_stats()
 
     def _update_stats(self) -> None:

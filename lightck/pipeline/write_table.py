@@ -207,7 +207,7 @@ class WriteTableCache:
 
     def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
         """Add extents for these tensors; extents of tensors that are not in ``lives`` may be reused. No checkpoint is
-        in flight. Raises ``FullError``."""
+        in flight. Raises ``RelayoutNeededError``."""
         try:
             self.writer.add(entries, {live.name for live in lives})
         finally:
@@ -232,7 +232,7 @@ class WriteTableCache:
             for i, (live, record) in enumerate(zip(lives, records, strict=True))
             if record is None or not record.describes(live)
         }
-        new = [entry for entry in changed.values() if not writer.fits(entry)]
+        new = [entry for entry in changed.values() if not writer.has_extent_for(entry)]
         if new:
             raise NoExtentError(new)
         for i, entry in changed.items():

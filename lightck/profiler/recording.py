@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightck.errors import ExportError, ExportExistsError, LightckError, SessionError, TraceError
 from lightck.events import StepEvents, StepListener
-from lightck.export.atomic import file_path, refuse_existing, written
+from lightck.export.atomic import atomic_file, file_path, refuse_existing
 from lightck.pool.engine import Engine
 from lightck.pool.format.layout import Entry
 from lightck.pool.listener import CommitEvents, CommitListener
@@ -218,7 +218,7 @@ class Recording:
         about = {**self._about, "dropped": dropped, "compiled": self._layers.compiled[:100]}
         whole = Trace(tuple(sorted(kept + spans, key=lambda event: (event.begin, -event.end))), about)
         try:
-            with written(self.path, overwrite=self._overwrite) as file:
+            with atomic_file(self.path, overwrite=self._overwrite) as file:
                 events.write(whole, file)
         except ExportExistsError:
             raise

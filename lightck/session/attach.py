@@ -24,8 +24,8 @@ from lightck.pipeline.staging.kinds import Kind
 from lightck.pool.storage import durability
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.backends import pool_path as _pool_path
-from lightck.restore.memory import ordinary_tensors
 from lightck.restore.resume import Resumed
+from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants

@@ -16,8 +16,8 @@ from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.changed_options import set_flags
 from lightck.restore.contents import Contents
-from lightck.restore.recover import erased_error, parse, restore_newest
-from lightck.restore.resume import RestoredFrom, Resumed, forget, restored_from, tell_differences
+from lightck.restore.recover import erased_log_error, parse, restore_newest
+from lightck.restore.resume import RestoredFrom, Resumed, forget, restored_from, warn_differences
 from lightck.session.arguments import Arguments
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
@@ -83,7 +83,7 @@ class PoolFile:
         )
         self.capture.resizable.update(contents.resizable)
         set_flags(contents, self.capture.model)
-        tell_differences(contents)
+        warn_differences(contents)
         forget(self.arguments.model)
         return Resumed.from_contents(contents, recorded)
 
@@ -107,7 +107,7 @@ class PoolFile:
     def _checkpoint(self, reader: PoolReader) -> tuple[Contents, CommitRecord] | None:
         """The checkpoint to continue from; None if the pool never held one."""
         if reader.commit_log().is_empty:
-            lost = erased_error(reader)
+            lost = erased_log_error(reader)
             if lost is not None:
                 raise lost
             return None

@@ -303,4 +303,4 @@ def _continuation_of(
         step, is_same = resumed.step, resumed.same_conditions
         comparison = Comparison(step, resumed.recorded, is_strict=strict_data, same_bits=is_same, parts=parts)
     loop_counter = LoopCounterCheck(step, capture.loaders, by_itself=bool(found.state.keys() - found.classes.keys()))
-    return Continuation(Recorder(pipeline.store_next, parts), comparison, loop_counter)
+    return Continuation(Recorder(pipeline.store_next_batch, parts), comparison, loop_counter)

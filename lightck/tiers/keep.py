@@ -116,7 +116,7 @@ class Retention(CommitListener):
         self._newest = step
 
     @property
-    def is_here(self) -> bool:
+    def called_from_own_thread(self) -> bool:
         """Whether the caller runs on the export thread."""
         return self._thread is threading.current_thread()
 

@@ -35,7 +35,7 @@ class Hold:
     step: int
     record: CommitRecord
     is_pin: bool = False
-    made_at: int = 0
+    original_generation: int = 0
     """The generation with which the training wrote it. A relayout gives it another generation."""
 
 
@@ -75,7 +75,7 @@ class Holds(CommitListener):
         assert writer.slots.protected is not None, "a checkpoint was committed"
         slot = writer.slots.slots[writer.slots.protected]
         record = _commit_record_of(writer, slot.index, slot.generation)
-        hold = Hold(record.step, record, is_pin, slot.made_at or record.payload_generation)
+        hold = Hold(record.step, record, is_pin, slot.original_generation or record.payload_generation)
         with self._lock:
             self._held.append(hold)
         return hold
@@ -111,7 +111,7 @@ class Holds(CommitListener):
                 ", ".join(map(str, pinned)),
             )
 
-    def to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
         """The held checkpoints, oldest first. Raises ``CorruptPoolError`` if one cannot be read."""
         self._to_carry = []
         for hold in sorted(self._held, key=lambda h: h.record.generation):
@@ -132,13 +132,13 @@ class Holds(CommitListener):
             with self._lock:
                 self._carried.append((hold, done[generation]))
 
-    def moved(self, new: PoolWriter) -> None:
+    def relayout_done(self, new: PoolWriter) -> None:
         with self._lock:
             for hold, record in self._carried:
                 hold.record = record
-        self.not_moved()
+        self.relayout_failed()
 
-    def not_moved(self) -> None:
+    def relayout_failed(self) -> None:
         with self._lock:
             self._to_carry, self._carried, self._new = [], [], None
 
@@ -162,9 +162,9 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
     pending.job.wait(ENDED)
     recorded = stored.reader.next_batches(stored.record)
     if recorded is not None:
-        writer.store_next(slot, pending.record.generation, recorded)
+        writer.store_next_batch(slot, pending.record.generation, recorded)
     writer.committed(pending)
-    slot.made_at = hold.made_at
+    slot.original_generation = hold.original_generation
     pending.job.forget()
     return _commit_record_of(writer, slot.index, pending.record.generation)
 
@@ -181,12 +181,12 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
 def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
     """Record numbers in the new file for the tensors of a held checkpoint. The tensors of the training keep their
     numbers and do not count as grown."""
-    own, grew = dict(writer.numbers), set(writer.grew)
-    other = [entry for entry in stored.entries.values() if not writer.fits(entry)]
+    own, grew = dict(writer.numbers), set(writer.resized)
+    other = [entry for entry in stored.entries.values() if not writer.has_extent_for(entry)]
     if other:
         writer.add(other, set(stored.entries))
     numbers = {name: writer.numbers[name] for name in stored.entries}
-    writer.numbers, writer.grew = writer.numbers | own, grew
+    writer.numbers, writer.resized = writer.numbers | own, grew
     return numbers
 
 

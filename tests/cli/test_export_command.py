@@ -47,7 +47,7 @@ def test_a_pool_is_never_replaced(good, folder, name):
     for options in ([], ["--overwrite"], ["--overwrite", "--format", "torch"]):
         status, facts = call_json("export", good, folder / name, *options)
         assert (status, facts["error"]["class"]) == (2, "ExportExistsError")
-        assert "is a pool. It may hold all" in facts["error"]["message"]
+        assert "is a pool. It may hold the only copy" in facts["error"]["message"]
     assert (folder / name).read_bytes() == before
     assert sorted(p.name for p in folder.iterdir()) == ["good.pool", "other.pool"]
 

@@ -89,7 +89,7 @@ def test_a_damaged_manifest_is_rejected_with_its_reason(good):
         sb.slots[newest.record.slot][0] + sb.manifest_offset + newest.record.manifest_index * sb.manifest_nbytes + 8,
     )
     result = call("inspect", good)
-    assert "rejected: its manifest does not match the commit line" in result.stdout
+    assert "rejected: its manifest does not match the commit record" in result.stdout
     assert "resumes from step 3" in result.stdout
 
 

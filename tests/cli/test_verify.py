@@ -96,7 +96,7 @@ def test_a_damaged_manifest_is_found(good):
     status, facts = call_json("verify", good)
     assert status == 1
     assert facts["checkpoints"][0]["damage"] == [
-        {"tensor": None, "reason": "its manifest does not match the commit line"}
+        {"tensor": None, "reason": "its manifest does not match the commit record"}
     ]
 
 

@@ -229,7 +229,7 @@ def test_a_device_that_fails_is_reported_and_older_checkpoints_stay(pool, transf
     train(model, optimizer, 1, start=3)
     transfer.fails_beside = RuntimeError("lost")
     session.end_step()
-    with pytest.raises(BackgroundError, match=r"did not come from their device \(RuntimeError: lost\)") as caught:
+    with pytest.raises(BackgroundError, match=r"could not be read from their device \(RuntimeError: lost\)") as caught:
         session.flush()
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert is_step(lightck.recover(pool), seen)
@@ -556,7 +556,7 @@ def test_with_many_checkpoints_under_way_there_is_room_for_each(pool, transfer, 
     for the device."""
     read_at_once = []
     monkeypatch.setattr(Submission, "copy_at_boundary", lambda self, tensors: read_at_once.extend(tensors))
-    before = emulation.used()
+    before = emulation.active_profile()
     emulation.use(Profile("slow to fence", 1_000_000_000, 1_000_000_000, 15_000_000, 64, "made up"))
     try:
         model = net(BIG)

@@ -45,8 +45,10 @@ class Training:
         self.seconds, self.waits = {PASSIVELY: 0.6, ACTIVE: 0.6}, {PASSIVELY: 0.001, ACTIVE: 0.017}
         self.turns: list[bool] = []
         self.is_crowded = True
-        wait_passively = self.engine.wait_passively
-        monkeypatch.setattr(self.engine, "wait_passively", lambda on: self.turns.append(on) or wait_passively(on))
+        set_passive_waiting = self.engine.set_passive_waiting
+        monkeypatch.setattr(
+            self.engine, "set_passive_waiting", lambda on: self.turns.append(on) or set_passive_waiting(on)
+        )
 
     def checkpoints(self, count: int, copied: tuple[int, int], *, flushed: bool = False, eager: int = 0) -> str | None:
         """``flushed``: a flush ends them before any gate. ``eager``: the number of eager copies before the boundary."""
@@ -196,7 +198,7 @@ OTHER_OPENMP = """
 from lightck.pipeline import wait_policy
 from lightck.pool.engine import find_openmp
 assert not find_openmp("libc.so.6") and not find_openmp("no-such-library.so")
-assert not engine.wait_passively(True)
+assert not engine.set_passive_waiting(True)
 wait_policy.OPENMP_OF = "libc.so.6"
 for _ in range(3):
     policy.checkpoint_ended(100 << 20, 60 << 20)
@@ -234,8 +236,10 @@ def test_the_extra_team_exists_only_while_a_checkpoint_with_passive_waiting_is_c
     monkeypatch.setattr(wait_policy, "_STARVED_NBYTES", 0)
     monkeypatch.setattr(wait_policy, "_has_thread_per_processor", lambda: True)
     turns = []
-    wait_passively = Engine.wait_passively
-    monkeypatch.setattr(Engine, "wait_passively", lambda engine, on: turns.append(on) or wait_passively(engine, on))
+    set_passive_waiting = Engine.set_passive_waiting
+    monkeypatch.setattr(
+        Engine, "set_passive_waiting", lambda engine, on: turns.append(on) or set_passive_waiting(engine, on)
+    )
     before = alive()
     model = net(BIG)
     optimizer = adam(model)
@@ -333,7 +337,7 @@ def test_waiting_threads_of_openmp_sleep_instead_of_spinning(folder):
 NO_ROOM = """
 from lightck.pool.engine import find_openmp
 assert find_openmp("libtorch_cpu.so")
-assert engine.wait_passively(True)
+assert engine.set_passive_waiting(True)
 assert reaches(1)
 policy._is_passive = True
 for line in Path("/proc/self/status").read_text().splitlines():

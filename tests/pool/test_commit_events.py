@@ -101,7 +101,7 @@ def test_a_new_pool_file_is_heard_of_before_and_after(training):
     session.pin()
     session.pin()
     said = [one for one in recorder.heard if isinstance(one, str)]
-    assert said[:4] == ["stop_reading", "to_carry", "carry", "moved"]
+    assert said[:4] == ["stop_reading", "checkpoints_to_carry", "carry", "relayout_done"]
     session.close()
 
 
@@ -122,7 +122,7 @@ def test_a_resume_is_heard_of(training, pool, monkeypatch):
 
 def test_every_event_is_passed_on():
     """A method that is missing in the dispatcher would do nothing, and nobody would see it."""
-    assert EVENTS | {"is_here"} <= set(vars(CommitEvents))
+    assert EVENTS | {"called_from_own_thread"} <= set(vars(CommitEvents))
     for name in EVENTS:
         events, recorder = CommitEvents(), Recorder()
         events.add(recorder)

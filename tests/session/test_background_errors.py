@@ -55,7 +55,7 @@ def check(error: BaseException, code: int) -> None:
     assert isinstance(error, OSError)
     assert error.errno == code
     text = str(error)
-    for part in ("checkpoint", "versions committed before are intact", "resume=True"):
+    for part in ("checkpoint", "checkpoints committed before are intact", "resume=True"):
         assert part in text
 
 

@@ -70,7 +70,7 @@ def test_interrupt_while_copies_are_waited_for_leaves_nothing_that_writes(pool, 
 def test_interrupt_while_the_pool_moves_is_served_and_the_old_file_stays(pool, slow_memory):
     model = net(100 * BIG)
     optimizer = adam(model)
-    emulated = emulation.used()
+    emulated = emulation.active_profile()
     emulation.use(None)
     with lightck.attach(model, pool, optimizer=optimizer):
         train(model, optimizer, 2)

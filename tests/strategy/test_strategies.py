@@ -204,7 +204,7 @@ def test_a_plan_that_forgets_a_tensor_is_refused(pool):
     model = net()
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, strategy=Forgets())
-    with pytest.raises(SessionError, match=r"has places for 15 tensors, and the training has 16"):
+    with pytest.raises(SessionError, match=r"covers 15 tensors, and the training has 16"):
         train(model, optimizer, 2)
     session.abandon()
 

@@ -368,7 +368,7 @@ def test_a_reader_that_gets_no_memory_says_so_and_passes_nothing_over(folder, ro
 
 
 def test_a_long_manifest_is_read_where_the_file_holds_it(pool, monkeypatch):
-    monkeypatch.setattr(reader, "HOLLOW_NBYTES", 0)
+    monkeypatch.setattr(reader, "SPARSE_READ_NBYTES_MAX", 0)
     pool_with(pool)
     assert lightck.recover(pool).step == 3
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck.restore import memory
+from lightck.restore import tensor_writes
 
 BASE_NUMEL = 40
 
@@ -43,15 +43,15 @@ def test_a_tensor_is_crowded_if_another_lies_in_its_range_of_memory(tensors: lis
         for k, other in enumerate(tensors)
         if i != k and max(places(one).start, places(other).start) < min(places(one).stop, places(other).stop)
     }
-    assert memory.crowded([(str(i), tensor) for i, tensor in enumerate(tensors)]) == expected
+    assert tensor_writes.sharing_memory([(str(i), tensor) for i, tensor in enumerate(tensors)]) == expected
 
 
 def test_bits_are_compared_in_the_order_of_indices():
     columns = torch.arange(6.0).reshape(2, 3).t()
-    assert memory.same_bits(columns, columns.contiguous())
-    assert not memory.same_bits(columns, columns.flip(0))
-    assert memory.same_bits(torch.arange(8.0)[5::7], torch.tensor([5.0]))  # one element with a stride of its own
-    assert not memory.same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+    assert tensor_writes.same_bits(columns, columns.contiguous())
+    assert not tensor_writes.same_bits(columns, columns.flip(0))
+    assert tensor_writes.same_bits(torch.arange(8.0)[5::7], torch.tensor([5.0]))  # one element with a stride of its own
+    assert not tensor_writes.same_bits(torch.tensor(0.0), torch.tensor(-0.0))
     turned = torch.tensor([1j, 2]).conj()
-    assert memory.same_bits(turned, turned.resolve_conj().clone())
-    assert not memory.same_bits(turned, torch.tensor([1j, 2]))
+    assert tensor_writes.same_bits(turned, turned.resolve_conj().clone())
+    assert not tensor_writes.same_bits(turned, torch.tensor([1j, 2]))

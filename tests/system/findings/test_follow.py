@@ -395,11 +395,11 @@ def test_a_record_is_written_into_no_slot_that_moved_on(pool: Path) -> None:
         session.flush()
         writer, slot, generation = session._pipeline._newest
         entry = [NextBatch(bytes(8), 3, 1)]
-        assert writer.store_next(slot, generation, entry)
-        assert not writer.store_next(slot, generation - 1, entry)
+        assert writer.store_next_batch(slot, generation, entry)
+        assert not writer.store_next_batch(slot, generation - 1, entry)
         writer._slot_unknown(slot)
-        assert not writer.store_next(slot, generation, entry)
-        session._pipeline.store_next(entry)
+        assert not writer.store_next_batch(slot, generation, entry)
+        session._pipeline.store_next_batch(entry)
         train(model, optimizer, 1)
 
 
