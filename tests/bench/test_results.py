@@ -21,7 +21,7 @@ from bench import command
 from bench.running import folders, machine, rows
 from bench.running.machine import descendants, fingerprint
 from bench.running.rows import Place, Row
-from bench.tables import TABLES, Plan
+from bench.tables import TABLES, Plan, cost
 from bench.tables.results import Results, markdown, megabytes, milliseconds, percent
 from bench.tables.views import smallest_within
 from lightck.errors import BenchError
@@ -377,19 +377,16 @@ def test_the_readme_tells_what_was_measured():
     assert table_of(ROOT / "bench" / "results") in readme
 
 
+def test_the_readme_s_picture_shows_what_was_measured():
+    drawn = cost.svg(Results(ROOT / "bench" / "results"))
+    assert (ROOT / "docs" / "cost.svg").read_text() == drawn, "python -m bench.tables.cost docs/cost.svg"
+
+
 def table_of(kept: Path) -> str:
     """The text of the table in a README.md."""
     steps, recovery = (Results(kept).rows(measure) for measure in ("steps", "recovery"))
-    titles = {
-        "resnet18": "ResNet-18",
-        "vgg16": "VGG-16",
-        "inception_v3": "Inception-V3",
-        "alexnet": "AlexNet",
-        "gpt2": "GPT-2 124M",
-        "bert_large": "BERT-large",
-    }
     lines = []
-    for name, title in titles.items():
+    for name, title in cost.TITLES.items():
         ours, rival = (steps[f"{name} {saver}"]["result"] for saver in ("lightck", "torch.save"))
         load = recovery[name]["result"]
         lines.append(

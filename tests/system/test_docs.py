@@ -14,7 +14,11 @@ import pytest
 import lightck
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
+REFERENCES = ("format.md", "guarantees.md", "tools.md")
+"""Pages to look something up in, which may be long."""
+WORDS_MAX = 1500
 WITH_CODE = [page for page in PAGES if "```python\nimport" in page.read_text()]
 
 
@@ -48,13 +52,37 @@ def test_the_code_of_a_page_runs(page, folder):
 
 def test_pages_with_code_are_found():
     names = {page.name for page in WITH_CODE}
-    assert names >= {"README.md", "start.md", "resume.md", "medium.md", "trouble.md"}
+    assert names >= {"README.md", "start.md", "resume.md", "medium.md", "migrate.md", "backups.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_of_the_project(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+def test_links_lead_to_files_and_headings_of_the_project(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_a_page_has_one_title(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    assert text.startswith("# ")
+    assert len(re.findall(r"^# ", text, re.M)) == 1
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.name)
+def test_a_page_to_read_is_short(page):
+    assert page.name in REFERENCES or len(page.read_text().split()) <= WORDS_MAX
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
