@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 log = logging.getLogger("mkdocs.hooks.api")
 PACKAGE = Path(__file__).resolve().parents[1] / "lightck"
@@ -99,6 +101,20 @@ def _index() -> str:
         lines += [f"## [{group.title}]({key}.md)", "", group.about, ""]
         paths = [f"lightck.errors.{n}" for n in error_names()] if key == "errors" else []
         paths = paths or [*(f"lightck.{name}" for name in group.names), *group.returned]
-        lines += [f"- [`{path}`][{path}]" for path in paths]
+        lines += [f"- [`{path.rpartition('.')[2]}`][{path}]" for path in paths]
         lines.append("")
     return "\n".join(lines)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Errors that are named in code lead to what is said of them."""
+    if not page.file.src_uri.startswith("api/") or page.file.src_uri == "api/errors.md":
+        return html
+    named = re.compile(rf"(?<![\w.])({'|'.join(error_names())})(?!\w)")
+    parts, inside = re.split(r"(<[^>]*>)", html), list[str]()
+    for i, part in enumerate(parts):
+        if tag := re.match(r"<(/?)(code|a|autoref|pre)\b", part):
+            inside = inside[:-1] if tag[1] else [*inside, tag[2]]
+        elif inside == ["code"]:
+            parts[i] = named.sub(r'<a href="errors.html#lightck.errors.\1">\1</a>', part)
+    return "".join(parts)

@@ -34,8 +34,7 @@ OUTSIDE = {
 ASSETS = {"website/iframe-worker.js": "assets/iframe-worker.js", "website/site.css": "assets/site.css"}
 
 SECTIONS: dict[str, dict[str, str]] = {
-    "lightck": {"index": "lightck"},
-    "Begin": {"start": "Start", "migrate*": "", "wiring*": "Test your wiring", "platforms*": ""},
+    "Begin": {"index": "", "start": "Start", "migrate*": "", "wiring*": "Test your wiring", "platforms*": ""},
     "Train": {
         "resume*": "Resume",
         "loops*": "",
@@ -49,14 +48,14 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Trust": {
         "guarantees*": "",
         "power-cut*": "",
-        "evidence/*": "",
-        "bench/index": "Benches",
-        "bench/*": "",
+        "bench/*": "Benches",
+        "evidence/*": "Evidence",
     },
     "Inside": {"how-it-works*": "", "architecture": "", "format*": "", "contributing": "", "changelog": ""},
-    "API": {"api/index": "Overview", "api/attach": "", "api/recover": "", "api/*": ""},
+    "API": {"api/index": "Overview", "api/attach": "", "api/options": "", "api/recover": "", "api/*": ""},
 }
-"""Section -> patterns of its pages in their order, each with a short title, or none: what the page is headed by."""
+"""Section -> patterns of its pages in their order, each with a short title, or none: what the page is headed by. A
+folder with a title is a section within."""
 
 _LINK = re.compile(
     r"(?P<code>(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`))|\[(?P<text>[^\[\]]*)\]\((?P<target>[^)\s]+)\)", re.S
@@ -138,7 +137,10 @@ def _nav(files: Files) -> list[Any]:
         for pattern, title in patterns.items():
             found = sorted(uri for uri in left if fnmatch(str(PurePosixPath(uri).with_suffix("")), pattern))
             left.difference_update(found)
-            pages += [{title: uri} if title and len(found) == 1 else uri for uri in found]
+            if title and pattern.endswith("/*"):
+                pages += [{title: found}] if found else []
+            else:
+                pages += [{title: uri} if title and len(found) == 1 else uri for uri in found]
         if pages:
             nav.append({section: pages})
     for uri in sorted(left):
