@@ -1,7 +1,7 @@
 """The pages of the API, made from docstrings: a hook of mkdocs that writes what mkdocstrings then fills.
 
-Every name of ``lightck.__all__`` has to stand in ``GROUPS``; errors are those of ``lightck.errors``. Nothing is imported:
-the sources are read, so that neither torch nor the native library has to be there.
+Every name of ``lightck.__all__`` has to stand in ``GROUPS``; errors are those of ``lightck.errors``. Nothing is
+imported: the sources are read, so that neither torch nor the native library has to be there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GROUPS = {
     ),
     "options": Group(
         "Say how",
-        "What `attach` takes for `interval=`, `keep=`, `staging=` and `strategy=`, and layers that are updated one by one.",
+        "What `attach` takes for `interval=`, `keep=`, `staging=` and `strategy=`; layers that are updated one by one.",
         ("Auto", "Keep", "Host", "Direct", "Device", "FullState", "layerwise"),
         ("lightck.hooks.layerwise.Layerwise",),
     ),
@@ -49,7 +49,9 @@ GROUPS = {
         ("lightck.state.rng.RngState",),
     ),
 }
-ERRORS = Group("Errors", "One tree, in which each class is also the builtin that other code would catch.", ("LightckError",))
+ERRORS = Group(
+    "Errors", "One tree, in which each class is also the builtin that other code would catch.", ("LightckError",)
+)
 
 
 def public_names() -> list[str]:
@@ -96,7 +98,12 @@ def _errors() -> str:
 
 
 def _index() -> str:
-    lines = ["# API", "", "Everything that has a public name. What is not here may change from one version to the next.", ""]
+    lines = [
+        "# API",
+        "",
+        "Everything that has a public name. What is not here may change from one version to the next.",
+        "",
+    ]
     for key, group in {**GROUPS, "errors": ERRORS}.items():
         lines += [f"## [{group.title}]({key}.md)", "", group.about, ""]
         paths = [f"lightck.errors.{n}" for n in error_names()] if key == "errors" else []

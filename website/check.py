@@ -1,7 +1,7 @@
 """Whether the built site holds together: python website/check.py build/site. Exit status 1 where it does not.
 
-Each link and each anchor of each page leads somewhere within the site; nothing that a page loads lies on another server;
-and no list or table was left as plain text, which is how Markdown fails: quietly.
+Each link and each anchor of each page leads somewhere within the site; nothing that a page loads lies on another
+server; and no list or table was left as plain text, which is how Markdown fails: quietly.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def main() -> int:
     found = list(problems(Path(sys.argv[1])))
     for line in found:
         sys.stderr.write(line + "\n")
-    sys.stdout.write(f"{sys.argv[1]}: {len(found)} problems\n" if found else f"{sys.argv[1]}: every link leads somewhere\n")
+    sys.stdout.write(
+        f"{sys.argv[1]}: {len(found)} problems\n" if found else f"{sys.argv[1]}: every link leads somewhere\n"
+    )
     return bool(found)
 
 

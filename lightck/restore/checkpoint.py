@@ -117,6 +117,7 @@ class Checkpoint:
         self.note_restored(model, plan)
 
     def note_restored(self, model: nn.Module, plan: _restore.Plan) -> None:
+        """For lightck itself: ``plan`` put this version into ``model``."""
         self.drift = plan.drift
         remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, not_taken(plan)))
 
