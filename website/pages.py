@@ -1,7 +1,7 @@
 """The pages of the site: docs/ as it is, a few files from outside of it, and an order for all of them.
 
 A hook of mkdocs. Links are written for the repository, where pages name files by their place in it; here they are
-turned to the page that a file became, or to the repository where it became none. A page that no section names is an error.
+turned to the page that a file became, or to the repository where it became none. What no section names is an error.
 """
 
 from __future__ import annotations
