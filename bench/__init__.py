@@ -1,6 +1,5 @@
-"""What a checkpoint costs: workloads, the loop that measures them, the tables of results and the bars they are held to;
-and other ways to save, measured and damaged alike.
+"""The bench of the project: workloads, measures, rivals (other ways to save), tables of results, and bars (targets).
 
-No part of what is installed. ``lightck bench`` runs it in the root of a checkout (``lightck/cli/bench.py``), with the
-lightck that it is called with. Each row runs in a process of its own and checks that what was saved loads back right.
+It is not installed. ``lightck bench`` runs it in the root of a checkout (``lightck/cli/bench.py``) and measures the
+installed lightck. Each row runs in a process of its own and checks that the saved state loads back bit for bit.
 """

@@ -1,7 +1,7 @@
-"""``lightck bench`` in a checkout: a quick look at this machine, the tables of the project, the bars.
+"""``lightck bench`` in a checkout: a quick run on this machine, the tables of the project, the bars.
 
-Exit status 1 where a row failed or a bar is not reached. It writes pools of its own, in temporary folders, and results
-where it is told to. What is imported in a function needs torch or numpy, and is not waited for by ``--help``.
+Exit status 1 where a row failed or a bar is not reached. It writes pools in temporary folders, and results in the
+folder of ``--results``. Modules that need torch or numpy are imported within functions, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from lightck.cli.base import Command, json_option, tell, trouble
+from lightck.cli.base import Command, json_option, print_progress, usage_error
 from lightck.cli.text import listed
 
 if TYPE_CHECKING:
@@ -22,28 +22,32 @@ if TYPE_CHECKING:
 NAMES = ("overhead", "stall", "interval", "recovery", "bandwidth", "memory", "flat", "many", "gpu", "calibrate")
 RESULTS = Path(__file__).resolve().parent / "results"
 _KEPT_ONLY = {"check": "", "plots": "", "show": "tables"}
-"""Options that look at kept results, and what each takes beside --results and --json."""
+"""Options that only read kept results, and the parameter that each allows beside --results and --json."""
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command("bench", cls=Command, short_help="What a checkpoint costs on this machine.")
 @click.argument("tables", nargs=-1, type=click.Choice(NAMES), metavar="[TABLE]...")
-@click.option("--small", is_flag=True, help="A quick look, also without TABLE: a minute or two, nothing is kept.")
-@click.option("--check", is_flag=True, help="Measure nothing: hold the kept results to the bars.")
+@click.option(
+    "--small",
+    is_flag=True,
+    help="Measure a few quick rows, as without TABLE; keep nothing.",
+)
+@click.option("--check", is_flag=True, help="Measure nothing: compare the kept results with the bars.")
 @click.option("--show", is_flag=True, help="Measure nothing: show the kept results of the tables.")
 @click.option("--plots", type=FOLDER, metavar="DIR", help="Draw the kept results into DIR as SVG (needs matplotlib).")
 @click.option(
     "--results",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Where results are kept. [default: bench/results of the checkout]",
+    help="The folder for results. [default: bench/results of the checkout]",
 )
-@click.option("--only", metavar="TEXT", help="Only rows whose name has TEXT in it.")
-@click.option("--again", is_flag=True, help="Measure rows anew that are kept already.")
+@click.option("--only", metavar="TEXT", help="Measure only rows whose name contains TEXT.")
+@click.option("--again", is_flag=True, help="Measure rows again whose results are kept.")
 @click.option("--pairs", type=click.IntRange(3, 10_000), metavar="N", help="Pairs of steps per row of overhead.")
 @click.option("--threads", type=click.IntRange(1, 1024), default=2, show_default=True, help="Threads of torch.")
-@click.option("--pool-dir", type=FOLDER, metavar="DIR", help="Where pools go. [default: /dev/shm]")
-@click.option("--disk-dir", type=FOLDER, metavar="DIR", help="Where pools on a disk go. [default: /var/tmp]")
+@click.option("--pool-dir", type=FOLDER, metavar="DIR", help="The folder for pools. [default: /dev/shm]")
+@click.option("--disk-dir", type=FOLDER, metavar="DIR", help="The folder for pools on a disk. [default: /var/tmp]")
 @json_option
 @click.pass_context
 def command(
@@ -64,12 +68,13 @@ def command(
 ) -> int:
     """Measure what a checkpoint at every step costs, as ratios within one run.
 
-    Without TABLE: a quick look at this machine. With TABLE (overhead, stall, interval, recovery, bandwidth, memory,
-    flat, many, gpu, calibrate): the project's rows, for hours; each is kept when it is done, and a run that was cut off
-    goes on. Exit status 1 where a row failed, or with --check a bar is not reached.
+    Without TABLE: a few quick rows. With TABLE (overhead, stall, interval, recovery, bandwidth, memory, flat, many,
+    gpu, calibrate): the project's rows, which take hours. Each result is kept as soon as it is measured, and an
+    interrupted run continues with the missing rows. Exit status 1 if a row failed, or with --check if a bar is not
+    reached.
 
-    This is the bench of the checkout that you are in, or that --checkout DIR names. "lightck bench machine" is what
-    lightck measures where there is none.
+    This is the bench of the checkout in the working directory, or of --checkout DIR. "lightck bench machine" runs the
+    measurement of an installed lightck.
     """
     from bench.bars.check import check_kept
     from bench.measuring import measure
@@ -92,7 +97,7 @@ def command(
 
 
 def _refuse_others(ctx: click.Context, name: str, takes: str) -> None:
-    """What stands beside an option that measures nothing, and would be passed over without a word."""
+    """Refuse options that have no effect beside an option that measures nothing."""
     given = {
         str(param.name): param
         for param in ctx.command.params
@@ -101,7 +106,7 @@ def _refuse_others(ctx: click.Context, name: str, takes: str) -> None:
     others = given.keys() - {name, "results", "as_json", takes}
     if name in given and others:
         idle = listed(sorted("TABLE" if other == "tables" else given[other].opts[0] for other in others))
-        trouble(f"--{name} measures nothing and takes no {idle}. Leave one or the other out.")
+        usage_error(f"--{name} measures nothing and takes no {idle}. Leave one or the other out.")
 
 
 def _place(pool_dir: Path | None, disk_dir: Path | None, threads: int) -> Place:
@@ -120,5 +125,5 @@ def _plan(quick: bool, pairs: int | None) -> Plan:
     reasons = {name: rivals.why_not(name) for name in rivals.TABLE if name != LIGHTCK}
     for name, why_not in reasons.items():
         if why_not:
-            tell(f"without {name}: {why_not}")
+            print_progress(f"without {name}: {why_not}")
     return Plan(tuple(name for name, why_not in reasons.items() if not why_not), quick, pairs)

@@ -1,8 +1,8 @@
-"""Three faults, the same for every way of saving: a SIGKILL at a random instant while each step is saved, one flipped
-bit in what a finished run left behind, and a file cut short.
+"""Three faults for every way of saving: a SIGKILL at a random moment while each step is saved, one flipped bit in the
+files of a finished run, and a truncated file.
 
-Each trial is drawn from the seed, the rival's name and its own number. What came back is compared, bit for bit, with
-the state that the training had after that step.
+The seed, the rival's name and the number of the trial determine a trial. The loaded state is compared, bit for bit,
+with the state of the training after that step.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from typing import Any
 from bench import forks, rivals, subject
 
 LAST = 600
-"""Steps of the training that is killed; it waits there should it get so far."""
+"""The last step of the training that is killed; it waits there for the kill."""
 FINISHED = 6
-"""Steps of the training whose files are damaged."""
+"""The steps of the training whose files are damaged."""
 PERIODS = 8
-"""A kill comes within this many steps after the first one was reported as saved."""
+"""A kill comes within so many step times after the first step was reported as saved."""
 HANGS_SECONDS = 60.0
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the trials of one kind came to, for one rival."""
+    """The outcomes of the trials of one kind, for one rival."""
 
     trials: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
     in_newest: int | None = 0
-    """Trials that damaged a file of the newest checkpoint; None where all versions are in one file."""
+    """Trials that damaged a file of the newest checkpoint; None where all checkpoints share one file."""
     examples: dict[str, list[Any]] = field(default_factory=dict)
-    """A few of each outcome, to be looked at."""
+    """A few trials of each outcome, for inspection."""
     seconds: float = 0.0
 
     def add(self, outcome: str, example: Any) -> None:
@@ -53,13 +53,13 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Where and how trials are played."""
+    """The settings of one rival's trials."""
 
     name: str
     seed: int
     folder: Path
     seconds: float
-    """No trial is begun after this time, for each kind of fault."""
+    """The time after which no further trial begins, for each kind of fault."""
 
     def rng(self, kind: str, number: int) -> random.Random:
         return random.Random(f"{self.seed}:{self.name}:{kind}:{number}")
@@ -69,7 +69,7 @@ class Trials:
 
 
 def loaded(trials: Trials, folder: Path) -> dict[str, Any]:
-    """What the rival's ``load`` gives into fresh objects: a step and the digest of the state, or its error."""
+    """Call the rival's ``load`` on new objects: the step and the digest of the state, or the error."""
     model, optimizer = subject.build(seed=1)
     try:
         step = trials.rival().load(model, optimizer, str(folder))
@@ -109,7 +109,7 @@ def train(trials: Trials, folder: Path, reported: Reported, last: int) -> None:
 
 
 def period(trials: Trials) -> float:
-    """Seconds between two steps that are saved."""
+    """The seconds from one saved step to the next."""
 
     def work(_: int) -> float:
         with tempfile.TemporaryDirectory(dir=trials.folder) as folder:
@@ -132,7 +132,7 @@ def period(trials: Trials) -> float:
 
 
 def killed(trials: Trials, number: int, longest: float) -> tuple[Path, int]:
-    """The folder that a kill left behind, and the step that had been reported."""
+    """Kill a training: its folder, and the newest step that was reported as saved."""
     folder = Path(tempfile.mkdtemp(dir=trials.folder))
     reported = Reported()
     pid = forks.fork(lambda: train(trials, folder, reported, LAST))
@@ -208,7 +208,7 @@ class Left:
         )
 
     def byte(self, at: int) -> tuple[str, int]:
-        """(file, offset) of the ``at``-th byte of all."""
+        """(file, offset) of byte ``at`` of the concatenated files."""
         for name, content in self.files.items():
             if at < len(content):
                 return name, at
@@ -233,12 +233,12 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One change to one file, drawn before it is made."""
+    """One damage to one file."""
 
     name: str
     offset: int
     bit: int | None
-    """None: the file is cut at the offset."""
+    """None: the file is truncated at the offset."""
 
     def __str__(self) -> str:
         where = f"{self.name} byte {self.offset}"
@@ -255,13 +255,13 @@ class Damage:
 
 
 def flip(left: Left, rng: random.Random) -> Damage:
-    """One bit, each of all files as likely as any other."""
+    """Draw one bit, uniformly over all files."""
     name, offset = left.byte(rng.randrange(left.size))
     return Damage(name, offset, rng.randrange(8))
 
 
 def cut(left: Left, rng: random.Random) -> Damage:
-    """A file by its size, cut anywhere; each tenth to nothing or by one byte."""
+    """Draw a file, weighted by size, and a length; one in ten is cut to nothing or by one byte."""
     name, offset = left.byte(rng.randrange(left.size))
     return Damage(name, rng.choice([offset] * 18 + [0, len(left.files[name]) - 1]), None)
 
@@ -297,11 +297,11 @@ def damaged(trials: Trials, kind: str, count: int, say: Callable[[str], None]) -
 
 
 _states: list[dict[str, bytes]] = []
-"""State after each step, computed once in each child that compares."""
+"""The state after each step, computed once in each child that compares."""
 
 
 def _compared(trials: Trials, left: Left) -> dict[str, Any]:
-    """What loads, and how it differs from what the training had."""
+    """Load the damaged files, and compare the state with that of the training."""
     if not _states:
         model, optimizer = subject.build()
         _states.append(dict(subject.parts(model, optimizer)))
@@ -320,7 +320,7 @@ def _compared(trials: Trials, left: Left) -> dict[str, Any]:
 
 
 def differences(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:
-    """Which parts differ, and in how many bytes."""
+    """The parts that differ, with the number of bytes."""
     wrong = []
     for name in sorted(found.keys() | expected.keys()):
         one, other = found.get(name, b""), expected.get(name, b"")

@@ -1,7 +1,7 @@
-"""Children of a process that has imported torch and computed nothing: a fresh one costs milliseconds.
+"""Forks of a process that has imported torch, so that a new child takes milliseconds.
 
-The parent computes with one thread, so that a fork copies all of it. A child gets a process group of its own, and a
-kill hits the group: a saver's own processes die with the training, as they do when a job or a container is killed.
+The parent uses one thread, since a fork copies only the calling one. Each child gets a process group, and a kill hits
+the whole group: a saver's own processes die with the training, as when a job or a container is killed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 HEADROOM = 8 << 30
-"""Address space that a child may add: a length that a flipped bit made huge shall be an error, no more."""
+"""Address space that a child may add, so that a huge length from a flipped bit fails with an error."""
 
 
 def fork(work: Callable[[], object]) -> int:
-    """A child that does ``work`` and ends with 0, or 1 where it raised; its output goes nowhere."""
+    """Fork a child that runs ``work`` and exits with 0, or with 1 if it raised; its output is discarded."""
     pid = os.fork()
     if pid:
         return pid
@@ -43,7 +43,7 @@ def fork(work: Callable[[], object]) -> int:
 
 
 def kill(pid: int) -> None:
-    """The child and every process that it started; returns when the child is gone."""
+    """Kill the child and every process that it started; return when they are gone."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -63,7 +63,7 @@ def kill(pid: int) -> None:
 def results(work: Callable[[int], Any], numbers: list[int], seconds: float) -> Iterator[tuple[int, Any]]:
     """``work(n)`` (JSON) for each number, computed in a child that is replaced when it dies or hangs over ``seconds``.
 
-    What a child died of is the result then: ``{"died": ...}``.
+    The result for a number at which the child died is ``{"died": reason}``.
     """
     left = list(numbers)
     while left:

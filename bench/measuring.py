@@ -1,4 +1,4 @@
-"""Rows measured one after the other: those that are missing, each kept when it is done, and all shown at the end."""
+"""Measures the missing rows one after the other, keeps each result, and shows all rows at the end."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from bench.running.rows import Place, Row
 from bench.tables import TABLES, Plan
 from bench.tables.results import Results, reading
 from bench.tables.shown import say_tables
-from lightck.cli.base import BAD, OK, complain, ended_by_signals, tell
-from lightck.cli.text import count, say_json
+from lightck.cli.base import BAD, OK, ended_by_signals, print_error, print_progress
+from lightck.cli.text import count, print_json
 from lightck.errors import BenchError
 
 
 def measure(
     kept: Results, names: tuple[str, ...], plan: Plan, place: Place, only: str | None, again: bool, as_json: bool
 ) -> int:
-    """The rows of these tables; the exit status."""
+    """Measure and show the rows of these tables; returns the exit status."""
     tables = [TABLES[name] for name in names]
     here = {table.name: table.rows(plan) for table in tables}
     for name in (name for name, found in here.items() if not found and not plan.quick):
-        tell(f"without {name}: this machine has nothing to measure it on")
+        print_progress(f"skipped {name}: this machine lacks the hardware for it")
     _check_named(only, [row.key for found in here.values() for row in found])
     chosen = {
         (row.measure, row.key): row for found in here.values() for row in found if only is None or only in row.key
     }
     wanted = [row for row in chosen.values() if again or row.key not in kept.rows(row.measure)]
-    tell(f"{count(len(wanted), 'row')} to measure, {len(chosen) - len(wanted)} kept already")
+    print_progress(f"{count(len(wanted), 'row')} to measure, {len(chosen) - len(wanted)} kept already")
     for row in chosen.values():
         if not again and (other := _other_than(kept, row, place)):
-            tell(f"not measured anew (--again does): the kept row {row.measure} {row.key!r} has {other}")
+            print_progress(f"not measured again without --again: the kept row {row.measure} {row.key!r} has {other}")
     _remove_stale(place)
     failed: list[str] = []
     try:
-        with ended_by_signals():  # the row's process ends, and its folder, gigabytes of memory on tmpfs, goes with it
+        with ended_by_signals():  # ends the row's process and removes its folder (gigabytes on tmpfs)
             for i, row in enumerate(wanted):
                 error = _row(kept, row, place, i, len(wanted))
                 failed += [error] if error is not None else []
     except KeyboardInterrupt:
-        tell("interrupted: the rows that were measured until now follow")
+        print_progress("interrupted: the rows that were measured until now follow")
         raise
-    finally:  # what took minutes to measure is shown, whatever ended it
+    finally:  # results are shown also after an error
         if as_json:
             found = {m: {k: r for k, r in kept.rows(m).items() if (m, k) in chosen} for m, _ in chosen}
-            say_json({"failed": failed, "rows": found})
+            print_json({"failed": failed, "rows": found})
         else:
             say_tables(kept, tables, {key for _, key in chosen})
     return BAD if failed else OK
@@ -61,7 +61,7 @@ def _check_named(only: str | None, keys: list[str]) -> None:
 
 
 def _other_than(kept: Results, row: Row, place: Place) -> str:
-    """What a kept row was measured with where that is not what is asked for now."""
+    """How the options of a kept row differ from the requested ones, or ""."""
     if row.key not in kept.rows(row.measure):
         return ""
     found = kept.rows(row.measure)[row.key]
@@ -78,16 +78,16 @@ def _other_than(kept: Results, row: Row, place: Place) -> str:
 def _remove_stale(place: Place) -> None:
     removed = remove_stale([place.tmpfs, place.disk, tempfile.gettempdir()])
     if removed:
-        tell(f"removed {count(removed, 'folder')} of runs that were killed")
+        print_progress(f"removed {count(removed, 'folder')} of runs that were killed")
 
 
 def _row(kept: Results, row: Row, place: Place, number: int, of: int) -> str | None:
-    """Measure and keep it; what went wrong, if something did."""
+    """Measure a row and keep its result; returns the error message, or None."""
     try:
         found = rows.run(row, place)
     except BenchError as error:
-        complain(str(error))
+        print_error(str(error))
         return str(error)
     kept.keep(row.measure, row.key, found)
-    tell(f"{number + 1} of {of}  {row.measure}  {row.key}  {found['took_seconds']:.0f} s")
+    print_progress(f"{number + 1} of {of}  {row.measure}  {row.key}  {found['took_seconds']:.0f} s")
     return None

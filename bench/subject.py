@@ -1,8 +1,8 @@
-"""The small training that every way of saving is tried on, and what makes two of its states the same.
+"""The small training that is saved by each rival under faults, and the comparison of its states.
 
-A few MB, with what a checkpoint has to get right: parameters, buffers (an integer among them), two moments and a
-counter per parameter, hyperparameters that change. Every update depends on its number and the state only, so the state
-after each step is known beforehand; one thread computes it, so that it is so to the bit.
+It has a few MB of the kinds of state that a checkpoint must restore: parameters, buffers (one of integers), two moments
+and a counter per parameter, changing hyperparameters. Every update depends only on its number and the state, and one
+thread computes it, so the state after each step is known bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def build(seed: int = 0) -> tuple[nn.Module, Optimizer]:
 
 
 def update(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """The ``step``-th update, from 1 on."""
+    """Make update number ``step`` (the first is 1)."""
     for group in optimizer.param_groups:
         group["lr"] = 1e-3 / (1 + step)
     batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
@@ -38,7 +38,7 @@ def update(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 
 def parts(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, bytes]]:
-    """Everything that the training goes on from, by name, as bytes with dtype and shape."""
+    """The complete state of the training: name -> bytes, including dtype and shape."""
     for name, tensor in sorted(model.state_dict().items()):
         yield f"model.{name}", _packed(tensor)
     state = optimizer.state_dict()
@@ -55,7 +55,7 @@ def _packed(tensor: torch.Tensor) -> bytes:
 
 
 def digest(named: Any) -> str:
-    """Of ``parts``: equal only for equal names, dtypes, shapes and bits."""
+    """A digest of ``parts``, equal only for equal names, dtypes, shapes and bits."""
     whole = hashlib.blake2b(digest_size=16)
     for name, packed in named:
         whole.update(f"{name} {len(packed)} ".encode() + packed)

@@ -1,12 +1,11 @@
-"""What is left after a fault: the same injectors for lightck and for every rival.
+"""What can be loaded after a fault: the same faults for lightck and for every rival.
 
     python bench/trust.py [--only NAME]... [--kills N] [--flips N] [--cuts N] [--seed S] [--dir DIR] [--out DIR]
 
-For each way of saving: SIGKILL at random instants while every step is saved; one random bit flipped in the files of a
-finished run; a file cut short. Then it is loaded, and what comes back is compared, bit for bit, with what the training
-had.
-``--out bench/results`` writes trust.json and trust.md there; rivals that were not asked for keep their earlier rows,
-with the machine, the versions and the date of these.
+For each way of saving: SIGKILL at random moments while every step is saved; one random bit flipped in the files of a
+finished run; a truncated file. Then the state is loaded and compared, bit for bit, with that of the training. ``--out
+bench/results`` writes trust.json and trust.md there; rivals that were not selected keep their earlier rows, with the
+machine, the software versions and the date of those.
 """
 
 from __future__ import annotations
@@ -26,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ in ("__main__", "__mp_main__"):
-    sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed lightck goes first
+    sys.path.append(str(Path(__file__).resolve().parents[1]))  # last, so that an installed lightck is used
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not spoil CUDA for the children
+os.environ.setdefault(
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+)  # so that checking for a GPU does not initialize CUDA before the forks
 
 import torch
 
@@ -43,7 +44,7 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()} {kernel}"
 
 
-def checkpoints() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -54,11 +55,11 @@ def checkpoints() -> dict[str, str]:
 
 
 FACTS = ("machine", "versions", "medium", "state_bytes", "date", "seed")
-"""Where, with what and when a kind of fault was played: kept with it. The oldest files have them for all rows."""
+"""The conditions of a kind of fault, kept with its results. The oldest files have them once for all rows."""
 
 
 def play(name: str, args: argparse.Namespace, table: list[str], facts: dict[str, Any]) -> dict[str, Any]:
-    """One rival's row."""
+    """Run all trials of one rival."""
 
     def say(line: str) -> None:
         print(f"  {name}: {line}", file=sys.stderr, flush=True)
@@ -109,14 +110,14 @@ KINDS = (
         },
     ),
 )
-"""Each kind of fault, its title, and its outcomes with the heads of their columns."""
+"""Each kind of fault: its key, its title, and its outcomes with their column heads."""
 
 
 def markdown(result: dict[str, Any]) -> str:
     lines = ["# What is left after a fault", "", *_origins(_dated(result)), ""]
     lines[-2] += (
-        " `python bench/trust.py` repeats it. Where a way of saving leaves it open, the last two finished checkpoints "
-        "are kept, and the newest that loads without an error is taken."
+        " `python bench/trust.py` repeats it. Where a library does not decide it, the last two finished checkpoints "
+        "are kept, and the newest that loads without an error is used."
     )
     for kind, title, outcomes in KINDS:
         if any(kind in row for row in result["rows"]):
@@ -128,7 +129,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _dated(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows, each kind of fault with its facts."""
+    """The rows, with the conditions of each kind of fault."""
     dated = []
     for row in result["rows"]:
         kinds = [kind for kind, *_ in KINDS if kind in row]
@@ -139,7 +140,7 @@ def _dated(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _origins(rows: list[dict[str, Any]]) -> list[str]:
-    """What was taken where, with what and when; seeds apart. One line where it is the same for all."""
+    """The conditions of the results, one line if they are the same for all; seeds are listed, not compared."""
     found: dict[tuple[str, str], tuple[set[str], dict[str, list[str]]]] = {}
     for row in rows:
         for kind, facts in row["taken"].items():
@@ -155,13 +156,13 @@ def _origins(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _origin(facts: dict[str, Any]) -> tuple[str, str]:
-    checkpoints = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    software = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     state = f"{facts['state_bytes'] / 1e6:.1f} MB of state"
-    return f"{facts['machine']}; {checkpoints}; files on {facts['medium']}; {state}", facts["date"]
+    return f"{facts['machine']}; {software}; files on {facts['medium']}; {state}", facts["date"]
 
 
 def _table(rows: list[dict[str, Any]], kind: str, outcomes: dict[str, str]) -> Iterator[str]:
-    """``in the newest``: trials that hit a file of the newest checkpoint; lightck's versions share one file."""
+    """``in the newest``: trials that hit a file of the newest checkpoint; lightck's checkpoints share one file."""
     heads = ["saved with", kind, *(["in the newest"] if kind != "kills" else []), *outcomes.values()]
     yield f"| {' | '.join(heads)} |"
     yield f"|---|{'--:|' * (len(heads) - 1)}"
@@ -177,8 +178,10 @@ def _table(rows: list[dict[str, Any]], kind: str, outcomes: dict[str, str]) -> I
 
 
 def merged(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Earlier rows stay for rivals that were not played now, and earlier kinds of fault within a row, with their facts.
-    Why a rival without a row was not run is asked anew."""
+    """Merge with the results in ``path``: rivals and kinds of fault that were not run now keep their earlier rows.
+
+    Why a rival without a row cannot be run is checked again.
+    """
     rows = {row["rival"]: row for row in result["rows"]}
     not_run = {}
     if path.exists():
@@ -197,19 +200,19 @@ def merged(path: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=rivals.TABLE, help="this rival; may be repeated")
+    parser.add_argument("--only", action="append", choices=rivals.TABLE, help="run this rival only; may be repeated")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--cuts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=10, help="for each rival and kind of fault, at most")
-    parser.add_argument("--dir", default="/dev/shm", help="where checkpoints lie")
-    parser.add_argument("--out", type=Path, help="a folder for trust.json and trust.md")
+    parser.add_argument("--minutes", type=float, default=10, help="the most minutes for each rival and kind of fault")
+    parser.add_argument("--dir", default="/dev/shm", help="the folder for checkpoints")
+    parser.add_argument("--out", type=Path, help="the folder for trust.json and trust.md")
     args = parser.parse_args()
     result: dict[str, Any] = {"rows": [], "not_run": {}}
     facts: dict[str, Any] = {
         "machine": machine(),
-        "versions": checkpoints(),
+        "versions": software_versions(),
         "medium": "tmpfs" if args.dir == "/dev/shm" else args.dir,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "seed": args.seed,
@@ -230,7 +233,7 @@ def main() -> None:
 
 
 def keep(folder: Path | None, result: dict[str, Any]) -> None:
-    """Written after each row: a run that is broken off leaves what it measured."""
+    """Write the results; called after each row, so that an interrupted run keeps them."""
     if folder is not None:
         whole = merged(folder / "trust.json", result)
         _replace(folder / "trust.json", json.dumps(whole, indent=1) + "\n")
@@ -238,15 +241,15 @@ def keep(folder: Path | None, result: dict[str, Any]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """All of it or nothing."""
+    """Replace a file atomically."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     os.replace(new, path)
 
 
 def warm_up() -> None:
-    """Import here, and not in each child, what a first update and a first session import."""
-    _ = lightck.attach  # with all that it needs: a public name is imported when it is first asked for
+    """Import in this process, instead of in each child, what a first update and a first session import."""
+    _ = lightck.attach  # public names are imported on first use
     torch.set_num_threads(1)
     model, optimizer = subject.build()
     subject.update(model, optimizer, 1)

@@ -2,11 +2,11 @@
 
 ::
 
-    session = lightck.attach(model, pool_path, resume=True)   # then train as always; started again, it goes on
-    ckpt = lightck.recover(pool_path)                         # what a crash left, to look at or to use elsewhere
+    session = lightck.attach(model, pool_path, resume=True)   # then train as always; after a crash, run it again
+    ckpt = lightck.recover(pool_path)                         # the newest checkpoint, to inspect or to use elsewhere
 
-A public name is imported when it is first asked for, so that the command line and the pool readers, which need no
-torch, do not wait for it.
+A public name is imported when it is first used, so that the command line and the pool readers, which need no torch,
+do not wait for torch to load.
 """
 
 from __future__ import annotations

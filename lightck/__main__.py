@@ -1,4 +1,4 @@
-"""The ``lightck`` command, and ``python -m lightck``: what keeps the commands from being imported is one line."""
+"""The ``lightck`` command, and ``python -m lightck``. An import error is reported in one line."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 
 
 def run() -> None:
-    """Ends the process."""
+    """Run the command line and exit the process."""
     try:
         from lightck.cli import main
-    except ImportError as error:  # the native library is of another version, or LIGHTCK_ISA names a wrong processor
+    except ImportError as error:  # the native library is of another release, or LIGHTCK_ISA names a wrong processor
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     main(prog_name="lightck")

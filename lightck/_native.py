@@ -1,8 +1,7 @@
-"""The native library, loaded and checked: ``ffi`` and ``lib``, whose constants are ``lib.LCK_...``.
+"""Load and check the native library: ``ffi`` and ``lib``, whose constants are ``lib.LCK_...``.
 
-Everything that touches ``liblck.so`` goes through this module. Prototypes and structs come from the generated
-``_lck_ffi``, which was made from the same header as the library; whether the two belong together is checked here
-once, because in cffi's ABI mode nothing else would notice.
+All access to ``liblck.so`` goes through this module. Prototypes and structs come from ``_lck_ffi``, which the build
+generates from the library's header. This module checks once that the two match, because cffi's ABI mode does not.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ if TYPE_CHECKING:
     from lightck._lck_ffi import Commit as Commit
 
 _STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span")
-"""By the numbers that lck_sizeof knows them by."""
-_REBUILD = "Run `pip install .` in the source folder (or reinstall the wheel) to build both anew."
+"""In the order of the numbers that lck_sizeof takes."""
+_REBUILD = "Run `pip install .` in the source folder (or reinstall the wheel) to rebuild both."
 
 
 class NativeError(OSError):
-    """A call of the native library failed. ``status`` is its LCK_E... number; ``errno`` is set where there is one."""
+    """A call of the native library failed. ``status`` is its LCK_E... code; ``errno`` is that of the system, or
+    None."""
 
     def __init__(self, status: int, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -35,8 +35,8 @@ class NativeError(OSError):
 
 
 def _bindings() -> ModuleType:
-    """The generated module: beside this file, or in the installed package where Python found the sources first (a
-    script that is run in the source folder). Whether the two fit is checked like everything else."""
+    """Import the generated module from beside this file, or else from the installed package: a script that is run in
+    the source folder finds the sources first, which have no generated module."""
     for folder in (str(Path(__file__).parent.parent), *sys.path):
         path = Path(folder, "lightck", "_lck_ffi.py")
         spec = importlib.util.spec_from_file_location("lightck._lck_ffi", path) if path.is_file() else None
@@ -44,17 +44,17 @@ def _bindings() -> ModuleType:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             return module
-    try:  # an editable install finds it by an import hook of its own
+    try:  # an editable install finds the module by an import hook
         return importlib.import_module("lightck._lck_ffi")
     except ImportError as error:
         raise ImportError(
-            f"lightck's native bindings (lightck/_lck_ffi.py) are not here: {error}. They are generated when "
-            f"lightck is built, and this copy was not built. {_REBUILD}"
+            f"lightck's native bindings (lightck/_lck_ffi.py) are missing: {error}. They are generated when lightck is "
+            f"built, and this copy was not built. {_REBUILD}"
         ) from error
 
 
 def _open_library(bindings: ModuleType) -> Lib:
-    # Beside the generated module, not beside this file: in an editable install the two lie in different folders.
+    # Beside the generated module, not beside this file: an editable install has the two in different folders.
     path = Path(str(bindings.__file__)).with_name("liblck.so")
     try:
         opened: Lib = bindings.ffi.dlopen(str(path))
@@ -70,15 +70,14 @@ def _check_abi(ffi: FFI, lib: Lib) -> None:
     found = lib.lck_abi_version()
     if found != lib.LCK_ABI_VERSION:
         raise ImportError(
-            f"lightck's native library has interface {found}, its Python bindings have {lib.LCK_ABI_VERSION}. One of "
-            f"the two is left over from another version. {_REBUILD}"
+            f"lightck's native library has interface number {found}, its Python bindings have {lib.LCK_ABI_VERSION}. "
+            f"One of the two is from another release. {_REBUILD}"
         )
     for number, name in enumerate(_STRUCTS):
         if lib.lck_sizeof(number) != ffi.sizeof(name):
             raise ImportError(
                 f"struct {name} has {lib.lck_sizeof(number)} bytes in lightck's native library and "
-                f"{ffi.sizeof(name)} in its Python bindings. One of the two is left over from another version. "
-                f"{_REBUILD}"
+                f"{ffi.sizeof(name)} in its Python bindings. One of the two is from another release. {_REBUILD}"
             )
 
 
@@ -111,25 +110,25 @@ _honour_kill(lib, os.environ.get("LIGHTCK_KILL"))
 _REASONS = {
     lib.LCK_EINVAL: "an argument is out of range",
     lib.LCK_ENOMEM: "out of memory",
-    lib.LCK_EFORK: "called in a forked child, which has no part in its parent's pool",
+    lib.LCK_EFORK: "called in a forked child, which cannot use its parent's pool",
     lib.LCK_ETIMEDOUT: "timed out",
     lib.LCK_EBUSY: "all entries are in use",
     lib.LCK_ECHECKSUM: "a block does not match its checksum",
     lib.LCK_ESHORT: "the file ends early",
-    lib.LCK_EDROPPED: "the version was dropped before it committed",
-    lib.LCK_ESTATE: "not possible in this state, or the ticket is unknown",
+    lib.LCK_EDROPPED: "the checkpoint was dropped before its commit",
+    lib.LCK_ESTATE: "not possible in this state, or the job is unknown",
 }
 
 
 def check(status: int, what: str) -> None:
-    """Raise `NativeError` unless status is LCK_OK. To be called on the thread that made the native call."""
+    """Raise ``NativeError`` unless status is LCK_OK. Call it on the thread that made the native call."""
     if status == lib.LCK_OK:
         return
     raise NativeError(status, f"{what}: {reason(status)}", errno_of(status))
 
 
 def reason(status: int) -> str:
-    """Why a native call failed, for people. On the thread that made it."""
+    """Return why a native call failed, as text. Call it on the thread that made the native call."""
     code = errno_of(status)
     if status == lib.LCK_ESYS and code:
         return os.strerror(code)
@@ -137,7 +136,7 @@ def reason(status: int) -> str:
 
 
 def errno_of(status: int) -> int | None:
-    """The errno behind a status, if there is one. On the thread that made the call."""
+    """Return the errno of a failed native call, or None. Call it on the thread that made the native call."""
     if status == lib.LCK_ESYS:
         return lib.lck_last_errno() or None
     return errno.ENOMEM if status == lib.LCK_ENOMEM else None

@@ -1,6 +1,6 @@
 """Every error that lightck raises, in one tree.
 
-Each class is a ``LightckError`` and also the builtin that code which knows nothing of lightck would catch. Each
+Each class is a ``LightckError`` and also a builtin exception, which code that does not know lightck can catch. Each
 message gives the fact, the reason and the cure, in that order.
 
 ::
@@ -9,18 +9,18 @@ message gives the fact, the reason and the cure, in that order.
     ├── PoolError                     something about the pool's file
     │   ├── PoolNotFoundError         (FileNotFoundError)   no file, or no folder for it
     │   ├── PoolPathError             (IsADirectoryError)   the path is a directory or another non-file
-    │   ├── PoolPermissionError       (PermissionError)     not readable, not writable, or not safely ours
+    │   ├── PoolPermissionError       (PermissionError)     not readable, not writable, or writable for others
     │   ├── PoolLockedError           (BlockingIOError)     open in another session, here or in another process
     │   ├── NoSpaceError              (OSError, ENOSPC)     the medium cannot hold the pool
     │   ├── PoolIOError               (OSError)             the system failed a call on the pool's file: errno
     │   ├── LibraryMissingError       (ImportError)         PMDK's library, which writing a PMDK pool needs
     │   ├── MediumError               (OSError, ENOTSUP)    the medium does not survive what require= asks for
-    │   ├── NotAPoolError             (ValueError)          foreign or empty file
-    │   ├── PoolTruncatedError        (EOFError)            the file is shorter (or longer) than it says
-    │   ├── FormatError               (ValueError)          a newer format, or flags that this version lacks
+    │   ├── NotAPoolError             (ValueError)          a file of something else, or an empty file
+    │   ├── PoolTruncatedError        (EOFError)            the file is shorter or longer than its header says
+    │   ├── FormatError               (ValueError)          a newer format, or flags that this lightck lacks
     │   ├── NoCheckpointError         (LookupError)         nothing was committed yet, or not that step
-    │   └── CorruptPoolError          (ValueError)          versions exist and none of them verifies
-    ├── CheckpointExistsError         (FileExistsError)     the pool holds a checkpoint; say resume or overwrite
+    │   └── CorruptPoolError          (ValueError)          checkpoints exist, and none is intact
+    ├── CheckpointExistsError         (FileExistsError)     the pool holds a checkpoint: pass resume or overwrite
     ├── NoTensorError                 (KeyError)            a checkpoint holds no tensor of this name
     ├── DriftError                    (ValueError)          the checkpoint does not fit the model or optimizer
     ├── DataMismatchError             (ValueError)          strict_data=True: a resume goes on with other data
@@ -28,13 +28,13 @@ message gives the fact, the reason and the cure, in that order.
     ├── StateValueError               (TypeError)           a value that cannot be stored
     ├── UnsupportedError              (NotImplementedError) an optimizer that lightck does not follow; several ranks
     ├── LateError                     (RuntimeError)        an optimizer or scheduler that came after attach
-    ├── SessionError                  (RuntimeError)        a call that this session cannot take now
+    ├── SessionError                  (RuntimeError)        a call that is not allowed now
     ├── NothingSavedError             (RuntimeError)        close(): the model was trained, and nothing of it was saved
-    ├── StateChangedError             (RuntimeError)        a tensor was written while a version still needed it
+    ├── StateChangedError             (RuntimeError)        a tensor was written while a checkpoint still needed it
     ├── FlushTimeoutError             (TimeoutError)        flush(timeout=) ran out of time
     ├── ExportError                   (OSError)             an exported file could not be written
-    │   ├── ExportExistsError         (FileExistsError)     a file is there already (say overwrite), or a pool
-    │   ├── KeepError                 (OSError)             keep= could not export a version
+    │   ├── ExportExistsError         (FileExistsError)     the file exists (pass overwrite), or is a pool
+    │   ├── KeepError                 (OSError)             keep= could not export a checkpoint
     │   └── TraceError                (OSError)             session.trace() could not write its file
     ├── TraceFormatError              (ValueError)          a file that is no trace, or a damaged one
     ├── BenchError                    (RuntimeError)        a bench cannot run here, or saved what did not load back
@@ -48,7 +48,7 @@ from collections.abc import Sequence
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first ``most`` of some names, and how many more there are: for errors and warnings."""
+    """Join the first ``most`` names, and say how many more there are, for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -58,7 +58,7 @@ class LightckError(Exception):
 
 
 class _SystemError(LightckError, OSError):
-    """An error of the system behind an error of ours: ``errno`` says which, where there is one."""
+    """An error that the operating system caused; ``errno`` is its number, or None."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -89,19 +89,19 @@ class NoSpaceError(PoolError, _SystemError):
     """The medium cannot hold the pool. ``errno`` is ``ENOSPC``."""
 
     in_the_way = False
-    """It could, once the pool that lies there is discarded."""
+    """Whether there is space for the pool once the old pool at this path is discarded."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, errno.ENOSPC)
 
 
 class PoolIOError(PoolError, _SystemError):
-    """The system failed a call that the pool needs: a bad medium, or no memory, descriptors or threads left. ``errno``
-    says which."""
+    """The operating system failed a call that the pool needs: the medium is bad, or memory, file descriptors or threads
+    have run out. ``errno`` is the system's error number."""
 
 
 class LibraryMissingError(PoolError, ImportError):
-    """A library that writing this kind of pool needs is not installed. Reading does not need it."""
+    """A library that is needed to write this kind of pool is not installed. Reading does not need it."""
 
 
 class MediumError(PoolError, _SystemError):
@@ -115,19 +115,19 @@ class NotAPoolError(PoolError, ValueError):
     """The file is not a lightck pool."""
 
     in_the_way = False
-    """It is a device, which nothing but ``overwrite=True`` can clear."""
+    """Whether the path is a device, whose content only ``overwrite=True`` can replace."""
 
 
 class PoolTruncatedError(PoolError, EOFError):
-    """The file's size is not the size that the pool was made with."""
+    """The file does not have the size that the pool was created with."""
 
 
 class FormatError(PoolError, ValueError):
-    """The pool was written in a format that this version of lightck does not read."""
+    """The pool was written in a format that this release of lightck does not read."""
 
 
 class CorruptPoolError(PoolError, ValueError):
-    """Versions were committed, and none of them verifies. ``reasons`` has a line for each."""
+    """Checkpoints were committed, and none of them matches its checksums. ``reasons`` has a line for each."""
 
     def __init__(self, message: str, reasons: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -143,14 +143,15 @@ class NoCheckpointError(PoolError, LookupError):
 
 
 class NoTensorError(LightckError, KeyError):
-    """A checkpoint holds no tensor of this name; the message has names that are near."""
+    """The checkpoint holds no tensor of this name; the message lists similar names."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # a KeyError shows what it was given in quotes
+        return str(self.args[0])  # KeyError would show the message in quotes
 
 
 class DriftError(LightckError, ValueError):
-    """The checkpoint does not fit what it is to be restored into. ``drift`` has the differences."""
+    """The checkpoint does not fit the model, optimizer or object that it is restored into. ``drift`` has the
+    differences."""
 
     def __init__(self, message: str, drift: object = None) -> None:
         super().__init__(message)
@@ -158,8 +159,8 @@ class DriftError(LightckError, ValueError):
 
 
 class DataMismatchError(LightckError, ValueError):
-    """The first batch after a resume is not the one that followed the step that it goes on from (``strict_data=True``).
-    No update was made with it."""
+    """The first batch after a resume differs from the batch that followed the restored step (``strict_data=True``). No
+    update was made with it."""
 
 
 class AmbiguousError(LightckError, ValueError):
@@ -167,7 +168,7 @@ class AmbiguousError(LightckError, ValueError):
 
 
 class StateValueError(LightckError, TypeError):
-    """A value that has to be saved cannot be stored; the message names its path."""
+    """A value in the state cannot be stored; the message names its path."""
 
 
 class UnsupportedError(LightckError, NotImplementedError):
@@ -175,7 +176,7 @@ class UnsupportedError(LightckError, NotImplementedError):
 
 
 class LateError(LightckError, RuntimeError):
-    """An optimizer or a scheduler came to life too late to be restored or saved."""
+    """An optimizer or a scheduler was created too late to be restored or saved."""
 
 
 class SessionError(LightckError, RuntimeError):
@@ -183,12 +184,12 @@ class SessionError(LightckError, RuntimeError):
 
 
 class NothingSavedError(LightckError, RuntimeError):
-    """A session ends whose model was trained, and lightck could not see one update of it."""
+    """A session ends, its model was trained, and lightck has seen no update of it."""
 
 
 class StateChangedError(LightckError, RuntimeError):
-    """A tensor was written, unannounced, while a version still needed its bytes. With ``LIGHTCK_CHECK=1`` only: without
-    it such a version is given up with a warning."""
+    """A tensor was written, without a change of its version counter, while a checkpoint still needed its bytes. Raised
+    with ``LIGHTCK_CHECK=1`` only; otherwise such a checkpoint is dropped with a warning."""
 
 
 class ExportError(_SystemError):
@@ -196,18 +197,18 @@ class ExportError(_SystemError):
 
 
 class ExportExistsError(ExportError, FileExistsError):
-    """There is a file under that name already, or a pool, which is never replaced. ``errno`` is ``EEXIST``."""
+    """A file of that name exists already, or a pool, which an export never replaces. ``errno`` is ``EEXIST``."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, errno.EEXIST)
 
 
 class KeepError(ExportError):
-    """A version could not be exported by ``keep=``. The pool is intact, and the training may go on."""
+    """A checkpoint could not be exported by ``keep=``. The pool is intact, and the training may go on."""
 
 
 class TraceError(ExportError):
-    """A trace could not be recorded or written. Training and pool are as if there were none."""
+    """A trace could not be recorded or written. The training and the pool are not affected."""
 
 
 class TraceFormatError(LightckError, ValueError):
@@ -215,12 +216,12 @@ class TraceFormatError(LightckError, ValueError):
 
 
 class BackgroundError(_SystemError):
-    """A background copy, sync or commit failed. The versions committed before are intact."""
+    """A background copy, sync or commit failed. The checkpoints committed before are intact."""
 
 
 class FlushTimeoutError(LightckError, TimeoutError):
-    """``flush(timeout=...)`` ran out of time; the copies go on."""
+    """``flush(timeout=...)`` ran out of time; the copies continue in the background."""
 
 
 class BenchError(LightckError, RuntimeError):
-    """A bench cannot run here, or found that what was saved does not load back right."""
+    """A benchmark cannot run here, or the state that it saved did not load back unchanged."""

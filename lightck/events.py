@@ -1,11 +1,11 @@
-"""Step events: what a training does, told by torch's hooks to any number of listeners.
+"""Step events: torch's hooks report what a training does to any number of listeners.
 
     torch's hook -> hooks/hooks.py -> StepEvents -> each StepListener, in order
 
-A session's own listener (``session/steps.py``) stands last, since it acts: it may wait, close a version, or raise.
-Those that only look on (a trace) stand before it, the newest first. An event has one method, here and in each listener,
-so a search for its name finds who hears it. (A layer-wise update is let through by the session alone, in
-``Steps.layers_begin``: others hear ``gate`` at ``step()``.)
+The session's own listener (``session/steps.py``) comes last, because it acts: it may wait, close a checkpoint, or
+raise. Listeners that only observe (a trace) come before it, the newest first. Each event is one method, with the same
+name here and in each listener. (In a layer-wise update only the session's ``Steps.layers_begin`` waits at the gate;
+other listeners receive ``gate`` at ``step()``.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Event(Enum):
-    """What can close a version, in the order in which a loop meets them."""
+    """The events that can close a checkpoint, in the order of an iteration."""
 
     NEXT = "next"
     """``next()`` on a session loader."""
@@ -39,60 +39,62 @@ class Event(Enum):
 
 
 class StepListener:
-    """Hears what happens in a training. Each method here does nothing: a listener has those that it needs.
+    """Receives step events. The methods here do nothing: a listener overrides those that it needs.
 
-    ``index`` is the position of an optimizer among those that are followed; a wrapper and what it wraps have one.
+    ``index`` is the number of a followed optimizer; a wrapper and the optimizer inside it share one number.
     """
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:
-        """A training forward of the root module is called. ``inputs``: its arguments, as torch's hook has them."""
+        """A training forward of the root module is called. ``inputs``: the arguments of torch's forward pre-hook."""
 
     def forward_begins(self) -> None:
-        """Every listener heard ``before_forward``, and the forward runs now."""
+        """Every listener has returned from ``before_forward``; the forward runs now."""
 
     def forward_ended(self) -> None:
-        """It returned."""
+        """The forward returned."""
 
     def before_step(self, index: int, by_hand: bool, has_gradients: bool) -> None:
-        """An optimizer's ``step`` is called. ``by_hand``: outside the ``step`` of a wrapper around it;
-        ``has_gradients``: no closure makes them inside the step."""
+        """An optimizer's ``step`` is called. ``by_hand``: outside the ``step`` of the wrapper around it;
+        ``has_gradients``: the gradients exist already, because no closure computes them inside ``step``."""
 
     def gate(self) -> None:
-        """Nothing may be updated before this returns."""
+        """An update is about to change tensors. It begins after this method has returned."""
 
     def update_begins(self) -> None:
-        """Every listener's gate is passed."""
+        """Every listener has returned from ``gate``; the update begins."""
 
     def after_step(self, index: int) -> None:
-        """An optimizer's ``step`` changed something, and returned."""
+        """An optimizer's ``step`` made an update and returned."""
 
     def after_step_hooks(self) -> None:
-        """The user's own post-step hooks ran as well."""
+        """The user's own post-step hooks have run too."""
 
     def skipped_step(self, index: int) -> None:
-        """A fused optimizer under GradScaler found inf: its ``step`` changed nothing."""
+        """A fused optimizer under GradScaler found an infinity: its ``step`` changed nothing."""
 
     def step_ended(self, step: int) -> None:
-        """The session counted an update. ``step``: updates made. With several optimizers: when each stepped."""
+        """The session counted an update. ``step``: updates so far. Several optimizers make one when each has
+        stepped."""
 
     def unknown_optimizer(self, optimizer: Optimizer) -> None:
-        """An optimizer steps that is not followed."""
+        """An optimizer that the session does not follow is about to step."""
 
     def layers_begin(self, index: int) -> None:
         """The first layer of an update is about to be updated, inside the backward pass."""
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[Tensor]) -> None:
-        """These are what they will be after the step. ``begin``: of the layer's update, in ns of CLOCK_MONOTONIC."""
+        """A layer was updated: ``tensors`` have their final values of this step. ``begin``: start of the layer's
+        update, in nanoseconds of CLOCK_MONOTONIC."""
 
     def layers_forgotten(self, index: int) -> None:
-        """The backward pass failed, and no ``step()`` will end its update."""
+        """The backward pass failed, so no ``step()`` will complete this update."""
 
 
-class Turn:
-    """Who may be inside a session: one thread at a time, while it is open, in the process that made it.
+class SessionLock:
+    """Lets one thread at a time into a session, while it is open and in the process that made it.
 
-    A context manager. A watchdog may flush or close while the training runs; in a forked child nobody else is there,
-    and the lock may be held by a thread that does not exist.
+    A context manager; a thread may enter it again. Another thread, such as a watchdog, may flush or close while the
+    training runs. A forked child never takes the lock: the thread that held it does not exist there.
     """
 
     def __init__(self) -> None:
@@ -107,17 +109,18 @@ class Turn:
 
     @property
     def is_live(self) -> bool:
-        """Whether the session may do anything: it is open, and this is its own process."""
+        """Whether the session is open, and this is the process that made it."""
         return self.is_open and not self.is_forked
 
-    def take(self, work: Callable[[], T]) -> T | None:
-        """What ``work`` gives, done in turn while the session is live; else it is not done, and this is None."""
+    def run_if_open(self, work: Callable[[], T]) -> T | None:
+        """Call ``work`` under the lock and return its result. If the session is not live, do nothing and return
+        None."""
         if not self.is_live:
             return None
         with self:
             return work() if self.is_open else None  # another thread may have closed it meanwhile
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> SessionLock:
         if not self.is_forked:
             self._lock.acquire()
         return self
@@ -128,78 +131,78 @@ class Turn:
 
 
 class StepEvents(StepListener):
-    """Passes each event on to its listeners, while the session is live, and in its turn.
+    """Passes each event to its listeners, under the session's lock, while the session is live.
 
-    The hooks of a model hold this, and so the session: it lives as long as the model, also where nobody keeps what
-    ``attach`` returned.
+    The hooks of a model refer to this object, and it refers to the session: the session lives as long as the model,
+    even if nobody keeps what ``attach`` returned.
     """
 
-    def __init__(self, turn: Turn) -> None:
-        self._turn = turn
+    def __init__(self, session_lock: SessionLock) -> None:
+        self._session_lock = session_lock
         self._listeners: tuple[StepListener, ...] = ()
 
     @property
     def listeners(self) -> tuple[StepListener, ...]:
-        """In the order in which they hear of an event."""
+        """The listeners, in the order in which they receive an event."""
         return self._listeners
 
     def add(self, listener: StepListener) -> None:
-        """It hears everything from now on, before those that are there."""
+        """Add a listener before the present ones."""
         self._listeners = (listener, *self._listeners)
 
     def remove(self, listener: StepListener) -> None:
-        """It hears nothing any more; where it is told of an event just now, that is the last one."""
+        """Remove a listener. It receives the event that is being passed on now, and none after that."""
         self._listeners = tuple(one for one in self._listeners if one is not listener)
 
-    def _tell(self, event: Callable[[StepListener], None]) -> None:
-        turn = self._turn
-        if not turn.is_live:
+    def _emit(self, event: Callable[[StepListener], None]) -> None:
+        lock = self._session_lock
+        if not lock.is_live:
             return
-        with turn:
-            if turn.is_open:  # another thread may have closed it meanwhile
+        with lock:
+            if lock.is_open:  # another thread may have closed it meanwhile
                 for listener in self._listeners:
                     event(listener)
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:
-        self._tell(lambda one: one.before_forward(inputs))
+        self._emit(lambda listener: listener.before_forward(inputs))
 
     def forward_begins(self) -> None:
-        self._tell(lambda one: one.forward_begins())
+        self._emit(lambda listener: listener.forward_begins())
 
     def forward_ended(self) -> None:
-        self._tell(lambda one: one.forward_ended())
+        self._emit(lambda listener: listener.forward_ended())
 
     def before_step(self, index: int, by_hand: bool, has_gradients: bool) -> None:
-        self._tell(lambda one: one.before_step(index, by_hand, has_gradients))
+        self._emit(lambda listener: listener.before_step(index, by_hand, has_gradients))
 
     def gate(self) -> None:
-        """Then the update may begin, which is told too."""
-        self._tell(lambda one: one.gate())
+        """Pass on ``gate``, then ``update_begins``."""
+        self._emit(lambda listener: listener.gate())
         self.update_begins()
 
     def update_begins(self) -> None:
-        self._tell(lambda one: one.update_begins())
+        self._emit(lambda listener: listener.update_begins())
 
     def after_step(self, index: int) -> None:
-        self._tell(lambda one: one.after_step(index))
+        self._emit(lambda listener: listener.after_step(index))
 
     def after_step_hooks(self) -> None:
-        self._tell(lambda one: one.after_step_hooks())
+        self._emit(lambda listener: listener.after_step_hooks())
 
     def skipped_step(self, index: int) -> None:
-        self._tell(lambda one: one.skipped_step(index))
+        self._emit(lambda listener: listener.skipped_step(index))
 
     def step_ended(self, step: int) -> None:
-        self._tell(lambda one: one.step_ended(step))
+        self._emit(lambda listener: listener.step_ended(step))
 
     def unknown_optimizer(self, optimizer: Optimizer) -> None:
-        self._tell(lambda one: one.unknown_optimizer(optimizer))
+        self._emit(lambda listener: listener.unknown_optimizer(optimizer))
 
     def layers_begin(self, index: int) -> None:
-        self._tell(lambda one: one.layers_begin(index))
+        self._emit(lambda listener: listener.layers_begin(index))
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[Tensor]) -> None:
-        self._tell(lambda one: one.layer_updated(name, begin, tensors))
+        self._emit(lambda listener: listener.layer_updated(name, begin, tensors))
 
     def layers_forgotten(self, index: int) -> None:
-        self._tell(lambda one: one.layers_forgotten(index))
+        self._emit(lambda listener: listener.layers_forgotten(index))

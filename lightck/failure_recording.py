@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class FailureRecordingFile(io.FileIO):
-    """What writes through it may tell less, or mix it up: torch.save makes a RuntimeError of it that does not say why,
-    and an error of the standard output has the same words as one of any other file."""
+    """A file that keeps the last error of ``write`` in ``failure``, because its callers may lose it: torch.save raises
+    a RuntimeError without the reason, and an error on standard output looks like that of any other file."""
 
     failure: OSError | None = None
 

@@ -1,9 +1,9 @@
-"""Signals at a safe place: what a handler does must not cut a version's bookkeeping in half.
+"""Deferred signals: no signal handler runs in the middle of lightck's work.
 
-Python runs a signal's handler on the main thread, between any two of its instructions. While lightck works there,
-signals are noted; their handlers run when that work is done. A long wait is left for them (``Interrupted``), where
-nothing is half done, and begun again afterwards. So a handler may raise (mostly ``KeyboardInterrupt``), or call
-``session.flush()``. Which handlers there are stays the user's business.
+Python runs a signal's handler on the main thread, between any two bytecode instructions. While lightck works there,
+signals are queued, and their handlers run when the work is done. A long wait ends early for a queued signal by raising
+``Interrupted`` at a place where nothing is half done; the wait is repeated after the handler. So a handler may raise
+(mostly ``KeyboardInterrupt``) or call ``session.flush()``. The user's handlers are back in place after the work.
 """
 
 from __future__ import annotations
@@ -20,108 +20,111 @@ from typing import TypeVar
 T = TypeVar("T")
 _NAMES = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "TERM", "CHLD", "CONT", "TSTP", "XCPU", "PWR")
 _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}"))
-"""Those that programs handle. (CHLD: where a worker of a DataLoader has died, torch's handler raises.)"""
-_raw = import_module("_signal")
-_handler_of: Callable[[int], object] = _raw.getsignal
-_set_handler: Callable[[int, Callable[..., object]], object] = _raw.signal
-"""What ``signal`` itself calls, without its enums, whose lookups cost 0.1 ms per training step. Where a signal has no
-handler this gives a number."""
-_users: dict[int, Callable[..., object]] = {}
-"""The handlers that ``_note`` stands for now."""
-_noted: list[tuple[Callable[..., object], int, FrameType | None]] = []
+"""Signals that programs handle. (CHLD: torch's handler raises when a DataLoader worker has died.)"""
+_signal_module = import_module("_signal")
+_handler_of: Callable[[int], object] = _signal_module.getsignal
+_set_handler: Callable[[int, Callable[..., object]], object] = _signal_module.signal
+"""The C functions behind ``signal.signal``, without its enums, whose lookups cost 0.1 ms per training step.
+``_handler_of`` returns a number for a signal without a handler."""
+_user_handlers: dict[int, Callable[..., object]] = {}
+"""Signal number -> the user's handler, while ``_defer`` is installed in its place."""
+_pending: list[tuple[Callable[..., object], int, FrameType | None]] = []
+"""Handler, signal number and frame of each queued signal."""
 _depth = 0
 
 
 class Interrupted(BaseException):
-    """A signal came while something was waited for. Internal: never leaves lightck."""
+    """A signal arrived during a wait. Internal: never leaves lightck."""
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Hold signals back until the end of this block, or until a wait in it is left for them (``resumed``)."""
+    """Defer signals to the end of this block, or to a wait inside it that ``retry_interrupted`` repeats."""
     global _depth
     if _depth or threading.current_thread() is not threading.main_thread():
         yield
         return
     try:
-        _hold_back()
+        _replace_handlers()
         _depth = 1
         yield
     finally:
         _depth = 0
-        _let_go()
-        _handle_noted()
+        _restore_handlers()
+        _handle_pending()
 
 
-def leave_if_noted() -> None:
-    """Raises ``Interrupted`` where a signal was held back: called where nothing is half done."""
-    if _noted and threading.current_thread() is threading.main_thread():
+def raise_if_interrupted() -> None:
+    """Raise ``Interrupted`` if a signal is queued. Called only where nothing is half done."""
+    if _pending and threading.current_thread() is threading.main_thread():
         raise Interrupted
 
 
-def resumed(work: Callable[[], T]) -> T:
-    """``work``, begun again each time that it was left for a signal. What a handler raises ends it."""
+def retry_interrupted(work: Callable[[], T]) -> T:
+    """Call ``work``, and call it again each time a signal interrupted it. An exception from a handler ends the loop."""
     while True:
         try:
             return work()
         except Interrupted:
-            _handle_in_between()
+            _handle_during_deferral()
 
 
-def _handle_in_between() -> None:
-    """Inside a block that holds signals back. What a handler calls holds them back for itself."""
+def _handle_during_deferral() -> None:
+    """Run the queued handlers inside a ``deferred`` block. Code that a handler calls defers signals by itself."""
     global _depth
     outside, _depth = _depth, 0
-    _let_go()
+    _restore_handlers()
     try:
-        _handle_noted()
+        _handle_pending()
     finally:
         _depth = outside
-        _hold_back()
+        _replace_handlers()
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    if all(number != other for _, other, _ in _noted):  # they do not count otherwise either
-        _noted.append((_users[number], number, frame))
+def _defer(number: int, frame: FrameType | None) -> None:
+    if all(number != other for _, other, _ in _pending):  # the system does not queue equal signals either
+        _pending.append((_user_handlers[number], number, frame))
 
 
-def _hold_back() -> None:
+def _replace_handlers() -> None:
     for number in _SIGNALS:
         user = _handler_of(number)
-        if callable(user) and user is not _note:
-            _users[number] = user
-            _set_handler(number, _note)
+        if callable(user) and user is not _defer:
+            _user_handlers[number] = user
+            _set_handler(number, _defer)
 
 
-def _let_go() -> None:
-    """Each signal goes to its handler again. One that comes meanwhile may raise: the others are let go all the same."""
+def _restore_handlers() -> None:
+    """Install the user's handlers again, all of them even if a signal arrives now and its handler raises."""
     try:
-        while _users:
-            number, user = next(iter(_users.items()))
-            if _handler_of(number) is _note:  # else somebody has set another one meanwhile (a loader, for CHLD)
+        while _user_handlers:
+            number, user = next(iter(_user_handlers.items()))
+            if (
+                _handler_of(number) is _defer
+            ):  # else somebody installed another handler meanwhile (a DataLoader, for CHLD)
                 _set_handler(number, user)
-            del _users[number]
+            del _user_handlers[number]
     finally:
-        if _users:
-            _let_go()
+        if _user_handlers:
+            _restore_handlers()
 
 
-def _handle_noted() -> None:
-    """In their order, all of them: where several raise, the last one is raised, with the others as its context."""
-    while _noted:
-        user, number, frame = _noted.pop(0)
+def _handle_pending() -> None:
+    """Run all queued handlers in order. If several raise, the last error is raised, with the others as its context."""
+    while _pending:
+        user, number, frame = _pending.pop(0)
         try:
             user(number, frame)
         finally:
-            _handle_noted()
+            _handle_pending()
 
 
-def _begin_child() -> None:
-    """A child that was forked in the midst of it has the user's handlers, and none of its parent's signals."""
+def _reset_in_child() -> None:
+    """Give a forked child the user's handlers, and none of the signals that its parent queued."""
     global _depth
     _depth = 0
-    _noted.clear()
-    _let_go()
+    _pending.clear()
+    _restore_handlers()
 
 
-os.register_at_fork(after_in_child=_begin_child)
+os.register_at_fork(after_in_child=_reset_in_child)

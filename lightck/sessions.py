@@ -1,4 +1,4 @@
-"""Which models have an open session in this process, and what happens to it when the process ends."""
+"""The sessions of this process: which models have an open one, and their end when the process exits."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Protocol
 from torch import nn
 
 from lightck.errors import SessionError
-from lightck.events import Turn
+from lightck.events import SessionLock
 
 
 class OpenSession(Protocol):
-    """What anybody may do with a session that he did not make: a :class:`lightck.Session`."""
+    """The part of :class:`lightck.Session` that code other than its owner may use."""
 
     @property
     def path(self) -> str:
-        """Its pool."""
+        """The path of its pool."""
         ...
 
     def abandon(self) -> None:
-        """End it as an exception does, without its open version."""
+        """Commit the closed checkpoints, drop the open one, and release the pool."""
         ...
 
 
-class Followed(Protocol):
-    """A training that is followed: a session without what its user sees of it."""
+class FollowedTraining(Protocol):
+    """What this registry needs of a session (``session/steps.py``)."""
 
     session: OpenSession
 
@@ -35,30 +35,31 @@ class Followed(Protocol):
     def model(self) -> nn.Module | None: ...
 
     @property
-    def turn(self) -> Turn: ...
+    def session_lock(self) -> SessionLock: ...
 
     def follows_optimizer(self, optimizer: object) -> bool: ...
 
 
-living: weakref.WeakSet[Followed] = weakref.WeakSet()
-"""Every session that still exists, from the moment at which its hooks are in; open or closed."""
+existing: weakref.WeakSet[FollowedTraining] = weakref.WeakSet()
+"""Every session object that is alive, open or closed. A session is added once its hooks are installed."""
 
 
-def _open() -> Iterator[tuple[nn.Module, Followed]]:
-    for one in list(living):
-        model = one.model if one.turn.is_open else None
+def _open() -> Iterator[tuple[nn.Module, FollowedTraining]]:
+    for one in list(existing):
+        model = one.model if one.session_lock.is_open else None
         if model is not None:
             yield model, one
 
 
-def has_open_session(model: nn.Module, *, parts_of_it: bool = False) -> bool:
-    """Whether an open session saves this module, a part of it, or a module that it is a part of. ``parts_of_it``: or
-    any module or parameter that is also one of this model."""
+def has_open_session(model: nn.Module, *, shared_parts: bool = False) -> bool:
+    """Whether an open session saves this module, one of its submodules, or a module that contains it.
+
+    ``shared_parts``: also when an open session's model shares any submodule, parameter or buffer with this model."""
     others = [other for other, _ in _open()]
     if not others:
         return False
     mine = set(model.modules())
-    if parts_of_it:
+    if shared_parts:
         tensors = set(map(id, (*model.parameters(), *model.buffers())))
         return any(
             not mine.isdisjoint(other.modules())
@@ -69,7 +70,7 @@ def has_open_session(model: nn.Module, *, parts_of_it: bool = False) -> bool:
 
 
 def refuse_open(model: nn.Module) -> None:
-    """Raises ``SessionError`` where an open session saves this module, a part of it, or one that it is a part of."""
+    """Raise ``SessionError`` if an open session saves this module, one of its submodules, or a module around it."""
     mine = {module: name for name, module in model.named_modules()}
     for other, one in _open():
         theirs = {module: name for name, module in other.named_modules()}
@@ -83,7 +84,7 @@ def refuse_open(model: nn.Module) -> None:
             continue
         raise SessionError(
             f"{what} an open session already, on {one.session.path!r}. A parameter is saved by one session. Close "
-            "that one first: session.close(). Where no name holds it any more: "
+            "that one first: session.close(). Where no variable refers to it any more: "
             "for session in lightck.sessions.open_sessions(): session.abandon()."
         )
 
@@ -94,13 +95,15 @@ def is_followed(optimizer: object) -> bool:
 
 
 def open_sessions() -> list[OpenSession]:
-    """The open sessions of this process: each a :class:`lightck.Session`, also one that only a traceback holds.
-    ``session.path`` is its pool; ``session.abandon()`` ends it as an exception does, without its open version."""
-    found = [one.session for one in list(living) if one.turn.is_live]
+    """The open sessions of this process, sorted by path; also those that only a traceback refers to.
+
+    Each is a :class:`lightck.Session`. ``session.path`` is its pool; ``session.abandon()`` ends it as an exception
+    would: the closed checkpoints are committed, and the open one is dropped."""
+    found = [one.session for one in list(existing) if one.session_lock.is_live]
     return sorted(found, key=lambda session: session.path)
 
 
 @atexit.register
 def _at_exit() -> None:
-    for one in list(living):
+    for one in list(existing):
         one.session.abandon()

@@ -1,8 +1,9 @@
-"""What a session cost and did: plain counters while it runs, a frozen record for the user."""
+"""What a session did and what it cost: ``Meter`` counts while it runs, ``Stats`` is the frozen copy for the user."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -16,44 +17,50 @@ class Stats:
     """A snapshot of a session's counters. Times in seconds, sizes in bytes."""
 
     stall_seconds: float = 0.0
-    """All wall time that lightck spent on the training thread."""
+    """Wall time that lightck spent on the training thread."""
     wait_seconds: float = 0.0
-    """The part of it that waited for (and helped with) copies and commits."""
+    """The part of ``stall_seconds`` in which the training thread waited for copies and commits, or helped to copy."""
     cpu_seconds: float = 0.0
-    """CPU time of all lightck threads and hooks."""
+    """CPU time of all threads and hooks of lightck."""
     bytes_written: int = 0
     """Payload and manifests handed to the medium."""
     bytes_helped: int = 0
-    """The part of it that the waiting training thread copied itself."""
+    """The part of ``bytes_written`` that the training thread copied itself while it waited."""
     checkpoints: int = 0
-    """Versions committed."""
+    """Checkpoints that were committed."""
     committed: int | None = None
-    """Step of the newest durable version."""
+    """Step of the newest durable checkpoint."""
     skipped: int = 0
-    """Versions given up (written to by a forward) or refused (``pause_on_nonfinite``), and optimizer steps that changed
-    nothing (GradScaler)."""
+    """Checkpoints that were dropped because a source changed during the copy, or refused by ``pause_on_nonfinite``, and
+    optimizer steps that a GradScaler skipped."""
     recopied: int = 0
-    """Tensors that something wrote to after the update of their layer (``lightck.layerwise``), so that they were copied
-    again. Without layers always 0: a version whose source moved is given up (``skipped``)."""
+    """Tensors that were copied again because something wrote to them after their layer was updated (``layerwise``).
+    Without ``layerwise`` always 0: a checkpoint whose source changed is dropped (``skipped``)."""
     left_out: int = 0
-    """Tensors that the newest version did not have to write again."""
+    """Tensors that the newest checkpoint did not write, because its slot held the same bytes already."""
     kept: int = 0
-    """Versions exported by ``keep=``."""
+    """Checkpoints that ``keep=`` exported."""
     staging: str | None = None
-    """The way by which the newest version's tensors left their device (``attach(..., staging=...)``)."""
+    """The transfer method of the newest checkpoint's tensors on a device (``attach(..., staging=...)``)."""
     staging_trial: bool = False
-    """The ways out of the device are still tried, because none was named."""
+    """Whether lightck is still comparing transfer methods, because ``staging=`` named none."""
     wait_policy: str | None = None
-    """"passive" where OpenMP's threads sleep instead of spinning while versions are copied, since copies found no
-    processor otherwise; "trial" while that is found out; None where they are left alone."""
+    """"passive": OpenMP's threads sleep instead of spinning while a checkpoint is copied, because the copies got no
+    processor otherwise; "trial": lightck is comparing both; None: OpenMP's threads are left as they are."""
     interval: int = 1
-    """Updates between versions, as of now."""
+    """Updates between checkpoints, at present."""
     emulated: str | None = None
-    """The memory whose speed was emulated (``LIGHTCK_EMULATE``): none of these times is the medium's own."""
+    """The memory whose speed was emulated (``LIGHTCK_EMULATE``): the times here are not those of the real medium."""
+
+    @property
+    def versions(self) -> int:
+        """The old name of ``checkpoints``; it goes away in the next release."""
+        warnings.warn("Stats.versions is now Stats.checkpoints.", DeprecationWarning, stacklevel=2)
+        return self.checkpoints
 
 
 class Observer(Protocol):
-    """What a trace wants to know as it happens. Times in seconds of ``time.perf_counter``."""
+    """Receives each stall as it ends, for a trace. Times are in seconds of ``time.perf_counter``."""
 
     def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None: ...
 
@@ -63,7 +70,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
-        """There while a trace is recorded."""
+        """Set while a trace is recorded."""
         self.stall_seconds = self.wait_seconds = 0.0
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
         self.kept = 0
@@ -73,15 +80,16 @@ class Meter:
         self.bytes_written = self.bytes_helped = self.checkpoints = self.skipped = self.recopied = self.left_out = 0
         self._depth = 0
 
-    def note_committed(self, nbytes: int, nbytes_helped: int) -> None:
-        """One more version, of so many bytes."""
+    def count_commit(self, nbytes: int, nbytes_helped: int) -> None:
+        """Count one committed checkpoint of ``nbytes``."""
         self.checkpoints += 1
         self.bytes_written += nbytes
         self.bytes_helped += nbytes_helped
 
     @contextmanager
     def stall(self, what: str = "lightck") -> Iterator[None]:
-        """Time on the training thread; signals wait for its end. Nested uses count once. ``what`` is for a trace."""
+        """Count the time of this block on the training thread, and defer signals to its end. Nested blocks count once.
+        ``what`` names the stall in a trace."""
         with deferred():
             if self._depth:
                 yield
@@ -97,13 +105,14 @@ class Meter:
                 if self.observer is not None:
                     self.observer.stalled(what, wall, now)
 
-    def note_state(self, step: int, began: float) -> None:
-        """The state of a step was read, from ``began`` (``time.perf_counter``) until now."""
+    def state_was_read(self, step: int, began: float) -> None:
+        """Report to a trace that the small state of a step was read from ``began`` until now."""
         if self.observer is not None:
             self.observer.stalled(f"state of step {step}", began, time.perf_counter(), is_state=True)
 
     @contextmanager
     def wait(self) -> Iterator[None]:
+        """Count the time of this block as waiting."""
         start = time.perf_counter()
         try:
             yield

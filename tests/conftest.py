@@ -135,7 +135,7 @@ def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def slow_memory() -> Iterator[None]:
     """Pools that take 4 MB a second: who waits for a version finds blocks of it left, however fast the machine is."""
-    before = emulation.used()
+    before = emulation.active_profile()
     emulation.use(Profile("slow", 4_000_000, 1_000_000_000, 0, 64, "made up"))
     yield
     emulation.use(before)

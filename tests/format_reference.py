@@ -195,8 +195,8 @@ def fields(form: struct.Struct, names: list[str], data: bytes, at: int = 0) -> F
 
 
 @dataclass
-class Version:
-    """One version that was verified in every block."""
+class Checkpoint:
+    """One checkpoint that was verified in every block."""
 
     record: Fields
     manifest: Fields
@@ -301,7 +301,7 @@ class Pool:
         return int(header["generation"])
 
     def next_batches(self, slot: int) -> list[tuple[bytes, int, int]] | None:
-        """Key, kind and checksum of what followed the version in a slot; None where nothing is recorded of it."""
+        """Key, kind and checksum of what followed the checkpoint in a slot; None where nothing is recorded of it."""
         raw = self.data[self.slots[slot][0] + 2048 :][:2048]
         record = fields(NEXT, NEXT_FIELDS, raw)
         end = 24 + 16 * record["entries"]
@@ -325,16 +325,16 @@ class Pool:
         ]
         return sorted(live, key=lambda ln: (ln["incarnation"], ln["generation"]), reverse=True)
 
-    def checkpoints(self) -> list[Version]:
-        """What verifies, newest first; a version that is named by two lines comes twice."""
+    def checkpoints(self) -> list[Checkpoint]:
+        """What verifies, newest first; a checkpoint that is named by two lines comes twice."""
         found = []
         for record in self.candidates():
-            version = self.version(record)
-            if version is not None:
-                found.append(version)
+            checkpoint = self.checkpoint(record)
+            if checkpoint is not None:
+                found.append(checkpoint)
         return found
 
-    def version(self, record: Fields) -> Version | None:
+    def checkpoint(self, record: Fields) -> Checkpoint | None:
         sb = self.superblock
         if (self.slot_generation(record["slot"]) or 0) > record["payload_generation"]:
             return None
@@ -350,7 +350,7 @@ class Pool:
         assert manifest["zero"] == 0
         return self._read(record, manifest, raw, base)
 
-    def _read(self, record: Fields, manifest: Fields, raw: bytes, base: int) -> Version | None:
+    def _read(self, record: Fields, manifest: Fields, raw: bytes, base: int) -> Checkpoint | None:
         def part(name: str) -> bytes:
             at = manifest[f"{name}_offset"]
             return raw[at : at + manifest[f"{name}_nbytes"]]
@@ -362,21 +362,21 @@ class Pool:
         at, step = manifest["records_offset"], manifest["record_nbytes"]
         records = [fields(RECORD, RECORD_FIELDS, raw, at + i * step) for i in range(len(entries))]
         crcs = list(struct.unpack_from(f"<{manifest['crcs_count']}I", raw, manifest["crcs_offset"]))
-        version = Version(record, manifest, records, crcs, extras, {}, {}, MessagePack.decode(part("state")))
+        checkpoint = Checkpoint(record, manifest, records, crcs, extras, {}, {}, MessagePack.decode(part("state")))
         for number, (entry, record) in enumerate(zip(entries, records, strict=True)):
             if record["generation"] == 0:
                 continue
             assert record["zero"] == 0
             assert record["offset"] == entry["offset"]
-            assert entry["name"] not in version.tensors
+            assert entry["name"] not in checkpoint.tensors
             if entry["alias"] is not None:
-                version.aliases[entry["name"]] = entry["alias"]
+                checkpoint.aliases[entry["name"]] = entry["alias"]
                 continue
             bytes_ = self.data[base + entry["offset"] :][: entry["nbytes"]]
             if not self._verifies(bytes_, number, record, manifest["origin"], crcs):
                 return None
-            version.tensors[entry["name"]] = bytes_
-        return version
+            checkpoint.tensors[entry["name"]] = bytes_
+        return checkpoint
 
     def _verifies(self, data: bytes, tensor: int, record: Fields, origin: bytes, crcs: list[int]) -> bool:
         block = self.superblock["block"]

@@ -1,4 +1,4 @@
-"""A fake session for tests of loaders: it keeps its versions by number, writes down what the run sees, and kills it."""
+"""A fake session for tests of loaders: it keeps its checkpoints by number, logs what the run sees, and kills it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Killed(Exception):
 
 @dataclass
 class Host:
-    """A session that keeps its versions by number. ``kill``: the one that ends the run."""
+    """A session that keeps its checkpoints by number. ``kill``: the number of the checkpoint that ends the run."""
 
     kill: int | None = None
     resumed: bytes | None = None

@@ -1,8 +1,8 @@
-"""A device for tests, made of CPU tensors: what is sent from it arrives late, on one of its two streams.
+"""A simulated device for tests, made of CPU tensors: copies from it arrive late, on one of its two streams.
 
-What is sent beside the computation is read when it arrives, so a gate that opens too early is seen in the bytes; what
-is sent in order, or copied within, has the bytes of the call, and arrives late too, on the other stream. Memory of
-either side is full of a pattern at first: what is read too early is seen.
+A copy in parallel with the computation reads its source only when it arrives, so a gate that opens too early changes
+the bytes. A copy in the order of the computation, or on the device, has the bytes of the call, and arrives late too, on
+the other stream. Memory of both sides is filled with a pattern at first, which shows reads that come too early.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
 
 
 class _Stream:
-    """Copies one after the other, on a thread; each batch after an arrival elsewhere."""
+    """Makes copies one after the other on a thread, each batch after an arrival on another stream."""
 
     def __init__(self, seed: int, seconds: float) -> None:
         self._random = random.Random(seed)
@@ -66,38 +66,38 @@ class _Stream:
 
 
 class SlowTransfer:
-    """Of a device whose copies take up to ``seconds``, drawn from ``seed``."""
+    """The transfer of a device whose copies take up to ``seconds``, drawn from ``seed``."""
 
     def __init__(self, seed: int, seconds: float = 0.01) -> None:
         self._computation, self._beside = _Stream(seed, seconds), _Stream(seed + 1000, seconds)
         self.flows_beside = self._beside.flows
-        """Cleared: what is sent beside the computation does not arrive."""
+        """While cleared, copies in parallel with the computation do not arrive."""
         self.sent = 0
         self.fails: Exception | None = None
-        """What sending in order raises."""
+        """Error that a copy in the order of the computation raises."""
         self.fails_beside: Exception | None = None
-        """What sending beside the computation raises."""
+        """Error that a copy in parallel with the computation raises."""
         self.fails_once: Exception | None = None
         self.before_send: Callable[[], None] | None = None
         self.events: list[str] = []
-        """What it was told of updates and memory, in that order."""
+        """Calls about updates and memory, in their order."""
         self.captures = False
-        """What it is told is recorded for a graph."""
+        """Whether work is captured for a graph."""
         self.room = 1 << 40
-        """Bytes of memory of its own."""
+        """Bytes of device memory."""
         self.refuses: Exception | None = None
-        """What registering memory raises."""
+        """Error that registering memory raises."""
         self.registered: list[int] = []
-        """Addresses of memory that it writes to by itself."""
+        """Addresses of host memory that the device writes to directly."""
 
     @property
     def is_computing(self) -> bool:
-        """Something is on its way in the order of the computation."""
+        """Whether a copy in the order of the computation is pending."""
         return not self._computation.is_idle
 
     @property
     def is_sending(self) -> bool:
-        """Something is on its way beside the computation."""
+        """Whether a copy in parallel with the computation is pending."""
         return not self._beside.is_idle
 
     @property
@@ -124,7 +124,7 @@ class SlowTransfer:
         copies = [(target, raw(tensor).clone()) for target, tensor in pairs]
         return self._computation.send([(target, copy.clone) for target, copy in copies], _NOTHING)
 
-    def copy_within(self, pairs: Sequence[Pair]) -> None:
+    def copy_on_device(self, pairs: Sequence[Pair]) -> None:
         self.send_in_order(pairs)
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
@@ -144,12 +144,12 @@ class SlowTransfer:
         self.registered.append(memory.data_ptr())
 
     def unregister(self, memory: torch.Tensor) -> None:
-        assert self.is_idle, "something is on its way"
+        assert self.is_idle, "a copy is pending"
         self.registered.remove(memory.data_ptr())
 
-    def enter(self) -> None: ...
+    def bind_thread(self) -> None: ...
 
-    def note_update(self) -> None:
+    def add_update_stream(self) -> None:
         self.events.append("noted")
 
     def join_updates(self) -> None:
@@ -158,7 +158,7 @@ class SlowTransfer:
     def is_capturing(self) -> bool:
         return self.captures
 
-    def give_back(self) -> None:
+    def release_host_memory(self) -> None:
         self.events.append("given back")
 
     def memory(self, nbytes: int) -> torch.Tensor:
@@ -183,6 +183,6 @@ _NOTHING = _passed()
 
 
 def install(patch: pytest.MonkeyPatch, transfer_of: Callable[[torch.Tensor], DeviceTransfer | None]) -> None:
-    """Tensors are on devices, as this says."""
+    """Replace ``transfer_of`` wherever it is used."""
     for module in (device_transfers, write_table, sources, buffers):
         patch.setattr(module, "transfer_of", transfer_of)

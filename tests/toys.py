@@ -1,7 +1,7 @@
-"""Small trainings, crashes and damage: what the tests of the public API are built from.
+"""Small trainings, crashes and damage, from which the tests of the public API are built.
 
-A *crash* is either a copy of the pool's file, taken in mid-training (what a kill leaves behind on tmpfs is exactly the
-file), or a forked child that dies. Neither needs a new interpreter.
+A *crash* is either a copy of the pool's file, taken in mid-training (on tmpfs, a kill leaves exactly the file), or a
+forked child that dies. Neither needs a new interpreter.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def forward(model: nn.Module, number: int = 0) -> torch.Tensor:
 
 
 def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0) -> None:
-    """``steps`` plain iterations. The last update is made and not closed."""
+    """Make ``steps`` plain iterations. The last update is made and not closed."""
     for number in range(start, start + steps):
         optimizer.zero_grad()
         forward(model, number).backward()
@@ -68,7 +68,7 @@ def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in type, dtype and bits."""
+    """Whether two values are equal in type, dtype and bits."""
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.shape != other.shape:
             return False
@@ -88,13 +88,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_step(checkpoint: lightck.Checkpoint, seen: dict[str, Any]) -> bool:
-    """Whether a loaded checkpoint holds what ``everything`` saw, model and one optimizer."""
+    """Whether a loaded checkpoint holds what ``everything`` returned, for a model and one optimizer."""
     optimizers = [checkpoint.optimizer] if isinstance(checkpoint.optimizer, dict) else checkpoint.optimizer or []
     return same(dict(checkpoint.model), seen["model"]) and same(optimizers, seen["optimizers"])
 
 
 def pool_with(path: Path, steps: int = 3, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A closed pool that holds ``steps`` and ``steps - 1`` of a small training."""
+    """Create a closed pool that holds ``steps`` and ``steps - 1`` of a small training."""
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, path, optimizer=optimizer, **options):
@@ -106,7 +106,7 @@ def pool_with(path: Path, steps: int = 3, **options: Any) -> tuple[nn.Module, to
 
 
 def crashed(pool: Path, name: str = "crashed.pool") -> Path:
-    """What a kill at this moment would leave behind, beside the pool."""
+    """Copy what a kill at this moment would leave of the pool, into the same folder."""
     image = pool.with_name(name)
     shutil.copyfile(pool, image)
     image.chmod(0o600)
@@ -114,7 +114,7 @@ def crashed(pool: Path, name: str = "crashed.pool") -> Path:
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """The result of ``work`` in a forked child; its exception, if it has one, is raised here."""
+    """Return the result of ``work`` in a forked child; raise its exception, if it has one."""
     result, status = _fork(work)
     assert status == 0, f"the child ended with status {status}"
     kind, value = result
@@ -125,7 +125,7 @@ def in_child(work: Callable[[], Any]) -> Any:
 
 @contextmanager
 def running_child(work: Callable[[], Any]) -> Iterator[int]:
-    """A forked child that runs ``work`` beside the block; its exception, if it has one, is raised at the end."""
+    """Run ``work`` in a forked child during the block; raise its exception, if it has one, at the end."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -148,14 +148,14 @@ def running_child(work: Callable[[], Any]) -> Iterator[int]:
 
 
 def killed_child(work: Callable[[], Any]) -> None:
-    """Run ``work`` in a forked child that has to die of SIGKILL."""
+    """Run ``work`` in a forked child that must die of SIGKILL."""
     result, status = _fork(work)
     assert os.WIFSIGNALED(status), f"the child was to be killed; it gave {result}"
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
 def kill_at(site: str, nth: int = 1) -> None:
-    """Die at the nth passing of this site from now on. To be called in a child."""
+    """Let this process, a child, die at the nth passing of this kill site from now on."""
     assert lib.lck_kill(site.encode(), nth) == lib.LCK_OK
 
 
@@ -180,7 +180,7 @@ def _fork(work: Callable[[], Any]) -> tuple[Any, int]:
 
 @contextmanager
 def child_that_holds(work: Callable[[], Any]) -> Iterator[Any]:
-    """A forked child that runs ``work``, keeps its result alive and waits until the block is left."""
+    """Run ``work`` in a forked child, which keeps the result alive until the block is left."""
     ready_read, ready_write = os.pipe()
     end_read, end_write = os.pipe()
     pid = os.fork()
@@ -207,13 +207,13 @@ def child_that_holds(work: Callable[[], Any]) -> Iterator[Any]:
 
 
 def alive() -> set[str]:
-    """Every thread and every open descriptor of this process."""
+    """Return every thread and every open descriptor of this process."""
     return {f"{kind}/{name}" for kind in ("task", "fd") for name in os.listdir(f"/proc/self/{kind}")}
 
 
 def left_since(before: set[str], seconds: float = 10.0) -> set[str]:
-    """What is alive now and was not ``before``. A thread that was joined stays listed until the kernel has taken it
-    down: that is waited for."""
+    """Return what is alive now and was not ``before``, after waiting: a joined thread is listed until the kernel has
+    removed it."""
     deadline = time.monotonic() + seconds
     while (left := alive() - before) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -221,7 +221,7 @@ def left_since(before: set[str], seconds: float = 10.0) -> set[str]:
 
 
 def settled(session: lightck.Session, step: int, seconds: float = 20.0) -> None:
-    """Wait until the background has committed this step."""
+    """Wait until this step is committed in the background."""
     deadline = time.monotonic() + seconds
     while session.committed != step:
         assert time.monotonic() < deadline, f"step {step} was not committed, {session.committed} was"
@@ -232,7 +232,7 @@ def settled(session: lightck.Session, step: int, seconds: float = 20.0) -> None:
 
 
 def checkpoints(pool: Path) -> list[StoredCheckpoint]:
-    """All versions whose manifest checks, newest first."""
+    """Return all checkpoints whose manifest is valid, newest first."""
     reader = open_pool(str(pool))
     try:
         return [v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)]
@@ -241,20 +241,20 @@ def checkpoints(pool: Path) -> list[StoredCheckpoint]:
 
 
 def places(pool: Path | str) -> Extents:
-    """Where the pool's bytes lie in its file, whichever backend it is of."""
+    """Return where the pool's bytes lie in its file, for any backend."""
     container = backend_for(str(pool)).open(str(pool), write=False)
     container.close()
     return container.extents
 
 
 def content(pool: Path | str) -> bytes:
-    """The pool's bytes, without those of its container."""
+    """Return the pool's bytes, without those of its container."""
     with open(pool, "rb") as f:
         return b"".join(os.pread(f.fileno(), n, at) for at, n in places(pool))
 
 
 def poke(pool: Path | str, offset: int, data: bytes) -> None:
-    """Write to a place in the pool behind everybody's back."""
+    """Write to a place in the pool, unknown to lightck."""
     with open(pool, "r+b") as f:
         for at, n in extents.runs(places(pool), offset, len(data)):
             os.pwrite(f.fileno(), data[:n], at)
@@ -269,12 +269,12 @@ def flip(pool: Path, offset: int, mask: int = 0x40) -> None:
 
 
 def is_pmdk(pool: Path | str) -> bool:
-    """Whether a PMDK pool lies there, or would be made there."""
+    """Whether a PMDK pool lies there, or would be created there."""
     return backend_for(str(pool)).name == "pmdk"
 
 
 def damage(pool: Path, name: str, steps: Sequence[int] | None = None, at: int = 0) -> None:
-    """Flip a bit of one tensor's payload, in the versions of these steps (all of them by default)."""
+    """Flip a bit of one tensor's payload, in the checkpoints of these steps (all of them by default)."""
     for checkpoint in checkpoints(pool):
         if steps is None or checkpoint.step in steps:
             slot_offset, _ = checkpoint.reader.superblock.slots[checkpoint.record.slot]

@@ -1,8 +1,8 @@
-"""The bars: ``bars.json`` says what must hold, a metric (``metrics.py``) finds what was reached in the kept results.
+"""The bars: ``bars.json`` holds the targets, and a metric (``metrics.py``) computes the value from the kept results.
 
-A bar without a result is not reached, and neither is a difference whose A/A line is wider than the bar, nor what
-combines rows of different machines. A bar that is reached by its value, and missed at the worse ends of the intervals
-of that, holds; that it is not shown is said.
+A bar is not reached if it has no result, if it is a difference whose A/A line is wider than the bar, or if it combines
+rows of different machines. A bar that its value reaches, but the worse end of its interval does not, holds; the output
+says that it is not shown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNITS: dict[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One thing that must hold, for each of ``over``."""
+    """One target, for each of ``over``."""
 
     name: str
     says: str
@@ -38,14 +38,14 @@ class Bar:
     aim: float | None
     unit: str
     each_of: tuple[str, ...] = ()
-    """What has to be measured for each of ``over``: workloads, loads, savers."""
+    """The rows that each of ``over`` needs: workloads, loads, savers."""
 
     def holds(self, one: Reached) -> bool:
-        """Not where nothing was measured, nor where equal things differ by as much as the bar allows."""
+        """Whether the value reaches the bar; False without a value, or if the noise is as wide as the bar."""
         return one.value is not None and not one.refused and one.blur <= self.limit and self._reaches(one.value)
 
     def is_shown(self, one: Reached) -> bool:
-        """Also at the worse ends of its intervals, where it has any."""
+        """Whether the worse end of the interval, if any, reaches the bar too."""
         return one.end is None or self._reaches(one.end)
 
     def _reaches(self, value: float) -> bool:

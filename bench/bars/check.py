@@ -1,4 +1,4 @@
-"""``lightck bench --check``: the kept results held to the bars, as text or as JSON."""
+"""``lightck bench --check``: compares the kept results with the bars, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bench.bars.metrics import Reached, Row
 from bench.running.machine import fingerprint
 from bench.tables.results import Results
 from lightck.cli.base import BAD, OK
-from lightck.cli.text import columns, count, say, say_json, verdict
+from lightck.cli.text import columns, count, print_json, print_line, print_verdict
 
 Held = list[tuple[Bar, Reached, bool]]
-"""Each bar, what was reached of it, and whether it holds."""
+"""Each bar, its value, and whether it holds."""
 
 
 def check_kept(kept: Results, as_json: bool) -> int:
-    """Say which hold; the exit status."""
+    """Print which bars hold; returns the exit status."""
     found: Held = [(bar, one, bar.holds(one)) for bar in bars() for one in reached(bar, kept)]
     rows = list({id(row): row for _, one, _ in found for row in one.rows}.values())
     if as_json:
@@ -46,25 +46,25 @@ def _as_json(found: Held, rows: list[Row]) -> None:
         for bar, one, good in found
     ]
     ok = all(good for _, _, good in found)
-    say_json({"ok": ok, "bars": facts, "rows_looked_at": len(rows), **_other_code(rows)})
+    print_json({"ok": ok, "bars": facts, "rows_looked_at": len(rows), **_other_code(rows)})
 
 
 def _as_text(found: Held, rows: list[Row]) -> None:
     for line in columns([("", "bar", "of", "reached", "wanted", "aim", ""), *map(_line, found)], right=(3,)):
         click.echo(line)
     bad = sum(not good for _, _, good in found)
-    say()
-    verdict(f"{len(found) - bad} of {len(found)} hold." if bad else f"All {len(found)} hold.", good=not bad)
+    print_line()
+    print_verdict(f"{len(found) - bad} of {len(found)} hold." if bad else f"All {len(found)} hold.", good=not bad)
     blurred = [f"{bar.name} {one.what}" for bar, one, good in found if good and not bar.is_shown(one)]
     if blurred:
-        say(
-            f"Of those {len(blurred)} hold by their values and not at the worse ends of their intervals: "
+        print_line(
+            f"Of those, {len(blurred)} hold by their values, but not at the worse ends of their intervals: "
             f"{', '.join(blurred)}."
         )
     code = _other_code(rows)
-    say(
-        f"Of the {count(len(rows), 'row')} looked at {code['other_code']} were taken with other code than this, "
-        f"{code['unknown_code']} with code that was not noted."
+    print_line(
+        f"Of the {count(len(rows), 'row')} used, {code['other_code']} were measured with other code than this, "
+        f"{code['unknown_code']} with unknown code."
     )
 
 

@@ -1,7 +1,7 @@
-"""What was reached of each bar in the kept rows: a value, what a reader has to know beside it, and where it is from.
+"""Computes the value of each bar from the kept rows, with a note for the reader and the rows that it comes from.
 
-A metric that needs several rows (a rival's and lightck's, on each workload) names them: where one is missing nothing
-was measured, and rows of different machines are not combined.
+A metric over several rows (a rival's and lightck's, on each workload) has no value where one of them is missing, and
+does not combine rows of different machines.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from bench.tables.views import beyond, beyond_in_flight
 
 LIGHTCK, NOTHING = "lightck", "nothing"
 PAIRS = 30
-"""Fewer are told."""
+"""Fewer pairs are mentioned in the note."""
 STEPS_ALIKE = 0.1
-"""Plain steps of two rows that differ by a larger share are told: the machine was not the same to both."""
+"""A larger difference between the plain steps of two rows is mentioned: other load slowed one of them."""
 _MACHINE = {"cpu": "processors", "cores": "numbers of cores", "threads": "numbers of threads"}
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What was reached for one of a bar's ``over``: the worst, where that is several rows."""
+    """The value for one of a bar's ``over``: the worst, if it comes from several rows."""
 
     what: str
     value: float | None
     """None: not measured."""
     note: str = ""
     blur: float = 0.0
-    """Half the width of its A/A line: what equal things differ by too."""
+    """Half the width of its A/A line: the noise between equal windows."""
     refused: str = ""
-    """Why it does not count, whatever its value is."""
+    """Why the value does not count, or ""."""
     end: float | None = None
-    """The same at those ends of its intervals that are least in its favour; None: it has no interval."""
+    """The value at the worse ends of its intervals; None: it has no interval."""
     rows: tuple[Row, ...] = ()
-    """What it was found in."""
+    """The rows that it comes from."""
 
 
 def _joined(parts: Sequence[str], between: str = "; ") -> str:
@@ -58,7 +58,7 @@ def _apart(rows: Sequence[Row]) -> str:
 
 
 def _conditions(*rows: Row) -> list[str]:
-    """What its windows were: fewer than there should be, unsettled ones, steps of another length beside the rival."""
+    """A note on the windows: too few pairs, unsettled windows, or plain steps that differ from the rival's."""
     results, said = [row["result"] for row in rows], []
     if min(r["pairs"] for r in results) < PAIRS:
         said.append(" and ".join(str(r["pairs"]) for r in results) + " pairs")
@@ -125,7 +125,7 @@ def _stall_of_rivals(results: Results, what: str, each_of: Sequence[str]) -> Rea
 
 
 def _cpu_of_rivals(results: Results, what: str, each_of: Sequence[str]) -> Reached:
-    """Both by the difference of process CPU; ours at least what its threads and hooks are known to have used."""
+    """CPU added by both; for lightck at least the measured CPU of its own threads and hooks."""
 
     def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> _Ratio:
         mine, its, own = ours["cpu_difference"], theirs["cpu_difference"], ours["own_cpu_seconds"]
@@ -141,7 +141,7 @@ def _cpu_of_rivals(results: Results, what: str, each_of: Sequence[str]) -> Reach
 def _over_ours(
     results: Results, rival: str, workloads: Sequence[str], ratio: Callable[[dict[str, Any], dict[str, Any]], _Ratio]
 ) -> Reached:
-    """The least of the workloads' ratios, each of two rows."""
+    """The smallest of the workloads' ratios, each between two rows."""
     kept = results.rows("steps")
     found: list[_Ratio] = []
     used: list[Row] = []
@@ -185,7 +185,7 @@ def _said(name: str, one: _Ratio, conditions: list[str]) -> str:
 
 
 def _of(measure: str, name: str) -> Callable[[Results, str, Sequence[str]], Reached]:
-    """What a row of this measure says itself."""
+    """A value that a row of this measure holds."""
 
     def metric(results: Results, what: str, each_of: Sequence[str]) -> Reached:
         row = results.rows(measure).get(what)
@@ -215,19 +215,19 @@ def _recovery_of_torch(results: Results, what: str, each_of: Sequence[str]) -> R
 
 
 def _memory(results: Results, what: str, each_of: Sequence[str]) -> Reached:
-    """The larger of without and with a version in flight, where the rows know."""
+    """The larger of the memory without and with an in-flight checkpoint, if the rows have both."""
     kept, keys = results.rows("memory"), [f"{what} {saver}" for saver in (LIGHTCK, NOTHING)]
     if missing := [key for key in keys if key not in kept]:
         return _missing(what, missing)
     rows = tuple(kept[key] for key in keys)
     settled, flying = beyond(kept, keys[0]), beyond_in_flight(kept, keys[0])
     assert settled is not None, "both rows are there"
-    note = "" if flying is None else f"{megabytes(settled)}, with a version in flight {megabytes(flying)}"
+    note = "" if flying is None else f"{megabytes(settled)}, with an in-flight checkpoint {megabytes(flying)}"
     return Reached(what, settled if flying is None else max(settled, flying), note, refused=_apart(rows), rows=rows)
 
 
 def _fits(results: Results, what: str, each_of: Sequence[str]) -> Reached:
-    """Of every saver that was measured, these at least: each has the machine for itself."""
+    """Memory of every measured saver, at least of those in ``needs``: each has the machine for itself."""
     rows = {key.partition(" ")[2]: row for key, row in results.rows("memory").items() if key.partition(" ")[0] == what}
     peaks = {name: row["result"]["peak_with_files_bytes"] for name, row in rows.items()}
     note = "measured: " + ", ".join(f"{name} {megabytes(peak)}" for name, peak in peaks.items())
@@ -237,7 +237,7 @@ def _fits(results: Results, what: str, each_of: Sequence[str]) -> Reached:
 
 
 def _flat(results: Results, what: str, each_of: Sequence[str]) -> Reached:
-    """Of memory; descriptors or threads that grow, beyond those of the loop alone, are a failure whatever it did."""
+    """Growth of memory; a growth of descriptors or threads beyond that of the loop alone is a failure."""
     kept, keys = results.rows("flat"), [f"{what} {saver}" for saver in (LIGHTCK, NOTHING)]
     if missing := [key for key in keys if key not in kept]:
         return _missing(what, missing)
@@ -280,4 +280,4 @@ METRICS: dict[str, Callable[[Results, str, Sequence[str]], Reached]] = {
     "many": _many,
     "layers": _of("many", "layers"),
 }
-"""(results, one of a bar's ``over``, what the bar needs for each of them) -> what was reached."""
+"""(results, one of a bar's ``over``, the rows that the bar needs for it) -> the value."""

@@ -1,8 +1,8 @@
-"""What a row can measure: a module each, with ``measure(options, folder)``, run in a process of its own; and beside
-them what they share: the trainings, what saves them, the loop in which windows take turns, copies, statistics.
+"""The measures, a module each with ``measure(options, folder)``, which runs in a process of its own; and what they
+share: trainings, savers, the loop in which windows take turns, copies, statistics.
 
-``options`` are a row's, as JSON has them; ``folder`` is an empty one on the medium in question. The answer is a dict of
-plain numbers and short texts, and it is only given when what was saved has loaded back right.
+``options`` are a row's, as in JSON; ``folder`` is an empty folder on the medium to measure. The result is a dict of
+numbers and short texts, and is returned only if the saved state has loaded back bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Bytes per second into a pool and out of it, on one thread, against the copies that others would make of the same
-buffers: the C library's memcpy, the native library's non-temporal copy without a checksum, and libpmem's pmem_memcpy.
+"""Bytes per second into and out of a pool on one thread, compared with other copies of the same buffers: the C
+library's memcpy, the native library's non-temporal copy without a checksum, and libpmem's pmem_memcpy.
 
-The kinds take turns. All write into the same file, every page of it touched; the checksummed copies go block by block
+The kinds take turns. All write into the same file, whose pages are allocated; the checksummed copies go block by block
 as in a pool, and the verified read is the one that recovery uses.
 """
 
@@ -60,7 +60,7 @@ class _Room:
         self.sources = [np.resize(noise, n) for n in sizes]
         self.targets = [np.full(n, 1, np.uint8) for n in sizes]
         self.offsets = list(itertools.accumulate((align_up(n, ALIGN) for n in sizes), initial=0))
-        # The pool's own container; what is in it is nobody's: no version is ever read from it.
+        # The container of a pool; it never holds a checkpoint.
         kind, path = BACKENDS[backend], os.path.join(folder, "bench.pool")
         self.container = kind.create(path, align_up(max(self.offsets[-1], 4 << 20), 2 << 20))
         stack.callback(self.container.close)
@@ -72,7 +72,7 @@ class _Room:
         self.crcs = [np.zeros(-(-n // BLOCK_MAX), np.uint32) for n in sizes]
 
     def _touch(self) -> None:
-        """Each page through each of the two mappings."""
+        """Touch each page through each of the two mappings."""
         for offset, source in zip(self.offsets, self.sources, strict=False):
             check(lib.lck_m_copy(self.medium.handle, offset, _pointer(source), len(source), ffi.NULL), "touching")
         check(lib.lck_m_sync(self.medium.handle), "touching")
@@ -80,7 +80,7 @@ class _Room:
             ctypes.memset(address, 1, nbytes)
 
     def _runs(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Where bytes of the container lie in this process's own mapping of its file."""
+        """The address of an offset of the container in this process's own mapping of its file."""
         for at, length in self.container.extents:
             n = min(nbytes, length - offset)
             if n > 0:
@@ -132,7 +132,7 @@ class _Room:
     def check_written(self, kind: str) -> None:
         for offset, source in zip(self.offsets, self.sources, strict=False):
             if self.container.read(offset, len(source)) != source.tobytes():
-                raise BenchError(f"{kind} did not write what it was to write.")
+                raise BenchError(f"{kind} did not write the right bytes.")
 
     # -- out of it ---------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class _Room:
     def check_read(self, kind: str) -> None:
         for source, target in zip(self.sources, self.targets, strict=True):
             if not np.array_equal(source, target):
-                raise BenchError(f"{kind} did not read what was written.")
+                raise BenchError(f"{kind} did not read the bytes that were written.")
             target.fill(2)
 
 
@@ -212,13 +212,13 @@ def _timed(kinds: Kinds, rounds: int, nbytes: int, verify: Callable[[str], None]
 
 
 def _ratio(found: dict[str, Any], ours: str, other: str) -> float:
-    """Of CPU bandwidths, round by round: what others do on the machine meanwhile counts for both."""
+    """Ratios of CPU bandwidths, round by round, so that other load affects both sides."""
     pairs = zip(found[ours]["rounds"], found[other]["rounds"], strict=True)
     return float(median(a / b for a, b in pairs))
 
 
 def _libpmem() -> ctypes.CDLL | None:
-    """libpmem 1 (Debian: libpmem1), if it is here."""
+    """libpmem 1 (Debian: libpmem1), if it is installed."""
     try:
         pmem = ctypes.CDLL("libpmem.so.1")
         pmem.pmem_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]

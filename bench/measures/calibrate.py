@@ -1,4 +1,4 @@
-"""How long a step takes at each batch size that a workload may have: what its frozen one is chosen by."""
+"""The step time of a workload at each candidate batch size, from which its frozen batch size is chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.workloads import BATCHES, SECONDS_MAX, workload
 
 
 def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
-    """From the smallest on, until one is too slow."""
+    """Measure batch sizes from the smallest on, until one is too slow."""
     of = workload(options["workload"], options["size"])
     found: dict[str, float] = {}
     for batch in BATCHES:

@@ -1,4 +1,4 @@
-"""What one memcpy of a state costs: into, or out of, a mapping of a file whose pages are all there."""
+"""The cost of one memcpy of a state, into or out of a mapping of a file whose pages are allocated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mapping(folder: str, nbytes: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def mapped(fd: int, nbytes: int, write: bool = True) -> Iterator[int]:
-    """The address of a file's bytes, shared with it, or (not ``write``) of a copy on write."""
+    """The address of a mapping of a file: shared, or private (copy on write) if not ``write``."""
     how = mmap.MAP_SHARED if write else mmap.MAP_PRIVATE
     view = mmap.mmap(fd, nbytes, how, mmap.PROT_READ | mmap.PROT_WRITE)
     anchor = (ctypes.c_char * nbytes).from_buffer(view)
@@ -39,7 +39,7 @@ def mapped(fd: int, nbytes: int, write: bool = True) -> Iterator[int]:
 
 
 def places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """(address, nbytes) of each; they are dense."""
+    """(address, nbytes) of each tensor; all are dense."""
     return [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
 
 
@@ -48,7 +48,7 @@ def total(buffers: Sequence[tuple[int, int]]) -> int:
 
 
 def shared_out(buffers: Sequence[tuple[int, int]], parts: int) -> list[list[tuple[int, int, int]]]:
-    """(address, nbytes, where it begins in all of them) in so many parts of as many bytes, one after the other."""
+    """Split the ranges into so many parts of equal size: (address, nbytes, offset in the whole) of each piece."""
     whole, at = total(buffers), 0
     ends = [whole * (n + 1) // parts for n in range(parts)]
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
@@ -65,7 +65,7 @@ def shared_out(buffers: Sequence[tuple[int, int]], parts: int) -> list[list[tupl
 
 
 def memcpy_cpu_seconds(tensors: Sequence[torch.Tensor], folder: str, turns: int = 7) -> list[float]:
-    """CPU seconds of copying all of them, once after the other."""
+    """CPU seconds of copying all tensors once, one after the other."""
     buffers = places(tensors)
     with mapping(folder, total(buffers)) as target:
         return [_copied(buffers, target) for _ in range(turns)]

@@ -18,11 +18,11 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What a column of samples looked like."""
+    """A summary of a column of samples."""
 
     median: float
     low: float
-    """Of the interval between the quartiles."""
+    """The distance between the quartiles."""
     high: float
     p99: float
     n: int
@@ -30,7 +30,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median with the interval that a bootstrap gives it."""
+    """A median with its bootstrap interval."""
 
     median: float
     low: float
@@ -59,9 +59,9 @@ def estimate(samples: Sequence[float]) -> Estimate:
 
 
 def against_neighbours(measured: Sequence[float], plain: Sequence[float]) -> list[float]:
-    """Each measured window less the mean of the plain ones before and after it, so that a drift cancels.
+    """Each measured window minus the mean of the plain windows before and after it, so that drift cancels.
 
-    The order is plain, measured, plain, ..., plain: one more of the plain ones.
+    The order is plain, measured, plain, ..., plain, with one plain window more than measured ones.
     """
     if len(plain) != len(measured) + 1:
         raise ValueError(f"{len(measured)} measured windows lie between {len(plain)} plain ones, not one more")
@@ -69,25 +69,25 @@ def against_neighbours(measured: Sequence[float], plain: Sequence[float]) -> lis
 
 
 def same_against_same(plain: Sequence[float]) -> list[float]:
-    """The A/A line: the same difference, of plain windows among each other."""
+    """The A/A line: the same difference between plain windows."""
     inner = plain[1:-1]
     return [m - (before + after) / 2 for m, before, after in zip(inner, plain, plain[2:], strict=False)]
 
 
 def is_resolved(difference: Estimate, same: Estimate) -> bool:
-    """Whether a difference stands out of what equal windows differ by: "not resolved" where the A/A line is wider."""
+    """Whether a difference exceeds the noise between equal windows: "not resolved" if the A/A line is wider."""
     return abs(difference.median) > same.width / 2
 
 
 def smallest_interval(cost: float, step: float, share: float = 0.05) -> int:
-    """Every how many steps a checkpoint that costs so many seconds stays within this share of the time."""
+    """The smallest interval, in steps, at which checkpoints cost at most this share of the time."""
     if step <= 0:
         raise ValueError(f"a step of {step} seconds")
     return max(1, math.ceil(cost / (share * step) - 1e-9))
 
 
 def slope(values: Sequence[float]) -> float:
-    """Change from the first to the last value of a straight line through them (least squares)."""
+    """The change of a least-squares line through the values, from the first to the last."""
     array = _finite(values)
     if len(array) < 2:
         return 0.0

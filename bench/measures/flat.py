@@ -1,4 +1,4 @@
-"""Many steps of a small model, every one saved: whether memory, descriptors, threads or the stall grow."""
+"""Many saved steps of a small model: whether memory, descriptors, threads or the stall grow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     if options["saver"] != NOTHING:
         loop.check(training, saver, folder)
     columns = {name: [part[name] for part in parts] for name in parts[0]}
-    later = {name: values[PARTS // 4 :] for name, values in columns.items()}  # the first ones still warm up
+    later = {name: values[PARTS // 4 :] for name, values in columns.items()}  # the first steps are warm-up
     return {
         "nbytes": training.nbytes,
         "steps": training.step,

@@ -1,7 +1,7 @@
-"""``steps`` of a training on a CUDA device, with the device's name.
+"""The measure ``steps`` for a training on a CUDA device, with the device's name.
 
-A window ends when the device has done its work. What a checkpoint costs lies within its window: tensors are sent during
-the step that follows the boundary, and the gate before that step's update waits for them.
+A window ends when the device has finished its work. The cost of a checkpoint falls within its window: tensors leave the
+device during the step after the boundary, and the gate before that step's update waits for them.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ from lightck.errors import BenchError
 
 def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     if not torch.cuda.is_available():
-        raise BenchError("There is no CUDA device. These rows are for a machine that has one.")
+        raise BenchError("There is no CUDA device, and these rows need one. Run them on a machine with a GPU.")
     return {**steps.measure(options, folder), "device": torch.cuda.get_device_name()}

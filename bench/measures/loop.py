@@ -1,9 +1,8 @@
-"""The loop that measures: windows of steps with a checkpoint and windows without, in turn, in one process.
+"""The measuring loop: windows of steps with a checkpoint and windows without one take turns in one process.
 
-In one process, because two differ by where their pages lie and by what the clock of their core did, which no number of
-pairs takes away, and because two models of BERT-large's size would not fit; in turn, because on a shared machine whole
-blocks of steps scatter by more than a checkpoint costs. A window ends when all that its checkpoint costs is over, so
-nothing of it falls on the next one.
+Two processes would differ in page placement and core clock, which more pairs do not average out, and two models of
+BERT-large's size would not fit. The windows take turns, because on a shared machine the step time drifts by more than a
+checkpoint costs. A window ends when its checkpoint causes no more cost, so that none falls on the next window.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from bench.running.machine import cpu_seconds
 from lightck.errors import BenchError
 
 WARM_UP = 5
-"""Pairs of windows that are not counted, at least: what a saver tries out begins within them."""
+"""The least warm-up pairs of windows: a saver's trials begin within them."""
 SETTLED_WITHIN = 40
-"""Pairs of windows after which it counts whatever a saver still tries out."""
+"""The most warm-up pairs, even if a saver's trials go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one window took: of wall time, of CPU in all processes and on the training thread, and of the saver."""
+    """The costs of one window: wall time, CPU of all processes and of the training thread, and costs of the saver."""
 
     saved: bool
     seconds: float
@@ -41,7 +40,7 @@ class Windows:
     all: tuple[Window, ...]
     span: int
     unsettled: int = 0
-    """Windows at whose end the saver was trying something out."""
+    """The number of windows at whose end a trial of the saver was going on."""
 
     @property
     def plain(self) -> tuple[Window, ...]:
@@ -53,9 +52,9 @@ class Windows:
 
 
 def run(training: Training, saver: Saver, folder: str, pairs: int, span: int = 1) -> Windows:
-    """Start the saver and measure so many pairs of windows of ``span`` steps. The training is at its first step."""
+    """Start the saver at the training's first step, and measure pairs of windows of ``span`` steps."""
     saver.start(training, folder, 2 * span)
-    # Window w begins at step w * span, and the saver saves at multiples of 2 * span: the even ones, but the first.
+    # Window w begins at step w * span, and the saver saves at multiples of 2 * span: the even windows but the first.
     first = _warm_up(training, saver, span)
     counted, unsettled = [], 0
     for w in range(first, first + 2 * pairs + 1):
@@ -66,7 +65,7 @@ def run(training: Training, saver: Saver, folder: str, pairs: int, span: int = 1
 
 
 def _warm_up(training: Training, saver: Saver, span: int) -> int:
-    """Windows until the saver does what it will go on doing. How many: an odd number, the next one is plain."""
+    """Run warm-up windows until the saver's trials are over. Returns their number, which is odd."""
     passed = 1
     _window(training, saver, span, False)
     while passed < 2 * WARM_UP or (passed < 2 * SETTLED_WITHIN and not saver.is_settled):
@@ -93,13 +92,13 @@ def _less(after: Costs, before: Costs) -> Costs:
 
 
 def check(training: Training, saver: Saver, folder: str) -> None:
-    """Save the state as it is, spoil the live one, load, and compare every byte. Ends the saver."""
+    """Save the state, overwrite the live one, load, and compare every byte. Ends the saver."""
     saver.finish(training.step)
     compare(training, saver, folder)
 
 
 def compare(training: Training, saver: Saver, folder: str) -> None:
-    """The same for a saver that has ended with the state as it is."""
+    """The same for a saver that has already ended with this state."""
     expected, step = training.digest(), training.step
     training.scramble()
     found = saver.load(training, folder)
@@ -107,10 +106,10 @@ def compare(training: Training, saver: Saver, folder: str) -> None:
     if found != step or wrong:
         raise BenchError(
             f"What was saved at step {step} does not load back right: step {found} came back, and {len(wrong)} tensors "
-            f"differ ({', '.join(wrong[:3])}). The row is worth nothing: a bug of what saved it, or of the bench."
+            f"differ ({', '.join(wrong[:3])}). The row is invalid: this is a bug of the saver or of the bench."
         )
 
 
 def column(windows: Sequence[Window], name: str) -> list[float]:
-    """One cost of each window."""
+    """One cost, of each window."""
     return [float(getattr(window.costs, name)) for window in windows]

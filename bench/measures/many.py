@@ -1,6 +1,7 @@
 """A hundred thousand tiny tensors, and a thousand layers: what each tensor costs per step in Python.
 
-Counted is what is saved, optimizer state too. The time is that of lightck's hooks less what they waited for copies.
+The number counts all saved tensors, including optimizer state. The time is that of lightck's hooks, without waits for
+copies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 class _Many(nn.Module):
-    """Parameters of three elements; with momentum each is two tensors of the state."""
+    """Parameters of three elements; with momentum each has two tensors in the state."""
 
     def __init__(self, n: int, value: float) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ def _deep(n: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Every tensor of the state; none of the optimizer's before its first update."""
+    """Every tensor of the state; before the first update the optimizer has none."""
     kept = [optimizer.state.get(p, {}) for p in model.parameters()]
     return [*model.state_dict().values(), *(state[name] for state in kept for name in sorted(state))]
 

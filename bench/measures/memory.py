@@ -1,11 +1,11 @@
 """Private memory of a training that saves every step: while it trains, at its peak, and with the files that it keeps.
 
-One saver per row; the table compares with the row that saves nothing. A pool is mapped and shared, so it is no private
-memory; it counts with the files. While it trains, what is free in the heap is given back before each look: how much of
-freed activations the C library keeps differs by hundreds of megabytes between two runs of the same loop.
+One saver per row; the table compares with the row that saves nothing. A pool is a shared mapping, so it counts as a
+file and not as private memory. Free heap memory is returned to the system before each sample: the amount of freed
+activations that the C library keeps differs by hundreds of megabytes between two runs of the same loop.
 
-Three looks at each step, all while no activation is alive: after the update, when no version is in flight; at the begin
-of the forward, when one was just closed; and before the update, ahead of what the saver still waits for there.
+Each step has three samples, all while no activation is alive: after the update, without an in-flight checkpoint; at the
+start of the forward, when a checkpoint was just closed; and before the update, before the saver waits there.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ from bench.workloads import workload
 def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     training = Training(workload(options["workload"], options["size"]), options.get("batch", 0))
     saver = make(options["saver"], options.get("backend", "file"))
-    looks = _Signatures()
+    samples = _Samples()
     with PeakMemory(folder) as peak:
-        # torch calls hooks in the order of their registration: this one before the saver's, the other one after them.
-        training.optimizer.register_step_pre_hook(lambda *_: looks.look("before update"))
+        # torch calls hooks in the order of registration: this one before the saver's hooks, the other one after them.
+        training.optimizer.register_step_pre_hook(lambda *_: samples.take("before update"))
         saver.start(training, folder, 1)
-        training.model.register_forward_pre_hook(lambda *_: looks.look("forward begins"))
+        training.model.register_forward_pre_hook(lambda *_: samples.take("forward begins"))
         for _ in range(options["steps"]):
             saver.step_begins(training.step)
             training.iterate()
-            looks.look("settled")
+            samples.take("settled")
         saver.window_ends(True)
         if options["saver"] != NOTHING:
             saver.finish(training.step)
     if options["saver"] != NOTHING:
-        loop.compare(training, saver, folder)  # after the peak was taken
+        loop.compare(training, saver, folder)  # after the peak was sampled
     return {
         "nbytes": training.nbytes,
-        "settled_bytes": looks.settled("settled"),
-        "in_flight_bytes": {name: looks.settled(name) for name in ("forward begins", "before update")},
+        "settled_bytes": samples.settled("settled"),
+        "in_flight_bytes": {name: samples.settled(name) for name in ("forward begins", "before update")},
         "peak_bytes": peak.anonymous,
         "peak_with_files_bytes": peak.with_files,
         **saver.facts(),
     }
 
 
-class _Signatures:
+class _Samples:
     """Private memory at the same moments of each step."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[int]] = {}
 
-    def look(self, name: str) -> None:
+    def take(self, name: str) -> None:
         _give_back_free_heap()
         self._found.setdefault(name, []).append(all_anonymous_bytes())
 
     def settled(self, name: str) -> float:
-        """Of the later half of the steps."""
+        """The median over the later half of the steps."""
         found = self._found[name]
         return median(found[len(found) // 2 :])
 
 
 def _give_back_free_heap() -> None:
-    """Where the C library is glibc."""
+    """Return free heap memory to the system, if the C library is glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
 """From a saved state to the next step: a verified recovery against torch.load and load_state_dict, and one memcpy.
 
-lightck reads on several threads and memcpy copies on one; beside it, the same copies on as many threads as lightck has.
-All load into the same live model, whose every tensor was touched before. *To the next step* adds what the first pass
-over the state takes longer than the second: a mapped file is read only then.
+lightck reads on several threads, and the memcpy runs on one thread and, separately, on as many threads as lightck uses.
+All load into the same live model, whose memory is allocated. *To the next step* adds the extra time of the first pass
+over the state compared with the second, since a mapped file is read only then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.measures.figures import spread
 from bench.measures.training import Training, differing
 from bench.workloads import workload
 from lightck.errors import BenchError
-from lightck.pool.reader import processors
+from lightck.pool.reader import read_threads
 
 _REST_SECONDS = 0.05
 
@@ -46,7 +46,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     for name, load in loads.items():
         _check(training, expected, name, load)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in loads}
-    copies: dict[int, list[float]] = {1: [], processors(): []}
+    copies: dict[int, list[float]] = {1: [], read_threads(): []}
     for _ in range(options["rounds"]):
         for name, load in loads.items():
             times[name].append(_timed(training, load))
@@ -76,11 +76,11 @@ def _check(training: Training, expected: dict[str, int], name: str, load: Callab
     load()
     wrong = differing(expected, training.digest())
     if wrong:
-        raise BenchError(f"{name} does not give back what was saved: {len(wrong)} tensors differ, {wrong[0]} is one.")
+        raise BenchError(f"{name} does not load what was saved: {len(wrong)} tensors differ, {wrong[0]} is one.")
 
 
 def _timed(training: Training, load: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of the load, and with what the first pass over the state takes longer."""
+    """Seconds of the load alone, and with the extra time of the first pass over the state."""
     _own_memory(training)
     _pass(training)
     _rest()
@@ -92,15 +92,14 @@ def _timed(training: Training, load: Callable[[], None]) -> tuple[float, float]:
 
 
 def _rest() -> None:
-    """As after a restart: no thread of OpenMP still spins for more of what came before, and what another load left
-    behind is not collected at this one's cost."""
+    """Make the process as after a restart: OpenMP's threads have stopped spinning, and garbage is collected."""
     gc.collect()
     time.sleep(_REST_SECONDS)
 
 
 @torch.no_grad()
 def _pass(training: Training) -> float:
-    """Read and write every tensor, as an update does; no value changes."""
+    """Read and write every tensor, as an update does, without changing a value."""
     began = time.perf_counter()
     for tensor in training.tensors():
         tensor.mul_(1)
@@ -109,7 +108,7 @@ def _pass(training: Training) -> float:
 
 @torch.no_grad()
 def _own_memory(training: Training) -> None:
-    """Optimizer state that load_state_dict left in a mapped file: into memory of its own, as a training has it."""
+    """Copy optimizer state that load_state_dict left in a mapped file into private memory, as in a training."""
     for state in training.optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -117,8 +116,8 @@ def _own_memory(training: Training) -> None:
 
 
 def _memcpy(training: Training, pool: str, threads: int) -> float:
-    """As many bytes out of the pool's pages, all there, into the live tensors, the bytes shared out among threads that
-    are there already; twice, the second counts."""
+    """Seconds to copy as many bytes from the pool's allocated pages into the live tensors, on running threads; the
+    second of two copies counts."""
     parts = shared_out(places(training.tensors()), threads)
     _rest()
     with open(pool, "rb") as file, ThreadPoolExecutor(threads) as workers:

@@ -1,9 +1,9 @@
-"""What saves a training in a bench: lightck, a rival of ``bench/rivals``, or nothing; all driven alike.
+"""The savers of a bench, with one interface: lightck, the rivals of ``bench/rivals``, and one that saves nothing.
 
 Order of calls: ``start`` before the first step; ``step_begins`` at the top of each; ``window_ends`` after the last step
-of a window, by when all that its checkpoint costs has to be over; ``finish``, which saves the state as it is; ``load``.
-A rival's background work that would reach into the next checkpoint is waited for in ``window_ends``: at interval 1 its
-next ``save`` would wait for the same time.
+of a window, which waits until its checkpoint causes no more cost; ``finish``, which saves the current state; ``load``.
+For a rival, ``window_ends`` waits for background work that would delay the next checkpoint: at interval 1 the rival's
+next ``save`` would wait for as long.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Costs:
     stall_seconds: float = 0.0
     """Wall time on the training thread, in all calls and hooks."""
     end_seconds: float = 0.0
-    """What was waited for at the end of a window; of a rival a part of the stall, at interval 1 its next ``save`` would
-    wait for it."""
+    """Waiting time at the end of windows. For a rival it is a part of the stall: at interval 1 its next ``save`` would
+    wait for as long."""
     wait_seconds: float = 0.0
-    """The part of it that waited for copies (lightck only)."""
+    """The part of the stall that waited for copies (lightck only)."""
     own_cpu_seconds: float = 0.0
-    """CPU time known to be the saver's: of lightck all of it, of a rival what passed during its calls."""
+    """CPU time of the saver: for lightck all of it, for a rival the CPU time of the process during its calls."""
     helped_bytes: int = 0
     written_bytes: int = 0
 
 
 class Saver(Protocol):
-    """See the module."""
+    """The interface of a saver; see the module."""
 
     def start(self, training: Training, folder: str, every: int) -> None: ...
 
@@ -55,7 +55,7 @@ class Saver(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether it goes on as it does now: it is not trying anything out."""
+        """Whether no trial of the saver is going on."""
 
     def costs(self) -> Costs: ...
 
@@ -67,7 +67,7 @@ class Saver(Protocol):
 
 
 def saves(step: int, every: int) -> bool:
-    """Whether the state after this many updates is saved."""
+    """Whether the state after this many updates is to be saved."""
     return step > 0 and step % every == 0
 
 
@@ -95,10 +95,10 @@ class Nothing:
 
 
 class Lightck:
-    """As a user has it: ``attach`` and no further call. Its boundary is the forward, so that a checkpoint's whole cost
-    falls between the top of one step and its end. ``staging``: a name of ``STAGING``, with a slot more so that each
-    can show what it is for; then a version may go on after the update, and is waited for at its window's end, so that
-    nothing of it falls on the plain steps."""
+    """lightck as a user has it: ``attach`` and no further call. The boundary is the forward, so that a checkpoint's
+    whole cost falls within one step. ``staging``: a name of ``STAGING``; such a row has one more slot, so that the
+    in-flight checkpoint may outlast the update. The window's end waits for it, so that none of it falls on the plain
+    steps."""
 
     def __init__(self, backend: str = "file", staging: str | None = None) -> None:
         self._options: dict[str, Any] = {"backend": backend}
@@ -117,7 +117,7 @@ class Lightck:
         self._facts |= self._populated()
 
     def _populated(self) -> dict[str, float]:
-        """Wait until the idle thread has made the pool's pages ready; it is done when it uses no CPU any more."""
+        """Wait until the idle thread has allocated the pool's pages, that is, until it uses no more CPU."""
         began = quiet_since = time.perf_counter()
         before = cpu = self._session.stats().cpu_seconds
         while time.perf_counter() - quiet_since < 0.5:
@@ -132,7 +132,7 @@ class Lightck:
             self._due = step
 
     def window_ends(self, saved: bool) -> None:
-        """With two slots the gate before the update has waited for the version; its commit takes no time of note."""
+        """With two slots the gate before the update waits for the checkpoint; its commit takes negligible time."""
         if saved and self._options.get("slots", 2) > 2:
             began = time.perf_counter()
             _wait_for(lambda: self._session.committed or -1, self._due)
@@ -171,13 +171,13 @@ class Lightck:
 
 
 def _wait_for(saved: Callable[[], int], step: int) -> None:
-    """Until the newest step that is saved is this one."""
+    """Wait until ``step`` is the newest saved step."""
     deadline = time.monotonic() + _SAVED_SECONDS_MAX
     while saved() < step:
         if time.monotonic() > deadline:
             raise BenchError(
                 f"The checkpoint of step {step} was not reported as saved within {_SAVED_SECONDS_MAX:.0f} seconds. A "
-                "saver is waited for until it says so; look at what it does in the background."
+                "bench waits until the saver reports it; check the saver's background work."
             )
         time.sleep(_POLL_SECONDS)
 
@@ -194,7 +194,7 @@ class _Clock:
 
 
 class Driven:
-    """A rival as a saver: its calls, and its hooks before a forward and an update, are timed from outside."""
+    """A rival as a saver. Its calls, and its hooks before a forward and an update, are timed from outside."""
 
     is_settled = True
 
@@ -205,7 +205,7 @@ class Driven:
 
     def start(self, training: Training, folder: str, every: int) -> None:
         self._every = every
-        # torch calls hooks in the order of their registration: what the rival hangs in lies between these.
+        # torch calls hooks in the order of their registration: the rival's hooks run between these two.
         self._hook(training, lambda *_: self._clock.begin())
         self._rival.start(training.model, training.optimizer, folder)
         self._hook(training, lambda *_: self._add(*self._clock.end()))
@@ -221,7 +221,7 @@ class Driven:
             self._timed(lambda: self._rival.save(step))
 
     def window_ends(self, saved: bool) -> None:
-        """Not by ``finish``, which is the end: a rival takes its hooks out there and stops its threads."""
+        """Save without ``finish``, in which a rival removes its hooks and stops its threads."""
         if saved and self._rival.saved < self._step:
             before = self._costs.stall_seconds
             self._timed(lambda: _wait_for(lambda: self._rival.saved, self._step))
@@ -248,7 +248,7 @@ class Driven:
         self._rival.finish()
 
     def load(self, training: Training, folder: str) -> int:
-        """With an object of its own, as after a restart."""
+        """Load with a new object, as after a restart."""
         return self._make().load(training.model, training.optimizer, folder)
 
     def facts(self) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Driven:
 
 
 def make(name: str, backend: str = "file", staging: str | None = None) -> Saver:
-    """The saver of this name. Backend and staging are lightck's."""
+    """The saver of this name. ``backend`` and ``staging`` apply to lightck only."""
     if name == NOTHING:
         return Nothing()
     if name == LIGHTCK:

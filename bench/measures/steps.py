@@ -1,7 +1,7 @@
-"""A checkpoint at every step against none: what it adds to a step's time and CPU, how long the training thread stalls.
+"""A checkpoint at every step compared with none: added step time and CPU, and the stall of the training thread.
 
-*Difference*: windows with a checkpoint less the mean of their plain neighbours, with its bootstrap interval and the A/A
-line. lightck's hooks also run in plain windows; what they took there is measured and added. *Direct*: CPU seconds of
+*Difference*: windows with a checkpoint minus the mean of their plain neighbours, with its bootstrap interval and the
+A/A line. lightck's hooks also run in plain windows; their time there is measured and added. *Direct*: CPU seconds of
 all of lightck's threads and hooks per checkpoint, over one memcpy of the same tensors.
 """
 
@@ -39,7 +39,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     result["memcpy_cpu_seconds"] = median(copies)
     result["direct"] = result["own_cpu_seconds"] / median(copies)
     waited = result["end_wait_seconds"]
-    del training, saver  # a second state would not fit beside the first
+    del training, saver  # a second state would not fit into memory beside the first
     gc.collect()
     if waited > 0.01 * result["step"]["median"]:
         result["spread_out"] = _spread_out(options, folder, math.ceil(waited / result["step"]["median"]))
@@ -56,7 +56,7 @@ def _saver(options: dict[str, Any]) -> Saver:
 
 
 def _emptied(folder: str) -> None:
-    """Remove what a saver wrote: the next thing needs the room."""
+    """Remove the files of a saver, whose space the next measure needs."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
@@ -66,7 +66,7 @@ def _result(found: Windows, saver: str) -> dict[str, Any]:
     plain, saved = found.plain, found.saved
     hooks = median(column(plain, "stall_seconds"))
     hooks_cpu = median(column(plain, "own_cpu_seconds")) if saver == LIGHTCK else 0.0
-    # Of a version that goes on after the update (three slots) a session counts the bytes when it looks next.
+    # With three slots, the bytes of a checkpoint that outlasts the update are counted at the session's next event.
     written = sum(column(found.all[1:], "written_bytes"))
     stalls = column(saved, "stall_seconds")
     step = median(w.seconds for w in plain)
@@ -90,7 +90,7 @@ def _result(found: Windows, saver: str) -> dict[str, Any]:
 
 
 def _difference(plain: Sequence[float], saved: Sequence[float], hooks: float) -> dict[str, Any]:
-    """Seconds, and shares of a plain window; ``hooks``: what the saver took in those."""
+    """Seconds, and shares of a plain window. ``hooks``: the time of the saver in plain windows."""
     found, same = estimate(against_neighbours(saved, plain)), estimate(same_against_same(plain))
     base = median(plain)
     shifted = Estimate(found.median + hooks, found.low + hooks, found.high + hooks, found.n)
@@ -106,7 +106,7 @@ def _difference(plain: Sequence[float], saved: Sequence[float], hooks: float) ->
 
 
 def _spread_out(options: dict[str, Any], folder: str, waited_steps: int) -> dict[str, Any]:
-    """A saver whose background work outlasts a step: its cost in windows long enough that nothing is waited for."""
+    """The cost of a saver whose background work outlasts a step, in windows so long that nothing waits for it."""
     span = waited_steps + 2
     training = _training(options)
     saver = _saver(options)

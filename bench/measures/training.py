@@ -1,6 +1,6 @@
-"""A workload that trains: model, optimizer, and batches that follow from the seed and the step alone.
+"""The training of a workload: model, optimizer, and batches that only the seed and the step determine.
 
-So a training that goes on from step *t* sees what one that was never interrupted saw.
+So a training that resumes at step *t* gets the same batches as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SEED, BATCHES_MADE = 1234, 4
 
 @dataclass(slots=True)
 class Training:
-    """Steps of one workload. ``batch``: another number of examples than the workload's; ``device``: where it trains."""
+    """Steps of one workload. ``batch``: replaces the workload's batch size. ``device``: the device of the training."""
 
     workload: Workload
     batch: int = 0
@@ -39,7 +39,7 @@ class Training:
         self._batches = [(inputs.to(self.device), targets.to(self.device)) for inputs, targets in made]
 
     def iterate(self) -> torch.Tensor:
-        """One update; its loss."""
+        """Make one update; returns its loss."""
         loss = self.workload.loss(self.model, *self._batches[self.step % BATCHES_MADE])
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -48,7 +48,7 @@ class Training:
         return loss.detach()
 
     def settle(self) -> None:
-        """Wait until the device has done all that it was told."""
+        """Wait until the device has finished all queued work."""
         if self.device != "cpu":
             torch.get_device_module(self.device).synchronize()
 
@@ -60,11 +60,11 @@ class Training:
         return state_nbytes(self.model, self.optimizer)
 
     def digest(self) -> dict[str, int]:
-        """A checksum of each tensor of the state, by zlib: nothing of lightck has a part in it."""
+        """The checksum of each tensor of the state, by zlib, independent of lightck's code."""
         return {name: _checksum(tensor) for name, tensor in state_tensors(self.model, self.optimizer)}
 
     def scramble(self) -> None:
-        """Overwrite the whole state, so that a load which leaves something out is noticed."""
+        """Overwrite the whole state, so that an incomplete load is noticed."""
         with torch.no_grad():
             for tensor in self.tensors():
                 tensor.fill_(7)
@@ -75,5 +75,5 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def differing(expected: dict[str, int], found: dict[str, int]) -> list[str]:
-    """Names whose bytes are not what was saved."""
+    """The names of tensors whose bytes differ from the saved ones."""
     return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

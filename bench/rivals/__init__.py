@@ -1,8 +1,8 @@
-"""Other ways to save a training, and lightck itself, behind one seam: each is used as its own documentation says.
+"""Adapters for other ways to save a training, and for lightck, with one interface. Each follows its own documentation.
 
-A module per library, imported when it is asked for. Each adapter saves model, optimizer and step, and nothing else, so
-that what is compared is the same. Where a library leaves it to the user which checkpoints to keep, the last two
-finished ones are kept and tried from the newest on: kinder than the minimum that its documentation shows.
+Each library has a module, imported on use. Each adapter saves model, optimizer and step, and nothing else, so that the
+comparison is fair. If a library leaves retention to the user, the adapter keeps the last two finished checkpoints and
+loads the newest that works, which is more than the minimum in the documentation.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class Rival(Protocol):
     needs: str
     """The PyPI package beyond torch; "" if none."""
     synchronous: bool
-    """Whether a checkpoint is complete when ``save`` returns."""
+    """Whether the checkpoint is complete when ``save`` returns."""
     use: str
-    """How it is used here, in words for a table."""
+    """How the library is used here, as text for a table."""
 
     @property
     def saved(self) -> int:
         """The newest step that the library has reported as completely saved; -1 before the first."""
 
     def start(self, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
-        """Once, before the first step. ``folder`` is empty."""
+        """Called once, before the first step. ``folder`` is empty."""
 
     def save(self, step: int) -> None:
-        """At a boundary; ``step`` is the number of updates made. Returns when the training may go on."""
+        """Called at a boundary; ``step`` is the number of updates made. Returns when the training may continue."""
 
     def finish(self) -> None:
-        """Wait for what is in the background."""
+        """Wait for background work, and release everything."""
 
     def load(self, model: nn.Module, optimizer: Optimizer, folder: str) -> int:
-        """Into live objects: the newest that it can; its step. Any error is a refusal."""
+        """Load the newest usable checkpoint into live objects; returns its step. Any exception is a refusal."""
 
 
 TABLE = {
@@ -62,7 +62,7 @@ TABLE = {
     "nvidia-resiliency-ext": "nvrx:AsyncTorchSave",
 }
 EVERY_STEP: dict[str, dict[str, Any]] = {"CheckFreq": {"interval": 1}}
-"""Options without which a rival would choose itself which of the calls save: CheckFreq's own rule for the frequency."""
+"""Options that make a rival save at each call, where it would otherwise choose (CheckFreq's frequency rule)."""
 _PACKAGES = {
     "snapshot": "torchsnapshot",
     "manager": "torch_checkpointing",
@@ -85,7 +85,7 @@ def why_not(name: str) -> str:
 
 
 def named(name: str, **options: Any) -> Rival:
-    """A fresh adapter. ``options`` go to its class."""
+    """A new adapter. ``options`` go to its class."""
     module, cls = TABLE[name].split(":")
     made: Rival = getattr(import_module(f"bench.rivals.{module}"), cls)(**options)
     return made

@@ -38,7 +38,7 @@ class CheckFreq:
     use = "its policy re-implemented: snapshot, then persist in a thread; one finished and one in the making"
 
     def __init__(self, interval: int | None = None, bound: float = 0.035, profiled: int = 20) -> None:
-        """``interval``: a fixed one (its manual mode); None: its own rule, after ``WARM_UP + profiled`` iterations."""
+        """``interval``: a fixed one (manual mode); None: CheckFreq's rule, after ``WARM_UP + profiled`` iterations."""
         self.interval = interval
         self.follows_rule = interval is None
         self.bound, self.profiled = bound, profiled
@@ -52,7 +52,7 @@ class CheckFreq:
         self.is_copied.set()
         self.failure: BaseException | None = None
         self.stage: Stage | None = None
-        """There where the state is on a CUDA device."""
+        """The snapshot stream and buffers, if the state is on a CUDA device."""
         self.undo: list[Callable[[], None]] = []
 
     @property
@@ -65,7 +65,7 @@ class CheckFreq:
         self.before = time.perf_counter()
 
     def save(self, step: int) -> None:
-        """Called at every boundary: which of them are saved is its own decision."""
+        """Called at every boundary; the policy decides which of them are saved."""
         self._raise_failure()
         if self.interval is None:
             self._profile(step)
@@ -103,7 +103,7 @@ class CheckFreq:
         whole = time.perf_counter() - began
         self.interval = max(1, math.ceil((whole - snapshot) / self.iteration_seconds))
         self.iterations.clear()
-        self.before = time.perf_counter()  # the profile is no overhead of the policy
+        self.before = time.perf_counter()  # profiling is not counted as overhead
 
     def _tune(self) -> None:
         assert self.interval is not None
@@ -116,7 +116,9 @@ class CheckFreq:
 
     def _checkpoint(self, step: int) -> None:
         self._join()
-        state = everything(self.model, self.optimizer, step)  # here: a scheduler may change the groups at any time
+        state = everything(
+            self.model, self.optimizer, step
+        )  # here, since a scheduler may change the groups at any time
         if self.stage is None:
             self.stage = stage_of(self.model)
         if self.stage is not None:
@@ -158,7 +160,7 @@ class Stage:
         self.buffers: list[torch.Tensor] = []
 
     def mark(self) -> None:
-        """On the training thread: the state is what its stream has made by now."""
+        """Mark the state as the training's stream has it now; called on the training thread."""
         self.marked.record(torch.cuda.current_stream(self.device))
 
     def copied(self, state: Any) -> Any:
@@ -179,7 +181,7 @@ class Stage:
         return snapshot
 
     def _buffer(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The same one in each snapshot for the same tensor: pinning takes longer than copying."""
+        """The pinned buffer of a tensor, reused in each snapshot: pinning takes longer than copying."""
         if number < len(self.buffers):
             kept = self.buffers[number]
             if (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):

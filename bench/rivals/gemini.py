@@ -37,8 +37,8 @@ class InMemory:
 
     def save(self, step: int) -> None:
         self.manager.save(everything(self.model, self.optimizer, step), step)
-        self.manager.maybe_wait()  # nothing is flushed that is not copied
-        self.manager.flush_to_disk(step)  # waits for the one before
+        self.manager.maybe_wait()  # flush only what is copied
+        self.manager.flush_to_disk(step)  # waits for the previous one
         for _, path in sorted(flushed(self.folder).items())[:-KEPT]:
             shutil.rmtree(path)
 

@@ -85,7 +85,7 @@ class AsyncSave(SyncSave):
         before = self.pending
         future = self.manager.save(str(steps.path_of(self.folder, step)), everything(self.model, self.optimizer, step))
         self.pending = step, future
-        if before is not None:  # the manager has waited for it
+        if before is not None:  # the manager has waited for the save
             before[1].result()
             self.is_finished(before[0])
 

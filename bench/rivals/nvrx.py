@@ -48,14 +48,14 @@ class AsyncTorchSave(steps.PerStep):
         self.pending = step
 
     def finalize(self, *, terminate: bool = False) -> None:
-        """``finalize_async_save`` does not say whether it found the save done: that stands in its queue only."""
+        """Whether the save is done, read from its queue: ``finalize_async_save`` does not report it."""
         self.saver.finalize_async_save(blocking=False, no_dist=True, terminate=terminate)
         if self.pending is not None and self.saver._async_calls_queue.get_num_unfinalized_calls() == 0:
             step, self.pending = self.pending, None
             self.is_finished(step)
 
     def wait(self) -> None:
-        """Not with ``blocking``: that waits for ever where its process has died."""
+        """Wait without ``blocking``, which would wait for ever if its process has died."""
         deadline = time.monotonic() + _SECONDS_MAX
         self.finalize()
         while self.pending is not None:
@@ -73,7 +73,7 @@ class AsyncTorchSave(steps.PerStep):
 
 
 def cloned(state: Any) -> Any:
-    """It stages with ``tensor.to("cpu")``, which hands on tensors that are there already as they are: live."""
+    """Clone tensors on the CPU: the library stages with ``tensor.to("cpu")``, which returns those live."""
     if isinstance(state, torch.Tensor):
         return state if state.is_cuda else state.detach().clone()
     if isinstance(state, dict):

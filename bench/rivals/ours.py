@@ -1,4 +1,4 @@
-"""lightck behind the same seam. Its hooks would close versions by themselves; ``save`` says where a step ends."""
+"""lightck with the interface of a rival. Its hooks would find the steps; here ``save`` marks the end of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Lightck:
     use = "attach with its defaults (two slots in one pool); session.end_step()"
 
     def __init__(self, **options: Any) -> None:
-        """``options`` go to ``lightck.attach``: ``interval``, ``backend``, ``slots``, ..."""
+        """``options``: keyword arguments of ``lightck.attach`` (``interval``, ``backend``, ``slots``, ...)."""
         self.options = options
         self.session: lightck.Session | None = None
 

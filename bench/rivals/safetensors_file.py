@@ -1,5 +1,5 @@
-"""Model and optimizer flattened into one safetensors file. The format holds tensors and a map of strings; what else an
-optimizer has goes into that map as JSON, which is what one has to write oneself.
+"""Model and optimizer flattened into one safetensors file. The format holds tensors and a map of strings; all other
+state of an optimizer goes into that map as JSON, code that a user has to write too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SafetensorsFile:
 
 
 def flat(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors by name, and what is no tensor as something that JSON holds."""
+    """The tensors by name, and all other state as JSON values."""
     tensors = {f"model.{name}": tensor.contiguous() for name, tensor in model.state_dict().items()}
     state = optimizer.state_dict()
     rest: dict[str, Any] = {"param_groups": state["param_groups"], "state": {}}

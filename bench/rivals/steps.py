@@ -1,6 +1,6 @@
-"""Checkpoints of a folder by their step, and the moment before which a copy in the background has to be complete.
+"""Checkpoints in one folder per step, and the hook that waits for a background copy before the state changes.
 
-What libraries leave to their users: names, how many are kept, which is tried first.
+Libraries leave this to their users: names, how many are kept, which is loaded first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ KEPT = 2
 
 
 def join_a_group_of_one() -> None:
-    """For what asks for a rank. It is left open."""
+    """Create a process group, for libraries that need a rank. It is left open."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 class PerStep:
-    """What the adapters share that keep a checkpoint per step under ``path_of``."""
+    """Base class of adapters that keep a checkpoint per step at ``path_of``."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -42,7 +42,7 @@ class PerStep:
         self.model, self.optimizer, self.folder = model, optimizer, folder
 
     def is_finished(self, step: int) -> None:
-        """This one is complete: of the older ones only the last stays."""
+        """Record that a checkpoint is complete, and remove all older ones but the last."""
         self.finished = step
         remove_older(self.folder, step)
 
@@ -52,13 +52,13 @@ def path_of(folder: str | os.PathLike[str], step: int) -> Path:
 
 
 def steps_in(folder: str | os.PathLike[str]) -> list[int]:
-    """Steps under a final name, newest first."""
+    """The steps of complete checkpoints, newest first."""
     names = (re.fullmatch(r"step-(\d{8})", entry.name) for entry in Path(folder).iterdir())
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
 def remove_older(folder: str | os.PathLike[str], finished: int) -> None:
-    """All but the last ``KEPT`` finished checkpoints; one that is being written (newer) stays."""
+    """Remove all but the last ``KEPT`` finished checkpoints; a newer one that is being written stays."""
     for step in [step for step in steps_in(folder) if step <= finished][KEPT:]:
         path = path_of(folder, step)
         if path.is_dir():
@@ -68,7 +68,7 @@ def remove_older(folder: str | os.PathLike[str], finished: int) -> None:
 
 
 def newest_that_loads(folder: str | os.PathLike[str], load: Callable[[Path], int]) -> int:
-    """``load`` of the newest checkpoint at which it does not raise. Raises what it last raised."""
+    """Load the newest checkpoint for which ``load`` does not raise; if all raise, raise the last error."""
     refusal: Exception = FileNotFoundError(f"no checkpoint in {os.fspath(folder)!r}")
     for step in steps_in(folder):
         try:
@@ -82,7 +82,7 @@ def before_changes(model: nn.Module, optimizer: Optimizer, wait: Callable[[], ob
     """Have ``wait`` called before anything that a checkpoint holds changes: at the update, and where the model has
     buffers (BatchNorm counts in its forward) at the training forward. Returns what undoes it."""
 
-    def hook(*_: object) -> None:  # what it returned would become the input
+    def hook(*_: object) -> None:  # a return value would replace the input
         wait()
 
     handles = [optimizer.register_step_pre_hook(hook)]

@@ -1,5 +1,5 @@
-"""``torch.save`` of a dict of state dicts, as PyTorch's tutorial on general checkpoints has it: in place, and the
-careful way. The tutorial says nothing of crashes; people do both.
+"""``torch.save`` of a dict of state dicts, as in PyTorch's tutorial on general checkpoints: overwriting one file in
+place, and with atomic replacement. The tutorial does not mention crashes; both are common.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def put_back(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> i
 
 
 def put_back_newest(model: nn.Module, optimizer: Optimizer, folder: str) -> int:
-    """From a folder with a file of ``torch.save`` per step."""
+    """Load from a folder with a file of ``torch.save`` per step."""
 
     def load(path: Path) -> int:
         return put_back(torch.load(path, weights_only=True), model, optimizer)

@@ -1,1 +1,1 @@
-"""A row in a process of its own: how it is started, in which folder, and what a result says of machine and code."""
+"""Runs a row in a process of its own: the process, its folder, and the facts about machine and code in a result."""

@@ -1,6 +1,6 @@
-"""One row, in the process that ``rows.run`` starts for it: reads its order from stdin, writes its result to a file.
+"""The process that ``rows.run`` starts for one row: reads its order from stdin, writes its result to a file.
 
-It ends when the process that started it does, however that ends: what it measures would be nobody's.
+The kernel kills it when its parent dies, since nobody would read the result.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     order = json.loads(sys.stdin.read())
     if os.getppid() != order["parent"]:
-        sys.exit("The process that started this one is gone.")  # before the kernel was asked to tell
+        sys.exit("The parent process of this row has ended. Start the bench again.")  # before prctl
     if order["measure"] not in NAMES:
-        raise BenchError(f"Nothing is called {order['measure']!r}; there are {', '.join(NAMES)}.")
+        raise BenchError(f"There is no measure {order['measure']!r}; there are {', '.join(NAMES)}.")
     import torch
 
     torch.set_num_threads(order["threads"])

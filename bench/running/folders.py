@@ -1,7 +1,7 @@
-"""Folders that a row is measured in: gone with it, and where the run was killed, with the next run.
+"""The folders of rows: removed after the row, or by the next run if the run was killed.
 
-The name says whose they are: the process, and the start of the machine and the container in which its number counts.
-What belongs to another user, another machine or a living process, or to nobody that could be asked, is never removed.
+A folder's name holds its process number, and the boot and the container in which that number is valid. Folders of other
+users, other machines, living processes or unknown owners are never removed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _PREFIX = "lightck-bench-"
 
 
 def temporary(place: str) -> TemporaryDirectory[str]:
-    """A new one, of this process."""
+    """Make a folder for this process."""
     here = _here()
     return TemporaryDirectory(prefix=f"{_PREFIX}{here}-{os.getpid()}-" if here else _PREFIX, dir=place)
 
 
 def remove_stale(places: Iterable[str]) -> int:
-    """Those in these places whose process is gone; how many they were."""
+    """Remove the folders in these places whose process has ended; returns their number."""
     here, removed = _here(), 0
     if not here:
         return 0
@@ -40,7 +40,7 @@ def remove_stale(places: Iterable[str]) -> int:
 
 
 def _here() -> str:
-    """Where a process number means one process: a start of a machine, and a container on it. "": it is not told."""
+    """An identifier of the boot and the container, within which process numbers are unique; "" if unknown."""
     try:
         start = Path("/proc/sys/kernel/random/boot_id").read_text()
         return f"{zlib.crc32((start + os.readlink('/proc/self/ns/pid')).encode()):08x}"

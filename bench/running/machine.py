@@ -1,7 +1,6 @@
-"""What a result has to say about where and with what code it was measured, and what this process has used of the
-machine: CPU, memory, files.
+"""The facts in a result about machine, medium and code, and the resources that a process uses: CPU, memory, files.
 
-The kind of machine and of medium, never a name or a path of them.
+Machine and medium are described by kind, never by name or path.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from lightck.pool.storage import durability
 _TICKS = os.sysconf("SC_CLK_TCK")
 _BENCH = Path(__file__).resolve().parents[1]
 _GENERATED = "_lck_ffi.py"
-"""Made from the header when lightck is built."""
+"""Generated from the header when lightck is built."""
 
 
 def facts(folder: str) -> dict[str, Any]:
-    """The machine and the medium of this folder."""
+    """The facts about the machine and the medium of this folder."""
     import torch
 
     medium = durability.probe(folder)
@@ -54,9 +53,8 @@ def _cpu_model() -> str:
 
 
 def fingerprint() -> str:
-    """Which code a row is measured with, as a short number: of all Python files of the package and of ``bench/``, and
-    of the native sources where they lie beside the package. An installed lightck, which has none there, is other code
-    than the tree that it came from."""
+    """A short hash of the measured code: all Python files of the package and of ``bench/``, and the native sources if
+    they lie beside the package. So an installed lightck, without native sources, differs from its source tree."""
     package = Path(str(lightck.__file__)).resolve().parent
     native = package.parent / "native"
     found = [path for folder in (package, _BENCH) for path in folder.rglob("*.py") if path.name != _GENERATED]
@@ -71,7 +69,7 @@ def fingerprint() -> str:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of all it started: rivals write from processes of their own."""
+    """CPU time of this process and its children: some rivals write in processes of their own."""
     total = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         used = resource.getrusage(who)
@@ -80,7 +78,7 @@ def cpu_seconds() -> float:
 
 
 def descendants(pid: int) -> list[int]:
-    """Living processes below this one."""
+    """The living descendants of this process."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -101,7 +99,7 @@ def _cpu_of(pid: int) -> float:
 
 
 def anonymous_bytes(pid: int | None = None) -> int:
-    """Private memory of a process: of a pool's mapping nothing is counted here."""
+    """The private memory of a process in bytes, without the shared mapping of a pool."""
     try:
         text = Path(f"/proc/{pid or 'self'}/status").read_text()
     except OSError:
@@ -111,12 +109,12 @@ def anonymous_bytes(pid: int | None = None) -> int:
 
 
 def all_anonymous_bytes() -> int:
-    """Of this process and of all below it."""
+    """The private memory of this process and its descendants."""
     return anonymous_bytes() + sum(map(anonymous_bytes, descendants(os.getpid())))
 
 
 def bytes_below(folder: str) -> int:
-    """What the files in a folder take up."""
+    """The bytes that the files in a folder occupy."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -128,7 +126,7 @@ def bytes_below(folder: str) -> int:
 
 
 class PeakMemory:
-    """The largest private memory, and with the files of a folder, looked at every 20 ms; a context manager."""
+    """Samples the largest private memory, alone and with the files of a folder, every 20 ms; a context manager."""
 
     def __init__(self, folder: str) -> None:
         self.anonymous = self.with_files = 0

@@ -1,7 +1,7 @@
-"""A row of a table, and how it is measured: in a process of its own, on an empty folder that is gone afterwards.
+"""Measures a row of a table in a process of its own, in an empty folder that is removed afterwards.
 
-So each row has a fresh heap and fresh threads, its memory is its own, and one that dies takes nothing with it. A row
-that failed says why and is no result: it is measured again by the next run.
+So each row has a new heap and new threads, and a row that dies harms no other. A row that fails has an error and no
+result; the next run measures it again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from bench.running.machine import fingerprint
 from lightck.errors import BenchError
 
 TMPFS, DISK = "tmpfs", "disk"
-_REPORTED_MAX = 600
+_ERROR_MAX = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is measured; ``key`` names it among the rows of the same measure."""
+    """One row. ``key`` is its name among the rows of the same measure."""
 
     measure: str
     key: str
@@ -42,7 +42,7 @@ DISK_DIR = "/var/tmp"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where rows are measured and with what: not part of a result."""
+    """The folders and threads of a run; they are not part of a row's options."""
 
     tmpfs: str = MEMORY_DIR
     disk: str = DISK_DIR
@@ -53,7 +53,7 @@ class Place:
 
 
 def run(row: Row, place: Place) -> dict[str, Any]:
-    """Measure it: the row's options, what it found, the machine, the code, and how long that took."""
+    """Measure a row: its options, result, machine, code, and the time that it took."""
     began, code = time.perf_counter(), fingerprint()
     with temporary(place.folder(row.medium)) as folder, temporary(tempfile.gettempdir()) as beside:
         found = _in_child(row, place, folder, os.path.join(beside, "result.json"))
@@ -76,34 +76,34 @@ def _in_child(row: Row, place: Place, folder: str, out: str) -> dict[str, Any]:
         "out": out,
         "parent": os.getpid(),
     }
-    status, reported = _ran(json.dumps(order), folder, _environment() | row.options.get("env", {}))
+    status, errors = _ran(json.dumps(order), folder, _environment() | row.options.get("env", {}))
     if status != 0:
-        last = reported.strip().splitlines()[-1:] or ["it said nothing"]
+        last = errors.strip().splitlines()[-1:] or ["it printed no error"]
         how = f"was killed by signal {-status}" if status < 0 else "failed"
-        raise BenchError(f"The row {row.key!r} of {row.measure} {how}: {last[0][:_REPORTED_MAX]}")
+        raise BenchError(f"The row {row.key!r} of {row.measure} {how}: {last[0][:_ERROR_MAX]}")
     found: dict[str, Any] = json.loads(Path(out).read_text())
     return found
 
 
 def _ran(order: str, folder: str, environment: dict[str, str]) -> tuple[int, str]:
-    """Exit status, and what was told on stderr. Where this is interrupted the child is gone before the folder goes."""
+    """Run the child: exit status and stderr. An interrupt kills the child before its folder is removed."""
     # Not in this folder: in the source tree Python would find the sources, and not the lightck that was installed.
     command, pipe = [sys.executable, "-m", "bench.running.child"], subprocess.PIPE
     with subprocess.Popen(
         command, text=True, cwd=folder, env=environment, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe
     ) as child:
         try:
-            _, reported = child.communicate(order)
+            _, errors = child.communicate(order)
         except BaseException:
             child.kill()
             child.wait()
             raise
-    return child.returncode, reported
+    return child.returncode, errors
 
 
 def _environment() -> dict[str, str]:
-    """The same lightck and the same bench as here, wherever Python would find others. The checkout comes second: it has
-    a lightck too, which need not be the one that is installed."""
+    """The environment in which a child imports the same lightck and the same bench as this process. The checkout comes
+    second, since its lightck need not be the installed one."""
     package, checkout = Path(str(lightck.__file__)).resolve().parents[1], Path(__file__).resolve().parents[2]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(package), str(checkout), *(os.path.abspath(path) for path in given if path)]

@@ -1,6 +1,4 @@
-"""The tables: which rows each has, and how it shows them. Several may show the same rows: what was measured for one is
-not measured again for another.
-"""
+"""The tables: the rows of each, and how it shows them. Tables may share rows, which are measured only once."""
 
 from __future__ import annotations
 
@@ -16,19 +14,19 @@ NAMES = ("resnet18", "vgg16", "inception_v3", "alexnet", "gpt2", "bert_large")
 LIGHTCK, TORCH_SAVE, NOTHING = "lightck", "torch.save", "nothing"
 PAIRS, RIVAL_PAIRS, QUICK = 30, 10, "quick"
 METHODS = ("direct", "host", "device")
-"""Out of a device: names of ``savers.STAGING``, which needs torch."""
+"""Transfer methods out of a device: names of ``savers.STAGING``, which needs torch."""
 STAGED = ("gpt2", "vgg16")
-"""Workloads with which the ways out of a device are measured against each other, and the rivals on a device."""
+"""Workloads for comparing the transfer methods with each other and with rivals on a device."""
 OTHER_MEDIA = ("gpt2", "resnet18")
 """Workloads that are also saved to PMDK pools and to a disk."""
 BUSY = ("alexnet", "bert_large")
-"""Workloads that leave the copy threads no processor: also with OpenMP threads that always sleep where they wait."""
+"""Workloads that leave copy threads no processor; also measured with OpenMP threads that always sleep while waiting."""
 SLEEPING = {"GOMP_SPINCOUNT": "1000"}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a user asked for."""
+    """The options of a run."""
 
     rivals: Sequence[str] = (TORCH_SAVE,)
     quick: bool = False
@@ -37,13 +35,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``time`` is what all its rows take on two cores."""
+    """One table. ``time``: how long all its rows take on two cores."""
 
     name: str
     says: str
     time: str
     measure: str
-    """Of its rows; that of several tables may be the same."""
+    """The measure of its rows; several tables may have the same."""
     rows: Callable[[Plan], list[Row]]
     show: Callable[[Rows], str]
 

@@ -1,6 +1,4 @@
-"""The kept results as pictures: one SVG per table that has a shape worth seeing. Needs matplotlib, which nothing else
-here does.
-"""
+"""Plots of the kept results, one SVG each for some of the tables. Only this module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _WIDTH = 0.8
 
 
 def draw(results: Results, folder: Path) -> Iterator[Path]:
-    """Write what there are results for; the paths."""
+    """Write the plots that have results; returns their paths."""
     plt = _pyplot()
     for name, picture in _PICTURES.items():
         with reading(name):
@@ -25,7 +23,7 @@ def draw(results: Results, folder: Path) -> Iterator[Path]:
         if axes is not None:
             path = folder / f"{name}.svg"
             axes.figure.tight_layout()
-            # Without a date and with a fixed salt: the same results give the same file.
+            # No date and a fixed salt, so that the same results give the same file.
             axes.figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
             plt.close(axes.figure)
             yield path
@@ -36,7 +34,7 @@ def _pyplot() -> Any:
         import matplotlib
     except ImportError as error:
         raise BenchError(
-            f"Pictures need matplotlib, which is not here ({error}). Install it: pip install 'lightck[bench]'."
+            f"Plots need matplotlib, which is not installed ({error}). Install it: pip install 'lightck[bench]'."
         ) from error
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "lightck"
@@ -46,7 +44,7 @@ def _pyplot() -> Any:
 
 
 def _by_saver(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
-    """saver -> workload -> result, of the rows at the frozen batch sizes on tmpfs."""
+    """saver -> workload -> result, for the rows with the frozen batch sizes on tmpfs."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for key, row in rows.items():
         name, _, saver = key.partition(" ")

@@ -1,5 +1,5 @@
-"""Results as files: one JSON per measure with a row per key, written anew after each row, so that a run that is cut off
-goes on where it was.
+"""Result files: one JSON per measure with a row per key, rewritten after each row, so that an interrupted run can
+continue.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 class Results:
-    """The kept rows of a folder; without one they last as long as this object."""
+    """The kept rows of a folder; without a folder they are kept in memory only."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -50,14 +50,14 @@ class Results:
             is_ours = kept["format"] == FORMAT and isinstance(rows, dict)
             of = kept.get("measure")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BenchError(f"{path} holds no results of lightck bench ({error}). Move it away.") from error
+            raise BenchError(f"{path} holds no results of lightck bench ({error}). Move the file away.") from error
         if not is_ours:
-            raise BenchError(f"{path} holds results of another version of lightck bench. Move it away.")
+            raise BenchError(f"{path} holds results of another version of lightck bench. Move the file away.")
         if of != measure:
-            raise BenchError(f"{path} holds results of {of!r} and not of {measure!r}. Move it away.")
+            raise BenchError(f"{path} holds results of {of!r} and not of {measure!r}. Move the file away.")
         for key, row in rows.items():
             if not _is_row(row):
-                raise BenchError(f"{path} holds a row {key!r} that is none of lightck bench. Move it away.")
+                raise BenchError(f"{path} holds a row {key!r} that is not from lightck bench. Move the file away.")
         return rows
 
     @staticmethod
@@ -71,18 +71,18 @@ def _is_row(row: object) -> bool:
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """While kept rows are read: one that lacks something, or has it of another kind, is an error of its file."""
+    """Turn an error from reading a kept row (a missing or wrong value) into a BenchError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise BenchError(
-            f"A kept row for {what!r} is not as lightck bench keeps it ({type(error).__name__}: {error}). Measure it "
+            f"A kept row for {what!r} has missing or wrong values ({type(error).__name__}: {error}). Measure it "
             "with --again, or move the file away."
         ) from error
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table, its columns straight in plain text too; the first is of names, the others of numbers."""
+    """A Markdown table with aligned columns; the first column holds names, the others numbers."""
     cells = [[_cell(c) for c in line] for line in (header, *lines)]
     widths = [max(3, *(len(line[i]) for line in cells)) for i in range(len(header))]
     rule = ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])]

@@ -1,4 +1,4 @@
-"""Kept results on the standard output: as tables with the machines that gave them, as JSON, or as pictures."""
+"""Prints kept results: as tables with the machines that measured them, as JSON, or as plots."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from bench.tables import TABLES, Table
 from bench.tables.plots import draw
 from bench.tables.results import Results, reading
 from lightck.cli.base import OK
-from lightck.cli.text import count, say, say_json
+from lightck.cli.text import count, print_json, print_line
 
 
 def say_tables(kept: Results, tables: Sequence[Table], keys: set[str] | None) -> None:
-    """Each with its rows of these names, or with all; one without rows is left out."""
+    """Print each table with the rows of these keys, or with all; a table without rows is left out."""
     for table in tables:
         rows = {key: row for key, row in kept.rows(table.measure).items() if keys is None or key in keys}
         if rows:
             with reading(table.name):
                 shown, machines = table.show(rows), sorted({_machine(row["machine"]) for row in rows.values()})
-            say(f"{table.name}: {table.says}")
-            say()
+            print_line(f"{table.name}: {table.says}")
+            print_line()
             for line in shown.splitlines():
-                say(line)
-            say()
-            say(f"Measured on {'; '.join(machines)}.")
-            say()
+                print_line(line)
+            print_line()
+            print_line(f"Measured on {'; '.join(machines)}.")
+            print_line()
 
 
 def _machine(facts: dict[str, Any]) -> str:
@@ -39,20 +39,20 @@ def _machine(facts: dict[str, Any]) -> str:
 
 
 def show_kept(kept: Results, names: Sequence[str], as_json: bool) -> int:
-    """``--show``."""
+    """``--show``: print the kept results."""
     if as_json:
-        say_json({name: kept.rows(TABLES[name].measure) for name in names})
+        print_json({name: kept.rows(TABLES[name].measure) for name in names})
     else:
         say_tables(kept, [TABLES[name] for name in names], None)
     return OK
 
 
 def plot_kept(kept: Results, folder: Path, as_json: bool) -> int:
-    """``--plots``."""
+    """``--plots``: write the plots."""
     paths = [str(path) for path in draw(kept, folder)]
     if as_json:
-        say_json({"plots": paths})
+        print_json({"plots": paths})
     else:
         for path in paths:
-            say(path)
+            print_line(path)
     return OK

@@ -1,4 +1,4 @@
-"""Rows as Markdown tables. Nothing is measured or judged here."""
+"""Formats rows as Markdown tables."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ NOTHING = "nothing"
 
 
 def _mid_batch(difference: dict[str, Any]) -> str:
-    """A share with its interval, and what equal windows differ by where that is as much."""
+    """A share with its interval, and the A/A line if the share does not exceed it."""
     text = f"{percent(difference['share'])} ({percent(difference['share_low'])} to {percent(difference['share_high'])})"
     return text if difference["resolved"] else text + " not resolved"
 
 
 def _pairs(result: dict[str, Any]) -> str:
-    """With the windows, of twice as many and one, in which something was being tried out."""
+    """The number of pairs, and how many of the windows fell into a trial."""
     unsettled = result.get("unsettled")
     return f"{result['pairs']}" + (f" ({unsettled} windows unsettled)" if unsettled else "")
 
 
 def overhead(rows: Rows) -> str:
-    """Difference and A/A line of step time and CPU, and what is known to be the saver's own."""
+    """Difference and A/A line of step time and CPU, and the saver's own CPU."""
     header = ("row", "state", "step", "pairs", "step time added", "A/A", "CPU added", "own CPU", "of memcpy", "helped")
     lines = []
     for key, row in rows.items():
@@ -68,7 +68,7 @@ def stall(rows: Rows) -> str:
 
 
 def interval(rows: Rows) -> str:
-    """By what one checkpoint adds to the time of its step; by its whole interval's end in brackets."""
+    """The smallest interval, from the time that one checkpoint adds; in brackets from the upper end of that time."""
     header = ("row", "step", "a checkpoint adds", "smallest interval within 5 %", "at the interval's upper end")
     lines = []
     for key, row in rows.items():
@@ -87,8 +87,8 @@ def interval(rows: Rows) -> str:
 
 
 def smallest_within(result: dict[str, Any], at_every_step: str, spread_out: str) -> int:
-    """A saver whose background work outlasts a step costs less where it need not be waited for: that was measured in
-    longer windows, and counts from intervals of that length on."""
+    """A saver whose background work outlasts a step costs less if nothing waits for it. That cost was measured in
+    longer windows, and applies to intervals of at least that length."""
     step = result["step"]["median"]
     found = smallest_interval(result["difference"][at_every_step], step)
     longer = result.get("spread_out")
@@ -98,7 +98,7 @@ def smallest_within(result: dict[str, Any], at_every_step: str, spread_out: str)
 
 
 def recovery(rows: Rows) -> str:
-    """The memcpy on as many threads as lightck reads on stands there where a row has it; the oldest do not."""
+    """Includes the memcpy on as many threads as lightck uses, if a row has it (old rows do not)."""
     on_threads = any("of_memcpy_on_threads" in row["result"] for row in rows.values())
     header = [
         "row",
@@ -157,7 +157,7 @@ def bandwidth(rows: Rows) -> str:
 
 
 def beyond(rows: Rows, key: str) -> float | None:
-    """Private bytes of a row beyond those of the same loop that saves nothing."""
+    """The private bytes of a row beyond those of the same loop without saving."""
     plain = _plain(rows, key)
     if plain is None:
         return None
@@ -166,7 +166,7 @@ def beyond(rows: Rows, key: str) -> float | None:
 
 
 def beyond_in_flight(rows: Rows, key: str) -> float | None:
-    """The same with a version in flight, where both rows know: the most of the moments that were looked at."""
+    """The same with an in-flight checkpoint: the largest of the samples; None if a row lacks them."""
     plain, ours = _plain(rows, key), rows[key]["result"].get("in_flight_bytes")
     if plain is None or ours is None or "in_flight_bytes" not in plain:
         return None
@@ -174,14 +174,14 @@ def beyond_in_flight(rows: Rows, key: str) -> float | None:
 
 
 def _plain(rows: Rows, key: str) -> dict[str, Any] | None:
-    """The result of the same loop that saves nothing."""
+    """The result of the same loop without saving."""
     saver = rows[key]["options"]["saver"]
     plain = rows.get(key.removesuffix(saver) + NOTHING)
     return None if plain is None or saver == NOTHING else plain["result"]
 
 
 def memory(rows: Rows) -> str:
-    """What a version in flight takes stands there where rows know; the oldest do not."""
+    """Includes the memory with an in-flight checkpoint, if a row has it (old rows do not)."""
     flying = {key: more for key in rows if (more := beyond_in_flight(rows, key)) is not None}
     header = [
         "row",

@@ -26,7 +26,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model with all that a step of its training needs."""
+    """A model with its optimizer, input and loss."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -35,9 +35,9 @@ class Workload:
     loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
     batch: int
     says: str
-    """The input's shape and the optimizer, for a table."""
+    """The shape of the input and the optimizer, as text for a table."""
     paper_nbytes: int = 0
-    """Size of a checkpoint in LightCheck's table; 0 for a small size, which has none."""
+    """Bytes of a checkpoint in LightCheck's table; 0 for a small size, which is not in it."""
 
 
 def _vision(name: str, model: Callable[[], nn.Module], pixels: int, batch: int, paper_mib: int) -> Workload:
@@ -141,7 +141,7 @@ def workload(name: str, size: str = "full") -> Workload:
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """All that a checkpoint holds as (name, tensor): each tensor once, tied ones too."""
+    """The tensors of a checkpoint as (name, tensor), each once, tied tensors included."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
@@ -160,7 +160,7 @@ def state_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def checkpoint_shapes(of: Workload) -> list[int]:
-    """Bytes of each tensor of a checkpoint after the first step, found on the meta device: nothing is allocated."""
+    """The bytes of each tensor of a checkpoint after the first step, computed on the meta device without allocation."""
     with torch.device("meta"):
         model = of.model()
     optimizer = of.optimizer(model.parameters())

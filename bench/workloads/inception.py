@@ -15,7 +15,7 @@ Convolution = tuple[int, int | tuple[int, int]] | tuple[int, int, int]
 
 
 class Side(nn.Module):
-    """Branches that see the same input, joined along the channels."""
+    """Branches with the same input, concatenated along the channels."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise BenchError(
-            f"The language models need transformers, which is not here ({error}). Install it: "
+            f"The language models need transformers, which is not installed ({error}). Install it: "
             "pip install 'lightck[bench]'."
         ) from error
     return transformers
@@ -36,7 +36,7 @@ def bert_large(**small: Any) -> nn.Module:
 
 
 def tokens(n: int, length: int, vocabulary: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels: all of them, which costs what masking a part of them would."""
+    """Token ids, and labels for all of them, which costs as much as labels for a masked part."""
     ids = torch.randint(vocabulary, (n, length), generator=generator)
     return ids, ids.clone()
 

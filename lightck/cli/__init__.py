@@ -1,7 +1,8 @@
-"""The ``lightck`` command. Each command parses, asks the library, and turns the answer into text or JSON and an exit
-status (``cli/base.py``). No command writes to a pool or takes its lock, so all of them work on a pool in use;
-``inject`` writes to the copy that it made. Torch is imported only by the commands that need it, and a command's module
-when the command is asked for: where the native library does not load, ``doctor`` still says so.
+"""The ``lightck`` command. Each subcommand parses its arguments, calls the library, and prints text or JSON.
+
+Exit statuses are in ``cli/base.py``. No command writes to a pool or takes its lock, so all of them work on a pool in
+use; ``inject`` writes to the copy that it made. A command's module, and torch, are imported only when the command runs,
+so ``doctor`` also works where the native library does not load.
 """
 
 from __future__ import annotations
@@ -40,12 +41,19 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Say which.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Print the version of lightck.",
+)
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Every finished training step of a PyTorch model survives a crash.
 
-    Exit status: 0 as promised; 1 damaged, different or unusable; 2 it could not be done.
+    Exit status: 0 success; 1 damaged, different or unusable; 2 the command could not be carried out.
     """
     if os.environ.get("NO_COLOR"):
         ctx.color = False

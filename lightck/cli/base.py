@@ -1,8 +1,8 @@
 """What all commands share: exit statuses, errors on stderr, a closed pipe, options, completion of pool paths.
 
-Exit status: 0 as promised; 1 damaged, different or unusable; 2 it could not be done (usage, no pool there, not a pool);
-130 interrupted; 141 the reader of our output went away. A ``LightckError``, or what the system refuses, is one line on
-stderr, and with ``--json`` an object on stdout too. A traceback is a mistake of ours.
+Exit status: 0 success; 1 damaged, different or unusable; 2 the command could not be carried out (wrong usage, no such
+pool, not a pool); 130 interrupted; 141 the reader of the output closed its pipe. A ``LightckError`` or an error of the
+operating system is one line on stderr, and with ``--json`` also an object on stdout. A traceback is a bug in lightck.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ import click
 from click.shell_completion import CompletionItem
 
 from lightck.cli import output
-from lightck.cli.text import Facts, clean, say_json
+from lightck.cli.text import Facts, clean, print_json
 from lightck.errors import CorruptPoolError, ExportExistsError, LightckError, PoolTruncatedError
 
-OK, BAD, TROUBLE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
-_LOOKED_AT_MAX = 200
-"""Files that a completion opens at most."""
+OK, BAD, FAILED, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+_COMPLETED_MAX = 200
+"""The most files that one shell completion opens."""
 _SYSTEM = (OSError, ImportError)
-"""What is no fault of ours: a path that the system refuses, a library that is not installed."""
-_NO_WORDS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
-"""``lightck`` alone. Its message is the whole help; before click 8.2 there is none, and click prints the help."""
+"""Errors that are no bug of lightck: a path that the system refuses, a library that is not installed."""
+_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""``lightck`` without arguments: the message is the whole help. Before click 8.2, click itself prints the help."""
 
 
-def complain(message: str) -> None:
-    """One line on stderr: the fact, the reason, the cure."""
+def print_error(message: str) -> None:
+    """Print an error (fact, reason, cure) as one line on stderr."""
     click.echo(click.style("error: ", fg="red") + clean(" ".join(message.split("\n"))), err=True)
 
 
-def tell(text: str) -> None:
-    """Progress, on stderr: stdout is the answer's alone."""
+def print_progress(text: str) -> None:
+    """Print progress on stderr, since stdout holds nothing but the answer."""
     click.echo(clean(text), err=True)
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """As by Ctrl-C: what was made meanwhile is removed. A signal that is ignored (nohup) stays so."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, so that temporary files are removed.
+
+    A signal that the process ignores (nohup) stays ignored.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -57,54 +60,56 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def error_facts(error: Exception) -> Facts:
-    """An error as ``--json`` shows it."""
+    """The object that ``--json`` prints for an error."""
     name = "UsageError" if isinstance(error, click.UsageError) else type(error).__name__
     return {"error": {"class": name, "message": message_of(error), "reasons": list(getattr(error, "reasons", ()))}}
 
 
 def message_of(error: Exception) -> str:
-    """Fact, reason and cure. The system gives the reason only, and click no stop."""
+    """The text of an error: fact, reason and cure. An OSError has only the reason; the rest is added here."""
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, LightckError) or not isinstance(error, OSError):
         return str(error)
     why = error.strerror or str(error)
-    if output.failed(error):
-        return f"The answer could not be printed whole: {why}. Make room where the output goes, or send it elsewhere."
+    if output.is_output_error(error):
+        return (
+            f"The answer could not be printed whole: {why}. Make room where the output goes, or redirect it elsewhere."
+        )
     if not isinstance(error.filename, (str, bytes)):
         return str(error)
     path = os.fsdecode(error.filename)
-    return f"{path!r} cannot be used: {why}. Check the path, whose it is and what room there is, or name another."
+    return f"{path!r} cannot be used: {why}. Check the path, its owner and the free space, or name another path."
 
 
 class Command(click.Command):
-    """A command that answers with its exit status."""
+    """A command that returns its exit status, and turns errors into one line and a status."""
 
     damage: tuple[type[LightckError], ...] = (CorruptPoolError, PoolTruncatedError)
-    """Errors that say that a pool is damaged (exit 1); all others say that nothing could be done (exit 2)."""
+    """Errors that mean that a pool is damaged (exit 1). Any other error means that the command failed (exit 2)."""
 
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # no failure: it has an exit status of its own
+        except BrokenPipeError:  # has an exit status of its own
             raise
         except (LightckError, *_SYSTEM) as error:
-            if output.failed(error):
+            if output.is_output_error(error):
                 raise
             if ctx.params.get("as_json"):
-                say_json(error_facts(error))
-            complain(message_of(error))
-            return BAD if isinstance(error, self.damage) else TROUBLE
+                print_json(error_facts(error))
+            print_error(message_of(error))
+            return BAD if isinstance(error, self.damage) else FAILED
 
 
 class ComparingCommand(Command):
-    """A command whose exit status 1 says that two things differ: nothing else may."""
+    """A command whose exit status 1 means only that two things differ."""
 
     damage = ()
 
 
 class _PipeClosedError(Exception):
-    """The reader of our output went away. Not the builtin error, of which click makes exit status 1: damage."""
+    """The reader of the output closed its pipe. Click would turn the builtin error into exit status 1 (damage)."""
 
 
 @contextlib.contextmanager
@@ -150,8 +155,10 @@ class Group(click.Group):
 
 def _exit_status(run: Callable[[], object], as_json: bool) -> int:
     if sys.stdout is None:
-        complain("No answer can be given: the standard output is closed. For the exit status alone, say > /dev/null.")
-        return TROUBLE
+        print_error(
+            "No answer can be given: the standard output is closed. To get only the exit status, redirect to /dev/null."
+        )
+        return FAILED
     try:
         status = run()
         sys.stdout.flush()
@@ -160,55 +167,59 @@ def _exit_status(run: Callable[[], object], as_json: bool) -> int:
         click.echo("interrupted", err=True)
         return INTERRUPTED
     except (BrokenPipeError, _PipeClosedError):
-        output.leave()
+        output.discard_rest()
         return PIPE_CLOSED
     except Exception as error:
-        _say_why(error, as_json)
-        return TROUBLE  # click's own, and Python's, is 1, which says that something is damaged
+        _print_why(error, as_json)
+        return FAILED  # click and Python use 1, which means damage here
 
 
-def _say_why(error: Exception, as_json: bool) -> None:
-    """What no command has answered: wrong usage, what is refused before one runs, a mistake of ours."""
-    if output.failed(error):
-        output.leave()
-    elif as_json and not isinstance(error, _NO_WORDS):
-        with contextlib.suppress(OSError):  # the object, too, for whom only stdout is read
-            say_json(error_facts(error))
+def _print_why(error: Exception, as_json: bool) -> None:
+    """Print an error that no command handled: wrong usage, a failure before the command ran, or a bug in lightck."""
+    if output.is_output_error(error):
+        output.discard_rest()
+    elif as_json and not isinstance(error, _NO_ARGUMENTS):
+        with contextlib.suppress(OSError):  # for callers that read stdout only
+            print_json(error_facts(error))
     if isinstance(error, click.UsageError):
-        _usage(error)
+        _print_usage(error)
     elif isinstance(error, (click.ClickException, LightckError, *_SYSTEM)):
-        complain(message_of(error))
+        print_error(message_of(error))
     else:
-        traceback.print_exception(error)  # for whoever mends it
-        complain("This is a mistake in lightck, and says nothing of the pool. Please report it, with the lines above.")
+        traceback.print_exception(error)  # for the bug report
+        print_error(
+            "This is a bug in lightck, and says nothing about the pool. Please report it, with the lines above."
+        )
 
 
-def _usage(error: click.UsageError) -> None:
-    if error.ctx is not None and isinstance(error, _NO_WORDS):
+def _print_usage(error: click.UsageError) -> None:
+    if error.ctx is not None and isinstance(error, _NO_ARGUMENTS):
         click.echo(error.ctx.get_help(), err=True)
         return
     if error.ctx is not None:
         click.echo(error.ctx.get_usage(), err=True)
     hint = f" Try '{error.ctx.command_path} --help'." if error.ctx is not None else ""
-    complain(error.format_message() + hint)
+    print_error(error.format_message() + hint)
 
 
-def trouble(message: str) -> NoReturn:
+def usage_error(message: str) -> NoReturn:
     """A usage error: exit 2."""
     raise click.UsageError(message)
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:
-    """Of a file that a command is to write, in the command's words; the library looks again when it writes."""
+    """Refuse an output path that exists, naming the command's option; the library checks again when it writes."""
     from lightck.export.atomic import refuse_irreplaceable
 
     refuse_irreplaceable(path)
     if os.path.lexists(path) and not overwrite:
-        raise ExportExistsError(f"{path!r} exists. It is not replaced unasked. Name another, or pass --overwrite.")
+        raise ExportExistsError(
+            f"{path!r} exists, and no file is replaced by default. Name another path, or pass --overwrite."
+        )
 
 
 class PoolPath(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """A path of a pool. Completes pools; where none fits, whatever the shell would."""
+    """The path of a pool. Shell completion offers pools, or any file where no pool matches."""
 
     name = "pool"
 
@@ -218,7 +229,7 @@ class PoolPath(click.ParamType):  # type: ignore[type-arg, unused-ignore]
             names = sorted(name for name in os.listdir(folder or ".") if name.startswith(start))
         except OSError:
             names = []
-        paths = [os.path.join(folder, name) for name in names if start or not name.startswith(".")][:_LOOKED_AT_MAX]
+        paths = [os.path.join(folder, name) for name in names if start or not name.startswith(".")][:_COMPLETED_MAX]
         if not any(map(os.path.isdir, paths)):
             pools = _pools(paths)
             if pools:
@@ -238,4 +249,6 @@ def _pools(paths: list[str]) -> list[str]:
 
 POOL = PoolPath()
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-step_option = click.option("--step", type=click.IntRange(0), metavar="N", help="This step instead of the newest.")
+step_option = click.option(
+    "--step", type=click.IntRange(0), metavar="N", help="Use the checkpoint of step N instead of the newest."
+)

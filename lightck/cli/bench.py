@@ -1,8 +1,8 @@
 """``lightck bench``: what a checkpoint at each step costs on this machine; in a checkout, the project's whole bench.
 
 The whole bench, with its workloads, rivals and kept results, is ``bench/`` of a checkout and is not installed. Its code
-is run only where the user stands in the root of a checkout of this version, or names one with ``--checkout``. A shell
-that completes a word runs none of it.
+runs only where the working directory is the root of a checkout of the installed version of lightck, or where
+``--checkout`` names one. Shell completion never runs it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import lightck
-from lightck.cli.base import OK, Command, ended_by_signals, json_option, tell, trouble
-from lightck.cli.text import columns, count, say, say_json, size, survives, verdict
+from lightck.cli.base import OK, Command, ended_by_signals, json_option, print_progress, usage_error
+from lightck.cli.text import columns, count, print_json, print_line, print_verdict, size, survives
 from lightck.errors import BenchError
 
 if TYPE_CHECKING:
     from lightck.cli.machine_speed import Speed
 
 MACHINE = "machine"
-_MUCH = 0.05
-"""A share of a step beyond which a user is told what to do about it."""
+_EXPENSIVE = 0.05
+"""The share of a step above which the verdict suggests ``interval="auto"``."""
 
 
 class _Bench(Command):
-    """This machine's measure, or the command of a checkout."""
+    """The measurement of this machine, or the bench command of a checkout."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        if extra.get("resilient_parsing"):  # a word is completed
+        if extra.get("resilient_parsing"):  # shell completion
             return super().make_context(info_name, args, parent, **extra)
-        given = _words.make_context(info_name, list(args), parent).params
+        given = _raw_arguments.make_context(info_name, list(args), parent).params
         words, named = list(given["words"]), given["checkout"]
         root = _checkout(named)
         if root is None or MACHINE in words:
@@ -49,8 +49,8 @@ class _Bench(Command):
 @click.command("bench", add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.option("--checkout")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def _words() -> None:
-    """What is said to ``lightck bench``: ``--checkout``, and all else as it stands."""
+def _raw_arguments() -> None:
+    """Parses ``--checkout`` and leaves all other arguments unparsed."""
 
 
 @click.command(
@@ -64,35 +64,38 @@ def _words() -> None:
     "--pool-dir",
     type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
     metavar="DIR",
-    help="The medium to measure: a folder on it. [default: /dev/shm where there is room, else the temporary one]",
+    help="A folder on the medium to measure. [default: /dev/shm where it has room, else the temporary folder]",
 )
 @click.option(
-    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Threads of torch. [default: as torch chooses]"
+    "--threads",
+    type=click.IntRange(1, 1024),
+    metavar="N",
+    help="The number of torch's threads. [default: torch decides]",
 )
 @click.option(
-    "--checkout", expose_value=False, metavar="DIR", help="Run the whole bench of this checkout of lightck instead."
+    "--checkout", expose_value=False, metavar="DIR", help="Run the whole bench of the lightck checkout in DIR instead."
 )
 @json_option
 def command(words: tuple[str, ...], pool_dir: Path | None, threads: int | None, as_json: bool) -> int:
-    """Measure what a checkpoint at each step costs on this machine: less than two minutes, nothing is kept.
+    """Measure what a checkpoint at each step costs on this machine. Takes less than two minutes; keeps nothing.
 
-    The speed of copies to the medium of a pool, and a small training that is saved at each step, by lightck and by
-    torch.save, beside the same training that saves nothing. All take turns, and what counts are ratios.
+    Measures the speed of copies to the medium of a pool, and the step time of a small training without checkpoints,
+    with lightck at each step, and with torch.save at each step. The trainings take turns; the results are ratios.
 
-    In the root of a checkout of lightck of this version, or with --checkout DIR, this is the project's whole bench
-    (code from there is run), and "lightck bench machine" is what is said here.
+    In the root of a checkout of this version of lightck, or with --checkout DIR, this command runs the project's whole
+    bench (that is, code of the checkout), and "lightck bench machine" runs the measurement described here.
     """
     others = [word for word in words if word != MACHINE]
     if others:
-        trouble(
-            f"{others[0]!r} is not known here. Tables and their options belong to the project's whole bench, which is "
-            f"not installed. Call it in the root of a checkout of lightck {lightck.__version__}, or with "
+        usage_error(
+            f"{others[0]!r} is unknown to this command. Tables and their options belong to the project's whole bench, "
+            f"which is not installed. Call it in the root of a checkout of lightck {lightck.__version__}, or with "
             f"--checkout DIR, and without {MACHINE!r}."
         )
     with ended_by_signals():
         found = _measured(pool_dir, threads)
     if as_json:
-        say_json({**asdict(found), "verdict": verdict_on(found)})
+        print_json({**asdict(found), "verdict": verdict_on(found)})
     else:
         _show(found)
     return OK
@@ -105,37 +108,37 @@ def _measured(pool_dir: Path | None, threads: int | None) -> Speed:
     from lightck.demo.place import free_nbytes, temporary_parent
 
     room = machine_speed.ROOM_NBYTES
-    folder, why = (pool_dir, "as asked for by --pool-dir") if pool_dir else temporary_parent(room)
+    folder, why = (pool_dir, "requested by --pool-dir") if pool_dir else temporary_parent(room)
     if (free := free_nbytes(folder)) < room:
         raise BenchError(
-            f"Nothing can be measured in {str(folder)!r}: it has {size(free)} free for this user, and {size(room)} are "
-            "needed for pools and files. Make room there, or name a folder on another medium with --pool-dir."
+            f"Nothing can be measured in {str(folder)!r}: it has {size(free)} free for this user, and pools and files "
+            f"need {size(room)}. Free some space there, or name a folder on another medium with --pool-dir."
         )
-    tell(f"Measuring in {folder}: {why}. This takes about a minute.")
+    print_progress(f"Measuring in {folder}: {why}. This takes about a minute.")
     if threads is not None:
         torch.set_num_threads(threads)
     return machine_speed.measure(folder)
 
 
-# -- what was found --------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------------------------
 
 
 def _show(found: Speed) -> None:
     machine, rates = found.machine, found.bytes_per_second
     cores, threads = count(machine["cores"], "core"), count(machine["threads"], "thread")
-    say(f"{cores}, torch {machine['torch']} with {threads}")
-    say(f"pools on {found.medium['medium']}, which survives {survives(found.medium)}")
+    print_line(f"{cores}, torch {machine['torch']} with {threads}")
+    print_line(f"pools on {found.medium['medium']}, which survives {survives(found.medium)}")
     first = next(iter(rates.values()))
     copies = [(name, size(round(rate)), f"{rate / first:.2f} x") for name, rate in rates.items()]
     steps = [(_name(found, name), _ms(seconds), *_added(found, name)) for name, seconds in found.step_seconds.items()]
     heads = f"a training of {size(found.state_nbytes)}", "a step", "longer by", "interval of 95 %", "held up for"
     for table in (("copies on one thread", "per second", "of the first"), *copies), (heads, *steps):
-        say()
+        print_line()
         for line in columns(table, right=range(1, 5)):
             click.echo(line)
-    say()
-    verdict(verdict_on(found), good=True)
-    say(f"Medians of {found.rounds} rounds. Of your own training, session.stats() says what it costs.")
+    print_line()
+    print_verdict(verdict_on(found), good=True)
+    print_line(f"Medians of {found.rounds} rounds. For the cost in your own training, see session.stats().")
 
 
 def _name(found: Speed, name: str) -> str:
@@ -158,22 +161,24 @@ def _share(share: float) -> str:
 
 
 def verdict_on(found: Speed) -> str:
-    """The verdict, in words. What is less than equal trainings differ by, or may as well be nothing, is not called a
-    cost."""
+    """The verdict as a sentence. A difference within the noise between two equal trainings is not called a cost."""
     _, (again, ours, theirs) = zip(*found.added.items(), strict=True)
     noise = max(abs(again.low), abs(again.high))
     other = f"torch.save{' and fsync' if found.is_synced else ''} at each step costs {_share(theirs.median)}."
     if theirs.median <= noise or theirs.low <= 0:
         return (
-            f"Nothing can be told now: two equal trainings differ by up to {_share(noise)} of a step, and {other} "
+            f"The noise is too large: two equal trainings differ by up to {_share(noise)} of a step, and {other} "
             "Measure again while the machine does nothing else."
         )
     if ours.median <= noise or ours.low <= 0:
         return (
-            f"The cost of a checkpoint at each step cannot be told from noise on this medium: {_share(ours.median)} of "
-            f"a step, where two equal trainings differ by up to {_share(noise)}; {other}"
+            f"The cost of a checkpoint at each step is within the noise on this medium: {_share(ours.median)} of a "
+            "step, "
+            f"where two equal trainings differ by up to {_share(noise)}; {other}"
         )
-    cure = ' interval="auto" saves as often as costs at most 3 %.' if ours.median > _MUCH else ""
+    cure = (
+        ' interval="auto" saves less often, so that checkpoints cost at most 3 %.' if ours.median > _EXPENSIVE else ""
+    )
     return f"A checkpoint at each step costs {_share(ours.median)} of a step on this medium; {other}{cure}"
 
 
@@ -181,28 +186,29 @@ def verdict_on(found: Speed) -> str:
 
 
 def _checkout(named: str | None) -> Path | None:
-    """The root of a checkout of this version: the one that is named, or else the working directory where it is one."""
+    """The root of a checkout of this version: ``named``, or the working directory if it is one; else None."""
     root, own = Path(named or "."), lightck.__version__
     version = _version_in(root)
     if version == own:
         return root
     if named is None and version is not None:
-        tell(f"The bench of this checkout, of lightck {version}, is not run: this is lightck {own}.")
+        print_progress(f"The bench of this checkout (lightck {version}) is not run: the installed lightck is {own}.")
     if named is None:
         return None
     if version is None:
         raise BenchError(
             f"{named!r} is no checkout of lightck: it has no bench/command.py beside the sources of lightck. Name "
-            f"the root of a checkout of lightck {own}, or leave --checkout out to measure this machine."
+            f"the root of a checkout of lightck {own}, or omit --checkout to measure this machine."
         )
     raise BenchError(
-        f"{named!r} is a checkout of lightck {version}, and this is lightck {own}: a bench measures its own version. "
+        f"{named!r} is a checkout of lightck {version}, and lightck {own} is installed: a bench measures its own "
+        "version. "
         f"Check out {own} there, or install {version}."
     )
 
 
 def _version_in(folder: Path) -> str | None:
-    """The version of lightck whose checkout this is, or None. Nothing of it is run, so both files are read as text."""
+    """The version of lightck in a checkout, or None. Both files are read as text: nothing of it is run yet."""
     project, package = folder / "pyproject.toml", folder / "lightck" / "__init__.py"
     if not (project.is_file() and package.is_file() and (folder / "bench" / "command.py").is_file()):
         return None
@@ -214,24 +220,24 @@ def _version_in(folder: Path) -> str | None:
 
 
 def _command_of(root: Path) -> click.Command:
-    """Its ``lightck bench``: from here on code from there runs."""
+    """The bench command of a checkout. Imports, and so runs, code of the checkout."""
     from lightck.pool.storage.file import others_write
 
     for folder in (root, root / "bench"):
         if others_write(os.stat(folder)):
             raise BenchError(
                 f"The bench of {str(root.resolve())!r} is not run: others can write to {str(folder.resolve())!r}, and "
-                "put their own code there. Take that right from them (chmod go-w), or use a checkout of your own; "
-                f"'lightck bench {MACHINE}' measures this machine without it."
+                "could put their own code there. Remove that permission (chmod go-w), or use a checkout of your own; "
+                f"'lightck bench {MACHINE}' measures this machine without a checkout."
             )
     path = str(root.resolve())
     if path not in sys.path:
-        sys.path.append(path)  # last: what is measured is the lightck that was called
+        sys.path.append(path)  # last, so that the installed lightck is measured
     package = importlib.import_module("bench")
     if not package.__file__ or Path(package.__file__).resolve().parents[1] != root.resolve():
         raise BenchError(
             f"The bench of {path!r} cannot be run: Python finds another package of that name ({package.__file__}). "
-            "Take its folder off PYTHONPATH, or uninstall it."
+            "Remove its folder from PYTHONPATH, or uninstall it."
         )
     found: click.Command = importlib.import_module("bench.command").command
     return found

@@ -1,6 +1,7 @@
-"""What ``lightck doctor`` looks at: each check gives lines, each line says whether that is fine and what to do.
+"""The checks of ``lightck doctor``. Each check yields findings; a finding has a level and, if not ok, a cure.
 
-A *problem* makes lightck unusable here or there; a *note* is something that a user may run into. Nothing here writes.
+A *problem* makes lightck unusable on this machine or medium; a *note* is a limitation that a user may run into. No
+check writes anything.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightck.errors import LightckError
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 MIB = 1 << 20
 POOL_NBYTES_SMALL = 8 * MIB
-"""The smallest pool has two slots of 2 MiB and its structures."""
+"""Bytes of the smallest pool: two slots of 2 MiB, and its structures."""
 SHARED = "/dev/shm"
 DOCKER_SHARED_NBYTES = 64 * MIB
 TORCH_OLDEST = (2, 9)
@@ -34,8 +35,8 @@ POPULATE_SINCE = (5, 14)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One finding."""
+class Finding:
+    """One result of a check, as ``--json`` shows it."""
 
     topic: str
     level: str
@@ -46,16 +47,18 @@ class Line:
 # -- software --------------------------------------------------------------------------------------------------------
 
 
-def software(_: Machine) -> Iterator[Line]:
+def software(_: Machine) -> Iterator[Finding]:
     version = _installed("lightck") or "(a source tree)"
-    yield Line("lightck", OK, f"{version}, Python {platform.python_version()} on {sys.platform} {platform.machine()}")
+    yield Finding(
+        "lightck", OK, f"{version}, Python {platform.python_version()} on {sys.platform} {platform.machine()}"
+    )
     yield _torch(_installed("torch"))
 
 
-def refused(topic: str, message: str) -> Line:
-    """An error of lightck's as a problem: its last sentence is the cure."""
+def refused(topic: str, message: str) -> Finding:
+    """A problem made from an error message of lightck, whose last sentence is the cure."""
     fact, end, cure = message.rpartition(". ")
-    return Line(topic, PROBLEM, fact + end.rstrip(), cure) if end else Line(topic, PROBLEM, message)
+    return Finding(topic, PROBLEM, fact + end.rstrip(), cure) if end else Finding(topic, PROBLEM, message)
 
 
 def _installed(name: str) -> str | None:
@@ -65,23 +68,23 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _torch(version: str | None) -> Line:
+def _torch(version: str | None) -> Finding:
     if version is None:
-        return Line("torch", PROBLEM, "not installed", "pip install torch: nothing can be saved without it.")
+        return Finding("torch", PROBLEM, "not installed", "pip install torch: nothing can be saved without it.")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < TORCH_OLDEST:
         oldest = ".".join(map(str, TORCH_OLDEST))
         cure = f"pip install 'torch>={oldest}': older ones are not tested."
-        return Line("torch", NOTE, f"{version}, older than {oldest}", cure)
-    return Line("torch", OK, version)
+        return Finding("torch", NOTE, f"{version}, older than {oldest}", cure)
+    return Finding("torch", OK, version)
 
 
-def native(_: Machine) -> Iterator[Line]:
+def native(_: Machine) -> Iterator[Finding]:
     try:
         from lightck._native import ffi, lib
         from lightck.pool.storage import emulation
 
-        emulation.used()  # attach asks as well, and is refused where LIGHTCK_EMULATE names nothing
+        emulation.active_profile()  # raises where LIGHTCK_EMULATE is invalid, as attach does
     except ImportError as error:
         yield refused(NATIVE, str(error))
         return
@@ -89,36 +92,42 @@ def native(_: Machine) -> Iterator[Line]:
     back = ffi.string(lib.lck_write_back_name()).decode()
     forced = " (forced by LIGHTCK_ISA)" if os.environ.get("LIGHTCK_ISA") else ""
     if isa in ("portable", "sse2", "sse2-table"):
-        cure = "Unset LIGHTCK_ISA." if forced else "Nothing to do: the results are the same, copies cost more time."
-        yield Line(NATIVE, NOTE, f"copies with {isa}{forced}, {back}", cure)
+        cure = "Unset LIGHTCK_ISA." if forced else "Nothing to do: the results are the same, copies take longer."
+        yield Finding(NATIVE, NOTE, f"copies with {isa}{forced}, {back}", cure)
     else:
-        yield Line(NATIVE, OK, f"copies with {isa}{forced}, {back}")
+        yield Finding(NATIVE, OK, f"copies with {isa}{forced}, {back}")
 
 
-def kernel(machine: Machine) -> Iterator[Line]:
+def kernel(machine: Machine) -> Iterator[Finding]:
     release, version = machine.kernel()
     if not release:
-        yield Line("kernel", PROBLEM, "its version cannot be read", "lightck needs Linux with /proc mounted.")
+        yield Finding("kernel", PROBLEM, "its version cannot be read", "lightck needs Linux with /proc mounted.")
     elif version < POPULATE_SINCE:
-        cure = "Nothing to do: without MADV_POPULATE_WRITE a new pool's pages are touched one by one, which costs more."
-        yield Line("kernel", NOTE, f"{release}, older than 5.14", cure)
+        cure = "Nothing to do: without MADV_POPULATE_WRITE a new pool's pages are touched one by one, which is slower."
+        yield Finding("kernel", NOTE, f"{release}, older than 5.14", cure)
     else:
-        yield Line("kernel", OK, f"{release} (pages of a pool are made ready by MADV_POPULATE_WRITE)")
+        yield Finding("kernel", OK, f"{release} (MADV_POPULATE_WRITE allocates the pages of a pool)")
 
 
-def workers(_: Machine) -> Iterator[Line]:
+def workers(_: Machine) -> Iterator[Finding]:
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method == "fork":
-        yield Line("worker start", OK, "fork: DataLoader workers inherit the process; no session runs in them")
+        yield Finding(
+            "worker start", OK, "fork: DataLoader workers are copies of the process; sessions are inactive in them"
+        )
     else:
-        yield Line("worker start", OK, f"{method}: the script is imported by each worker; keep attach behind __main__")
+        yield Finding(
+            "worker start",
+            OK,
+            f"{method}: each worker imports the script; call attach only below if __name__ == '__main__'",
+        )
 
 
 # -- media -----------------------------------------------------------------------------------------------------------
 
 
-def media(machine: Machine, asked: str | None = None) -> Iterator[Line]:
-    """Folders in which a pool could lie. Where one was asked for, only that one decides."""
+def media(machine: Machine, asked: str | None = None) -> Iterator[Finding]:
+    """Findings for the folders in which a pool could lie. Only ``asked``, if given, can be a problem."""
     folders = [SHARED, machine.env.get("XDG_RUNTIME_DIR", ""), "/tmp", os.getcwd()]
     folders += [mount.point for mount in machine.mounts() if is_dax(mount.options + mount.own_options)]
     lines = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
@@ -127,36 +136,38 @@ def media(machine: Machine, asked: str | None = None) -> Iterator[Line]:
         lines = [line for line in lines if line.topic != first.topic]
         yield first
     elif all(line.level == PROBLEM for line in lines):
-        yield Line("media", PROBLEM, "no folder has room for a pool", "Free space, or: lightck doctor PATH.")
+        yield Finding(
+            "media", PROBLEM, "no folder has room for a pool", "Free some space, or name a folder: lightck doctor PATH."
+        )
     for line in lines:
-        yield line if line.level != PROBLEM else Line(line.topic, NOTE, line.said, line.cure)
+        yield line if line.level != PROBLEM else Finding(line.topic, NOTE, line.said, line.cure)
     for name in machine.listing("/sys/bus/dax/devices"):
         device = _device(machine, f"/dev/{name}")
         if device is not None and (first is None or device.topic != first.topic):
-            yield device if device.level != PROBLEM else Line(device.topic, NOTE, device.said, device.cure)
+            yield device if device.level != PROBLEM else Finding(device.topic, NOTE, device.said, device.cure)
 
 
 def is_dax(options: tuple[str, ...]) -> bool:
     return "dax" in options or "dax=always" in options
 
 
-def _device(machine: Machine, path: str) -> Line | None:
-    """A device-dax device; None where the path is none."""
+def _device(machine: Machine, path: str) -> Finding | None:
+    """The finding for a device-dax device; None where the path is none."""
     try:
         found = machine.device(path)
     except (LightckError, OSError) as error:
-        return Line(path, PROBLEM, str(error), "Choose another place for the pool.")
+        return Finding(path, PROBLEM, str(error), "Choose another place for the pool.")
     if found is None:
         return None
     nbytes, medium = found
     survived = ", ".join(words for name, words in SURVIVED.items() if getattr(medium, name))
     said = f"{medium.medium}, {size(nbytes)}; survives {survived}"
     if medium.os:
-        return Line(path, OK, said)
-    return Line(path, NOTE, said, f"It promises no more because {medium.evidence[-1]}.")
+        return Finding(path, OK, said)
+    return Finding(path, NOTE, said, f"More is not guaranteed because {medium.evidence[-1]}.")
 
 
-def _asked_medium(machine: Machine, path: str) -> Line:
+def _asked_medium(machine: Machine, path: str) -> Finding:
     folder = os.path.abspath(path)
     device = _device(machine, folder)
     if device is not None:
@@ -167,108 +178,123 @@ def _asked_medium(machine: Machine, path: str) -> Line:
             return refused(path, why_not)
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder):
-        return Line(path, PROBLEM, "there is no such folder", "Create it first: lightck makes files, not folders.")
+        return Finding(path, PROBLEM, "there is no such folder", "Create it first: lightck creates files, not folders.")
     return _medium(machine, folder)
 
 
-def _medium(machine: Machine, folder: str) -> Line:
+def _medium(machine: Machine, folder: str) -> Finding:
     space = machine.space(folder)
     if space is None or not machine.writable(folder):
-        return Line(folder, PROBLEM, "not there, or not writable by you", _ELSEWHERE)
+        return Finding(folder, PROBLEM, "missing, or not writable by you", _ELSEWHERE)
     why_not = machine.refusal(folder)
     if why_not is not None:
         return refused(folder, why_not)
     try:
         medium = machine.medium(folder)
     except (LightckError, OSError) as error:
-        return Line(folder, PROBLEM, str(error), _ELSEWHERE)
+        return Finding(folder, PROBLEM, str(error), _ELSEWHERE)
     survived = [words for name, words in SURVIVED.items() if getattr(medium, name)]
     room = f"{size(space.free)} free of {size(space.total)}"
     said = f"{medium.medium}, {room}; survives {', '.join(survived) or 'nothing'}"
     if space.free < POOL_NBYTES_SMALL:
-        return Line(folder, PROBLEM, said, "There is no room for a pool: free space or choose another folder.")
+        return Finding(folder, PROBLEM, said, "There is no room for a pool: free some space, or choose another folder.")
     if folder == SHARED and space.total <= DOCKER_SHARED_NBYTES:
-        return Line(folder, NOTE, said, _MORE_SHARED)
+        return Finding(folder, NOTE, said, _MORE_SHARED)
     if medium.medium.startswith("unknown"):
-        cure = "On a network or FUSE file system only a kill is survived: prefer a local disk."
-        return Line(folder, NOTE, said, cure)
-    return Line(folder, OK, said)
+        cure = "On a network or FUSE file system a pool survives only a killed process: prefer a local disk."
+        return Finding(folder, NOTE, said, cure)
+    return Finding(folder, OK, said)
 
 
 _MORE_SHARED = (
-    "This is a container's default, too small for most models (a pool takes twice model and optimizer state): "
-    "docker run --shm-size=16g, in Kubernetes an emptyDir with medium: Memory at /dev/shm; or another folder."
+    "This is a container's default size, too small for most models (a pool takes twice the size of model and optimizer "
+    "state). Use docker run --shm-size=16g, in Kubernetes an emptyDir with medium: Memory at /dev/shm, or another "
+    "folder."
 )
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------
 
 
-def limits(machine: Machine) -> Iterator[Line]:
+def limits(machine: Machine) -> Iterator[Finding]:
     largest = machine.limit("RLIMIT_FSIZE")
     if largest is None:
-        yield Line("file size limit", OK, "none")
+        yield Finding("file size limit", OK, "none")
     else:
         level = PROBLEM if largest < POOL_NBYTES_SMALL else NOTE
-        yield Line("file size limit", level, size(largest), "A larger pool cannot be made: ulimit -f unlimited.")
+        yield Finding(
+            "file size limit",
+            level,
+            size(largest),
+            "A larger pool cannot be created. Raise the limit: ulimit -f unlimited.",
+        )
     locked = machine.limit("RLIMIT_MEMLOCK")
-    yield Line("locked memory", OK, f"{'no limit' if locked is None else size(locked)} (lightck locks none)")
+    yield Finding("locked memory", OK, f"{'no limit' if locked is None else size(locked)} (lightck locks none)")
 
 
-def memory(machine: Machine) -> Iterator[Line]:
+def memory(machine: Machine) -> Iterator[Finding]:
     limit, available = machine.memory_limit(), machine.memory_available()
     if limit is None:
         said = f"{size(available)} available" if available is not None else "not readable from /proc/meminfo"
-        yield Line("memory", OK, f"{said}; no limit by a control group")
+        yield Finding("memory", OK, f"{said}; no limit by a control group")
     else:
-        cure = "A pool on tmpfs counts against it, and stays when the process is killed. Leave room, or use a disk."
-        yield Line("memory", NOTE, f"limited to {size(limit)} by a control group", cure)
+        cure = (
+            "A pool on tmpfs counts against this limit, also after its process was killed. Leave room, or use a disk."
+        )
+        yield Finding("memory", NOTE, f"limited to {size(limit)} by a control group", cure)
     swaps = machine.swaps()
     if swaps:
-        cure = "Pools on tmpfs may be swapped out: slower, and weights on that disk. swapoff -a, or an encrypted swap."
-        yield Line("swap", NOTE, f"on: {', '.join(swaps)}", cure)
+        cure = "Pools on tmpfs may be swapped out, which is slow and leaves weights there: swapoff -a, or encrypt it."
+        yield Finding("swap", NOTE, f"on: {', '.join(swaps)}", cure)
     else:
-        yield Line("swap", OK, "off")
+        yield Finding("swap", OK, "off")
 
 
-# -- what may take a pool away ----------------------------------------------------------------------------------------
+# -- what may delete a pool --------------------------------------------------------------------------------------------
 
 
-def surroundings(machine: Machine) -> Iterator[Line]:
+def surroundings(machine: Machine) -> Iterator[Finding]:
     evidence = machine.container()
     if evidence is not None:
-        cure = "What lies in its own /dev/shm or layers goes with it: mount a volume for a pool that has to outlive it."
-        yield Line("container", NOTE, f"yes ({evidence})", cure)
+        cure = "Its own /dev/shm and layers end with the container: mount a volume for a pool that has to outlive it."
+        yield Finding("container", NOTE, f"yes ({evidence})", cure)
     yield from slurm(machine)
     yield from logout(machine)
 
 
-def slurm(machine: Machine) -> Iterator[Line]:
-    """A job may have a /tmp and a /dev/shm of its own (job_container/tmpfs), which end with it: a requeued job has
-    nothing to recover there."""
+def slurm(machine: Machine) -> Iterator[Finding]:
+    """A Slurm job may have a private /tmp and /dev/shm (job_container/tmpfs), which are deleted at its end: a requeued
+    job finds no pool there."""
     job = machine.env.get("SLURM_JOB_ID")
     if job is None:
         return
     private = [m.point for m in machine.mounts() if m.point in ("/tmp", SHARED) and job in re.split(r"\D+", m.root)]
-    cure = "For a job that is requeued, put the pool on a disk that outlives it (scratch, a file system of the site)."
+    cure = (
+        "For a job that may be requeued, put the pool on a disk that outlives the job (scratch, a shared file system)."
+    )
     if private:
-        yield Line("Slurm", NOTE, f"job {job}: {' and '.join(private)} belong to this job and vanish with it", cure)
+        yield Finding(
+            "Slurm",
+            NOTE,
+            f"job {job}: {' and '.join(private)} are private to this job and are deleted at its end",
+            cure,
+        )
     else:
-        yield Line("Slurm", NOTE, f"job {job}: /dev/shm and /tmp may be its own and vanish with it", cure)
+        yield Finding("Slurm", NOTE, f"job {job}: /dev/shm and /tmp may be private to it and deleted at its end", cure)
 
 
-def logout(machine: Machine) -> Iterator[Line]:
-    """systemd-logind removes a user's files in /dev/shm at the last logout, unless told not to."""
+def logout(machine: Machine) -> Iterator[Finding]:
+    """systemd-logind removes a user's files in /dev/shm at the last logout, unless RemoveIPC=no."""
     if machine.uid < 1000 or not machine.exists("/run/systemd/system"):
         return
     files = ["/etc/systemd/logind.conf", *_drop_ins(machine)]
-    reported = [re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", machine.text(path), re.M) for path in files]
-    settings = [each for one in reported for each in one]
+    per_file = [re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", machine.text(path), re.M) for path in files]
+    settings = [each for found in per_file for each in found]
     if settings and settings[-1].lower() in ("no", "false", "off", "0"):
         return
-    cure = f"Then the training ends too, and its pool in {SHARED} is gone: loginctl enable-linger, or a pool on a disk."
+    cure = f"A logout ends the training and deletes its pool in {SHARED}. Run loginctl enable-linger, or use a disk."
     if not machine.exists(f"/var/lib/systemd/linger/{machine.env.get('USER', '')}") or not machine.env.get("USER"):
-        yield Line("logout", NOTE, f"systemd removes your files in {SHARED} when you log out (RemoveIPC)", cure)
+        yield Finding("logout", NOTE, f"systemd removes your files in {SHARED} when you log out (RemoveIPC)", cure)
 
 
 def _drop_ins(machine: Machine) -> list[str]:
@@ -276,9 +302,8 @@ def _drop_ins(machine: Machine) -> list[str]:
     return [f"{folder}/{name}" for name in machine.listing(folder) if name.endswith(".conf")]
 
 
-CHECKS: tuple[Callable[[Machine], Iterator[Line]], ...] = (software, native, kernel, workers)
-LATER: tuple[Callable[[Machine], Iterator[Line]], ...] = (limits, memory, surroundings)
-"""What follows the media."""
+CHECKS_BEFORE_MEDIA: tuple[Callable[[Machine], Iterator[Finding]], ...] = (software, native, kernel, workers)
+CHECKS_AFTER_MEDIA: tuple[Callable[[Machine], Iterator[Finding]], ...] = (limits, memory, surroundings)
 
 
 _ABOUT = {
@@ -287,37 +312,36 @@ _ABOUT = {
 }
 
 
-def backends(machine: Machine) -> Iterator[Line]:
-    """Which kinds of pool this installation can make and read. libpmemobj is looked for in the way in which the backend
-    does it, and its version is read from the library's own file."""
+def backends(machine: Machine) -> Iterator[Finding]:
+    """The kinds of pool that this installation can create and read. libpmemobj is loaded as the backend loads it."""
     from lightck.pool.storage.backends import BACKEND_VARIABLE, BACKENDS
 
     wanted = machine.env.get(BACKEND_VARIABLE) or "auto"
     if wanted not in ("auto", *BACKENDS):
         cure = f"Unset {BACKEND_VARIABLE}, or name one of {', '.join(BACKENDS)}."
-        yield Line(BACKEND_VARIABLE, PROBLEM, f"{wanted!r} is no backend: attach refuses every new pool", cure)
+        yield Finding(BACKEND_VARIABLE, PROBLEM, f"{wanted!r} is no backend: attach cannot create any pool", cure)
     elif wanted == "devdax":
-        cure = f"Unset {BACKEND_VARIABLE} for pools that are files: a device is known without it."
-        yield Line(BACKEND_VARIABLE, NOTE, f"{wanted!r}: attach makes no pool that is a file", cure)
+        cure = f"Unset {BACKEND_VARIABLE} to create pools that are files: devices are recognized without it."
+        yield Finding(BACKEND_VARIABLE, NOTE, f"{wanted!r}: attach creates no pool that is a file", cure)
     for name in BACKENDS:
         if name != "pmdk":
-            yield Line(f"backend {name}", OK, _ABOUT.get(name, "built in"))
+            yield Finding(f"backend {name}", OK, _ABOUT.get(name, "built in"))
     if find_spec("lightck.pool.storage.pmemobj") is not None:
         yield _pmdk(is_wanted=wanted == "pmdk")
 
 
-def _pmdk(is_wanted: bool) -> Line:
-    """``is_wanted``: for every new pool, none of which can be made without it."""
+def _pmdk(is_wanted: bool) -> Finding:
+    """The PMDK backend. ``is_wanted``: LIGHTCK_BACKEND names it, so that a missing libpmemobj is a problem."""
     module = importlib.import_module("lightck.pool.storage.pmemobj")
     try:
         module.load()
     except module.MissingError as error:
-        cure = "Only for PMDK pools, which can be read without it: apt install libpmemobj1, or set LIGHTCK_LIBPMEMOBJ."
+        cure = "To create PMDK pools (they can be read without it): apt install libpmemobj1, or set LIGHTCK_LIBPMEMOBJ."
         level = PROBLEM if is_wanted else NOTE
-        return Line("backend pmdk", level, f"libpmemobj is not there ({error}): PMDK pools cannot be made", cure)
+        return Finding("backend pmdk", level, f"libpmemobj was not found ({error}): PMDK pools cannot be created", cure)
     path = loaded("libpmemobj", Path("/proc/self/maps").read_text(errors="replace"))
     version = version_in(Path(path).read_bytes()) if path else None
-    return Line("backend pmdk", OK, f"libpmemobj {version or '(of unknown version)'}{f' at {path}' if path else ''}")
+    return Finding("backend pmdk", OK, f"libpmemobj {version or '(of unknown version)'}{f' at {path}' if path else ''}")
 
 
 def loaded(name: str, maps: str) -> str | None:
@@ -327,6 +351,6 @@ def loaded(name: str, maps: str) -> str | None:
 
 
 def version_in(library: bytes) -> str | None:
-    """PMDK writes its version into each of its libraries."""
+    """The version that PMDK writes into each of its libraries."""
     found = re.search(rb"src version: ([0-9][0-9A-Za-z.+~-]*)", library)
     return found[1].decode() if found else None

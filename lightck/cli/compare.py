@@ -1,7 +1,7 @@
-"""How two versions differ: tensor by tensor, never two whole versions in memory, and small state by its path.
+"""Differences between two checkpoints: large tensors one at a time, small state by its path.
 
-Equal means equal in bits: NaN equals the same NaN, and -0.0 is not 0.0. Distances are computed in double precision, in
-chunks; integers beyond 2**53 are rounded by that, and of dtypes with which torch does not compute there is none.
+Equal means equal in bits: a NaN equals a NaN with the same bits, and -0.0 is not 0.0. Distances are computed in double
+precision, in chunks, which rounds integers beyond 2**53. Dtypes that torch cannot convert to numbers have no distance.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lightck.state import values
 from lightck.state.device_transfers import bytes_in_order
 
 _CHUNK = 1 << 20
-"""Elements that are compared at a time."""
+"""The number of elements that are compared at a time."""
 
 
 @dataclass(slots=True)
 class Distance:
-    """How far two tensors of one kind are apart. ``differing`` counts elements whose bits differ.
+    """The distance between two tensors of the same dtype and shape. ``differing`` counts elements whose bits differ.
 
     max_abs: largest |a - b|. max_rel: largest |a - b| / max(|a|, |b|). NaN elements count in ``nan_a`` and
-    ``nan_b`` only. All four are None for a dtype with which torch does not compute.
+    ``nan_b`` only. These four are None for a dtype that torch cannot convert to numbers.
     """
 
     elements: int
@@ -53,7 +53,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
 
 
 def _widest(dtype: torch.dtype) -> torch.dtype | None:
-    """What distances are computed in; None where torch cannot turn the dtype into numbers (float4, bits8)."""
+    """The dtype in which distances are computed; None where torch cannot convert to it (float4, bits8)."""
     wide = torch.complex128 if dtype.is_complex else torch.float64
     try:
         torch.empty(1, dtype=dtype).to(wide)
@@ -63,7 +63,7 @@ def _widest(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def _flat_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in one dimension, in the same order of elements."""
+    """Both tensors in one dimension, with their elements in the same order."""
     if a.stride() == b.stride():
         return a.as_strided((a.numel(),), (1,)), b.as_strided((b.numel(),), (1,))
     return a.reshape(-1), b.reshape(-1)
@@ -95,14 +95,14 @@ def _add_numbers(found: Distance, x: torch.Tensor, y: torch.Tensor, differs: tor
 
 
 def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[Facts]:
-    """One map for each tensor of either version that is not the same in both."""
+    """One map for each tensor that differs between the checkpoints, or exists in one of them only."""
     for name in dict.fromkeys((*a.entries, *b.entries)):
         one, other = a.entries.get(name), b.entries.get(name)
         if one is None or other is None:
             only = "A" if other is None else "B"
             yield {"tensor": name, "change": f"only in {only}", "distance": None}
             continue
-        change = _kind_change(one, other)
+        change = _metadata_change(one, other)
         if change is not None:
             yield {"tensor": name, "change": change, "distance": None}
         elif one.alias is None:
@@ -112,21 +112,21 @@ def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[Fa
         advance(one.nbytes)
 
 
-def _kind_change(a: Entry, b: Entry) -> str | None:
+def _metadata_change(a: Entry, b: Entry) -> str | None:
     for what in ("dtype", "shape", "alias", "stride"):
         one, other = getattr(a, what), getattr(b, what)
         if one != other:
-            said = {"alias": "tied to", "stride": "layout (stride)"}.get(what, what)
-            return f"{said} {_said(one)} -> {_said(other)}"
+            label = {"alias": "tied to", "stride": "layout (stride)"}.get(what, what)
+            return f"{label} {_shown(one)} -> {_shown(other)}"
     return None
 
 
-def _said(value: object) -> str:
+def _shown(value: object) -> str:
     return "nothing" if value is None else str(value)
 
 
 def _plain(found: Distance) -> Facts:
-    """For JSON, which has no infinity."""
+    """The distance as JSON values; an infinity, which JSON lacks, becomes a string."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(found).items()}
 
 
@@ -134,7 +134,7 @@ def _plain(found: Distance) -> Facts:
 
 
 def small_state(a: Contents, b: Contents) -> Iterator[dict[str, str]]:
-    """One map for each value that differs: its path, and what changed. Large tensors are compared as tensors."""
+    """One map for each value that differs: its path, and the change. Large tensors are left to ``tensors``."""
     one, other = _as_tree(a), _as_tree(b)
     for path, change in _walk(one, other, ""):
         yield {"path": path, "change": change}
@@ -165,18 +165,18 @@ def _as_tree(contents: Contents) -> Facts:
 
 
 class _Blob:
-    """Values of which only their being equal means something: a generator's state."""
+    """A value that is only compared and never shown: a generator's state."""
 
     def __init__(self, value: object) -> None:
         self.packed = values.pack(value, path="rng")
 
 
-class _Elsewhere:
-    """Stands for a large tensor, which is compared as such."""
+class _LargeTensor:
+    """Placeholder for a large tensor, which ``tensors`` compares."""
 
 
 def _unpacked(packed: bytes) -> object:
-    return values.unpack(packed, tensor=lambda _: _Elsewhere())  # type: ignore[arg-type, return-value]
+    return values.unpack(packed, tensor=lambda _: _LargeTensor())  # type: ignore[arg-type, return-value]
 
 
 def _walk(a: Any, b: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -228,11 +228,11 @@ def _equal(a: object, b: Any) -> bool:
         return struct.pack("<d", a) == struct.pack("<d", b)
     if isinstance(a, (np.ndarray, np.generic)):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
-    return isinstance(a, _Elsewhere) or bool(a == b)
+    return isinstance(a, _LargeTensor) or bool(a == b)
 
 
 def _short(value: object) -> str:
-    if isinstance(value, _Elsewhere):
+    if isinstance(value, _LargeTensor):
         return "a large tensor"
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"

@@ -1,4 +1,4 @@
-"""``lightck diff``: which tensors and values two versions differ in, and how far. Exit status 1 means different."""
+"""``lightck diff``: the tensors and values in which two checkpoints differ. Exit status 1 means different."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from lightck.cli import stored_checkpoints
-from lightck.cli.base import BAD, OK, POOL, ComparingCommand, json_option, trouble
-from lightck.cli.output import bar
-from lightck.cli.text import Facts, columns, count, say, say_json, verdict
+from lightck.cli.base import BAD, OK, POOL, ComparingCommand, json_option, usage_error
+from lightck.cli.output import progress_bar
+from lightck.cli.text import Facts, columns, count, print_json, print_line, print_verdict
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader
@@ -21,32 +21,34 @@ if TYPE_CHECKING:
     from lightck.restore.contents import Source
 
 ROWS_MAX = 20
-"""Differing tensors, and differing values, that the text names."""
+"""The most differing tensors, and the most differing values, that the text names."""
 
-HELD_NBYTES_MAX = 1 << 30
-"""A version of a pool in use is read into memory before it is compared, if it has no more bytes than this."""
+IN_MEMORY_NBYTES_MAX = 1 << 30
+"""The largest checkpoint of a pool in use that is read into memory before it is compared."""
 
 
 class _OverwrittenError(Exception):
-    """A writer took the slot of a version while it was compared."""
+    """A writer overwrote the slot of a checkpoint while it was compared."""
 
 
-@click.command("diff", cls=ComparingCommand, short_help="How two versions, or two pools, differ.")
+@click.command("diff", cls=ComparingCommand, short_help="Show how two checkpoints, or two pools, differ.")
 @click.argument("a", type=POOL)
 @click.argument("b", type=POOL, required=False)
-@click.option("--steps", type=(click.IntRange(0), click.IntRange(0)), metavar="M N", help="Step M of A, step N of B.")
-@click.option("--all", "everything", is_flag=True, help="Name every difference, not only the largest.")
+@click.option(
+    "--steps", type=(click.IntRange(0), click.IntRange(0)), metavar="M N", help="Compare step M of A with step N of B."
+)
+@click.option("--all", "everything", is_flag=True, help="List every difference, not only the largest.")
 @json_option
 def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bool, as_json: bool) -> int:
-    """Compare the newest versions of the pools A and B, or, with --steps M N, two versions of one pool.
+    """Compare the newest checkpoints of the pools A and B or, with --steps M N, two checkpoints of one pool.
 
-    Equal means equal in bits. Exit status 0 equal, 1 different, 2 where they could not be compared.
+    Equal means equal in bits. Exit status: 0 equal, 1 different, 2 if they could not be compared.
     """
     if b is None and steps is None:
-        trouble("One pool has nothing to be compared with: name a second pool, or two steps of this one: --steps M N.")
+        usage_error("One pool alone cannot be compared: name a second pool, or two steps of this pool (--steps M N).")
     facts = differences(a, a if b is None else b, steps or (None, None))
     if as_json:
-        say_json(facts)
+        print_json(facts)
     else:
         _show(facts, None if everything else ROWS_MAX)
     return OK if facts["equal"] else BAD
@@ -56,9 +58,9 @@ def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bo
 
 
 def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
-    """What ``--json`` prints; docs/tools.md names the keys."""
+    """The object that ``--json`` prints; docs/tools.md lists its keys."""
     with ExitStack() as stack:
-        readers = [stack.enter_context(stored_checkpoints.reading(path)) for path in (a, b)]
+        readers = [stack.enter_context(stored_checkpoints.open_reader(path)) for path in (a, b)]
         for _ in range(stored_checkpoints.ATTEMPTS):
             sides = [_side(reader, step) for reader, step in zip(readers, steps, strict=True)]
             try:
@@ -66,30 +68,30 @@ def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
             except _OverwrittenError:
                 continue
     raise PoolLockedError(
-        f"The pools {a!r} and {b!r} could not be compared: one is in use, and its versions were overwritten faster "
-        f"than they could be read, {stored_checkpoints.ATTEMPTS} times. Nothing is wrong with it. Try again, or end "
-        "the training."
+        f"The pools {a!r} and {b!r} could not be compared: one is in use, and its checkpoints were overwritten faster "
+        f"than they could be read, {stored_checkpoints.ATTEMPTS} times. The pools are not damaged. Try again, or stop "
+        "the training first."
     )
 
 
-def _side(reader: PoolReader, step: int | None) -> stored_checkpoints.Held:
-    checkpoints = stored_checkpoints.held(reader, step)
-    chosen = stored_checkpoints.newest(checkpoints, step)
+def _side(reader: PoolReader, step: int | None) -> stored_checkpoints.FoundCheckpoint:
+    checkpoints = stored_checkpoints.find_checkpoints(reader, step)
+    chosen = stored_checkpoints.first_usable(checkpoints, step)
     if chosen is not None:
         return chosen
     if not checkpoints:
         raise NoCheckpointError(
-            f"The pool {reader.path!r} holds no version to compare: none was committed yet. Train a step first."
+            f"The pool {reader.path!r} holds no checkpoint to compare: none was committed yet. Train a step first."
         )
     reasons = tuple(f"step {v.step}: {v.reason}" for v in checkpoints)
     raise CorruptPoolError(
-        f"No version in the pool {reader.path!r} can be compared ({'; '.join(reasons)}). "
-        f"lightck verify {reader.path} says more.",
+        f"No checkpoint in the pool {reader.path!r} can be compared ({'; '.join(reasons)}). "
+        f"lightck verify {reader.path} shows the damage.",
         reasons,
     )
 
 
-def _compared(sides: list[stored_checkpoints.Held]) -> Facts:
+def _compared(sides: list[stored_checkpoints.FoundCheckpoint]) -> Facts:
     from lightck.cli import compare
 
     contents = [side.contents for side in sides]
@@ -98,52 +100,53 @@ def _compared(sides: list[stored_checkpoints.Held]) -> Facts:
     names = contents[0].entries.keys() | contents[1].entries.keys()
     try:
         a, b = (_source(side) for side in sides)
-        with bar("comparing", sides[0].nbytes or 0) as advance:
+        with progress_bar("comparing", sides[0].nbytes or 0) as advance:
             tensors = list(compare.tensors(a, b, advance))
     except DamagedError as error:
         _refuse_damage(sides, error)
-    if not all(_is_there(side) for side, source in zip(sides, (a, b), strict=True) if source is side.stored):
+    if not all(_is_in_slot(side) for side, source in zip(sides, (a, b), strict=True) if source is side.stored):
         raise _OverwrittenError
     values = list(compare.small_state(contents[0], contents[1]))
     return {
         "equal": not tensors and not values,
-        "a": _named(sides[0]),
-        "b": _named(sides[1]),
+        "a": _location(sides[0]),
+        "b": _location(sides[1]),
         "compared_tensors": len(names),
         "tensors": tensors,
         "values": values,
     }
 
 
-def _source(side: stored_checkpoints.Held) -> Source:
-    """Where the tensors are read from: memory, where the slot may soon be written anew."""
+def _source(side: stored_checkpoints.FoundCheckpoint) -> Source:
+    """The source of the tensors: a copy in memory if a process has the pool open, else the slot itself."""
     from lightck.restore.contents import in_memory
 
     assert side.stored is not None
-    if (side.nbytes or 0) > HELD_NBYTES_MAX or holder_of(side.stored.reader.path) is None:
+    if (side.nbytes or 0) > IN_MEMORY_NBYTES_MAX or holder_of(side.stored.reader.path) is None:
         return side.stored
     source = in_memory(side.stored)
-    if not _is_there(side):
+    if not _is_in_slot(side):
         raise _OverwrittenError
     return source
 
 
-def _named(side: stored_checkpoints.Held) -> Facts:
+def _location(side: stored_checkpoints.FoundCheckpoint) -> Facts:
     assert side.stored is not None
     return {"pool": side.stored.reader.path, "step": side.step, "generation": side.generation}
 
 
-def _is_there(side: stored_checkpoints.Held) -> bool:
+def _is_in_slot(side: stored_checkpoints.FoundCheckpoint) -> bool:
     assert side.stored is not None
-    return stored_checkpoints.still_there(side.stored.reader, side.record)
+    return stored_checkpoints.is_in_slot(side.stored.reader, side.record)
 
 
-def _refuse_damage(sides: list[stored_checkpoints.Held], error: DamagedError) -> NoReturn:
-    if not all(map(_is_there, sides)):
+def _refuse_damage(sides: list[stored_checkpoints.FoundCheckpoint], error: DamagedError) -> NoReturn:
+    if not all(map(_is_in_slot, sides)):
         raise _OverwrittenError from error
-    named = " or ".join(f"step {side.step} of {_named(side)['pool']!r}" for side in sides)
+    named = " or ".join(f"step {side.step} of {_location(side)['pool']!r}" for side in sides)
     raise CorruptPoolError(
-        f"A tensor cannot be compared: {error}, in {named}. `lightck verify --deep POOL` says which versions are whole."
+        f"A tensor cannot be compared: {error}, in {named}. `lightck verify --deep POOL` shows which checkpoints "
+        "are intact."
     ) from error
 
 
@@ -152,33 +155,38 @@ def _refuse_damage(sides: list[stored_checkpoints.Held], error: DamagedError) ->
 
 def _show(facts: Facts, most: int | None) -> None:
     for name in ("a", "b"):
-        say(f"{name.upper()}  step {facts[name]['step']} of {facts[name]['pool']}")
-    say()
+        print_line(f"{name.upper()}  step {facts[name]['step']} of {facts[name]['pool']}")
+    print_line()
     tensors, values = facts["tensors"], facts["values"]
     if facts["equal"]:
-        verdict(f"EQUAL, bit for bit: {count(facts['compared_tensors'], 'tensor')} and all small state.", good=True)
+        print_verdict(
+            f"EQUAL, bit for bit: {count(facts['compared_tensors'], 'tensor')} and all small state.", good=True
+        )
         return
     if tensors:
         _show_tensors(tensors, most)
-        say()
+        print_line()
     if values:
         for row in values[:most]:
-            say(f"{row['path']}: {row['change']}")
+            print_line(f"{row['path']}: {row['change']}")
         _show_more(len(values), most, "value")
-        say()
-    verdict(
+        print_line()
+    print_verdict(
         f"DIFFERENT: {len(tensors)} of {count(facts['compared_tensors'], 'tensor')}, {count(len(values), 'value')}.",
         good=False,
     )
 
 
 def _show_tensors(tensors: list[Facts], most: int | None) -> None:
-    """What came, went or changed its kind first; then new NaN; then the model before the rest, the farthest first."""
+    """Print the tensors: added, removed or of another kind first, then those with new NaN, then by distance.
+
+    Within each group the model comes before the rest, and the largest distance first.
+    """
     ordered = sorted(tensors, key=_rank)
     rows = [("tensor", "differing", "max abs", "max rel", "")]
     rows += [_row(each) for each in ordered[:most]]
     for line in columns(rows, right=(1, 2, 3)):
-        say(line)
+        print_line(line)
     _show_more(len(tensors), most, "tensor")
 
 
@@ -187,8 +195,8 @@ def _rank(each: Facts) -> tuple[int, int, float]:
     other_role = int(not each["tensor"].startswith("model/"))
     if found is None:
         return 0, other_role, 0.0
-    far = math.inf if found["max_rel"] is None else float(found["max_rel"])  # not known: it may be the farthest
-    return (1 if found["nan_a"] != found["nan_b"] else 2), other_role, -far
+    distance = math.inf if found["max_rel"] is None else float(found["max_rel"])  # unknown: it may be the largest
+    return (1 if found["nan_a"] != found["nan_b"] else 2), other_role, -distance
 
 
 def _row(each: Facts) -> tuple[str, str, str, str, str]:
@@ -203,8 +211,8 @@ def _row(each: Facts) -> tuple[str, str, str, str, str]:
 
 def _show_more(number: int, most: int | None, thing: str) -> None:
     if most is not None and number > most:
-        say(
-            f"and {count(number - most, thing)} more, in which less changed (--all names them)"
+        print_line(
+            f"and {count(number - most, thing)} more with smaller differences (--all lists them)"
             if thing == "tensor"
-            else f"and {count(number - most, thing)} more (--all names them)"
+            else f"and {count(number - most, thing)} more (--all lists them)"
         )

@@ -1,4 +1,4 @@
-"""``lightck doctor``: will it work here, how well, and what to do where it will not. Needs no torch, writes nothing."""
+"""``lightck doctor``: whether and how well lightck works on this machine. Needs no torch, writes nothing."""
 
 from __future__ import annotations
 
@@ -9,53 +9,62 @@ import click
 
 from lightck.cli import checks
 from lightck.cli.base import BAD, OK, Command, json_option
-from lightck.cli.checks import NOTE, PROBLEM, Line
+from lightck.cli.checks import NOTE, PROBLEM, Finding
 from lightck.cli.machine import Machine
-from lightck.cli.text import clean, count, say, say_json, verdict
+from lightck.cli.text import clean, count, print_json, print_line, print_verdict
 
 _COLOURS = {NOTE: "yellow", PROBLEM: "red"}
 
 
-@click.command("doctor", cls=Command, short_help="What this machine offers a pool, and what stands in the way.")
+@click.command(
+    "doctor", cls=Command, short_help="Check whether lightck works on this machine, and where a pool can lie."
+)
 @click.argument("path", required=False, type=click.Path())
 @json_option
 def command(path: str | None, as_json: bool) -> int:
-    """Look at this machine: backends, media, kernel and limits. With PATH also at the medium of that folder or pool.
+    """Check this machine: backends, media, kernel and limits. With PATH, also the medium of that folder or pool.
 
-    Exit status 1 where a problem makes lightck unusable.
+    Exit status 1 if a problem makes lightck unusable.
     """
     lines = list(examine(Machine(), path))
     problems = sum(line.level == PROBLEM for line in lines)
     if as_json:
-        say_json({"ok": not problems, "lines": [asdict(line) for line in lines]})
+        print_json({"ok": not problems, "lines": [asdict(line) for line in lines]})
     else:
         _show(lines, problems)
     return BAD if problems else OK
 
 
-def examine(machine: Machine, path: str | None = None) -> Iterator[Line]:
-    """All findings, in the order in which they are shown."""
-    found = [line for check in checks.CHECKS for line in check(machine)]
+def examine(machine: Machine, path: str | None = None) -> Iterator[Finding]:
+    """Yield all findings in the order in which they are shown."""
+    found = [line for check in checks.CHECKS_BEFORE_MEDIA for line in check(machine)]
     yield from found
     if not any(line.topic == checks.NATIVE and line.level == PROBLEM for line in found):
         yield from checks.backends(machine)
         yield from checks.media(machine, path)
     else:
-        yield Line("media", NOTE, "not looked at: that takes the native library", "Mend that first, and ask again.")
-    for check in checks.LATER:
+        yield Finding(
+            "media",
+            NOTE,
+            "not checked: this needs the native library",
+            "Solve the problem with the native library first.",
+        )
+    for check in checks.CHECKS_AFTER_MEDIA:
         yield from check(machine)
 
 
-def _show(lines: list[Line], problems: int) -> None:
+def _show(lines: list[Finding], problems: int) -> None:
     width = max(len(clean(line.topic)) for line in lines)
     for line in lines:
         level = click.style(line.level.ljust(7), fg=_COLOURS.get(line.level))
         click.echo(f"{level}  {clean(line.topic).ljust(width)}  {clean(line.said)}")
         if line.cure:
             click.echo(f"{'':7}  {'':{width}}    -> {clean(line.cure)}")
-    say()
+    print_line()
     notes = sum(line.level == NOTE for line in lines)
     if problems:
-        verdict(f"{count(problems, 'problem')}: lightck cannot be used like this. Do what the arrows say.", good=False)
+        print_verdict(
+            f"{count(problems, 'problem')}: lightck cannot be used like this. Follow the lines with arrows.", good=False
+        )
     else:
-        verdict("lightck can be used here" + (f"; {count(notes, 'note')} above." if notes else "."), good=True)
+        print_verdict("lightck can be used here" + (f"; {count(notes, 'note')} above." if notes else "."), good=True)

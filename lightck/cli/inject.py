@@ -1,6 +1,6 @@
-"""``lightck inject``: damage on purpose, on a copy, so that users can see for themselves what is found and kept.
+"""``lightck inject``: damages a copy of a pool, so that users can see which damage is found and what is recovered.
 
-The pool itself is only read. The copy is a new file; the damage is drawn from the seed, so that it can be repeated.
+The pool itself is only read. The copy is a new file. A seed determines the damage, so that it can be repeated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from lightck.cli.base import OK, POOL, Command, json_option, trouble
-from lightck.cli.text import Facts, listed, say, say_json, size
+from lightck.cli.base import OK, POOL, Command, json_option, usage_error
+from lightck.cli.text import Facts, listed, print_json, print_line, size
 from lightck.errors import ExportError, ExportExistsError, LightckError, PoolTruncatedError
 from lightck.pool.format import anatomy
 from lightck.pool.format.anatomy import Part
@@ -33,7 +33,7 @@ _WHERE = f"an offset in the pool (0x2000), {', '.join(anatomy.KINDS)}, or the na
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What was done. ``offset`` counts from the start of the pool, ``file_offset`` from that of the file."""
+    """One damage. ``offset`` counts from the start of the pool, ``file_offset`` from the start of its file."""
 
     said: str
     offset: int | None = None
@@ -44,14 +44,18 @@ class Damage:
     step: int | None = None
 
 
-@click.command("inject", cls=Command, short_help="Damage a copy of a pool, to see what is found and what is kept.")
+@click.command("inject", cls=Command, short_help="Damage a copy of a pool, to see what is found and what is recovered.")
 @click.argument("pool", type=POOL)
 @click.argument("copy", type=click.Path())
 @click.option("--flip", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Flip one bit.")
 @click.option("--zero-page", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Zero a page of 4 KiB.")
-@click.option("--torn-slot", is_flag=True, help="Put older bytes into the rest of the newest version.")
-@click.option("--truncate", type=int, metavar="N", help="Cut the file to N bytes; -N: by N bytes.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Draw the same damage again. [default: another one]")
+@click.option("--torn-slot", is_flag=True, help="Replace the rest of the newest checkpoint by bytes of another one.")
+@click.option("--truncate", type=int, metavar="N", help="Cut the file to N bytes; -N: cut off N bytes.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    help="Draw the same damage as an earlier run with this seed. [default: random]",
+)
 @json_option
 def command(
     pool: str,
@@ -65,18 +69,19 @@ def command(
 ) -> int:
     """Copy POOL to COPY, which must not exist, and damage the copy. POOL is only read.
 
-    WHERE is an offset in the pool, or a structure of the newest version: superblock, table, line, header, manifest,
-    payload, or the name of a tensor. Without WHERE it is drawn. Options without WHERE stand behind COPY.
+    WHERE is an offset in the pool, or a structure of the newest checkpoint: superblock, table, line (its commit
+    record), header, manifest, payload, or the name of a tensor. Without WHERE the place is drawn; such an option must
+    come after COPY.
     """
     if [flip, zero_page, torn_slot or None, truncate].count(None) != 3:
-        trouble("Say one of --flip, --zero-page, --torn-slot, --truncate.")
+        usage_error("Pass exactly one of --flip, --zero-page, --torn-slot, --truncate.")
     seed = secrets.randbelow(2**31) if seed is None else seed
-    with copied(pool, copy) as made:
+    with copy_of(pool, copy) as made:
         rng = random.Random(seed)
         damage = cut(made, truncate) if truncate is not None else inject(made, rng, flip, zero_page)
     facts = {"pool": pool_path(pool), "copy": pool_path(copy), "seed": seed, "damage": asdict(damage)}
     if as_json:
-        say_json(facts)
+        print_json(facts)
     else:
         _show(facts, pool, copy, damage)
     return OK
@@ -86,20 +91,20 @@ def command(
 
 
 @contextmanager
-def copied(pool: str, copy: str) -> Iterator[str]:
-    """A new file with the bytes of the pool; removed again where the block fails."""
+def copy_of(pool: str, copy: str) -> Iterator[str]:
+    """Copy the pool to a new file and give its path; remove the file if the block raises."""
     reader = open_pool(readable_path(pool))
     target = pool_path(copy)
     try:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError as err:
         reader.close()
-        raise ExportExistsError(
-            f"{target!r} exists. Only a new file is damaged, never one that somebody may need. Name another."
-        ) from err
+        raise ExportExistsError(f"{target!r} exists, and an existing file is never damaged. Name another.") from err
     except OSError as err:
         reader.close()
-        raise ExportError(f"{target!r} cannot be made: {err.strerror}. Name a file in a folder of yours.") from err
+        raise ExportError(
+            f"{target!r} cannot be created: {err.strerror}. Name a file in a folder that you can write to."
+        ) from err
     try:
         with os.fdopen(fd, "wb") as out:
             _copy(reader, out.fileno())
@@ -108,7 +113,10 @@ def copied(pool: str, copy: str) -> Iterator[str]:
         with contextlib.suppress(OSError):
             os.unlink(target)
         if isinstance(err, OSError) and not isinstance(err, LightckError):
-            raise ExportError(f"{target!r} cannot be written: {err.strerror}. Nothing is left of it.") from err
+            raise ExportError(
+                f"{target!r} cannot be written: {err.strerror}. The copy was removed. Free some space, or name "
+                "another file."
+            ) from err
         raise
     finally:
         reader.close()
@@ -121,7 +129,8 @@ def _copy(reader: PoolReader, out: int) -> None:
         data = os.pread(fd, 1 << 20, at)
         if not data:
             raise PoolTruncatedError(
-                f"The pool {reader.path!r} became shorter as it was copied: somebody truncated it. Use a complete copy."
+                f"The pool {reader.path!r} became shorter while it was copied: another process truncated it. Use a "
+                "complete copy."
             )
         at += os.pwrite(out, data, at)
 
@@ -133,13 +142,13 @@ def cut(path: str, nbytes: int) -> Damage:
     before = os.stat(path).st_size
     after = nbytes if nbytes >= 0 else before + nbytes
     if not 0 <= after < before:
-        trouble(f"--truncate {nbytes}: the pool has {before} bytes.")
+        usage_error(f"--truncate {nbytes}: the pool has {before} bytes.")
     os.truncate(path, after)
     return Damage(f"cut from {before} to {after} bytes", nbytes=before - after)
 
 
 def inject(path: str, rng: random.Random, flip: str | None, zero_page: str | None) -> Damage:
-    """Damage the file at this path, which is a pool and nobody's but ours."""
+    """Damage the pool at ``path``, a copy that this command made."""
     reader = open_pool(path)
     try:
         parts = anatomy.parts_of(reader)
@@ -155,73 +164,81 @@ def inject(path: str, rng: random.Random, flip: str | None, zero_page: str | Non
 def _flip(reader: PoolReader, parts: Sequence[Part], offset: int, rng: random.Random) -> Damage:
     bit = rng.randrange(8)
     at = _write(reader, offset, bytes([reader.read(offset, 1)[0] ^ 1 << bit]))
-    hit = _hit(parts, offset, 1)
-    return Damage(f"flipped bit {bit} of byte {offset:#x}: {_words(hit)}", offset, at, 1, bit, *_whose(hit))
+    hit = _overlapping(parts, offset, 1)
+    return Damage(
+        f"flipped bit {bit} of byte {offset:#x}: {_description(hit)}", offset, at, 1, bit, *_tensor_and_step(hit)
+    )
 
 
 def _zero(reader: PoolReader, parts: Sequence[Part], offset: int) -> Damage:
     start = offset - offset % PAGE
     nbytes = min(PAGE, total(reader.container.extents) - start)
     if not reader.read(start, nbytes).strip(b"\0"):
-        trouble(f"The page at {start:#x} holds zeros already. Name another WHERE.")
+        usage_error(f"The page at {start:#x} already holds only zeros. Name another WHERE.")
     at = _write(reader, start, bytes(nbytes))
-    hit = _hit(parts, start, nbytes)
-    return Damage(f"zeroed {nbytes} bytes from {start:#x}: {_words(hit)}", start, at, nbytes, None, *_whose(hit))
+    hit = _overlapping(parts, start, nbytes)
+    return Damage(
+        f"zeroed {nbytes} bytes from {start:#x}: {_description(hit)}", start, at, nbytes, None, *_tensor_and_step(hit)
+    )
 
 
 def _tear(reader: PoolReader, parts: Sequence[Part], rng: random.Random) -> Damage:
-    """From some point of the newest payload on, the bytes of another slot: a write that stopped and was believed."""
-    mine = sorted(_named(parts, anatomy.TENSOR), key=lambda part: part.offset)
-    sb, slot = reader.superblock, mine[0].slot
+    """Replace the end of the newest payload by bytes of another slot, as a torn write that was taken for complete."""
+    payload = sorted(_named(parts, anatomy.TENSOR), key=lambda part: part.offset)
+    sb, slot = reader.superblock, payload[0].slot
     assert slot is not None, "a payload lies in a slot"
     base, other = sb.slots[slot][0], sb.slots[(slot + 1) % len(sb.slots)][0]
-    differing = [p for p in mine if reader.read(p.offset, p.nbytes) != reader.read(p.offset - base + other, p.nbytes)]
+    differing = [
+        p for p in payload if reader.read(p.offset, p.nbytes) != reader.read(p.offset - base + other, p.nbytes)
+    ]
     if not differing:
-        trouble("The other slot holds the same bytes: nothing would be torn. Use --flip payload.")
+        usage_error("The other slot holds the same bytes, so --torn-slot would change nothing. Use --flip payload.")
     first = rng.choice(differing)
-    start, end = first.offset, min(mine[-1].end, first.offset + TORN_NBYTES_MAX)
+    start, end = first.offset, min(payload[-1].end, first.offset + TORN_NBYTES_MAX)
     at = _write(reader, start, reader.read(start - base + other, end - start))
-    said = f"tore slot {slot}: from {first.words} on, {end - start} bytes of another version"
-    return Damage(said, start, at, end - start, None, *_whose([first]))
+    said = f"tore slot {slot}: from {first.words} on, {end - start} bytes of another checkpoint"
+    return Damage(said, start, at, end - start, None, *_tensor_and_step([first]))
 
 
 def _offset(reader: PoolReader, parts: Sequence[Part], where: str, rng: random.Random) -> int:
-    """An offset in the pool."""
+    """The offset in the pool, in bytes, that WHERE stands for."""
     try:
         offset = int(where, 0)
     except ValueError:
         part = rng.choice(_named(parts, where))
         return part.offset + rng.randrange(part.nbytes)
     if not 0 <= offset < total(reader.container.extents):
-        trouble(f"Offset {where}: the pool has {total(reader.container.extents)} bytes.")
+        usage_error(f"Offset {where}: the pool has {total(reader.container.extents)} bytes.")
     return offset
 
 
 def _named(parts: Sequence[Part], where: str) -> list[Part]:
-    """The parts that a word stands for: of the newest version, where they belong to one."""
+    """The parts that WHERE names. Of parts that belong to a checkpoint, those of the newest one."""
     if where in (anatomy.SUPERBLOCK, anatomy.TABLE, anatomy.NEXT):
         return [part for part in parts if part.kind == where]
     newest = next((part.generation for part in parts if part.kind == anatomy.MANIFEST), None)
     if newest is None:
-        trouble(
-            "This pool holds no version of which something could be damaged: none was committed yet, or none can be "
-            "read. WHERE can be superblock, table or an offset in the pool: --flip superblock."
+        usage_error(
+            "This pool holds no checkpoint to damage: none was committed yet, or none can be read. "
+            "WHERE can be superblock, table or an offset in the pool: --flip superblock."
         )
     found = [part for part in parts if part.generation == newest and where in (ANYWHERE, part.kind, part.tensor)]
     if not found:
-        trouble(f"{where!r} is not in the newest version of this pool. WHERE is {_WHERE} (lightck inspect --tensors).")
+        usage_error(
+            f"{where!r} is not in the newest checkpoint of this pool. WHERE is {_WHERE} (lightck inspect --tensors)."
+        )
     return found
 
 
-def _hit(parts: Sequence[Part], start: int, nbytes: int) -> list[Part]:
+def _overlapping(parts: Sequence[Part], start: int, nbytes: int) -> list[Part]:
     return [part for part in parts if part.offset < start + nbytes and start < part.end]
 
 
-def _words(hit: Sequence[Part]) -> str:
-    return listed(part.words for part in hit) or "nothing that is read"
+def _description(hit: Sequence[Part]) -> str:
+    return listed(part.words for part in hit) or "bytes that no reader uses"
 
 
-def _whose(hit: Sequence[Part]) -> tuple[str | None, int | None]:
+def _tensor_and_step(hit: Sequence[Part]) -> tuple[str | None, int | None]:
     return (hit[0].tensor, hit[0].step) if hit else (None, None)
 
 
@@ -240,9 +257,9 @@ def _write(reader: PoolReader, offset: int, data: bytes) -> int:
 
 
 def _show(facts: Facts, pool: str, copy: str, damage: Damage) -> None:
-    say(f"copied {pool} to {copy}, {size(os.stat(copy).st_size)}; the pool itself was only read")
-    say(f"{damage.said} (seed {facts['seed']})")
-    say()
+    print_line(f"copied {pool} to {copy}, {size(os.stat(copy).st_size)}; the pool itself was only read")
+    print_line(f"{damage.said} (seed {facts['seed']})")
+    print_line()
     name = shlex.quote(copy)
-    say(f"Next: lightck verify --deep {name}")
-    say(f"      lightck inspect {name}")
+    print_line(f"Next: lightck verify --deep {name}")
+    print_line(f"      lightck inspect {name}")

@@ -1,6 +1,6 @@
-"""``lightck inspect``: what a pool is, who has it, which versions it holds, and what the newest one consists of.
+"""``lightck inspect``: a pool's geometry and medium, the process that has it open, its checkpoints, and their contents.
 
-Structures, manifests and small state are read, the payload is not: that is what ``lightck verify`` does.
+It reads structures, manifests and small state, but no payload; ``lightck verify`` reads that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import click
 
 from lightck.cli import stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
-from lightck.cli.text import Facts, columns, count, listed, say, say_json, size, survives, verdict
+from lightck.cli.text import Facts, columns, count, listed, print_json, print_line, print_verdict, size, survives
 from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError, Superblock
@@ -27,36 +27,40 @@ from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import holder_of
 
 ROWS_MAX = 40
-"""Lines of modules before they are folded."""
+"""The most lines of the module table; more modules are folded."""
 
 
-@click.command("inspect", cls=Command, short_help="What a pool holds: versions, layers, sizes, who has it.")
+@click.command(
+    "inspect", cls=Command, short_help="Show what a pool holds: checkpoints, layers, sizes, who has it open."
+)
 @click.argument("pool", type=POOL)
 @step_option
-@click.option("--tensors", is_flag=True, help="Every tensor by name.")
+@click.option("--tensors", is_flag=True, help="List every tensor by name.")
 @json_option
 def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
-    """Show what POOL is and holds. Nothing is written, and a pool in use can be shown.
+    """Show what POOL is and what it holds. Nothing is written, and the pool may be in use.
 
-    Exit status 1 where versions were committed and none of them can be used.
+    Exit status 1 if checkpoints were committed and none of them can be used.
     """
     facts = pool_facts(pool, step, tensors)
     if as_json:
-        say_json(facts)
+        print_json(facts)
     else:
         _show(facts, step)
-    return BAD if facts["versions"] and facts["shown"] is None else OK
+    return BAD if facts["checkpoints"] and facts["shown"] is None else OK
 
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 
 
 def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
-    """What ``--json`` prints; docs/tools.md names the keys."""
-    with stored_checkpoints.reading(path) as reader:
-        checkpoints = stored_checkpoints.held(reader)
-        wanted = checkpoints if step is None else stored_checkpoints.held(reader, step)
-        shown = stored_checkpoints.newest(wanted, step)
+    """The object that ``--json`` prints; docs/tools.md lists its keys."""
+    with stored_checkpoints.open_reader(path) as reader:
+        found = stored_checkpoints.find_checkpoints(reader)
+        wanted = found if step is None else stored_checkpoints.find_checkpoints(reader, step)
+        shown = stored_checkpoints.first_usable(wanted, step)
+        newest = stored_checkpoints.first_usable(found, None)
+        checkpoints = [_checkpoint(each, each is newest) for each in found]
         backend = backend_for(reader.path)
         medium = backend.probe(reader.path)
         holder = holder_of(reader.path)
@@ -65,9 +69,8 @@ def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
             "holder": None if holder is None else asdict(holder),
             "durability": {name: getattr(medium, name) for name in ("process", "os", "power", "media", "medium")}
             | {"evidence": list(medium.evidence)},
-            "versions": [
-                _checkpoint(each, each is stored_checkpoints.newest(checkpoints, None)) for each in checkpoints
-            ],
+            "checkpoints": checkpoints,
+            "versions": checkpoints,  # the old name of the key
             "unfinished": [{"slot": slot, "generation": gen} for slot, gen in stored_checkpoints.unfinished(reader)],
             "shown": None if shown is None else _contents(shown, tensors),
         }
@@ -80,7 +83,7 @@ def _geometry(reader: PoolReader, backend: str) -> Facts:
         "backend": backend,
         "format": _format(reader),
         "uuid": sb.uuid.hex(),
-        "file_nbytes": os.stat(reader.path).st_size or sb.nbytes,  # a device has no size of its own
+        "file_nbytes": os.stat(reader.path).st_size or sb.nbytes,  # the size of a device file is 0
         "nbytes": sb.nbytes,
         "slots": len(sb.slots),
         "slot_nbytes": sb.slot_nbytes,
@@ -89,7 +92,7 @@ def _geometry(reader: PoolReader, backend: str) -> Facts:
 
 
 def _format(reader: PoolReader) -> str:
-    """Major and minor number as the pool has them; a newer minor one can be read."""
+    """The major and minor number of the pool's format, as its superblock says it."""
     for offset in SUPERBLOCK_OFFSETS:
         data = reader.read(offset, SUPERBLOCK_NBYTES)
         with contextlib.suppress(DamagedError, NotAPoolError, FormatError):
@@ -98,7 +101,7 @@ def _format(reader: PoolReader) -> str:
     return "unknown"
 
 
-def _checkpoint(each: stored_checkpoints.Held, newest: bool) -> Facts:
+def _checkpoint(each: stored_checkpoints.FoundCheckpoint, newest: bool) -> Facts:
     return {
         "step": each.step,
         "iteration": None if each.stored is None else each.stored.iteration,
@@ -112,7 +115,7 @@ def _checkpoint(each: stored_checkpoints.Held, newest: bool) -> Facts:
     }
 
 
-def _contents(each: stored_checkpoints.Held, tensors: bool) -> Facts:
+def _contents(each: stored_checkpoints.FoundCheckpoint, tensors: bool) -> Facts:
     assert each.stored is not None
     assert each.contents is not None
     contents, stored = each.contents, each.stored
@@ -141,8 +144,8 @@ def _tensor(entry: Entry) -> Facts:
     return {name: getattr(entry, name) for name in names} | {"shape": list(entry.shape)}
 
 
-def _layers(each: stored_checkpoints.Held) -> list[Facts]:
-    """One map per module, in the model's order: its own tensors, and the optimizer's state for them."""
+def _layers(each: stored_checkpoints.FoundCheckpoint) -> list[Facts]:
+    """One map per module, in the model's order: its own tensors, and the optimizer state of its parameters."""
     from lightck.restore.optimizer import keys_by_param
 
     assert each.contents is not None
@@ -161,7 +164,7 @@ def _layers(each: stored_checkpoints.Held) -> list[Facts]:
     return list(found.values())
 
 
-def _optimizers(each: stored_checkpoints.Held) -> list[Facts]:
+def _optimizers(each: stored_checkpoints.FoundCheckpoint) -> list[Facts]:
     from lightck.restore.optimizer import keys_by_param
 
     assert each.contents is not None
@@ -187,13 +190,13 @@ def _optimizers(each: stored_checkpoints.Held) -> list[Facts]:
 def _show(facts: Facts, step: int | None) -> None:
     pool, shown = facts["pool"], facts["shown"]
     for line in columns(list(_head(facts))):
-        say(line)
-    say()
+        print_line(line)
+    print_line()
     _show_checkpoints(facts)
     if shown is not None:
-        say()
+        print_line()
         _show_contents(shown)
-    say()
+    print_line()
     _show_next(pool["path"], facts, step)
 
 
@@ -203,7 +206,7 @@ def _head(facts: Facts) -> Iterator[tuple[str, str]]:
     slots = f"{pool['slots']} slots of {size(pool['slot_nbytes'])}"
     yield "kind", f"{pool['backend']}, format {pool['format']}, {size(pool['file_nbytes'])}: {slots}"
     if not pool["writable"]:
-        yield "", "written by a newer lightck: this one can read it and not go on in it"
+        yield "", "written by a newer lightck: this one can read it, but attach cannot resume it"
     yield "open in", _who(holder)
     yield "medium", f"{medium['medium']}; survives {survives(medium)}"
     yield "", f"({'; '.join(medium['evidence'])})"
@@ -213,40 +216,40 @@ def _who(holder: Facts | None) -> str:
     if holder is None:
         return "no process"
     if holder["pid"] is None:
-        return "a process that is not visible from here (another container?)"
+        return "a process that this one cannot see (another container?)"
     return f"pid {holder['pid']}: {holder['command'] or '(command not readable)'}"
 
 
 def _show_checkpoints(facts: Facts) -> None:
     rows = [("step", "iteration", "run", "generation", "slot", "size", "state")]
-    for v in facts["versions"]:
+    for v in facts["checkpoints"]:
         iteration = "-" if v["iteration"] is None else str(v["iteration"])
         nbytes = "-" if v["nbytes"] is None else size(v["nbytes"])
         numbers = (str(v["step"]), iteration, str(v["incarnation"]), str(v["generation"]), str(v["slot"]), nbytes)
         rows.append((*numbers, _state(v)))
     if len(rows) == 1:
-        say("no version was committed yet")
+        print_line("no checkpoint was committed yet")
     else:
         for line in columns(rows, right=range(6)):
-            say(line)
+            print_line(line)
     for each in facts["unfinished"]:
         why = "is being written" if facts["holder"] else "was cut off by a kill, or given up"
-        say(f"slot {each['slot']}: generation {each['generation']} {why}; it is not committed")
+        print_line(f"slot {each['slot']}: generation {each['generation']} {why}; it is not committed")
 
 
 def _state(stored: Facts) -> str:
     if stored["state"] == stored_checkpoints.REJECTED:
         return f"rejected: {stored['reason']}"
     if stored["state"] == stored_checkpoints.DEAD:
-        return "dead: training went back behind it; only step= gives it"
+        return "dead: training resumed from an older step; only recover(step=) returns it"
     return "committed, newest" if stored["newest"] else "committed"
 
 
 def _show_contents(shown: Facts) -> None:
-    say(f"step {shown['step']} holds {count(shown['tensors'], 'tensor')}, {size(shown['nbytes'])}:")
+    print_line(f"step {shown['step']} holds {count(shown['tensors'], 'tensor')}, {size(shown['nbytes'])}:")
     for line in columns(list(_parts(shown))):
-        say("  " + line)
-    say()
+        print_line("  " + line)
+    print_line()
     if shown["all_tensors"] is not None:
         _show_tensors(shown["all_tensors"])
     else:
@@ -285,7 +288,7 @@ def _show_tensors(tensors: list[Facts]) -> None:
         nbytes = f"= {_short(t['alias'])}" if t["alias"] is not None else f"{t['nbytes']:,}"
         rows.append((t["name"], t["role"], t["dtype"], shape, nbytes))
     for line in columns(rows, right=(4,)):
-        say(line)
+        print_line(line)
 
 
 def _show_layers(layers: list[Facts]) -> None:
@@ -297,20 +300,22 @@ def _show_layers(layers: list[Facts]) -> None:
         module = row["module"] or "(the model itself)"
         table.append((module, str(tensors), f"{elements:,}", size(model), size(optimizer)))
     for line in columns(table, right=range(1, 5)):
-        say(line)
+        print_line(line)
     if len(rows) < len(layers):
-        say(f"{len(layers)} modules, folded into {len(rows)}; --tensors lists every tensor")
+        print_line(f"{len(layers)} modules, folded into {len(rows)}; --tensors lists every tensor")
 
 
 def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
-    """The same sums over fewer modules: as many components of their names as fit into ``rows_max`` rows."""
+    """The same sums over fewer modules: names are cut to the largest depth that gives at most ``rows_max`` rows."""
     paths = [layer["module"].split(".") for layer in layers]
 
     def names(depth: int) -> list[str]:
         return [".".join(path[:depth]) for path in paths]
 
     depths = range(1, max(map(len, paths), default=1) + 1)
-    fitting = bisect_right(depths, rows_max, key=lambda depth: len(set(names(depth))))  # deeper is never fewer
+    fitting = bisect_right(
+        depths, rows_max, key=lambda depth: len(set(names(depth)))
+    )  # the number of rows grows with the depth
     rows: dict[str, Facts] = {}
     for name, layer in zip(names(max(fitting, 1)), layers, strict=True):
         row = rows.setdefault(name, dict.fromkeys(layer, 0) | {"module": name})
@@ -321,13 +326,15 @@ def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
 
 def _show_next(path: str, facts: Facts, step: int | None) -> None:
     shown, name = facts["shown"], shlex.quote(path)
-    if not facts["versions"]:
-        say("Nothing to recover yet. A training with attach(..., resume=True) starts here from its beginning.")
+    if not facts["checkpoints"]:
+        print_line("Nothing to recover yet. attach(..., resume=True) starts the training from its beginning.")
     elif shown is None:
-        which = "No version" if step is None else f"No version of step {step}"
-        verdict(f"{which} can be used. Next: lightck verify --deep {name}", good=False)
+        which = "No checkpoint" if step is None else f"No checkpoint of step {step}"
+        print_verdict(f"{which} can be used. Next: lightck verify --deep {name}", good=False)
     elif step is None:
-        say(f"attach(..., resume=True) goes on from step {shown['step']}. To check every byte: lightck verify {name}")
+        print_line(
+            f"attach(..., resume=True) resumes from step {shown['step']}. To check every byte: lightck verify {name}"
+        )
     else:
         check = f"To check every byte: lightck verify --step {step} {name}"
-        say(f"lightck.recover({path!r}, step={step}) reads it. {check}")
+        print_line(f"lightck.recover({path!r}, step={step}) reads it. {check}")

@@ -1,7 +1,7 @@
-"""What ``lightck doctor`` can ask of a machine. Every question goes through here, so that tests can answer it.
+"""The facts of a machine that ``lightck doctor`` reads, behind one class that tests replace.
 
 Files below /proc, /sys and /etc are read under ``root``; limits, free space and media by functions that can be
-replaced. What needs the native library is imported when it is asked: this machine may be one where it does not load.
+replaced. Modules that need the native library are imported on use, since it may not load on this machine.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from lightck.pool.storage.system import Mount
 
 UNLIMITED = 1 << 60
-"""No machine has as much memory: version 1 of cgroups writes "no limit" as a number beyond it."""
+"""More memory than any machine has: cgroups v1 writes "no limit" as a larger number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Bytes of a file system: what this user can still write, and all of it."""
+    """Bytes of a file system: ``free`` for this user, and in ``total``."""
 
     free: int
     total: int
@@ -41,14 +41,14 @@ def space_of(folder: str) -> Space | None:
 
 
 def medium_of(folder: str) -> Durability:
-    """What a pool in this folder survives."""
+    """The durability of a pool in this folder."""
     from lightck.pool.storage import durability
 
     return durability.probe(folder)
 
 
 def refusal_of(folder: str) -> str | None:
-    """Why ``attach`` makes no pool in this folder, or None."""
+    """Why ``attach`` refuses to create a pool in this folder, or None."""
     from lightck.pool.storage.file import checked_folder
 
     try:
@@ -59,8 +59,7 @@ def refusal_of(folder: str) -> str | None:
 
 
 def obstacle_at(path: str) -> str | None:
-    """Why ``attach`` takes what lies there for no pool that it could go on with; None where it does, or nothing lies
-    there."""
+    """Why ``attach`` cannot open the file at ``path`` as a pool; None if it can, or if no file is there."""
     from lightck.pool.reader import open_pool
     from lightck.pool.storage.backends import pool_path
 
@@ -74,14 +73,14 @@ def obstacle_at(path: str) -> str | None:
 
 
 def device_at(path: str) -> tuple[int, Durability] | None:
-    """Bytes of a device-dax device, and what a pool there survives; None where the path is none."""
+    """The size in bytes of a device-dax device and the durability of a pool on it; None for any other path."""
     from lightck.pool.storage.backends import DEVDAX
 
-    return DEVDAX.look(path) if DEVDAX.claims(path) else None
+    return DEVDAX.size_and_durability(path) if DEVDAX.claims(path) else None
 
 
 def limit_of(name: str) -> int | None:
-    """The soft limit in bytes, None where there is none."""
+    """The soft limit in bytes; None if unlimited."""
     soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -92,7 +91,7 @@ def is_writable(folder: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """This machine, or one that a test made up."""
+    """This machine, or a fake one in a test."""
 
     root: Path = Path("/")
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -106,7 +105,7 @@ class Machine:
     obstacle: Callable[[str], str | None] = obstacle_at
 
     def text(self, path: str) -> str:
-        """A file's text; empty where it cannot be read."""
+        """The text of a file; empty if it cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace")
         except OSError:
@@ -132,7 +131,7 @@ class Machine:
         return mounts(self.text("/proc/self/mountinfo"))
 
     def swaps(self) -> list[str]:
-        """Devices and files that memory is swapped out to."""
+        """The devices and files to which memory is swapped out."""
         return [line.split()[0] for line in self.text("/proc/swaps").splitlines()[1:] if line.strip()]
 
     def memory_available(self) -> int | None:
@@ -140,7 +139,7 @@ class Machine:
         return int(found[1]) * 1024 if found else None
 
     def memory_limit(self) -> int | None:
-        """The smallest limit of the control groups that this process is in, in bytes."""
+        """The smallest memory limit of this process's control groups, in bytes; None if unlimited."""
         limits: list[int] = []
         for line in self.text("/proc/self/cgroup").splitlines():
             number, _, rest = line.partition(":")
@@ -152,7 +151,7 @@ class Machine:
         return min(limits, default=None)
 
     def _limits(self, base: str, group: str, name: str) -> Iterator[int]:
-        """Of a group and of all above it: each counts. In a container the first ones may not be visible."""
+        """The limits of a group and of its ancestors. In a container some of them may not be visible."""
         parts = [part for part in group.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             text = self.text("/".join((base, *parts[:depth], name))).strip()
@@ -160,7 +159,7 @@ class Machine:
                 yield int(text)
 
     def container(self) -> str | None:
-        """What says that this is a container, or None."""
+        """The evidence that this process runs in a container, or None."""
         for path in ("/.dockerenv", "/run/.containerenv"):
             if self.exists(path):
                 return path

@@ -1,7 +1,7 @@
-"""What this machine gives a checkpoint: copies to the medium of a pool, and a small training saved at each step.
+"""Measures of this machine for ``lightck bench``: copies to a pool's medium, and a small training saved at each step.
 
-All that is compared takes turns within one process, so that what else the machine does meanwhile falls on all alike.
-The training that saves nothing is there twice: what two equal ones differ by is told beside what saving costs.
+All that is compared takes turns within one process, so that other load on the machine affects all alike. The training
+without checkpoints runs twice: the difference between the two is the noise, reported beside the cost of saving.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from lightck.pool.storage.backends import BACKENDS
 PLAIN, AGAIN, SAVED, TORCH_SAVE = "saves nothing", "saves nothing, again", "lightck", "torch.save"
 TRAININGS = (PLAIN, AGAIN, SAVED, TORCH_SAVE)
 ROOM_NBYTES = 192 << 20
-"""What a pool of the training and two files of torch.save take, and the copies before them."""
+"""Bytes needed for the copies, and then for the training's pool and two files of torch.save."""
 _COPY_NBYTES, _COPY_ROUNDS, _COPY_SECONDS = 64 << 20, 9, 10.0
 _WARM_UP, _COUNTED = (3, 40, 20.0), (5, 60, 40.0)
-"""Rounds at least, at most, and the seconds after which no more begins."""
-_BEFORE, _WIDTH, _BATCH, _VALUES = 32, 1024, 1024, 256
-"""So a step takes as long for each byte of its state as one of GPT-2 with 8 texts of 128 tokens."""
+"""The least and the most rounds, and the seconds after which no further round begins."""
+_CONTEXT, _WIDTH, _BATCH, _VALUES = 32, 1024, 1024, 256
+"""Chosen so that the step time per byte of state is that of GPT-2 with 8 texts of 128 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a step: a median with its interval of 95 %."""
+    """A share of a step (0.03 is 3 %): the median, and the ends of its 95 % confidence interval."""
 
     median: float
     low: float
@@ -52,24 +52,24 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What was found: medians."""
+    """The result: medians over rounds."""
 
     machine: Facts
     medium: Facts
     bytes_per_second: dict[str, float]
     state_nbytes: int
     is_synced: bool
-    """Whether torch.save is followed by fsync: where a pool survives a crash of the OS, so that both do."""
+    """Whether torch.save is followed by fsync: it is where a pool survives a crash of the OS, so that both do."""
     rounds: int
     step_seconds: dict[str, float]
     added: dict[str, Share]
-    """To a step that saves nothing, by each of the others."""
+    """What each of the other trainings adds to a step that saves nothing."""
     held_up_seconds: dict[str, float]
-    """On the training thread, in each step."""
+    """Time per step that saving takes on the training thread."""
 
 
 def measure(folder: Path) -> Speed:
-    """On the medium of this folder; nothing is left there."""
+    """Measure on the medium of ``folder``; all files are removed again."""
     found = durability.probe(str(folder))
     with TemporaryDirectory(prefix="lightck-bench-", dir=folder) as place:
         copies = _copies(place)
@@ -93,8 +93,10 @@ def measure(folder: Path) -> Speed:
 
 
 def _copies(folder: str) -> dict[str, float]:
-    """Bytes per second of each kind, on one thread and into pages that are there. lightck's are made durable, as before
-    a commit: on a disk that is what takes the time."""
+    """Bytes per second of each kind of copy, on one thread, into pages that are already allocated.
+
+    lightck's copies are made durable, as before a commit, which on a disk takes most of the time.
+    """
     backend, path = BACKENDS["file"], os.path.join(folder, "copies.pool")
     source = np.resize(np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8), _COPY_NBYTES)
     target, address = np.ones_like(source), source.ctypes.data
@@ -130,21 +132,23 @@ def _timed(kinds: dict[str, Callable[[], object]]) -> dict[str, float]:
             began = time.perf_counter()
             copy()
             taken[name].append(time.perf_counter() - began)
-    return {name: _COPY_NBYTES / median(seconds[1:]) for name, seconds in taken.items()}  # the first touched the pages
+    return {
+        name: _COPY_NBYTES / median(seconds[1:]) for name, seconds in taken.items()
+    }  # the first copy allocated the pages
 
 
 # -- a training ------------------------------------------------------------------------------------------------------
 
 
 class _Training:
-    """A small network that learns the next byte of this file's text from those before it; each one made is the same."""
+    """A small network that predicts the next byte of this file's text. All instances are equal."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(
             nn.Embedding(_VALUES, 64),
             nn.Flatten(),
-            nn.Linear(64 * _BEFORE, _WIDTH),
+            nn.Linear(64 * _CONTEXT, _WIDTH),
             nn.ReLU(),
             nn.Linear(_WIDTH, _WIDTH),
             nn.ReLU(),
@@ -152,18 +156,18 @@ class _Training:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         text = torch.tensor(list(Path(__file__).read_bytes()))
-        self._parts = text.unfold(0, _BEFORE + 1, 1)
+        self._texts = text.unfold(0, _CONTEXT + 1, 1)
         self._draw = torch.Generator().manual_seed(1)
 
     def step(self) -> None:
-        batch = self._parts[torch.randint(len(self._parts), (_BATCH,), generator=self._draw)]
+        batch = self._texts[torch.randint(len(self._texts), (_BATCH,), generator=self._draw)]
         loss = nn.functional.cross_entropy(self.model(batch[:, :-1]), batch[:, -1])
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def save(self, path: str, is_synced: bool) -> None:
-        """As PyTorch's tutorial has it, but under another name until it is whole."""
+        """Save as PyTorch's tutorial does, but into a temporary file that replaces ``path`` when complete."""
         with open(path + ".new", "wb") as file:
             torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
             if is_synced:
@@ -179,7 +183,7 @@ class _Training:
 
 
 class _Rounds:
-    """A step of each training in turn, in an order that changes. ``session`` is of the one that lightck saves."""
+    """Rounds of one step of each training, in random order. ``session`` is that of the training that lightck saves."""
 
     def __init__(self, session: lightck.Session, trainings: dict[str, _Training], file: str, is_synced: bool) -> None:
         self._session, self._trainings, self._draw = session, trainings, random.Random(1)
@@ -188,7 +192,7 @@ class _Rounds:
         self.held_up: dict[str, list[float]] = {SAVED: [], TORCH_SAVE: []}
 
     def run(self) -> None:
-        """Rounds that do not count, until lightck tries nothing out any more, and then those that do."""
+        """Run warm-up rounds until lightck's trial of wait policies is over, and then the rounds that count."""
         self._rounds(*_WARM_UP, lambda: self._session.stats().wait_policy != "trial")
         for taken in (*self.seconds.values(), *self.held_up.values()):
             taken.clear()
@@ -214,7 +218,10 @@ class _Rounds:
             self.held_up[name].append(self._session.stats().stall_seconds - stalled)
 
     def added(self, name: str) -> Share:
-        """Round by round, so that a drift cancels; the interval is that of the median's rank."""
+        """The share that ``name`` adds to a step, from paired rounds, so that drift cancels.
+
+        The interval holds the median with 95 % by order statistics: the ranks n/2 -+ 0.98 sqrt(n).
+        """
         plain = self.seconds[PLAIN]
         shares = sorted(taken / without - 1 for taken, without in zip(self.seconds[name], plain, strict=True))
         last, reach = len(shares) - 1, 0.98 * math.sqrt(len(shares))
@@ -223,7 +230,7 @@ class _Rounds:
 
 
 def _trained(folder: str, is_synced: bool) -> tuple[_Rounds, int]:
-    """The rounds, and how many bytes of tensors a version holds. What was saved has loaded back right."""
+    """Run the rounds, and check that the pool recovers. Returns them and the bytes of tensors in a checkpoint."""
     trainings, pool = {name: _Training() for name in TRAININGS}, os.path.join(folder, "training.pool")
     saved, fresh = trainings[SAVED], _Training()
     with lightck.attach(saved.model, pool, optimizer=saved.optimizer) as session:
@@ -233,7 +240,7 @@ def _trained(folder: str, is_synced: bool) -> tuple[_Rounds, int]:
     expected, found = saved.tensors(), fresh.tensors()
     if len(expected) != len(found) or not all(map(torch.equal, expected, found)):
         raise BenchError(
-            "What lightck saved of the training does not load back right, so its times are worth nothing. This is a "
-            "bug of lightck, or a fault of this machine's memory. Please report it, with what lightck doctor says."
+            "The checkpoint that lightck saved differs from the training, so its times mean nothing. This is a bug in "
+            "lightck, or a fault of this machine's memory. Please report it, with the output of lightck doctor."
         )
     return rounds, sum(tensor.numel() * tensor.element_size() for tensor in expected)

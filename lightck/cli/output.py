@@ -1,5 +1,5 @@
-"""The streams that a command prints to, as a shell left them: closed, full, without some letters, gone in mid-way; and
-a progress bar on stderr."""
+"""Standard output and error of a command, which may be closed, full, a broken pipe or of a narrow encoding; and a
+progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightck.failure_recording import FailureRecordingFile
 
 
 def prepare() -> TextIO | None:
-    """Gives the standard output as it was, for ``restore``.
+    """Set up stdout and stderr for a command. Returns the original stdout, for ``restore``.
 
-    Where the shell closed stderr (``2>&-``), what is printed there goes nowhere, and no file that is opened later gets
-    its number. A terminal that lacks a letter is no reason to fail. Stdout is buffered, ``PYTHONUNBUFFERED`` or not:
-    without a buffer Python takes no notice of what a full disk has no room for.
+    A stderr that the shell closed (``2>&-``) becomes /dev/null, so that no file opened later gets its descriptor.
+    Characters that the encoding lacks are printed as escapes. Stdout is buffered, even under ``PYTHONUNBUFFERED``:
+    unbuffered, Python ignores a write that a full disk took only partly.
     """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
@@ -29,7 +29,7 @@ def prepare() -> TextIO | None:
     if not isinstance(out, io.TextIOWrapper):
         return out
     out.reconfigure(errors="backslashreplace")
-    with contextlib.suppress(io.UnsupportedOperation):  # of a test, in memory
+    with contextlib.suppress(io.UnsupportedOperation):  # stdout of a test, in memory
         raw = FailureRecordingFile(out.fileno(), "wb", closefd=False)
         sys.stdout = io.TextIOWrapper(
             io.BufferedWriter(raw), out.encoding, "backslashreplace", line_buffering=out.line_buffering
@@ -38,32 +38,32 @@ def prepare() -> TextIO | None:
 
 
 def restore(out: TextIO | None) -> None:
-    """Whoever called a command from a program of his own prints on."""
+    """Put the original stdout back, for programs that call a command from Python."""
     with contextlib.suppress(OSError, ValueError):
         if sys.stdout is not None:
             sys.stdout.flush()
     sys.stdout = out
 
 
-def failed(error: BaseException) -> bool:
-    """Whether this is an error of the standard output."""
+def is_output_error(error: BaseException) -> bool:
+    """Whether ``error`` was raised by a write to the standard output."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return isinstance(raw, FailureRecordingFile) and raw.failure is error
 
 
-def leave() -> None:
-    """What could not be printed is still there, and Python prints it once more at its end: into nothing."""
+def discard_rest() -> None:
+    """Redirect stdout to /dev/null, so that Python's flush at exit does not fail once more on the unwritten rest."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 LONG_NBYTES = 64 << 20
+"""The least number of bytes for which a progress bar is shown."""
 
 
 @contextmanager
-def bar(label: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar over ``nbytes``, on a terminal, where the work is long; nothing anywhere else. Gives the function that
-    moves it on by as many."""
+def progress_bar(label: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over ``nbytes``, only for long work on a terminal. Gives a function that advances it by bytes."""
     if nbytes < LONG_NBYTES or not sys.stderr.isatty():
         yield lambda _: None
         return

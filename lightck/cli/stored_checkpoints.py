@@ -1,7 +1,7 @@
-"""What a pool holds, version by version: one look that ``inspect``, ``verify`` and ``diff`` share.
+"""The checkpoints of a pool, as ``inspect``, ``verify`` and ``diff`` list them.
 
-A look at a pool in use may find a slot that is being written anew. A version that vanished while we looked is left out,
-and where none is left the look is repeated, as recovery does.
+In a pool in use, a writer may overwrite a slot while it is read. A checkpoint that is overwritten meanwhile is left
+out; if none is left, the pool is read again, as recovery does.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 COMMITTED, REJECTED, DEAD = "committed", "rejected", "dead"
 ATTEMPTS = 20
-"""How often a pool is looked at again whose versions are overwritten meanwhile."""
+"""How often a pool is read again whose checkpoints are overwritten meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One version whose bytes are still in their slot.
+class FoundCheckpoint:
+    """A checkpoint of the commit log whose bytes are still in their slot.
 
-    state: ``committed``: recovery may give it. ``dead``: the training went back behind it, and only asking for its step
-    gives it. ``rejected``: something of it is damaged, and recovery passes it over. ``reason`` says what.
+    state: ``committed``: recovery may return it. ``dead``: the training resumed from an older step, and recovery
+    returns it only if its step is asked for. ``rejected``: it is damaged (see ``reason``), and recovery skips it.
     """
 
     record: CommitRecord
@@ -53,8 +53,8 @@ class Held:
 
 
 @contextmanager
-def reading(path: str) -> Iterator[PoolReader]:
-    """The pool at a path, opened for reading only."""
+def open_reader(path: str) -> Iterator[PoolReader]:
+    """Open the pool at ``path`` for reading only."""
     reader = open_pool(readable_path(path))
     try:
         yield reader
@@ -62,39 +62,44 @@ def reading(path: str) -> Iterator[PoolReader]:
         reader.close()
 
 
-def held(reader: PoolReader, step: int | None = None) -> tuple[Held, ...]:
-    """All versions held, as recovery would try them, then the dead ones. With ``step`` only those of that step.
+def find_checkpoints(reader: PoolReader, step: int | None = None) -> tuple[FoundCheckpoint, ...]:
+    """All checkpoints of a pool, in the order in which recovery tries them, then the dead ones.
+
+    Args:
+        reader: the open pool.
+        step: return only the checkpoints of this step.
 
     Raises:
-        NoCheckpointError: none of them has this step.
+        NoCheckpointError: no checkpoint has this step.
+        PoolLockedError: a training overwrote all checkpoints while they were read, ``ATTEMPTS`` times.
     """
     for _ in range(ATTEMPTS):
         commit_log = reader.commit_log()
-        found = tuple(_look(reader, commit_log))
+        found = tuple(_readable(reader, commit_log))
         if any(each.stored for each in found) or reader.commit_log() == commit_log:
             return found if step is None else _of_step(reader, found, step)
-    raise overwritten(reader)
+    raise overwritten_error(reader)
 
 
-def overwritten(reader: PoolReader) -> PoolLockedError:
+def overwritten_error(reader: PoolReader) -> PoolLockedError:
     return PoolLockedError(
-        f"The pool {reader.path!r} is in use, and its versions were overwritten faster than they could be read, "
-        f"{ATTEMPTS} times. Nothing is wrong with it. Try again, or end the training first."
+        f"The pool {reader.path!r} is in use, and its checkpoints were overwritten faster than they could be read, "
+        f"{ATTEMPTS} times. The pool is not damaged. Try again, or stop the training first."
     )
 
 
-def _of_step(reader: PoolReader, found: tuple[Held, ...], step: int) -> tuple[Held, ...]:
+def _of_step(reader: PoolReader, found: tuple[FoundCheckpoint, ...], step: int) -> tuple[FoundCheckpoint, ...]:
     chosen = tuple(each for each in found if each.step == step)
     if chosen:
         return chosen
-    steps = ", ".join(str(s) for s in sorted({each.step for each in found})) or "no version yet"
+    steps = ", ".join(str(s) for s in sorted({each.step for each in found})) or "no checkpoint yet"
     raise NoCheckpointError(
-        f"The pool {reader.path!r} does not hold step {step}. It holds {steps}: a pool keeps the newest few, and older "
-        "ones were overwritten. Ask for one of these, or leave --step out."
+        f"The pool {reader.path!r} does not hold step {step}. It holds {steps}: a pool keeps the newest few "
+        "checkpoints, and older ones were overwritten. Ask for one of these, or omit --step."
     )
 
 
-def _look(reader: PoolReader, commit_log: CommitLog) -> Iterator[Held]:
+def _readable(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckpoint]:
     live = candidates(commit_log)
     known = {(record.slot, record.payload_generation) for record in live}
     dead = []
@@ -109,45 +114,45 @@ def _look(reader: PoolReader, commit_log: CommitLog) -> Iterator[Held]:
         for record in records:
             is_superseded = record.payload_generation < newest[record.slot]
             if is_superseded and reader.slot_generation(record.slot) != record.payload_generation:
-                continue  # a newer version was committed over it, whatever became of the slot's header since
-            each = _examined(reader, record, state)
+                continue  # a newer checkpoint was committed in its slot, even if the slot's header is damaged now
+            each = _parsed(reader, record, state)
             if each is not None:
                 yield each
 
 
-def _examined(reader: PoolReader, record: CommitRecord, state: str) -> Held | None:
-    """The version of a line; None where its slot belongs to another version, now or by the end of the look."""
-    from lightck.restore.recover import parse  # torch
+def _parsed(reader: PoolReader, record: CommitRecord, state: str) -> FoundCheckpoint | None:
+    """The checkpoint of a commit record; None if its slot holds another one, before or after reading it."""
+    from lightck.restore.recover import parse  # imports torch
 
-    if not still_there(reader, record):
+    if not is_in_slot(reader, record):
         return None
     try:
         stored = reader.checkpoint(record)
-        return Held(record, state, None, stored, parse(stored)) if stored.is_intact() else None
+        return FoundCheckpoint(record, state, None, stored, parse(stored)) if stored.is_intact() else None
     except DamagedError as error:
-        return Held(record, REJECTED, str(error), None, None) if still_there(reader, record) else None
+        return FoundCheckpoint(record, REJECTED, str(error), None, None) if is_in_slot(reader, record) else None
 
 
-def still_there(reader: PoolReader, record: CommitRecord) -> bool:
-    """Whether the slot still holds the bytes that this line names, or its header proves nothing."""
+def is_in_slot(reader: PoolReader, record: CommitRecord) -> bool:
+    """Whether the slot still holds the bytes that the commit record names; also if its header is damaged."""
     return not reader.is_reused(record)
 
 
-def newest(checkpoints: tuple[Held, ...], step: int | None) -> Held | None:
-    """The one that recovery tries first. A dead one only where its step was asked for."""
+def first_usable(checkpoints: tuple[FoundCheckpoint, ...], step: int | None) -> FoundCheckpoint | None:
+    """The first readable checkpoint in the order of recovery; a dead one only if ``step`` asks for it."""
     readable = (each for each in checkpoints if each.stored is not None)
     return next((each for each in readable if step is not None or each.state == COMMITTED), None)
 
 
 def unfinished(reader: PoolReader) -> list[tuple[int, int]]:
-    """(slot, generation) of versions that were begun and not committed: under way, given up, or cut off by a kill."""
+    """(slot, generation) of uncommitted checkpoints: being written, given up, or cut off by a kill."""
     newest = newest_generations(reader.commit_log())
     headers = [(slot, reader.slot_generation(slot)) for slot in range(len(reader.superblock.slots))]
     return [(slot, gen) for slot, gen in headers if gen is not None and gen > newest.get(slot, 0)]
 
 
 def newest_generations(commit_log: CommitLog) -> dict[int, int]:
-    """slot -> generation of the newest version of which a line says that it was committed there."""
+    """slot -> generation of the newest checkpoint that a commit record names in that slot."""
     found: dict[int, int] = {}
     for record in commit_log.records.values():
         found[record.slot] = max(found.get(record.slot, 0), record.payload_generation)

@@ -1,7 +1,7 @@
-"""Text for a terminal or a pipe: names made safe, sizes made short, columns made straight.
+"""Text for a terminal or a pipe: escaped names, short sizes, aligned columns.
 
-What comes out of a pool is untrusted: ``clean`` leaves no character that a terminal would act on. Columns are as wide
-as their text, never cut to a terminal's width: what a pipe gets is whole.
+Text from a pool is untrusted: ``clean`` escapes every character that a terminal would act on. Columns are as wide as
+their text and never cut to the width of a terminal.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 import click
 
 Facts = dict[str, Any]
-"""What ``--json`` prints: strings, numbers, lists and maps. docs/tools.md names the keys of each command."""
+"""An object as ``--json`` prints it: strings, numbers, lists and maps. docs/tools.md lists the keys."""
 SURVIVED = {"process": "a killed process", "os": "a crash of the OS", "power": "a power cut", "media": "a media error"}
 
 
 def clean(text: str) -> str:
-    """The same text with every unprintable character (escapes, line ends, marks that turn direction) spelled out."""
+    """The text with every unprintable character (escapes, line ends, direction marks) written as an escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def size(nbytes: int) -> str:
-    """For example ``36.2 MB``: decimal, as in the errors."""
+    """A number of bytes in decimal units, for example ``36.2 MB``, as in error messages."""
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.95 or unit == "GB":
@@ -33,20 +33,20 @@ def size(nbytes: int) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """``1 tensor``, ``2 tensors``."""
+    """A number with its noun: ``1 tensor``, ``2 tensors``."""
     plural = thing[:-1] + "ies" if thing.endswith("y") else thing + "s"
     return f"{number:,} {thing if number == 1 else plural}"
 
 
 def listed(items: Iterable[str], most: int = 6) -> str:
-    """``a, b, c``; of many the first ones, and how many more there are."""
+    """The items as ``a, b, c``; of more than ``most`` the first ones, and the number of the others."""
     items = list(items)
     rest = len(items) - most
     return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Lines with the cells of each column below each other; ``right`` are the columns of numbers."""
+    """The lines of a table. ``right``: indices of the columns that are right-aligned."""
     if not rows:
         return []
     cells = [[clean(cell) for cell in row] for row in rows]
@@ -60,21 +60,21 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def survives(durability: Facts) -> str:
-    """What a medium promises: "a killed process; not a crash of the OS, a power cut, a media error"."""
+    """A durability in words, as "a killed process; not a crash of the OS, a power cut, a media error"."""
     yes = [words for name, words in SURVIVED.items() if durability.get(name)]
     no = [words for name, words in SURVIVED.items() if not durability.get(name)]
     return (", ".join(yes) or "nothing") + (f"; not {', '.join(no)}" if no else "")
 
 
-def say(text: str = "") -> None:
+def print_line(text: str = "") -> None:
     click.echo(clean(text))
 
 
-def verdict(text: str, good: bool) -> None:
-    """The one line that counts, coloured on a terminal."""
+def print_verdict(text: str, good: bool) -> None:
+    """Print the result as one line, coloured on a terminal."""
     click.echo(click.style(clean(text), fg="green" if good else "red"))
 
 
-def say_json(facts: Facts) -> None:
-    """ASCII only: what a terminal would act on arrives escaped, and loses nothing."""
+def print_json(facts: Facts) -> None:
+    """Print an object as JSON in ASCII, so that every character that a terminal would act on is escaped."""
     click.echo(json.dumps(facts, indent=2, ensure_ascii=True, allow_nan=False))

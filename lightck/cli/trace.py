@@ -1,4 +1,4 @@
-"""``lightck trace``: what a recorded training did, as numbers and as a picture."""
+"""``lightck trace``: a recorded training as a table of times and as a picture."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from pathlib import Path
 
 import click
 
-from lightck.cli.base import OK, Command, json_option, refuse_existing, trouble
-from lightck.cli.text import Facts, columns, count, say, say_json, size
+from lightck.cli.base import OK, Command, json_option, refuse_existing, usage_error
+from lightck.cli.text import Facts, columns, count, print_json, print_line, size
 from lightck.profiler.events import EVENTS_MAX, Trace, read
 from lightck.profiler.summary import StepFacts, facts, median_step
 
 
-@click.command("trace", cls=Command, short_help="Sum up and draw what session.trace() recorded.")
+@click.command("trace", cls=Command, short_help="Summarize and draw a recording of session.trace().")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw the picture into this file.")
+@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Write the picture to this file.")
 @click.option("--step", type=click.IntRange(0), metavar="N", help="Draw this step instead of the one of median length.")
-@click.option("--from", "begin", type=click.FloatRange(0), metavar="MS", help="Draw from here (of the whole trace).")
-@click.option("--to", "end", type=click.FloatRange(0, min_open=True), metavar="MS", help="Draw up to here.")
-@click.option("--overwrite", is_flag=True, help="Replace a picture that is there.")
+@click.option(
+    "--from", "begin", type=click.FloatRange(0), metavar="MS", help="Draw from this time of the trace on, in ms."
+)
+@click.option(
+    "--to",
+    "end",
+    type=click.FloatRange(0, min_open=True),
+    metavar="MS",
+    help="Draw up to this time of the trace, in ms.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing picture.")
 @json_option
 def command(
     file: Path,
@@ -30,28 +38,30 @@ def command(
     overwrite: bool,
     as_json: bool,
 ) -> int:
-    """Show what FILE, written by session.trace(), says of each step. Perfetto (ui.perfetto.dev) opens it too."""
+    """Show the times of each step in FILE, which session.trace() wrote. Perfetto (ui.perfetto.dev) opens it too."""
     ranged = begin is not None or end is not None
     if svg is None and (step is not None or ranged or overwrite):
-        trouble("--step, --from, --to and --overwrite are for the picture: say --svg FILE.")
+        usage_error("--step, --from, --to and --overwrite apply to the picture only: pass --svg FILE too.")
     if step is not None and ranged:
-        trouble("--step and --from / --to exclude each other.")
+        usage_error("--step and --from / --to exclude each other: pass one or the other.")
     if svg is not None:
         refuse_existing(str(svg), overwrite=overwrite)
     trace = read(file)
     steps = facts(trace)
     drawn = _draw(trace, steps, svg, step, begin, end, overwrite) if svg is not None else None
     if as_json:
-        say_json({"trace": str(file), "about": _about(trace), "steps": [asdict(each) for each in steps], "svg": drawn})
+        print_json(
+            {"trace": str(file), "about": _about(trace), "steps": [asdict(each) for each in steps], "svg": drawn}
+        )
         return OK
-    _tell(trace, steps)
+    _show(trace, steps)
     if drawn is not None:
-        say(f"{drawn['what']}: {drawn['path']}")
+        print_line(f"{drawn['what']}: {drawn['path']}")
     return OK
 
 
 def _about(trace: Trace) -> Facts:
-    """What is known of the recording, as plain text and numbers."""
+    """The facts about the recording, as text and numbers of bounded size: the file is untrusted."""
     about = trace.about
     dropped = about.get("dropped")
     compiled = about.get("compiled")
@@ -64,15 +74,19 @@ def _about(trace: Trace) -> Facts:
     }
 
 
-def _tell(trace: Trace, steps: list[StepFacts]) -> None:
+def _show(trace: Trace, steps: list[StepFacts]) -> None:
     about = _about(trace)
-    say(f"{about['model'] or 'a training'} on {about['medium'] or 'an unknown medium'}: {count(len(steps), 'step')}")
+    print_line(
+        f"{about['model'] or 'a training'} on {about['medium'] or 'an unknown medium'}: {count(len(steps), 'step')}"
+    )
     if about["dropped"]:
-        say(f"{count(about['dropped'], 'event')} found no room and is missing: times are too low")
+        print_line(
+            f"{count(about['dropped'], 'event')} did not fit into the recorder and was dropped: the times are too low"
+        )
     if about["compiled"]:
-        say(f"not looked into, since compiled: {', '.join(about['compiled'][:6])}")
+        print_line(f"compiled modules, recorded as a whole: {', '.join(about['compiled'][:6])}")
     if not steps:
-        say("no whole step was recorded")
+        print_line("no whole step was recorded")
         return
     head = [
         "step",
@@ -93,7 +107,7 @@ def _tell(trace: Trace, steps: list[StepFacts]) -> None:
     if middle is not None and len(steps) > 2:
         rows.append(_row("median", middle))
     for line in columns(rows, right=range(len(head))):
-        say(line)
+        print_line(line)
 
 
 def _row(name: str, each: StepFacts) -> list[str]:
@@ -123,14 +137,14 @@ def _draw(
     end: float | None,
     overwrite: bool,
 ) -> Facts:
-    from lightck.export.atomic import written
+    from lightck.export.atomic import atomic_file
     from lightck.profiler.svg import draw
 
     left, right, what = _range(trace, steps, step, begin, end)
     about = _about(trace)
     title = f"{about['model'] or 'training'}, {what}; pool on {about['medium'] or 'unknown'}"
     picture = draw(trace, left, right, title)
-    with written(str(svg), overwrite=overwrite) as out:
+    with atomic_file(str(svg), overwrite=overwrite) as out:
         out.write(picture.encode())
     return {"path": str(svg), "what": what, "from_ms": left / 1e6, "to_ms": right / 1e6}
 
@@ -141,17 +155,17 @@ def _range(
     last = max((event.end for event in trace.events), default=0)
     if begin is not None or end is not None:
         left, right = min((begin or 0.0) * 1e6, 1e18), min(end * 1e6, 1e18) if end is not None else last
-        if not 0 <= left < right or left > last:  # not a number is neither
-            trouble(f"--from and --to leave nothing to draw: the trace is {last / 1e6:.3f} ms long.")
+        if not 0 <= left < right or left > last:  # also refuses NaN
+            usage_error(f"--from and --to select nothing: the trace is {last / 1e6:.3f} ms long.")
         right = min(right, last)
         return round(left), round(right), f"{left / 1e6:g} to {right / 1e6:g} ms"
     known = trace.steps()
     middle = median_step(steps)
     if step is not None and step not in known:
-        trouble(
+        usage_error(
             f"The trace holds no whole step {step}. It holds {f'{min(known)} to {max(known)}' if known else 'none'}."
         )
     if step is None and middle is None:
-        return 0, last, "all of it"
+        return 0, last, "the whole trace"
     number = step if step is not None else middle.step if middle is not None else 0
     return known[number].begin, known[number].end, f"step {number}"

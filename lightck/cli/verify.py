@@ -1,7 +1,7 @@
-"""``lightck verify``: does a pool hold what it says? Structures, manifests, and blocks against their checksums.
+"""``lightck verify``: checks structures, manifests and blocks of a pool against their checksums.
 
-Of everything that exists twice both copies are checked. Blocks are read of the newest version, and of the next older
-ones until one is whole; with ``--deep`` of every version. What a kill or a writer at work explains is no
+Of structures that exist twice both copies are checked. Blocks are read of the newest checkpoint, and of the next older
+ones until one is intact; with ``--deep`` of every checkpoint. What a kill or an active writer leaves behind is no
 damage.
 """
 
@@ -16,8 +16,8 @@ import click
 
 from lightck.cli import stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
-from lightck.cli.output import bar
-from lightck.cli.text import Facts, columns, count, say, say_json, size, verdict
+from lightck.cli.output import progress_bar
+from lightck.cli.text import Facts, columns, count, print_json, print_line, print_verdict, size
 from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format.structures import (
     COMMIT_RECORD_NBYTES,
@@ -32,26 +32,26 @@ from lightck.pool.format.structures import (
 from lightck.pool.reader import PoolReader, StoredCheckpoint
 
 SHOWN_MAX = 10
-"""Damaged tensors that the text names per version."""
+"""The most damaged tensors that the text names per checkpoint."""
 _GENERATIONS_TRIED = 1000
-"""For the line of an adoption: how many generations may lie between it and its version."""
-_LOOKS, _PAUSE_SECONDS = 5, 0.02
-"""A structure that fails its check may be in the middle of being written: it is read again."""
+"""The most generations between an adoption's commit record and its checkpoint that are tried."""
+_READS, _PAUSE_SECONDS = 5, 0.02
+"""A structure that fails its check may be half written: it is read up to so often, with this pause."""
 
 
 @click.command("verify", cls=Command, short_help="Check a pool against its checksums.")
 @click.argument("pool", type=POOL)
-@click.option("--deep", is_flag=True, help="Read every block of every version, not of the newest only.")
+@click.option("--deep", is_flag=True, help="Read every block of every checkpoint, not only of the newest.")
 @step_option
 @json_option
 def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
-    """Check POOL: its structures, its manifests, and every block of the newest version.
+    """Check the structures of POOL, its manifests, and every block of the newest checkpoint.
 
-    Nothing is written, and a pool in use can be checked. Exit status 1 where anything is damaged.
+    Nothing is written, and the pool may be in use. Exit status 1 if anything is damaged.
     """
     facts = pool_facts(pool, step, deep)
     if as_json:
-        say_json(facts)
+        print_json(facts)
     else:
         _show(facts, pool)
     return OK if facts["ok"] else BAD
@@ -61,8 +61,8 @@ def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
 
 
 def pool_facts(path: str, step: int | None, deep: bool) -> Facts:
-    """What ``--json`` prints; docs/tools.md names the keys."""
-    with stored_checkpoints.reading(path) as reader:
+    """The object that ``--json`` prints; docs/tools.md lists its keys."""
+    with stored_checkpoints.open_reader(path) as reader:
         structures = list(_structures(reader))
         checkpoints = _checkpoints(reader, step, deep)
         usable = [v for v in checkpoints if v["blocks"] == "verified" and v["state"] == stored_checkpoints.COMMITTED]
@@ -71,7 +71,8 @@ def pool_facts(path: str, step: int | None, deep: bool) -> Facts:
             "pool": reader.path,
             "ok": not damaged and not any(s["damaged"] for s in structures),
             "structures": structures,
-            "versions": checkpoints,
+            "checkpoints": checkpoints,
+            "versions": checkpoints,  # the old name of the key
             "recoverable_step": usable[0]["step"] if usable else None,
         }
 
@@ -84,11 +85,13 @@ def _structures(reader: PoolReader) -> Iterator[Facts]:
         good = layout_hash(reader.read(offset, sb.table_nbytes)) == sb.table_hash
         yield _structure(f"layout table {name}", None if good else "it does not match its hash; the other copy is used")
     for position in range(sb.ring_lines):
-        yield _structure(f"commit line {position}", *_settled(lambda at=position: _record_reason(reader, at)))  # type: ignore[misc]
-    if reader.erased():
-        yield _structure("commit lines", "all are erased, and slots hold versions: which were committed cannot be told")
+        yield _structure(f"commit record {position}", *_stable_reason(lambda at=position: _record_reason(reader, at)))  # type: ignore[misc]
+    if reader.unnamed_generations():
+        yield _structure(
+            "commit log", "all records are erased, but slots hold checkpoints: it is unknown which were committed"
+        )
     for slot in range(len(sb.slots)):
-        yield _structure(f"header of slot {slot}", *_settled(lambda at=slot: _header_reason(reader, at)))  # type: ignore[misc]
+        yield _structure(f"header of slot {slot}", *_stable_reason(lambda at=slot: _header_reason(reader, at)))  # type: ignore[misc]
 
 
 def _structure(name: str, reason: str | None, normal: bool = False) -> Facts:
@@ -96,15 +99,15 @@ def _structure(name: str, reason: str | None, normal: bool = False) -> Facts:
 
 
 Reason = tuple[str | None, bool]
-"""What is wrong with a structure, if anything, and whether a kill explains it."""
+"""What is wrong with a structure (None: nothing), and whether a kill explains it."""
 
 
-def _settled(look: Callable[[], Reason]) -> Reason:
-    """The reason that stays: a writer at work is done with a line or a header in microseconds."""
-    for attempt in range(_LOOKS):
+def _stable_reason(read: Callable[[], Reason]) -> Reason:
+    """The reason of the last read, once a writer had time to finish: a record or header takes it microseconds."""
+    for attempt in range(_READS):
         if attempt:
             time.sleep(_PAUSE_SECONDS)
-        reason, normal = look()
+        reason, normal = read()
         if reason is None:
             break
     return reason, normal
@@ -125,26 +128,27 @@ def _record_reason(reader: PoolReader, position: int) -> Reason:
         CommitRecord.unpack(data, sb.uuid)
     except DamagedError as error:
         if _lacks_last_store(data, reader):
-            return "it lacks its last store, as a commit that a kill cut off; its version is not used", True
-        return f"{error}: the version that it named cannot be found", False
+            return "it lacks its last store, as after a kill during a commit; its checkpoint is not used", True
+        return f"{error}: the checkpoint that it named cannot be found", False
     return None, True
 
 
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
-    """Whether all of the line is there but its generation, in whose place that of an older line stands.
+    """Whether the commit record is complete but for its generation, which is still that of the record before it.
 
-    In the line of a version the generation stands twice. That of an adoption was the next one at some moment since. No
-    generation is given to two lines: one that another line has, or a newer one, is what a flipped bit left."""
+    Tries each generation that the record could have had, until its checksum matches: its payload's, or for an adoption
+    a later one. No two records have the same generation: one that another record has is the result of a flipped bit.
+    """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()
     if any(record.generation == older for record in commit_log.records.values()):
         return False
     newest = min(commit_log.generation + SLOTS_MAX, payload + _GENERATIONS_TRIED)
     first = max(payload, older + 1)
-    return any(_passes(generation, data, reader.superblock.uuid) for generation in range(first, newest + 1))
+    return any(_is_valid_with(generation, data, reader.superblock.uuid) for generation in range(first, newest + 1))
 
 
-def _passes(generation: int, data: bytes, uuid: bytes) -> bool:
+def _is_valid_with(generation: int, data: bytes, uuid: bytes) -> bool:
     try:
         return CommitRecord.unpack(struct.pack("<Q", generation) + data[8:], uuid) is not None
     except DamagedError:
@@ -156,38 +160,44 @@ def _header_reason(reader: PoolReader, slot: int) -> Reason:
     newest = stored_checkpoints.newest_generations(reader.commit_log()).get(slot, 0)
     generation = reader.slot_generation(slot)
     if generation is not None and generation < newest:
-        return f"it names generation {generation}, and {newest} was committed: a write of it was lost", False
+        return f"it names generation {generation}, but {newest} was committed: a write of the header was lost", False
     if generation is not None or (never_written and not newest):
         return None, True
-    return "it fails its check; its version is judged by its manifest and blocks", False
+    return "it fails its check; its checkpoint is judged by its manifest and blocks", False
 
 
 def _checkpoints(reader: PoolReader, step: int | None, deep: bool) -> list[Facts]:
-    """One map per version held. Where a writer took all their slots meanwhile, the pool is looked at again."""
+    """One map per checkpoint. If a writer overwrote all of them meanwhile, the pool is read again."""
     for _ in range(stored_checkpoints.ATTEMPTS):
-        held = stored_checkpoints.held(reader, step)
-        rows = _checked(reader, held, deep or step is not None)
-        if not held or any(row["blocks"] != "overwritten" for row in rows):
+        found = stored_checkpoints.find_checkpoints(reader, step)
+        rows = _checked(reader, found, deep or step is not None)
+        if not found or any(row["blocks"] != "overwritten" for row in rows):
             return rows
-    raise stored_checkpoints.overwritten(reader)
+    raise stored_checkpoints.overwritten_error(reader)
 
 
-def _checked(reader: PoolReader, held: tuple[stored_checkpoints.Held, ...], all_blocks: bool) -> list[Facts]:
-    rows, whole = [], False
+def _checked(
+    reader: PoolReader, found: tuple[stored_checkpoints.FoundCheckpoint, ...], all_blocks: bool
+) -> list[Facts]:
+    rows, is_one_intact = [], False
     newest = stored_checkpoints.newest_generations(reader.commit_log())
-    total = sum(each.nbytes or 0 for each in held) if all_blocks else max((h.nbytes or 0 for h in held), default=0)
-    with bar("verifying", total) as advance:
-        for each in held:
-            read = all_blocks or (not whole and each.state == stored_checkpoints.COMMITTED)
+    total = (
+        sum(each.nbytes or 0 for each in found) if all_blocks else max((each.nbytes or 0 for each in found), default=0)
+    )
+    with progress_bar("verifying", total) as advance:
+        for each in found:
+            read = all_blocks or (not is_one_intact and each.state == stored_checkpoints.COMMITTED)
             row = _row(reader, each, read, advance)
             if row["damage"] and each.generation < newest.get(each.record.slot, 0):
-                continue  # a newer version was committed over it: it is gone, and only the slot's header is stale
+                continue  # a newer checkpoint was committed in its slot, whose header is stale
             rows.append(row)
-            whole = whole or row["blocks"] == "verified"
+            is_one_intact = is_one_intact or row["blocks"] == "verified"
     return rows
 
 
-def _row(reader: PoolReader, each: stored_checkpoints.Held, read: bool, advance: Callable[[int], None]) -> Facts:
+def _row(
+    reader: PoolReader, each: stored_checkpoints.FoundCheckpoint, read: bool, advance: Callable[[int], None]
+) -> Facts:
     row = {
         "step": each.step,
         "generation": each.generation,
@@ -203,13 +213,13 @@ def _row(reader: PoolReader, each: stored_checkpoints.Held, read: bool, advance:
     if not read:
         return row
     damage = list(_damage(each.stored, advance))
-    if not stored_checkpoints.still_there(reader, each.record):
+    if not stored_checkpoints.is_in_slot(reader, each.record):
         return row | {"blocks": "overwritten"}
     return row | {"blocks": "damaged" if damage else "verified", "damage": damage}
 
 
 def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterator[Facts]:
-    """Each tensor with a bad block; of a version that is being overwritten only the first one."""
+    """Each tensor with a bad block; stops at the first one if the checkpoint is being overwritten."""
     for name, entry in stored.entries.items():
         try:
             stored.read_into(name, 0)
@@ -228,11 +238,11 @@ def _show(facts: Facts, path: str) -> None:
     bad = [s for s in structures if s["damaged"]]
     rows = [("structures", "damaged" if bad else "OK", count(len(structures), "structure") + " checked")]
     rows += [("", "", f"{s['name']}: {s['note']}") for s in structures if s["note"]]
-    for stored in facts["versions"]:
+    for stored in facts["checkpoints"]:
         rows += _rows(stored)
-    for record in columns(rows):
-        say(record)
-    say()
+    for line in columns(rows):
+        print_line(line)
+    print_line()
     _show_verdict(facts, path)
 
 
@@ -242,12 +252,12 @@ def _rows(stored: Facts) -> list[tuple[str, str, str]]:
     if damage:
         rows = [(name if i == 0 else "", "damaged" if i == 0 else "", reason) for i, reason in enumerate(damage)]
         if len(rows) > SHOWN_MAX:
-            rows[SHOWN_MAX:] = [("", "", f"and {len(rows) - SHOWN_MAX} more tensors (--json names them)")]
+            rows[SHOWN_MAX:] = [("", "", f"and {len(rows) - SHOWN_MAX} more tensors (--json lists them)")]
         return rows
     said = {
         "verified": f"every block matches its checksum ({size(stored['nbytes'] or 0)})",
         "not read": "its manifest matches; its blocks were not read (--deep reads them)",
-        "overwritten": "not checked: the training wrote a newer version over it meanwhile",
+        "overwritten": "not checked: the training overwrote it with a newer checkpoint meanwhile",
     }
     return [(name, "-" if stored["blocks"] == "overwritten" else "OK", said[stored["blocks"]])]
 
@@ -255,15 +265,17 @@ def _rows(stored: Facts) -> list[tuple[str, str, str]]:
 def _show_verdict(facts: Facts, path: str) -> None:
     step = facts["recoverable_step"]
     if facts["ok"]:
-        if not facts["versions"]:
-            verdict("OK, and empty: no version was committed yet.", good=True)
+        if not facts["checkpoints"]:
+            print_verdict("OK, and empty: no checkpoint was committed yet.", good=True)
         elif step is None:
-            verdict("OK, as far as it was read.", good=True)
+            print_verdict("OK: nothing that was read is damaged.", good=True)
         else:
-            verdict(f"OK: step {step} can be recovered.", good=True)
+            print_verdict(f"OK: step {step} can be recovered.", good=True)
     elif step is None:
-        verdict("DAMAGED, and no version that was checked can be recovered. Use another copy of the pool;", good=False)
-        say("attach(..., overwrite=True) discards this one and starts afresh.")
+        print_verdict(
+            "DAMAGED, and no checkpoint that was checked can be recovered. Use another copy of the pool.", good=False
+        )
+        print_line("attach(..., overwrite=True) discards this pool and starts a new training.")
     else:
-        verdict(f"DAMAGED. Step {step} is whole: attach(..., resume=True) and recover() give it.", good=False)
-        say(f"To keep it outside of the pool: lightck export {shlex.quote(path)} FILE.safetensors --step {step}")
+        print_verdict(f"DAMAGED. Step {step} is intact: attach(..., resume=True) and recover() use it.", good=False)
+        print_line(f"To save it outside of the pool: lightck export {shlex.quote(path)} FILE.safetensors --step {step}")

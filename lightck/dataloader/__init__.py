@@ -1,1 +1,1 @@
-"""Where a pass over a loader stands, exactly."""
+"""The exact position of a pass over a loader."""

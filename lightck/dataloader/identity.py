@@ -1,4 +1,5 @@
-"""What can be told of a loader that a session wraps: what makes it the same one, and whether it can be replayed."""
+"""Properties of a loader that a session wraps: what makes it the same loader after a resume, and whether a replay is
+exact."""
 
 from __future__ import annotations
 
@@ -9,19 +10,20 @@ from typing import TYPE_CHECKING, SupportsInt
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightck.dataloader.position import Identity, Position
-from lightck.dataloader.wrapped_loader import core_of, is_accelerated
+from lightck.dataloader.wrapped_loader import inner_dataloader, is_accelerated
 from lightck.errors import DriftError, SessionError
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader
 
 Drift = dict[str, tuple[object, object]]
-"""What about a loader was otherwise when it was saved: (then, now)."""
+"""Differences between the loader that was saved and the current one: property -> (then, now)."""
 
 
 def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) -> str:
-    """The name of its position: as the user says, else its number. Raises ``TypeError``, and ``SessionError`` where it
-    would not be the same one after a resume, as where a loop calls ``session.loader`` anew for each epoch."""
+    """Return the name of the loader's position: the user's ``name``, or its number. Raises ``TypeError``, and
+    ``SessionError`` if the number could be another loader's after a resume, for example when a loop calls
+    ``session.loader`` again for each epoch."""
     if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         raise TypeError(f"session.loader() was given {loader!r}, which cannot be iterated. Pass the DataLoader.")
     if any(other is loader for other in known):
@@ -30,25 +32,27 @@ def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) ->
         for other in known:
             if other.loader is loader and other.is_begun:
                 raise SessionError(
-                    f"This loader is followed as {other.name!r} already, and was iterated. A position is found again "
-                    "by its number, so one more would not go on after a resume. Call session.loader() once, before the "
-                    "loop over epochs, or give each its own name=."
+                    f"This loader is followed as {other.name!r} already, and was iterated. A resume finds its position "
+                    "by its number, so it could not find that of a second session loader. Call session.loader() once, "
+                    "before the loop over epochs, or give each its own name=."
                 )
         for other in known:
             if other.has_trained:
                 raise SessionError(
-                    f"A loader is wrapped without a name=, after the training went over loader {other.name!r}. It "
-                    "would be found again by its number, and in a resumed run that may be another one's. Call "
+                    f"A loader is wrapped without a name=, after the training used loader {other.name!r}. A resume "
+                    "would find its position by its number, which may be another loader's in the resumed run. Call "
                     "session.loader() once for each loader, before the loop over epochs, or give this one a name=."
                 )
         name = f"loader.{len(known)}"
     if any(other.name == name for other in known):
-        raise SessionError(f"A loader named {name!r} is already followed. Names tell them apart. Use another.")
+        raise SessionError(
+            f"A loader named {name!r} is already followed. Each loader needs a name of its own. Use another."
+        )
     return name
 
 
-def is_number(name: str) -> bool:
-    """Whether it was given by the order of the calls."""
+def is_numbered_name(name: str) -> bool:
+    """Whether the name is a number that the order of the calls decides."""
     return re.fullmatch(r"loader\.\d+", name) is not None
 
 
@@ -64,17 +68,17 @@ def _class_name(value: object) -> str:
 
 
 def _plain(count: SupportsInt | None) -> int | None:
-    """A count as it was given to a DataLoader, which takes numpy's numbers too."""
+    """Convert a count of a DataLoader, which may be a numpy number."""
     return None if count is None else int(count)
 
 
 def identity_of(loader: object, stateful: bool) -> Identity:
-    """What must not change between a version and its resume in the middle of a pass."""
+    """Return the properties that must not change between a checkpoint in mid-pass and its resume."""
     if isinstance(loader, DataLoader):
         return {"length": _length(loader), **_built(loader)}
-    core = core_of(loader)
+    dataloader = inner_dataloader(loader)
     outside: Identity = {"class": _class_name(loader), "length": None if stateful else _length(loader)}
-    return outside if core is None or stateful else {**_built(core), **outside}
+    return outside if dataloader is None or stateful else {**_built(dataloader), **outside}
 
 
 def _built(loader: DataLoader[object]) -> Identity:
@@ -92,94 +96,98 @@ def _built(loader: DataLoader[object]) -> Identity:
 
 
 TAKEN_BEFORE = "batches taken before the pass"
-"""Part of the identity of what has one pass, and was left and iterated again: a new process begins it anew."""
+"""Key of the identity of an iterator that has only one pass, and was left and iterated again. A new process begins that
+pass at its first batch."""
 
 
 def has_one_pass(loader: object) -> bool:
-    """A generator, a ``map``, ``iter()`` of a list or of a DataLoader. A class of somebody else's may begin again."""
+    """Whether the object can be iterated only once: a generator, a ``map``, ``iter()`` of a list or of a DataLoader. A
+    class that is not built in may begin again."""
     made_by = type(loader).__module__
     return isinstance(loader, Iterator) and made_by in ("builtins", "itertools", "torch.utils.data.dataloader")
 
 
-def drifted(name: str, drift: Drift, position: Position) -> DriftError:
+def drift_error(name: str, drift: Drift, position: Position) -> DriftError:
+    """Return the error for a loader that differs from the saved one."""
     text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
     fact = f"loader {name!r} differs from the one that was saved: {text}."
-    given = position.stand.given
+    given = position.state.given
     if given == position.identity.get("length"):
         return DriftError(
-            f"{fact} All {given} batches of its pass were given when the checkpoint of it was closed, and the "
-            "loop goes on behind them, at the epoch's end. If that was the end of the training, close it with "
-            "session.close(done=True), and do not enter the loop where session.done. Else build the loader as it was; "
-            "session.loader(..., anew=True) would train this pass once more.",
+            f"{fact} The loader had given all {given} batches of its pass when the checkpoint was closed, so the "
+            "loop goes on after them, at the epoch's end. If that was the end of the training, end it with "
+            "session.close(done=True), and do not enter the loop if session.done is true. Otherwise build the loader "
+            "as it was; session.loader(..., anew=True) would train this pass once more.",
             drift,
         )
     return DriftError(
-        f"{fact} The version lies in the middle of a pass, and another loader would give other batches. Build the "
+        f"{fact} The checkpoint lies in the middle of a pass, and another loader would give other batches. Build the "
         "loader as it was, or begin its pass anew: session.loader(..., anew=True).",
         drift,
     )
 
 
 def refuse_drift(name: str, position: Position, kind: str, generators: int, identity: Identity) -> None:
-    """Raises ``DriftError`` where a loader is not built as it was. ``generators``: how many it has. Lengths are
-    compared later."""
+    """Raise ``DriftError`` if a loader is not built as it was. ``generators``: how many random generators it owns.
+    Lengths are compared later."""
     then = position.identity
     keys = then if position.version < 2 else {**then, **identity}
     drift: Drift = {key: (then.get(key), identity.get(key)) for key in keys if key != "length"}
     drift |= {"kind": (position.kind, kind), "generators": (len(position.generators), generators)}
     drift = {key: (before, after) for key, (before, after) in drift.items() if before != after}
     if drift:
-        raise drifted(name, drift, position)
+        raise drift_error(name, drift, position)
 
 
-def changed(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
-    """``is_wrapper``: it is a loader of somebody else's, which may hold a DataLoader where nobody sees it."""
+def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
+    """Return the error for a replay that gave other batches. ``is_wrapper``: the loader is not torch's own, and may
+    contain a DataLoader that lightck cannot see."""
     wrapper = (
-        " Or it is a wrapper that fetches more than one batch ahead, or in which a DataLoader with "
-        "persistent_workers=True lies hidden, whose workers go on from pass to pass: wrap the DataLoader itself."
+        " Or it is a wrapper that fetches more than one batch ahead, or that hides a DataLoader with "
+        "persistent_workers=True, which keeps its workers from pass to pass: wrap the DataLoader itself."
     )
     return DriftError(
-        f"loader {name!r} cannot go on in mid-pass: {fact}. The dataset changed (one that is built after attach from "
-        "random numbers, as by random_split, is another one in each run: build it before), or it draws from a random "
-        "generator of its own, which no version holds. Bring the old data back and draw from python's, numpy's or "
+        f"loader {name!r} cannot go on in mid-pass: {fact}. The dataset changed (a dataset built after attach from "
+        "random numbers, as by random_split, differs in each run: build it before attach), or it draws from a random "
+        "generator of its own, which no checkpoint holds. Restore the old data and draw from python's, numpy's or "
         "torch's global generators, or begin its pass anew: session.loader(..., anew=True). Or its sampler draws from "
-        "a global one at each next(), between the loop's draws: give it a generator of its own, as its attribute "
-        "generator." + (wrapper if is_wrapper else "")
+        "a global generator at each next(), between the loop's draws: give it a generator of its own, as its "
+        "attribute generator." + (wrapper if is_wrapper else "")
     )
 
 
 def refuse_own(loader: object, name: str) -> None:
-    """Raises ``AttributeError`` for what a session loader does not pass on: private attributes, and the state of a
-    loader that has one. Loading that beside the position would move the loader twice."""
+    """Raise ``AttributeError`` for attributes that a session loader does not forward: private ones, and ``state_dict``
+    and ``load_state_dict``. Loading a loader's own state in addition to the position would advance it twice."""
     if name in ("state_dict", "load_state_dict"):
         raise AttributeError(
-            f"A session loader has no {name}(): its position is part of every checkpoint already. The state of the "
-            "wrapped loader is to be had from .loader."
+            f"A session loader has no {name}(): its position is part of every checkpoint already. For the state of the "
+            "wrapped loader, call .loader.state_dict()."
         )
-    if name.startswith("_") or name == "loader":  # the latter of one that is not built yet
+    if name.startswith("_") or name == "loader":  # "loader" is missing while the object is being built
         raise AttributeError(f"{type(loader).__name__!r} object has no attribute {name!r}")
 
 
 def is_stateful(loader: object) -> bool:
     if is_accelerated(loader):
-        return False  # its loaders have the methods, but their state does not bring a pass back: see under.py
+        return False  # they have both methods, but their state does not restore a pass: see wrapped_loader.py
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 DRAWS_IN_ITEMS = (
-    "an iterable dataset without workers that draws from the global random generators at each item, or goes on in a "
-    "pass where the one before it ended, cannot be replayed exactly: use num_workers >= 1, a generator of its own, "
+    "an iterable dataset without workers that draws from the global random generators at each item, or begins a "
+    "pass where the last one ended, cannot be replayed exactly: use num_workers >= 1, a generator of its own, "
     "or torchdata's StatefulDataLoader"
 )
-"""Whether it does cannot be known before: a resume compares the batches."""
+"""A possible risk only, because it cannot be known before: a resume compares the batches."""
 
 
 def replay_risk(loader: object) -> str | None:
-    """Why a replay of this loader may not be exact; None where it is."""
-    core = core_of(loader)
-    if core is None or is_stateful(loader):
+    """Return why a replay of this loader may not be exact, or None if it is exact."""
+    dataloader = inner_dataloader(loader)
+    if dataloader is None or is_stateful(loader):
         return None
-    if core.num_workers > 1 and not getattr(core, "in_order", True):
+    if dataloader.num_workers > 1 and not getattr(dataloader, "in_order", True):
         return "with in_order=False batches come in the order in which workers finish: pass in_order=True"
     if not isinstance(loader, DataLoader):
         return None

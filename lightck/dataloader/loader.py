@@ -1,9 +1,9 @@
-"""``session.loader(dl)``: an iterable over a training loader whose position is part of every version.
+"""``session.loader(dl)``: an iterable over a training loader whose position is part of every checkpoint.
 
 Invariant: after a restore the wrapped loader gives the batches that the killed run would have given, and the global
-generators give what they would have given. A plain loader is replayed: its iterator is made anew from the random state
-that the pass began with, and the batches given before are fetched and dropped; nothing private of torch is needed. A
-loader with ``state_dict`` is restored by its own state. This module decides no boundary and writes no version: it tells
+generators draw what they would have drawn. A plain loader is replayed: its iterator is created from the random state at
+the beginning of the pass, and the batches given before are fetched and dropped. This needs nothing private of torch. A
+loader with ``state_dict`` loads its own state. This module decides no boundary and writes no checkpoint: it reports to
 its host when a ``next()`` begins.
 """
 
@@ -19,35 +19,35 @@ from typing import Any
 
 import torch
 
-from lightck.dataloader.batch import Read, checksum_of, differ
+from lightck.dataloader.batch import TensorReads, checksum_of, differ
 from lightck.dataloader.identity import (
     DRAWS_IN_ITEMS,
     TAKEN_BEFORE,
-    changed,
-    drifted,
+    drift_error,
     has_one_pass,
     identity_of,
     is_stateful,
     refuse_drift,
     refuse_own,
+    replay_error,
     replay_risk,
 )
-from lightck.dataloader.loader_state import Owned, OwnGenerators, States
-from lightck.dataloader.passes import Batches, LoaderHost, Pass, moment
-from lightck.dataloader.position import Mark, Position, Stand, corrupt, same
-from lightck.dataloader.positions import UsedAgain
-from lightck.dataloader.preview import Previews, is_only_asked, tell_lightning_counts
-from lightck.dataloader.replay import FACT, EndedEarly, Progress, iterate_behind, replay
-from lightck.dataloader.sampler import Watch, watch
+from lightck.dataloader.loader_state import OwnedObjects, OwnGenerators, States
+from lightck.dataloader.passes import LoaderHost, Pass, PassIterator, tick
+from lightck.dataloader.position import PassState, Position, RngSnapshot, corrupt, same_rng
+from lightck.dataloader.positions import ReusedBatches
+from lightck.dataloader.preview import Previews, is_lightning_probe, warn_lightning_counts
+from lightck.dataloader.replay import SKIP_NOTE, PassTooShort, Progress, iterate_after_skip, replay
+from lightck.dataloader.sampler import SamplerWatch, watch_sampler
 from lightck.dataloader.wrapped_loader import (
-    core_of,
     fetches_here,
+    inner_dataloader,
     is_loader_of_torch,
     keeps_state,
-    may_run_ahead,
-    passes_of,
-    renew,
-    set_passes,
+    may_prefetch,
+    pass_number_of,
+    reset_first_pass,
+    set_pass_number,
 )
 from lightck.errors import DriftError, SessionError
 
@@ -55,7 +55,7 @@ log = logging.getLogger("lightck")
 
 
 class SessionLoader:
-    """An iterable over ``dl`` that marks the boundary at each ``next()`` and goes on where a version stood.
+    """An iterable over ``dl`` that marks the boundary at each ``next()`` and continues from a checkpoint's position.
 
     ::
 
@@ -63,8 +63,8 @@ class SessionLoader:
             for i, batch in enumerate(loader, loader.start):
                 ...
 
-    One pass at a time: a new ``iter()`` ends the pass before it. A restored pass is gone on with once an update is made
-    in it, or its end is reached: a batch that is taken before the loop, as in the run before, does not use it up.
+    One pass at a time: a new ``iter()`` ends the pass before it. The restored position is used up once an update is
+    made in the restored pass, or its end is reached. A batch that the script takes before the loop does not use it up.
     """
 
     loader: Any
@@ -72,22 +72,22 @@ class SessionLoader:
     name: str
     """The name under which the position is saved."""
     restored_epoch = 0
-    reported_within = was_asked = False
+    mid_batch_reported = position_was_read = False
     in_eval = False
-    """Whether the model is, as the host says at each ``next()``."""
+    """Whether the model is in eval mode, set by the host at each ``next()``."""
     fetched_to_train = 0
-    """The moment of the last ``next()`` in training mode, of any loader."""
-    _runs_ahead = False
-    """It may, as far as can be told from outside."""
+    """The `tick` of the last ``next()`` of any loader in training mode."""
+    _prefetches = False
+    """Whether the loader may fetch ahead of the batches that it gives."""
     is_begun = False
     """Whether it was iterated in this process."""
     _has_trained = False
-    """In an earlier pass."""
+    """Whether updates were made in an earlier pass of this process."""
     _taken = 0
-    """Batches, in earlier passes."""
+    """Batches given in earlier passes of this process."""
     _ended = 0
-    """The moment at which the last pass was over."""
-    _watch: Watch | None = None
+    """The `tick` at which the last pass ended."""
+    _watch: SamplerWatch | None = None
 
     def __init__(
         self,
@@ -105,18 +105,18 @@ class SessionLoader:
         Args:
             dl: a DataLoader, a loader with ``state_dict`` and ``load_state_dict``, or any other iterable.
             host: the session.
-            name: for messages.
-            restored: what `position` gave in the version that was restored. Untrusted.
-            rng_at_iter: apply the restored random state at the first ``iter()``. For versions in which no loader of
-                the session was in a pass; otherwise it is applied at the first ``next()`` of one that was.
+            name: the name of the position, also for messages.
+            restored: what `position` returned for the restored checkpoint. Untrusted.
+            rng_at_iter: apply the restored random state at the first ``iter()``. For checkpoints in which no loader of
+                the session was in a pass; otherwise it is applied at the first ``next()`` of a loader that was.
             is_anew: the user wants its pass to begin anew, whatever was saved.
-            objects: what is saved by name through ``state=``. Those that lie in ``dl`` move with its passes.
-            skips: a resume in mid-pass fetches nothing but the last batch that was given.
+            objects: the objects of ``state=`` by name. Passes change the state of those that are part of ``dl``.
+            skips: a resume in mid-pass fetches only the last batch that was given.
 
         Raises:
             CorruptPoolError: ``restored`` is damaged.
-            DriftError: the position lies in mid-pass of a loader that was built otherwise. (Its length is compared at
-                the first ``iter()``: a sampler's ``set_epoch`` comes before that.)
+            DriftError: the position lies in mid-pass of a loader that was built differently. (The length is compared at
+                the first ``iter()``, because a sampler's ``set_epoch`` comes before that.)
         """
         self.loader = dl
         self._host = host
@@ -124,102 +124,102 @@ class SessionLoader:
         self._stateful = is_stateful(dl)
         self._keeps_state = keeps_state(dl)
         self._skips = skips
-        self._owned = Owned(dl, name, {} if self._stateful else objects or {}, restored is not None)
+        self._owned = OwnedObjects(dl, name, {} if self._stateful else objects or {}, restored is not None)
         self._generators = OwnGenerators(dl)
         self._identity = identity_of(dl, self._stateful)
-        self._core = core_of(dl)
-        workers = self._core.num_workers if self._core is not None else 0
+        self._dataloader = inner_dataloader(dl)
+        workers = self._dataloader.num_workers if self._dataloader is not None else 0
         self._in_process = workers == 0
-        self._persistent = workers > 0 and self._core is not None and self._core.persistent_workers
+        self._persistent = workers > 0 and self._dataloader is not None and self._dataloader.persistent_workers
         self._checks = not self._stateful
-        self._read: Read = {}
+        self._read: TensorReads = {}
         self._risk = replay_risk(dl)
         self._epoch = 0
         self._pass: Pass | None = None
         self._has_one_pass = has_one_pass(dl)
-        self._at_base: Mark | None = None
+        self._at_workers: RngSnapshot | None = None
         self._rng_at_iter = rng_at_iter
-        self._rng_at_next: States | None = None  # our own generators, until they are set
-        self._updates_before = host.updates
+        self._rng_at_next: States | None = None  # states of the loader's generators, until they are set
+        self._updates_at_start = host.updates
         self._previews = Previews(host.updates)
-        self.used = UsedAgain(name)
-        self._pending = None if restored is None else self._adopt(dict(restored))
+        self.reused = ReusedBatches(name)
+        self._pending = None if restored is None else self._read_restored(dict(restored))
         """The restored position, until it is used up."""
-        self._adopted = self._pending
+        self._restored_position = self._pending
         self.is_anew = is_anew
         if self._risk is not None:
             self._warn_risk(self._risk, logging.INFO if self._risk is DRAWS_IN_ITEMS else logging.WARNING)
 
     @property
     def has_trained(self) -> bool:
-        """Whether updates were made in a pass of it, in this process."""
+        """Whether updates were made in any of its passes, in this process."""
         pass_ = self._pass
         return self._has_trained or (pass_ is not None and pass_.has_updated(self._host.updates))
 
     @property
     def is_training(self) -> bool:
-        """Whether updates were made in a pass of this loader: then its ``next()`` belongs to the training's loop, also
-        the first one of a pass, where an evaluation before it may have left the model in eval mode."""
+        """Whether updates were made in a pass of this loader: then its ``next()`` belongs to the training loop, also
+        the first one of a pass, before which an evaluation may have left the model in eval mode."""
         return self._has_trained or (self._pass is not None and self._is_of_training(self._pass))
 
     def _is_of_training(self, pass_: Pass) -> bool:
         return pass_.is_of_training(self._host.updates, self.fetched_to_train)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it goes on in the middle of a pass of the run before, in which updates were made."""
-        position = self._adopted
+    def continues_restored_pass(self) -> bool:
+        """Whether it goes on in the middle of an earlier run's pass in which updates were made."""
+        position = self._restored_position
         return self.is_begun and position is not None and position.live and position.trained
 
     @property
     def trains_from_the_beginning(self) -> bool:
-        """Whether batches of a pass that began in this process are trained on."""
+        """Whether the loop trains on batches of a pass that began in this process."""
         pass_ = self._pass
-        return pass_ is not None and not pass_.restored and pass_.stand.given > 0 and not pass_.evaluates
+        return pass_ is not None and not pass_.restored and pass_.state.given > 0 and not pass_.evaluates
 
     @property
-    def held_pass(self) -> Pass | None:
-        """The pass whose iterator the loop holds."""
+    def current_pass(self) -> Pass | None:
+        """The pass whose iterator the loop holds, or None."""
         return self._pass if self._pass is not None and self._pass.left_at is None else None
 
     @property
     def epoch(self) -> int:
-        """Passes finished. One left by ``break`` after an update counts when the next one begins."""
-        self.was_asked = True
-        self._use_up()
+        """Passes finished. A pass left by ``break`` after an update counts when the next one begins."""
+        self.position_was_read = True
+        self._drop_used_position()
         return self._epoch
 
     @property
     def start(self) -> int:
-        """Batches that the next ``iter()`` skips: 0 unless a version was restored in mid-pass."""
-        self.was_asked = True
-        self._use_up()
-        return self._pending.stand.given if self._pending is not None else 0
+        """Batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass."""
+        self.position_was_read = True
+        self._drop_used_position()
+        return self._pending.state.given if self._pending is not None else 0
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        """What it has not got itself: the wrapped loader's ``dataset``, ``sampler``, ``batch_size``, ``set_epoch``."""
+        """Forward other attributes to the wrapped loader: ``dataset``, ``sampler``, ``batch_size``, ``set_epoch``."""
         refuse_own(self, name)
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if is_only_asked(sys._getframe(1)):
-            tell_lightning_counts(self.name, self._pending)
+        if is_lightning_probe(sys._getframe(1)):
+            warn_lightning_counts(self.name, self._pending)
             return iter(())
-        self._leave()
+        self._leave_pass()
         position = self._pending
         if position is not None and position.live:
             return self._resume(position)
         return self._begin(position)
 
     def position(self) -> dict[str, object]:
-        """Everything that a version saves about this loader: plain data for ``values.pack``.
+        """Return everything that a checkpoint saves about this loader: plain data for ``values.pack``.
 
-        Pack it before the loader moves: a stateful loader may hand out parts that it changes later.
+        Pack it before the next batch is fetched: a stateful loader may return objects that it changes later.
         """
-        self._use_up()
+        self._drop_used_position()
         if self._pending is not None:
             return self._pending.to_value()
         generators = self._generators.states()
@@ -229,9 +229,9 @@ class SessionLoader:
             epoch += int(pass_.restored or pass_.has_trained(updates))
             pass_ = None
         if pass_ is None:
-            stand = Stand(inner=self._own_state(), passes=passes_of(self.loader))
+            state = PassState(inner=self._own_state(), pass_number=pass_number_of(self.loader))
         else:
-            stand = pass_.stand if self._keeps_state else replace(pass_.stand, inner=self._own_state())
+            state = pass_.state if self._keeps_state else replace(pass_.state, inner=self._own_state())
         return Position(
             kind="stateful" if self._stateful else "plain",
             epoch=epoch,
@@ -239,11 +239,11 @@ class SessionLoader:
             trained=pass_ is not None and pass_.has_trained(updates),
             identity=self._identity,
             generators=generators,
-            at_base=self._at_base,
-            stand=stand,
+            at_workers=self._at_workers,
+            state=state,
             previews=previews,
             previews_in_loop=in_loop,
-            used_again=self.used.is_reported,
+            used_again=self.reused.is_reported,
         ).to_value()
 
     def _own_state(self) -> object:
@@ -251,14 +251,14 @@ class SessionLoader:
         return self.loader.state_dict() if has_one else None
 
     def warn_mid_batch(self, step: int) -> None:
-        """Once: this version's position counts a batch that the step after it is made on."""
-        if not self.reported_within:
-            self.reported_within = True
+        """Warn once that the position in this checkpoint counts a batch that the next step still uses."""
+        if not self.mid_batch_reported:
+            self.mid_batch_reported = True
             log.warning(
-                "loader %r: step %d ended within a batch: the loop makes several updates on one batch, or goes "
+                "loader %r: step %d ended within a batch: the loop makes several updates on one batch, or iterates "
                 "over another session loader inside it, or began this pass in eval mode. A saved position "
-                "counts whole batches, so a resume from such a step leaves out the rest of that batch. Call "
-                "session.end_step() behind the last update on a batch",
+                "counts whole batches, so a resume from such a step skips the rest of that batch. Call "
+                "session.end_step() after the last update on a batch",
                 self.name,
                 step,
             )
@@ -269,91 +269,94 @@ class SessionLoader:
 
     # -- restoring
 
-    def _adopt(self, value: dict[str, object]) -> Position:
+    def _read_restored(self, value: dict[str, object]) -> Position:
         position = Position.from_value(value)
         self._epoch = self.restored_epoch = position.epoch
         self._previews.restored(position)
         if position.used_again:
-            self.used.tell_restored()
-        self._at_base = position.at_base if self._persistent else None
+            self.reused.warn_restored()
+        self._at_workers = position.at_workers if self._persistent else None
         kind = "stateful" if self._stateful else "plain"
         if position.live:
             refuse_drift(self.name, position, kind, len(self._generators), self._identity)
         elif position.kind != kind or len(position.generators) != len(self._generators):
-            log.warning("loader %r was built otherwise when it was saved: its next pass begins afresh", self.name)
-            stand = replace(position.stand, inner=None)
-            position = replace(position, kind=kind, generators=self._generators.states(), at_base=None, stand=stand)
-            self._at_base = None
+            log.warning(
+                "loader %r was built differently when it was saved: its next pass begins without its saved state",
+                self.name,
+            )
+            state = replace(position.state, inner=None)
+            position = replace(position, kind=kind, generators=self._generators.states(), at_workers=None, state=state)
+            self._at_workers = None
         try:
-            for states in (position.generators, *(mark.generators for mark in position.marks())):
+            for states in (position.generators, *(snapshot.generators for snapshot in position.snapshots())):
                 self._generators.try_states(states)
         except (RuntimeError, TypeError) as error:
             raise corrupt(f"a generator refuses its state ({error})") from error
         self._generators.set_states(position.generators)
         if position.live:
             self._rng_at_next = position.generators
-        set_passes(self.loader, position.stand.passes)
+        set_pass_number(self.loader, position.state.pass_number)
         return position
 
     def _compare_length(self, position: Position) -> None:
-        """Where the pass goes on, and not before: it may depend on the epoch, which the loop sets until then."""
+        """Refuse another length when the pass is continued. The loop may change it before that, with the epoch."""
         self._identity = identity_of(self.loader, self._stateful)
         was, now = position.identity.get("length"), self._identity.get("length")
         if was != now:
-            raise drifted(self.name, {"length": (was, now)}, position)
+            raise drift_error(self.name, {"length": (was, now)}, position)
 
-    def _use_up(self) -> None:
-        """Forget the restored position where the training went on from it: an update was made in its pass, or it was
-        left and was no preview. Where nothing was trained in that pass before, it is over with any update; a restored
-        evaluation that the resumed run did not enter first will not be gone on with."""
+    def _drop_used_position(self) -> None:
+        """Drop the restored position once the training has gone on from it: an update was made in its pass, or the pass
+        was left and was no preview. A restored pass without an update is over after any update: a resumed run that did
+        not enter a restored evaluation first will not continue it."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
-        is_later = self._host.updates > self._updates_before
+        is_later = self._host.updates > self._updates_at_start
         if pass_ is not None:
             is_of_training = position.live and position.trained
             is_used = pass_.has_updated(self._host.updates) if is_of_training else is_later or pass_.evaluates
             if is_used or (pass_.left_at is not None and not self.is_preview(pass_)):
                 self._pending = None
         elif is_later and position.live and not position.trained:
-            self._pending = position.at_rest()
+            self._pending = position.between_passes()
             self._epoch += 1
             self._rng_at_next = None
 
     def is_preview(self, pass_: Pass) -> bool:
-        """Whether this pass, begun from the restored position, was none that the loop made."""
+        """Whether this pass, begun from the restored position, was not a pass of the training loop."""
         is_last = pass_ is self._pass and self._pending is not None
         return pass_.was_preview or (is_last and self._previews.is_one(pass_, self._pending))  # type: ignore[arg-type]
 
-    def _leave(self) -> None:
-        """Before a new pass: one that was a preview leaves the restored position for it."""
+    def _leave_pass(self) -> None:
+        """End the last pass before a new one begins. If it was a preview, the new pass gets the restored position."""
         if self._pass is not None:
             self._pass.leave(self._host.updates)
-        self._use_up()
+        self._drop_used_position()
         if self._pending is not None and self._pass is not None:
             self._pass.was_preview = True
             self._taken += self._pass.fetched_here
             self._previews.left(self._pass)
-            self._put_back(self._pending)
+            self._return_to(self._pending)
 
-    def _put_back(self, position: Position) -> None:
+    def _return_to(self, position: Position) -> None:
         self._pass, self._pending, self._epoch = None, position, position.epoch
-        self._at_base = position.at_base if self._persistent else None
+        self._at_workers = position.at_workers if self._persistent else None
         self._generators.set_states(position.generators)
-        set_passes(self.loader, position.stand.passes)
+        set_pass_number(self.loader, position.state.pass_number)
         self._owned.put_back()
-        if self._persistent and self._core is not None:
-            self._core._iterator = None  # its workers' random streams have moved
+        if self._persistent and self._dataloader is not None:
+            self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """Another loader's pass goes on, in which the version was closed: what was taken from this one since the
-        restore had been taken before that."""
-        position, pass_ = self._adopted, self._pass
-        if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_before:
+        """Return to the restored position: the checkpoint was closed in the pass of another loader, which goes on. The
+        earlier run had taken before the checkpoint what this run has taken from this loader since the restore."""
+        position, pass_ = self._restored_position, self._pass
+        if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
             return
         self._taken += pass_.fetched_here
         self._previews.left(pass_)
-        self._put_back(position)
+        self._return_to(position)
 
     def _apply_restored_rng(self, pass_: Pass, generators: States | None) -> None:
         state = self._host.take_restored_rng(self, pass_)
@@ -364,8 +367,8 @@ class SessionLoader:
 
     # -- beginning a pass
 
-    def _begin(self, position: Position | None) -> Batches:
-        self._count_left()
+    def _begin(self, position: Position | None) -> PassIterator:
+        self._count_left_pass()
         pass_ = self._new_pass()
         if self._rng_at_iter:
             self._apply_restored_rng(pass_, None if position is None else position.generators)
@@ -374,176 +377,173 @@ class SessionLoader:
         self._identity = identity_of(self.loader, self._stateful)
         if self._has_one_pass and self._taken:
             self._identity[TAKEN_BEFORE] = self._taken
-        stand = pass_.stand
-        stand.at_iter, stand.passes = self._generators.now(), passes_of(self.loader)
+        state = pass_.state
+        state.at_iter, state.pass_number = self._generators.snapshot(), pass_number_of(self.loader)
         if self._keeps_state:
             first = None if self.is_begun else position
-            stand.inner = copy.deepcopy(self._own_state()) if first is None else first.stand.inner
-        stand.objects = self._owned.now()
+            state.inner = copy.deepcopy(self._own_state()) if first is None else first.state.inner
+        state.objects = self._owned.packed_states()
         inner = iter(self.loader)
-        if self._persistent and self._at_base is None and not same(stand.at_iter, self._generators.now()):
-            self._at_base = stand.at_iter  # else a wrapper starts its workers at the first next()
-        return self._enter(inner, pass_)
+        if self._persistent and self._at_workers is None and not same_rng(state.at_iter, self._generators.snapshot()):
+            self._at_workers = state.at_iter  # otherwise a wrapper starts its workers at the first next()
+        return self._start_pass(inner, pass_)
 
-    def _count_left(self) -> None:
+    def _count_left_pass(self) -> None:
         pass_, self._pass = self._pass, None
         if pass_ is not None:
             pass_.leave(self._host.updates)
             self._previews.left(pass_)
             self._has_trained |= self._is_of_training(pass_)
-            self._taken += pass_.stand.given
+            self._taken += pass_.state.given
             self._ended = pass_.left
             self._epoch += int(pass_.restored or pass_.has_trained(self._host.updates))
 
     def _prepare(self, position: Position) -> None:
-        """What a loader at rest carries from pass to pass: persistent workers, and a stateful loader's own state."""
-        if (self._stateful or self._keeps_state) and position.stand.inner is not None:
-            with self._generators.held():
-                self._load(position.stand.inner)
-                if self._core is not None:
-                    iter(self._core)  # torchdata makes the finished pass once more, with draws that the old run lacked
-        elif self._persistent and self._at_base is not None and self._core is not None:
-            with self._generators.held():
-                self._generators.restore(self._at_base)
-                iter(self._core)
+        """Restore what a loader keeps between passes: persistent workers, and a stateful loader's own state."""
+        if (self._stateful or self._keeps_state) and position.state.inner is not None:
+            with self._generators.preserved():
+                self._load(position.state.inner)
+                if self._dataloader is not None:
+                    # torchdata repeats the finished pass here, with random draws that the earlier run did not make.
+                    iter(self._dataloader)
+        elif self._persistent and self._at_workers is not None and self._dataloader is not None:
+            with self._generators.preserved():
+                self._generators.restore(self._at_workers)
+                iter(self._dataloader)
 
     def _load(self, inner: object) -> None:
         try:
             self.loader.load_state_dict(copy.deepcopy(inner))
         except (KeyError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
             raise DriftError(
-                f"loader {self.name!r} refuses its saved state ({type(error).__name__}: {error}). It was saved by a "
-                "loader of another kind or version. Build the loader as it was, or begin its pass anew: anew=True."
+                f"loader {self.name!r} refuses its saved state ({type(error).__name__}: {error}). A "
+                "loader of another class or software version saved it. Build the loader as it was, or pass anew=True."
             ) from error
 
     def _new_pass(self) -> Pass:
-        return Pass(self._host.updates, moment(), self._ended, Stand(self._generators.now()))
+        return Pass(self._host.updates, tick(), self._ended, PassState(self._generators.snapshot()))
 
-    def _enter(self, inner: Iterator[object], pass_: Pass) -> Batches:
+    def _start_pass(self, inner: Iterator[object], pass_: Pass) -> PassIterator:
         self.is_begun = True
         self._pass = pass_
-        self.used.begins()
-        self._in_process = fetches_here(self.loader, self._core, inner)
-        self._runs_ahead = self._in_process and not self._stateful and may_run_ahead(inner)
-        self._watch = watch(inner, self._in_process) if self._risk is None and not self._stateful else None
-        return Batches(self._next, lambda: self._host.updates, self._pass, inner)
+        self.reused.begins()
+        self._in_process = fetches_here(self.loader, self._dataloader, inner)
+        self._prefetches = self._in_process and not self._stateful and may_prefetch(inner)
+        self._watch = watch_sampler(inner, self._in_process) if self._risk is None and not self._stateful else None
+        return PassIterator(self._next, lambda: self._host.updates, self._pass, inner)
 
-    def _resume(self, position: Position) -> Batches:
-        assert position.stand.at_iter is not None  # checked when it was read
+    def _resume(self, position: Position) -> PassIterator:
+        assert position.state.at_iter is not None  # checked when it was read
         self._compare_length(position)
         pass_ = self._new_pass()
-        with self._generators.held():
-            self._owned.load(position.stand.objects)
-            reused = self._start_workers(position)
+        with self._generators.preserved():
+            self._owned.load(position.state.objects)
+            is_later_pass = self._start_workers(position)
             if self._keeps_state:
-                renew(self._core) if position.stand.inner is None else self._prepare(position)
-            self._generators.restore(position.stand.at_iter)
+                reset_first_pass(self._dataloader) if position.state.inner is None else self._prepare(position)
+            self._generators.restore(position.state.at_iter)
             if self._stateful:
-                self._load(position.stand.inner)
-            skips = self._skips and position.stand.given > 1
-            inner = self._iterate_behind(position) if skips else iter(self.loader)
-            if not self._stateful and (position.stand.given or position.stand.raised) and not self._stands_there():
-                self._replay(inner, position, not reused and self._risk is None, skips)
+                self._load(position.state.inner)
+            skips = self._skips and position.state.given > 1
+            inner = self._iterate_after_skip(position) if skips else iter(self.loader)
+            if not self._stateful and (position.state.given or position.state.raised) and not self._is_at_position():
+                self._replay(inner, position, not is_later_pass and self._risk is None, skips)
             self._owned.put_back()
         self._generators.set_states(position.generators)
         self._rng_at_next = position.generators
-        pass_.stand = replace(position.stand, raised=dict(position.stand.raised))
+        pass_.state = replace(position.state, raised=dict(position.state.raised))
         pass_.trained, pass_.restored = position.trained, True
-        pass_.skipped = position.stand.given
-        return self._enter(inner, pass_)
+        pass_.skipped = position.state.given
+        return self._start_pass(inner, pass_)
 
-    def _iterate_behind(self, position: Position) -> Iterator[object]:
-        count = (
-            position.stand.given
-            - 1
-            + sum(n for place, n in position.stand.raised.items() if place < position.stand.given)
-        )
-        last = position.stand.last
-        to_last = (lambda: None) if last is None else partial(self._generators.restore, last)
-        return iterate_behind(self.loader, count, to_last)
+    def _iterate_after_skip(self, position: Position) -> Iterator[object]:
+        state = position.state
+        count = state.given - 1 + sum(n for place, n in state.raised.items() if place < state.given)
+        last = state.last
+        set_last_rng = (lambda: None) if last is None else partial(self._generators.restore, last)
+        return iterate_after_skip(self.loader, count, set_last_rng)
 
-    def _stands_there(self) -> bool:
-        """Whether a preview has brought an iterator that has one pass to the position already."""
+    def _is_at_position(self) -> bool:
+        """Whether a preview has already advanced an iterator that has only one pass to the position."""
         if self._has_one_pass and self._taken:
             raise DriftError(
-                f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has one pass, and batches "
-                "were taken from it since it was made. Pass what makes the iterator."
+                f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has only one pass, and "
+                "batches were taken from it since it was created. Pass the iterable that creates the iterator."
             )
         return self._has_one_pass and self.is_begun
 
     def _start_workers(self, position: Position) -> bool:
-        """Start persistent workers with the seed of their first pass. True where the restored pass is a later one."""
-        if self._stateful or not self._persistent or position.at_base is None:
+        """Start persistent workers with the seed of their first pass; True if the restored pass is a later one."""
+        if self._stateful or not self._persistent or position.at_workers is None:
             return False
-        if same(position.at_base, position.stand.at_iter) or same(position.at_base, position.stand.at_first):
+        if any(same_rng(position.at_workers, one) for one in (position.state.at_iter, position.state.at_first)):
             return False
         if not self.is_begun:
             log.warning(
-                "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, random "
-                "augmentation inside the workers is not, nor what else they keep; persistent_workers=False makes it so",
+                "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, but "
+                "random augmentation and other state in the workers is not; with persistent_workers=False it would be",
                 self.name,
             )
-        self._generators.restore(position.at_base)
-        iter(self._core)  # type: ignore[arg-type]
+        self._generators.restore(position.at_workers)
+        iter(self._dataloader)  # type: ignore[arg-type]
         return True
 
-    def _replay(self, inner: Iterator[object], position: Position, certain: bool, skips: bool) -> None:
-        """Fetch and drop what was given before: each worker's random stream and the prefetching run along."""
-        is_wrapper, given = not is_loader_of_torch(self.loader), position.stand.given
+    def _replay(self, inner: Iterator[object], position: Position, is_certain: bool, skips: bool) -> None:
+        """Fetch and drop the batches given before, and compare the last one with its checksum."""
+        is_wrapper, given = not is_loader_of_torch(self.loader), position.state.given
         try:
             if skips:
-                self._generators.restore(position.stand.at_first)  # type: ignore[arg-type]
+                self._generators.restore(position.state.at_first)  # type: ignore[arg-type]
                 position = position.with_last_only()
-            batch = replay(
-                inner, position, self._generators.restore, Progress(self.name, position.stand.given), self._tell_healed
-            )
-        except EndedEarly as ended:
-            fact = f"it ended after {ended} of the {position.stand.given} batches given before"
-            raise changed(self.name, fact, is_wrapper) from None
-        if position.stand.checksum is not None and position.stand.given:
+            progress = Progress(self.name, position.state.given)
+            batch = replay(inner, position, self._generators.restore, progress, self._warn_recovered)
+        except PassTooShort as ended:
+            fact = f"it ended after {ended} of the {position.state.given} batches given before"
+            raise replay_error(self.name, fact, is_wrapper) from None
+        if position.state.checksum is not None and position.state.given:
             checksum = checksum_of(batch)
-            if checksum is not None and differ(position.stand.checksum, checksum):
-                fact = f"batch {given - 1} of the pass is not the one that was given before{FACT if skips else ''}"
-                if certain:
-                    raise changed(self.name, fact, is_wrapper)
+            if checksum is not None and differ(position.state.checksum, checksum):
+                fact = f"batch {given - 1} of the pass is not the one that was given before{SKIP_NOTE if skips else ''}"
+                if is_certain:
+                    raise replay_error(self.name, fact, is_wrapper)
                 log.warning(
                     "loader %r: %s, so the training goes on with other data than the run before. %s",
                     self.name,
                     fact,
                     self._risk
-                    or "Random augmentation in persistent workers is one reason, "
-                    "a dataset that keeps a state from pass to pass another",
+                    or "Possible reasons are random augmentation in persistent workers, "
+                    "and a dataset that keeps a state from pass to pass",
                 )
 
-    def _tell_healed(self, place: int) -> None:
+    def _warn_recovered(self, place: int) -> None:
         log.warning(
-            "loader %r: behind batch %d of the pass it raised an error, which the loop passed over, and now it "
-            "gives a batch there. It is dropped. Where the fetch that failed had drawn random numbers in a "
-            "worker, that worker's next ones differ",
+            "loader %r: after batch %d of the pass it raised an error, which the loop ignored, and now it gives a "
+            "batch there, which lightck drops. If the fetch that failed had drawn random numbers in a worker, "
+            "that worker's next ones differ",
             self.name,
             place,
         )
 
     # -- one batch
 
-    def _next(self, batches: Batches) -> object:
+    def _next(self, batches: PassIterator) -> object:
         if batches.inner is None:
             raise StopIteration
         pass_ = self._pass
-        if pass_ is None or pass_ is not batches.of:
+        if pass_ is None or pass_ is not batches.of_pass:
             raise SessionError(
-                f"loader {self.name!r} was iterated again, which ended this pass: a session loader has one position. "
-                "Wrap a second DataLoader, or take batches for other purposes from .loader."
+                f"loader {self.name!r} was iterated again, which ended this pass: a session loader has only one "
+                "position. Wrap a second DataLoader, or take batches for other purposes from .loader."
             )
         self._host.loader_next(self)
-        self._settle(pass_)
-        first = pass_.stand.at_first is None and not self._stateful
-        is_marked = self._in_process and (self._checks or self._runs_ahead)
-        before = self._generators.now() if first or is_marked else None
-        if first:
-            pass_.stand.at_first = before
-            if self._persistent and self._at_base is None:
-                self._at_base = before
+        self._restore_rng(pass_)
+        is_first = pass_.state.at_first is None and not self._stateful
+        needs_snapshot = self._in_process and (self._checks or self._prefetches)
+        before = self._generators.snapshot() if is_first or needs_snapshot else None
+        if is_first:
+            pass_.state.at_first = before
+            if self._persistent and self._at_workers is None:
+                self._at_workers = before
         if self._watch is not None:
             self._watch.before()
         try:
@@ -552,48 +552,47 @@ class SessionLoader:
             self._finish(batches)
             raise
         except Exception:
-            pass_.stand.raised[pass_.stand.given] = (
-                pass_.stand.raised.get(pass_.stand.given, 0) + 1
-            )  # the loop may pass it over and go on
+            # The loop may catch the error and go on.
+            pass_.state.raised[pass_.state.given] = pass_.state.raised.get(pass_.state.given, 0) + 1
             raise
         if self._watch is not None and (risk := self._watch.risk()) is not None:
             self._watch = None
             self._warn_risk(risk)
-        self._count(pass_, batch, before)
-        self._host.loader_gave(self, pass_, batch, pass_.stand.checksum if self._checks else None, self._read)
+        self._count_batch(pass_, batch, before)
+        self._host.loader_gave(self, pass_, batch, pass_.state.checksum if self._checks else None, self._read)
         return batch
 
-    def _settle(self, pass_: Pass) -> None:
-        """The version's random state, once, after the replays and before the first fetch."""
+    def _restore_rng(self, pass_: Pass) -> None:
+        """Apply the checkpoint's random state, once, after the replays and before the first fetch."""
         generators, self._rng_at_next = self._rng_at_next, None
         if generators is not None:
             self._apply_restored_rng(pass_, generators)
 
-    def _count(self, pass_: Pass, batch: object, before: Mark | None) -> None:
+    def _count_batch(self, pass_: Pass, batch: object, before: RngSnapshot | None) -> None:
         if TAKEN_BEFORE in self._identity and self._risk is None:
             self._warn_risk(
-                "an iterator has one pass, and this one was left and begun again. A new process begins at "
-                "its first batch, and refuses to go on. Pass what makes the iterator"
+                "an iterator has only one pass, and this one was left and iterated again. A new process begins at "
+                "its first batch, and refuses to go on. Pass the iterable that creates the iterator"
             )
-        stand = pass_.stand
-        stand.given += 1
-        self.used.fetched(batch)
+        state = pass_.state
+        state.given += 1
+        self.reused.fetched(batch)
         pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
-        pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, moment(), self.in_eval
+        pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, tick(), self.in_eval
         if self._checks:
             self._read.clear()
-            stand.checksum = checksum_of(batch, self._read)
-            self._checks = stand.checksum is not None  # else there is nothing to compare in the next ones either
-        stand.before_last = stand.last if self._runs_ahead else None
-        stand.last = before if self._in_process and (self._checks or self._runs_ahead) else None
+            state.checksum = checksum_of(batch, self._read)
+            self._checks = state.checksum is not None  # otherwise later batches cannot be compared either
+        state.before_last = state.last if self._prefetches else None
+        state.last = before if self._in_process and (self._checks or self._prefetches) else None
 
-    def _finish(self, batches: Batches) -> None:
+    def _finish(self, batches: PassIterator) -> None:
         batches.inner = None
         self._read.clear()
         self._host.loader_pass_ended(self)
-        self._has_trained |= self._is_of_training(batches.of)
-        self._taken += batches.of.stand.given
-        self._ended = moment()
+        self._has_trained |= self._is_of_training(batches.of_pass)
+        self._taken += batches.of_pass.state.given
+        self._ended = tick()
         self._epoch += 1
-        batches.of.has_ended = True
+        batches.of_pass.has_ended = True
         self._pass = self._pending = None

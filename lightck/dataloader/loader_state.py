@@ -1,9 +1,9 @@
-"""What a session loader owns: its random generators, and objects of ``state=`` that lie in it (a dataset or a sampler
-with a state of its own). Both are taken, put back, and held still with the global generators.
+"""What a session loader owns: random generators, and objects of ``state=`` that are part of it (a dataset or a sampler
+with a state of its own). Both are captured, restored and preserved together with the global generators.
 
-Fetching moves these objects, and a replay fetches again. So their state before the pass is saved with the pass: a
-resume loads it, replays, and sees to it that each has the checkpoint's own state again. Where workers fetch they have
-copies, which are made when the pass begins: from the same state as then.
+Fetching changes these objects, and a replay fetches again. So their state before the pass is saved with the pass. A
+resume loads that state, replays, and then restores the checkpoint's state of each object. Workers have copies of the
+objects, which are made from the same state when the pass begins.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from lightck.dataloader.position import Mark
-from lightck.dataloader.wrapped_loader import chain
+from lightck.dataloader.position import RngSnapshot
+from lightck.dataloader.wrapped_loader import wrapper_chain
 from lightck.errors import DriftError
 from lightck.state import rng, values
 
 States = tuple[torch.Tensor, ...]
-"""Of a loader's own generators, in the order in which they were found."""
+"""States of a loader's own generators, in the order in which they were found."""
 
 
 class OwnGenerators:
-    """Those of a loader, its sampler and its batch sampler, and of the loaders inside a wrapper, each once. Torch's
-    global one is none of them: it is saved with the other global ones."""
+    """The generators of a loader, its sampler and its batch sampler, and of loaders inside a wrapper, each once.
+    Torch's global generator is not one of them: it is saved with the other global ones."""
 
     def __init__(self, loader: object) -> None:
         self._own = _found(loader)
@@ -37,12 +37,12 @@ class OwnGenerators:
     def states(self) -> States:
         return tuple(generator.get_state() for generator in self._own)
 
-    def now(self) -> Mark:
-        """The global generators and these, as they are."""
-        return Mark(rng.capture(), self.states())
+    def snapshot(self) -> RngSnapshot:
+        """Return the current states of the global generators and of these."""
+        return RngSnapshot(rng.capture(), self.states())
 
     def try_states(self, states: States) -> None:
-        """Raises ``RuntimeError`` or ``TypeError`` for states that these do not take. Nothing is changed."""
+        """Raise ``RuntimeError`` or ``TypeError`` for states that these generators refuse. Nothing is changed."""
         for generator, state in zip(self._own, states, strict=True):
             torch.Generator(generator.device).set_state(state)
 
@@ -50,15 +50,15 @@ class OwnGenerators:
         for generator, state in zip(self._own, states, strict=True):
             generator.set_state(state)
 
-    def restore(self, mark: Mark) -> None:
-        """The global generators and these, as they were then."""
-        mark.rng.restore()
-        self.set_states(mark.generators)
+    def restore(self, snapshot: RngSnapshot) -> None:
+        """Set the global generators and these to a snapshot."""
+        snapshot.rng.restore()
+        self.set_states(snapshot.generators)
 
     @contextmanager
-    def held(self) -> Generator[None, None, None]:
-        """The global generators and these are afterwards as they were before."""
-        before = self.now()
+    def preserved(self) -> Generator[None, None, None]:
+        """Restore the global generators and these at the end of the block."""
+        before = self.snapshot()
         try:
             yield
         finally:
@@ -67,7 +67,7 @@ class OwnGenerators:
 
 def _found(loader: object) -> tuple[torch.Generator, ...]:
     owners: list[object] = []
-    for one in chain(loader):
+    for one in wrapper_chain(loader):
         sampler, batches = getattr(one, "sampler", None), getattr(one, "batch_sampler", None)
         owners += (one, sampler, batches, getattr(batches, "sampler", None))
     found: dict[int, torch.Generator] = {}
@@ -92,45 +92,47 @@ _PARTS = (
 )
 _PARTS_MAX = 256
 _NBYTES_MAX = 1 << 20
-"""Of one object's state before the pass, which lies in the small state of each checkpoint."""
+"""Limit for one object's state before the pass, which is part of the small state of each checkpoint."""
 
 PackedStates = dict[str, "bytes | None"]
 
 
-class Owned:
-    """Of one loader."""
+class OwnedObjects:
+    """The objects of ``state=`` that are part of one loader."""
 
     def __init__(self, loader: object, name: str, objects: Mapping[str, Any], is_restored: bool) -> None:
-        """``objects``: those in ``state=``. ``is_restored``: they hold the state of the checkpoint now."""
+        """Find the objects. ``objects``: all objects of ``state=``. ``is_restored``: they hold the state of the
+        restored checkpoint now."""
         parts = _parts(loader)
         self._name = name
         self._objects = {key: obj for key, obj in objects.items() if any(obj is part for part in parts)}
         self._at_checkpoint = {key: self._packed(key) for key in self._objects} if is_restored else {}
         self._reported = False
 
-    def now(self) -> PackedStates:
-        """Their states, before a pass begins; None for one that is too large to be kept."""
+    def packed_states(self) -> PackedStates:
+        """Return their states, before a pass begins; None for a state that is too large to be saved."""
         states: PackedStates = {key: self._packed(key) for key in self._objects}
         for key, state in states.items():
             if state is not None and len(state) > _NBYTES_MAX:
                 states[key] = None
-                self._tell_large(key, len(state))
+                self._warn_large(key, len(state))
         return states
 
     def load(self, states: PackedStates) -> None:
-        """Before a replay: as it was when the pass began."""
+        """Load the states of when the pass began, before a replay."""
         for key, state in states.items():
             if state is not None and key in self._objects and state != self._packed(key):
                 self._load(key, state)
 
     def put_back(self) -> None:
-        """As the checkpoint has it. One that stands there is left alone: to load a state may begin something anew."""
+        """Load the checkpoint's states. An object that has this state already is left alone, because loading may reset
+        it."""
         for key, state in self._at_checkpoint.items():
             if state != self._packed(key):
                 self._load(key, state)
 
     def _packed(self, key: str) -> bytes:
-        with rng.shielded():
+        with rng.preserved():
             return values.pack(self._objects[key].state_dict(), path=f"state/{key}")
 
     def _load(self, key: str, state: bytes) -> None:
@@ -139,17 +141,17 @@ class Owned:
             self._objects[key].load_state_dict(value)
         except Exception as error:
             raise DriftError(
-                f"state[{key!r}], which loader {self._name!r} iterates, did not take the state that it had when the "
+                f"state[{key!r}], which loader {self._name!r} iterates, did not load the state that it had when the "
                 f"pass began: {type(error).__name__}: {error}. Build it as it was, or begin the pass anew: anew=True."
             ) from error
 
-    def _tell_large(self, key: str, nbytes: int) -> None:
+    def _warn_large(self, key: str, nbytes: int) -> None:
         if not self._reported:
             self._reported = True
             log.warning(
-                "loader %r: the state of state[%r] before a pass has %d bytes, and up to %d are kept with each "
-                "checkpoint: a resume in mid-pass may not be exact. Let its state_dict() give what its order "
-                "follows from, such as a seed and the epoch",
+                "loader %r: the state of state[%r] before a pass has %d bytes, and at most %d are saved with each "
+                "checkpoint: a resume in mid-pass may not be exact. Let its state_dict() return what determines "
+                "its order, such as a seed and the epoch",
                 self._name,
                 key,
                 nbytes,
@@ -158,8 +160,9 @@ class Owned:
 
 
 def _parts(loader: object) -> list[object]:
-    """What a loader fetches by: itself, dataset, samplers, and those that they wrap. No code of theirs is run."""
-    found = chain(loader)
+    """Return the objects that a loader fetches with: itself, dataset, samplers, and what those wrap. None of their code
+    runs."""
+    found = wrapper_chain(loader)
     for owner in found:
         attributes = getattr(owner, "__dict__", None)
         for part in map((attributes if type(attributes) is dict else {}).get, _PARTS):

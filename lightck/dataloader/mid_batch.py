@@ -1,10 +1,10 @@
-"""Whether a version closes within a batch of a session loader: its position counts that batch as a whole.
+"""Whether a checkpoint closes within a batch of a session loader, whose position counts that batch as a whole.
 
-Where an event other than ``next()`` and ``end_step()`` closes a version in mid-pass, the loop holds a batch that it has
-not finished, or has fetched in eval mode already. Else it shows at the boundary after it, where nothing was fetched in
-between, and that with two batches: it happens once where a loop turns to another source. A loader that stands still
-while another one goes on may be one that gives a batch now and then, which is right, unless the other one's passes run
-inside its batches.
+If an event other than ``next()`` and ``end_step()`` closes a checkpoint in mid-pass, the loop holds a batch that it has
+not finished, or has already fetched the next one in eval mode, in which ``next()`` closes nothing. Otherwise the next
+boundary shows it, if no loader fetched anything in between. This has to happen with two batches, because it happens
+once when a loop turns to another source. A loader whose count is unchanged while another one goes on may be one that
+yields a batch only now and then, which is correct, unless the passes of the other one run inside its batches.
 """
 
 from __future__ import annotations
@@ -12,78 +12,80 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightck.dataloader.passes import Pass, moment
+from lightck.dataloader.passes import Pass, tick
 from lightck.events import Event
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader
 
-_Stand = tuple["Pass | None", int]
+_PassAndCount = tuple["Pass | None", int]
 
 
 class MidBatch:
-    """Looks at each boundary, saved or not; the loaders tell the user."""
+    """Checks each boundary, saved or not, and lets the loaders warn the user."""
 
     def __init__(self, loaders: Sequence[SessionLoader]) -> None:
         self._loaders = loaders
-        self._saved: tuple[int, list[_Stand]] | None = None
-        """The boundary before, where its version was saved: its step, and where each loader stood."""
-        self._stood: dict[str, _Stand] = {}
-        """Where a loader stood when nothing was fetched between two boundaries."""
+        self._saved: tuple[int, list[_PassAndCount]] | None = None
+        """The last boundary, if its checkpoint was saved: its step, and the pass and count of each loader."""
+        self._unchanged_since: dict[str, _PassAndCount] = {}
+        """Pass and count of a loader at the first boundary before which nothing was fetched."""
 
     def fetches(self, loader: SessionLoader, in_eval: bool) -> None:
-        """``next()`` of this loader, in this mode of the model."""
+        """Record a ``next()`` of this loader. ``in_eval``: whether the model is in eval mode."""
         loader.in_eval = in_eval
-        now = moment()
+        now = tick()
         for each in self._loaders if not in_eval else ():
             each.fetched_to_train = now
 
     def holds_batch(self, step: int) -> bool:
-        """Whether the loop has a batch in hand on which the last update was made. A forward that comes then may only be
-        looked at (logged), and the next ``next()`` is the boundary; where another update comes instead, that is told at
-        its own boundary, and from then on forwards close versions again."""
-        return any(_is_mid_batch(loader.held_pass, step) and not loader.reported_within for loader in self._loaders)
+        """Whether the loop holds a batch on which the last update was made. A forward at this point may only be for
+        logging, and the next ``next()`` is the boundary. If another update comes first, its own boundary warns, and
+        from then on forwards close checkpoints again."""
+        return any(
+            _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
+        )
 
     def boundary(self, event: Event, step: int, is_saved: bool) -> None:
-        """Before the version of ``step`` is captured, where it is."""
+        """Check a boundary, before the checkpoint of ``step`` is captured if it is saved."""
         if not self._loaders:
             return
-        stands = [_stand(loader.held_pass) for loader in self._loaders]
+        counts = [_pass_and_count(loader.current_pass) for loader in self._loaders]
         if is_saved and event in (Event.FORWARD, Event.PRE_STEP):
-            for loader, (pass_, _) in zip(self._loaders, stands, strict=True):
+            for loader, (pass_, _) in zip(self._loaders, counts, strict=True):
                 if _is_mid_batch(pass_, step):
                     loader.warn_mid_batch(step)
         if self._saved is not None:
-            self._compare(stands, *self._saved)
-        self._saved = (step, stands) if is_saved else None
+            self._compare(counts, *self._saved)
+        self._saved = (step, counts) if is_saved else None
 
-    def _compare(self, stands: list[_Stand], step: int, before: list[_Stand]) -> None:
-        """With the boundary before this one, which saved ``step``."""
-        rests = [now[0] is then[0] and now[1] == then[1] for now, then in zip(stands, before, strict=False)]
-        has_moved = len(stands) > len(before) or not all(rests)
-        for loader, (pass_, given), is_unchanged in zip(self._loaders, stands, rests, strict=False):
+    def _compare(self, counts: list[_PassAndCount], step: int, before: list[_PassAndCount]) -> None:
+        """Compare with the last boundary, which saved ``step``."""
+        unchanged = [now[0] is then[0] and now[1] == then[1] for now, then in zip(counts, before, strict=False)]
+        has_changed = len(counts) > len(before) or not all(unchanged)
+        for loader, (pass_, given), is_unchanged in zip(self._loaders, counts, unchanged, strict=False):
             if pass_ is None or not given or not is_unchanged or pass_.in_eval:
                 continue
-            if has_moved:
-                is_mid_batch = any(_runs_inside(inner, pass_, step) for inner, _ in stands)
+            if has_changed:
+                is_mid_batch = any(_runs_inside(inner, pass_, step) for inner, _ in counts)
             else:
-                first = self._stood.setdefault(loader.name, (pass_, given))
+                first = self._unchanged_since.setdefault(loader.name, (pass_, given))
                 is_mid_batch = first[0] is not pass_ or first[1] != given
             if is_mid_batch:
                 loader.warn_mid_batch(step)
 
 
-def _stand(pass_: Pass | None) -> _Stand:
-    return pass_, 0 if pass_ is None else pass_.stand.given
+def _pass_and_count(pass_: Pass | None) -> _PassAndCount:
+    return pass_, 0 if pass_ is None else pass_.state.given
 
 
 def _is_mid_batch(pass_: Pass | None, step: int) -> bool:
-    return pass_ is not None and pass_.stand.given > 0 and (pass_.has_trained(step) or pass_.fetched_at == step)
+    return pass_ is not None and pass_.state.given > 0 and (pass_.has_trained(step) or pass_.fetched_at == step)
 
 
 def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
-    """Begun with the batch that the other one gave last, with no update and no end of a pass in between; and updates
-    are made in it."""
+    """Whether the inner pass began with the batch that the outer one gave last, with no update and no end of a pass in
+    between, and updates are made in it."""
     if inner is None or not inner.has_trained(step):
         return False
     return inner.after < outer.fetched < inner.begun and inner.updates == outer.fetched_at

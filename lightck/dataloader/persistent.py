@@ -1,8 +1,8 @@
 """DataLoaders with persistent workers that no session loader wraps.
 
 Such a loader draws from torch's global generator when its workers start, in its first pass of each process, and not in
-its later ones. The run that was killed had drawn at another time than the resumed one does, and all that is drawn after
-it differs. A session loader has the state from which its workers started in its position.
+later passes. The killed run and the resumed one draw at different times, and all later random numbers differ. The
+position of a session loader includes the state from which its workers started.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
-from lightck.dataloader.wrapped_loader import chain
+from lightck.dataloader.wrapped_loader import wrapper_chain
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader
@@ -28,25 +28,25 @@ def draws_once(loader: object) -> bool:
 
 
 class PersistentLoaders:
-    """Of one session: those that lived at attach."""
+    """Those DataLoaders of one session that were alive at attach."""
 
     def __init__(self, loaders: Sequence[SessionLoader], objects: Mapping[str, object]) -> None:
         self._loaders, self._objects = loaders, objects
         self._found: list[weakref.ref[DataLoader[object]]] = []
         self.had_started = False
-        """In the run before, when the restored version was closed."""
+        """Whether workers had started in the earlier run when the restored checkpoint was closed."""
 
     def follow(self, found: Iterable[DataLoader[object]]) -> None:
         self._found = [weakref.ref(loader) for loader in found]
 
     def have_started(self) -> bool:
-        """Whether one has its workers now that no session loader wraps."""
+        """Whether a DataLoader that no session loader wraps has its workers now."""
         if not self._found:
             return False
         return any(getattr(loader, "_iterator", None) is not None for loader in self._outside())
 
     def before_first_update(self) -> None:
-        """After a resume: name one that had drawn before and will draw again."""
+        """Warn, after a resume, about loaders that drew before and will draw again."""
         if not self.had_started:
             return
         for loader in self._outside():
@@ -61,7 +61,7 @@ class PersistentLoaders:
 
     def _outside(self) -> Iterator[DataLoader[object]]:
         followed = [*(loader.loader for loader in self._loaders), *self._objects.values()]
-        known = {id(one) for loader in followed for one in chain(loader)}
+        known = {id(one) for loader in followed for one in wrapper_chain(loader)}
         for ref in self._found:
             loader = ref()
             if loader is not None and id(loader) not in known:

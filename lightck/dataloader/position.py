@@ -1,4 +1,4 @@
-"""Where a loader stands: what a version says of it, read back from untrusted values."""
+"""The position of a loader: what a checkpoint says about it, and how it is read back from untrusted values."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from lightck.state.rng import RngState
 
 _GENERATORS_MAX = 16
 VERSION = 2
-"""Of a position. Since 2 its identity and its generators are also those of a DataLoader inside a wrapper."""
+"""Format of a position. Since 2 its identity and its generators include those of a DataLoader inside a wrapper."""
 
 Identity = dict[str, "str | int | None"]
 
 
-class Mark:
-    """The global generators and the loader's own at one moment. The storable form is made once, when asked for."""
+class RngSnapshot:
+    """The states of the global generators and the loader's own at one moment. Its storable form is computed once, on
+    demand."""
 
     __slots__ = ("_value", "generators", "rng")
 
     def __init__(self, state: RngState, generators: tuple[torch.Tensor, ...]) -> None:
         self.rng = state
         self.generators = generators
-        self._value: values.Constant | None = None
+        self._value: values.ConstantDict | None = None
 
     def to_value(self) -> dict[str, object]:
         if self._value is None:
-            self._value = values.Constant(rng=self.rng.to_value(), generators=_to_bytes(self.generators))
+            self._value = values.ConstantDict(rng=self.rng.to_value(), generators=_to_bytes(self.generators))
         return self._value
 
     @classmethod
-    def from_value(cls, value: object) -> Mark | None:
+    def from_value(cls, value: object) -> RngSnapshot | None:
         if value is None:
             return None
         if not isinstance(value, dict) or set(value) != {"rng", "generators"}:
@@ -56,44 +57,44 @@ def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
 
 
 def corrupt(reason: str) -> CorruptPoolError:
-    return CorruptPoolError(f"the saved position of a loader is damaged: {reason}; recover an older version")
+    return CorruptPoolError(f"the saved position of a loader is damaged: {reason}; recover an older checkpoint")
 
 
 @dataclass(slots=True)
-class Stand:
-    """How far a pass has come, and what a replay needs to come there again.
+class PassState:
+    """How far a pass has come, and what a replay to this place needs.
 
-    The random states: ``at_iter``, from which the pass's ``iter()`` drew its order and the workers' seeds;
-    ``at_first``, from which the first batch was fetched, since a loop may draw in between; ``last``, before the
-    ``next()`` that gave the last batch (None where a worker fetched it); ``before_last``, the one before that, for a
-    loader that fetches a batch ahead of those that it gives. ``checksum`` is of the last batch given (saved as
-    "content"; what older versions saved as "checksum" was computed otherwise and is not compared). ``inner`` is a
-    stateful loader's own state; for one of Accelerate's that before the pass, and ``passes`` is the number by which it
-    tells samplers the epoch. ``objects``: packed states of objects in ``state=`` that lie in the loader, before the
-    pass; ``raised``: batches given before a ``next()`` that raised -> how often it did.
+    Random states: ``at_iter``, from which ``iter()`` drew the pass's order and the workers' seeds; ``at_first``, from
+    which the first batch was fetched, because a loop may draw in between; ``last``, before the ``next()`` that gave the
+    last batch (None if a worker fetched it); ``before_last``, the one before that, for a loader that fetches one batch
+    ahead of those that it gives. ``given``: batches given. ``checksum``: of the last batch given (saved as "content";
+    older pools have another checksum as "checksum", which is not compared). ``inner``: a stateful loader's own state;
+    for Accelerate's, the state before the pass. ``pass_number``: the number from which Accelerate's loader tells
+    samplers the epoch. ``objects``: packed states, before the pass, of objects in ``state=`` that are part of the
+    loader. ``raised``: batches given before a ``next()`` that raised -> how often it raised.
     """
 
-    at_iter: Mark | None = None
-    at_first: Mark | None = None
-    last: Mark | None = None
-    before_last: Mark | None = None
+    at_iter: RngSnapshot | None = None
+    at_first: RngSnapshot | None = None
+    last: RngSnapshot | None = None
+    before_last: RngSnapshot | None = None
     given: int = 0
     checksum: int | None = None
     inner: object = None
-    passes: int | None = None
+    pass_number: int | None = None
     objects: dict[str, bytes | None] = field(default_factory=dict)
     raised: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a version says about one loader.
+    """What a checkpoint says about one loader.
 
-    ``trained``: updates were made in this pass. ``at_base``: the ``at_iter`` of the pass that started persistent
-    workers. ``version`` is 1 where the pool is older than `VERSION`.
-    ``previews``: passes without an update that the process had begun and left before its first update;
-    ``previews_in_loop``: later ones came too. ``used_again``: updates were made on batches of the last pass after it
-    ended.
+    ``kind``: "plain" or "stateful". ``epoch``: passes finished. ``live``: a pass is under way. ``trained``: updates
+    were made in this pass. ``at_workers``: the ``at_iter`` of the pass that started persistent workers. ``version``: 1
+    in pools older than `VERSION`. ``previews``: passes without an update that the process had begun and left before its
+    first update; ``previews_in_loop``: there were later ones too. ``used_again``: updates were made on batches of the
+    last pass after it ended.
     """
 
     kind: str
@@ -102,8 +103,8 @@ class Position:
     trained: bool
     identity: Identity
     generators: tuple[torch.Tensor, ...]
-    at_base: Mark | None
-    stand: Stand
+    at_workers: RngSnapshot | None
+    state: PassState
     version: int = VERSION
     previews: int = 0
     previews_in_loop: bool = False
@@ -113,23 +114,23 @@ class Position:
         return {
             "kind": self.kind,
             "epoch": self.epoch,
-            "given": self.stand.given,
+            "given": self.state.given,
             "live": self.live,
             "trained": self.trained,
             "identity": self.identity,
             "generators": _to_bytes(self.generators),
-            "r_iter": self.stand.at_iter and self.stand.at_iter.to_value(),
-            "r_first": self.stand.at_first and self.stand.at_first.to_value(),
-            "r_base": self.at_base and self.at_base.to_value(),
-            "r_last": self.stand.last and self.stand.last.to_value(),
+            "r_iter": self.state.at_iter and self.state.at_iter.to_value(),
+            "r_first": self.state.at_first and self.state.at_first.to_value(),
+            "r_base": self.at_workers and self.at_workers.to_value(),
+            "r_last": self.state.last and self.state.last.to_value(),
             "checksum": None,
-            "content": self.stand.checksum,
-            "inner": self.stand.inner,
+            "content": self.state.checksum,
+            "inner": self.state.inner,
             "version": self.version,
-            "objects": self.stand.objects,
-            "raised": [[place, count] for place, count in self.stand.raised.items()],
-            "r_before_last": self.stand.before_last and self.stand.before_last.to_value(),
-            "passes": self.stand.passes,
+            "objects": self.state.objects,
+            "raised": [[place, count] for place, count in self.state.raised.items()],
+            "r_before_last": self.state.before_last and self.state.before_last.to_value(),
+            "passes": self.state.pass_number,
             "previews": self.previews,
             "previews_in_loop": self.previews_in_loop,
             "used_again": self.used_again,
@@ -143,15 +144,15 @@ class Position:
         for key, (kinds, why) in _TYPES.items():
             if type(value[key]) not in kinds or (type(value[key]) is int and not 0 <= value[key] < 1 << 63):
                 raise corrupt(f"{key} is no {why}")
-        stand = Stand(
-            at_iter=Mark.from_value(value["r_iter"]),
-            at_first=Mark.from_value(value["r_first"]),
-            last=Mark.from_value(value["r_last"]),
-            before_last=Mark.from_value(value["r_before_last"]),
+        state = PassState(
+            at_iter=RngSnapshot.from_value(value["r_iter"]),
+            at_first=RngSnapshot.from_value(value["r_first"]),
+            last=RngSnapshot.from_value(value["r_last"]),
+            before_last=RngSnapshot.from_value(value["r_before_last"]),
             given=value["given"],
             checksum=value["content"],
             inner=value["inner"],
-            passes=value["passes"],
+            pass_number=value["passes"],
             objects=_read_map(value["objects"], (bytes, type(None)), "the states of its objects are no bytes"),
             raised=_read_raised(value["raised"], value["given"]),
         )
@@ -164,8 +165,8 @@ class Position:
                 value["identity"], (str, int, type(None)), "its identity is no dict of names and numbers"
             ),
             generators=_from_bytes(value["generators"]),
-            at_base=Mark.from_value(value["r_base"]),
-            stand=stand,
+            at_workers=RngSnapshot.from_value(value["r_base"]),
+            state=state,
             version=value["version"],
             previews=value["previews"],
             previews_in_loop=value["previews_in_loop"],
@@ -177,48 +178,48 @@ class Position:
     def _check(self) -> None:
         if self.kind not in ("plain", "stateful"):
             raise corrupt(f"{self.kind!r} is no kind of loader")
-        if self.live and self.stand.at_iter is None:
+        if self.live and self.state.at_iter is None:
             raise corrupt("its pass has begun and a random state is missing")
-        if self.live and self.kind == "stateful" and self.stand.inner is None:
+        if self.live and self.kind == "stateful" and self.state.inner is None:
             raise corrupt("its pass has begun and its own state is missing")
-        if self.kind == "plain" and self.stand.given and self.stand.at_first is None:
+        if self.kind == "plain" and self.state.given and self.state.at_first is None:
             raise corrupt("batches were given and a random state is missing")
-        if self.stand.given and not self.live:
+        if self.state.given and not self.live:
             raise corrupt("batches were given and no pass has begun")
-        if any(len(mark.generators) != len(self.generators) for mark in self.marks()):
+        if any(len(snapshot.generators) != len(self.generators) for snapshot in self.snapshots()):
             raise corrupt("the number of generators changes")
 
-    def marks(self) -> list[Mark]:
-        marks = (self.stand.at_iter, self.stand.at_first, self.at_base, self.stand.before_last, self.stand.last)
-        return [mark for mark in marks if mark is not None]
+    def snapshots(self) -> list[RngSnapshot]:
+        snapshots = (self.state.at_iter, self.state.at_first, self.at_workers, self.state.before_last, self.state.last)
+        return [snapshot for snapshot in snapshots if snapshot is not None]
 
-    def before(self, index: int) -> Mark | None:
-        """The random state before the ``next()`` that gave batch ``index`` of the pass, where it is known."""
-        if index == self.stand.given - 1 and self.stand.last is not None:
-            return self.stand.last
-        if index == self.stand.given - 2 and self.stand.before_last is not None:
-            return self.stand.before_last
-        return self.stand.at_first if index == 0 else None
+    def before(self, index: int) -> RngSnapshot | None:
+        """Return the random state before the ``next()`` that gave batch ``index`` of the pass, if known."""
+        if index == self.state.given - 1 and self.state.last is not None:
+            return self.state.last
+        if index == self.state.given - 2 and self.state.before_last is not None:
+            return self.state.before_last
+        return self.state.at_first if index == 0 else None
 
     def before_its_pass(self) -> Position:
-        """The same loader at the beginning of this pass, which is not counted."""
+        """Return the position at the beginning of this pass, without counting the pass."""
         if not self.live:
             return self
-        stand = replace(self.at_rest().stand, inner=None if self.kind == "stateful" else self.stand.inner)
-        return replace(self.at_rest(), epoch=self.epoch, stand=stand)
+        state = replace(self.between_passes().state, inner=None if self.kind == "stateful" else self.state.inner)
+        return replace(self.between_passes(), epoch=self.epoch, state=state)
 
     def with_last_only(self) -> Position:
-        """For a replay in which all batches but the last one were passed over already."""
-        given, raised = self.stand.given, self.stand.raised
+        """Return the position for a replay that has skipped all batches but the last one."""
+        given, raised = self.state.given, self.state.raised
         left = {1: raised[given]} if given in raised else {}
         return replace(
-            self, stand=replace(self.stand, given=1, at_first=None, last=None, before_last=None, raised=left)
+            self, state=replace(self.state, given=1, at_first=None, last=None, before_last=None, raised=left)
         )
 
-    def at_rest(self) -> Position:
-        """The same loader with its pass put down, and counted."""
-        kept = Stand(checksum=self.stand.checksum, inner=self.stand.inner, passes=self.stand.passes)
-        return replace(self, epoch=self.epoch + 1, live=False, trained=False, stand=kept)
+    def between_passes(self) -> Position:
+        """Return the position after this pass, which is abandoned and counted."""
+        kept = PassState(checksum=self.state.checksum, inner=self.state.inner, pass_number=self.state.pass_number)
+        return replace(self, epoch=self.epoch + 1, live=False, trained=False, state=kept)
 
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -246,7 +247,7 @@ _LATER: dict[str, object] = {
     "previews_in_loop": False,
     "used_again": False,
 }
-"""What older pools do not have, and what it is for them."""
+"""Keys that older pools do not have, and their values there."""
 _KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)
 
 
@@ -266,5 +267,5 @@ def _read_raised(value: object, given: int) -> dict[int, int]:
     return dict(value)
 
 
-def same(left: Mark | None, right: Mark | None) -> bool:
+def same_rng(left: RngSnapshot | None, right: RngSnapshot | None) -> bool:
     return values.pack(left and left.to_value(), path="r") == values.pack(right and right.to_value(), path="r")

@@ -1,11 +1,10 @@
-"""Passes that a script begins before its loop goes on, in order to see a batch, and what they mean after a restore.
+"""Passes that a script begins before its loop goes on, in order to see a batch, and their meaning after a restore.
 
 A script takes a batch before the loop (``next(iter(loader))``), or a framework begins a pass to see whether it can. The
-run that was killed did so at its start, and the resumed run does it again: its loop has to find the restored position
-and the restored random states as if it had not. But a pass that was left without an update may also be one that the
-loop left by ``break``, or by the end of another loader in ``zip``. Two facts tell them apart: one that is begun and
-dropped at once is none of a loop's, and the run that was killed took its previews before its first update too, which
-its positions count.
+killed run did so at its start, and the resumed run does it again: its loop must then find the restored position and
+random states as if it had not. But a pass that was left without an update may also be one that the loop left by
+``break``, or because another loader in ``zip`` ended. Two facts distinguish them: a pass that is left right after it
+began is no pass of a loop, and the killed run took its previews before its first update too, which its positions count.
 """
 
 from __future__ import annotations
@@ -27,59 +26,59 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightck")
 
 
-def is_only_asked(caller: FrameType) -> bool:
-    """Whether ``iter()`` is called to see whether it can be: Lightning does so with what is no DataLoader, and drops
-    what it gets. A DataLoader would not have been asked, so nothing may be drawn for the answer."""
+def is_lightning_probe(caller: FrameType) -> bool:
+    """Whether Lightning calls ``iter()`` only to check an object that is no DataLoader, and drops the result. For a
+    DataLoader it would not call ``iter()``, so this call must not draw any random numbers."""
     name = caller.f_code.co_name == "_check_dataloader_iterable" and caller.f_globals.get("__name__")
     return isinstance(name, str) and name.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
-def tell_lightning_counts(name: str, position: Position | None) -> None:
-    """Its Trainer counts the batches of each pass from 0 and compares with ``len(loader)``, so in a pass that is gone
-    on with in its middle it never comes to the last batch."""
-    if position is not None and position.live and position.stand.given:
+def warn_lightning_counts(name: str, position: Position | None) -> None:
+    """Warn that Lightning's Trainer misses the end of a pass that is continued in its middle: it counts the batches of
+    each pass from 0 and compares with ``len(loader)``."""
+    if position is not None and position.live and position.state.given:
         log.warning(
-            "loader %r goes on behind batch %d of its pass, and Lightning's Trainer counts the batches from 0: "
-            "it does not see the last batch of this pass, so it skips the validation and the scheduler steps "
-            "that belong to the pass's end. What they would have drawn or changed is missing, and the training "
-            "does not go on bit-identically where there are any. A loop of your own does",
+            "loader %r goes on after batch %d of its pass, and Lightning's Trainer counts the batches from 0: "
+            "it does not recognise the last batch of this pass, so it skips the validation and the scheduler "
+            "steps at the end of the pass. If there are any, their random draws and changes are missing, and the "
+            "training is not bit-identical. Write a loop of your own to avoid this",
             name,
-            position.stand.given - 1,
+            position.state.given - 1,
         )
 
 
 @dataclass(slots=True)
 class Previews:
-    """Of one loader in this process: passes that were left before their end, with nothing trained in them."""
+    """Passes of one loader in this process that were left before their end with nothing trained in them."""
 
     start: int
-    """The updates that were finished when the loader was wrapped."""
+    """Updates that were finished when the loader was wrapped."""
     taken: int = 0
-    """Before the first update."""
+    """Previews before the first update."""
     in_loop: bool = False
-    """Whether there was one after an update: then the loop takes it, in each epoch."""
+    """Whether there was one after an update: then the loop takes a preview in each epoch."""
     expected: int = 0
-    """How many the run that was killed had taken."""
+    """How many previews the killed run had taken."""
 
     def restored(self, position: Position) -> None:
         self.expected, self.in_loop = position.previews, position.previews_in_loop
 
     def with_pass(self, pass_: Pass | None) -> tuple[int, bool]:
-        """``taken`` and ``in_loop`` where this pass is over."""
-        if pass_ is None or not pass_.is_fruitless or pass_.evaluates:
+        """Return ``taken`` and ``in_loop`` as they will be when this pass is over."""
+        if pass_ is None or not pass_.was_left_without_update or pass_.evaluates:
             return self.taken, self.in_loop
         is_before = pass_.left_at == self.start
         return self.taken + is_before, self.in_loop or not is_before
 
     def left(self, pass_: Pass) -> None:
-        """This pass is over."""
+        """Count a pass that is over."""
         self.taken, self.in_loop = self.with_pass(pass_)
 
     def is_one(self, pass_: Pass, position: Position) -> bool:
         """Whether this pass, the last one begun from the restored position and not counted yet, was a preview."""
-        if not pass_.is_fruitless:
+        if not pass_.was_left_without_update:
             return False
-        if pass_.was_dropped:
+        if pass_.was_left_at_once:
             return True
         if self.taken >= self.expected:
             return False
@@ -87,14 +86,15 @@ class Previews:
 
 
 class RestoredRng:
-    """The random state of a checkpoint: for the pass with which its training goes on."""
+    """The random state of a checkpoint, for the pass with which its training goes on."""
 
     def __init__(self, state: RngState | None) -> None:
         self.state = state
         self._taken: tuple[weakref.ref[SessionLoader], Pass] | None = None
 
     def take(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """For the first pass that asks, and for another one where those that asked before were previews."""
+        """Return the state for the first pass that asks, and for a later one if those that asked before were previews;
+        None otherwise."""
         if self._taken is not None:
             before = self._taken[0]()
             if before is None or not before.is_preview(self._taken[1]):

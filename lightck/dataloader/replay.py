@@ -1,14 +1,13 @@
-"""Going again through the batches that a pass gave before it was saved: fetched and dropped.
+"""Replay of the batches that a pass gave before it was saved: they are fetched again and dropped.
 
 A loader may fetch ahead of what it gives. One that is a batch ahead (Accelerate's, timm's prefetcher) fetches two at
-its first ``next()``, and at ``next()`` number k the batch k + 1, with the loop's own draws in between. So the states
-before the last two ``next()`` are set again: the batch that was given last and the one that waits in the loader are
-drawn as they were. A loader that fetches two batches ahead gives another last batch, and its checksum says so.
+its first ``next()``, and batch k + 1 at ``next()`` number k, with the loop's own draws in between. So the random states
+before the last two ``next()`` are set again: the last batch given and the one that waits in the loader are drawn as
+before. A loader that fetches two batches ahead gives another last batch, and the checksum detects it.
 
-``session.loader(dl, replay="skip")`` draws what was given before from the sampler alone. Of the batches before only the
-last one is fetched, and compared with the one that was given. What a dataset draws from a generator of its own, counts
-or keeps while it fetches is missing then, and what it draws from a global generator inside a worker: so this is the
-user's choice.
+``session.loader(dl, replay="skip")`` draws the batches given before from the sampler only, fetches just the last one,
+and compares it. Random numbers that a dataset draws from its own generator, or from a global generator inside a worker,
+and state that it changes while it fetches, are then missing: so this is the user's choice.
 """
 
 from __future__ import annotations
@@ -20,60 +19,62 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightck.dataloader.position import Mark, Position
+from lightck.dataloader.position import Position, RngSnapshot
 from lightck.dataloader.wrapped_loader import is_loader_of_torch
 from lightck.errors import SessionError
 
 log = logging.getLogger("lightck")
-_TELL_SECONDS = 10.0
+_REPORT_SECONDS = 10.0
 
 
-class EndedEarly(Exception):
-    """The loader has fewer batches than were given; its argument says how many."""
+class PassTooShort(Exception):
+    """The pass has fewer batches than were given; the argument is their number."""
 
 
 def replay(
     inner: Iterator[object],
     position: Position,
-    set_mark: Callable[[Mark], None],
+    restore: Callable[[RngSnapshot], None],
     progress: Progress,
-    tell_healed: Callable[[int], None],
+    warn_recovered: Callable[[int], None],
 ) -> object:
-    """Fetch and drop what was given before: each worker's random stream and the prefetching run along. Returns the last
-    batch. Fetches that raised, and which the loop passed over, are made again: ``tell_healed`` is called with the place
-    of one that gives a batch now. Raises ``EndedEarly``."""
+    """Fetch and drop the batches given before, which also advances each worker's random stream and the prefetching.
+    Return the last batch. Fetches that raised, and whose errors the loop ignored, are repeated: ``warn_recovered`` is
+    called with the place of one that gives a batch now. Raises ``PassTooShort``."""
     batch = None
-    if position.stand.at_first is not None:
-        set_mark(position.stand.at_first)
-    for index in range(position.stand.given):
-        _pass_over(inner, position, index, tell_healed)
-        mark = position.before(index)
-        if mark is not None:
-            set_mark(mark)
+    if position.state.at_first is not None:
+        restore(position.state.at_first)
+    for index in range(position.state.given):
+        _repeat_failed_fetches(inner, position, index, warn_recovered)
+        snapshot = position.before(index)
+        if snapshot is not None:
+            restore(snapshot)
         try:
             batch = next(inner)
         except StopIteration:
-            raise EndedEarly(index) from None
+            raise PassTooShort(index) from None
         progress.at(index + 1)
-    _pass_over(inner, position, position.stand.given, tell_healed)
+    _repeat_failed_fetches(inner, position, position.state.given, warn_recovered)
     return batch
 
 
-def _pass_over(inner: Iterator[object], position: Position, place: int, tell_healed: Callable[[int], None]) -> None:
-    """As many errors as were counted behind batch ``place``, and not one more."""
-    for _ in range(position.stand.raised.get(place, 0)):
+def _repeat_failed_fetches(
+    inner: Iterator[object], position: Position, place: int, warn_recovered: Callable[[int], None]
+) -> None:
+    """Repeat the fetches that raised after ``place`` batches, as many as were counted."""
+    for _ in range(position.state.raised.get(place, 0)):
         try:
             next(inner)
         except StopIteration:
-            raise EndedEarly(place) from None
+            raise PassTooShort(place) from None
         except Exception as error:
-            log.debug("lightck: passed over again: %s: %s", type(error).__name__, error)
+            log.debug("lightck: an error that was ignored before is ignored again: %s: %s", type(error).__name__, error)
         else:
-            tell_healed(place)
+            warn_recovered(place)
 
 
 class Progress:
-    """Says every ten seconds how far a long replay is."""
+    """Logs every ten seconds how far a long replay is."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
@@ -81,10 +82,10 @@ class Progress:
 
     def at(self, done: int) -> None:
         now = time.monotonic()
-        if now - self._reported >= _TELL_SECONDS:
+        if now - self._reported >= _REPORT_SECONDS:
             self._reported = now
             log.info(
-                "loader %r: %d of the %d batches that its pass gave before are fetched again, %.1f in a second",
+                "loader %r: %d of the %d batches that its pass gave before are fetched again, %.1f per second",
                 self._name,
                 done,
                 self._count,
@@ -94,35 +95,39 @@ class Progress:
 
 # -- replay="skip" -----------------------------------------------------------------------------------------------------
 
-FACT = " (those before it were not fetched: replay='skip'. Say replay='fetch', and all are)"
+SKIP_NOTE = " (replay='skip' did not fetch those before it; replay='fetch' fetches all)"
 
 
 def wants_skip(loader: object, replay: object) -> bool:
-    """What ``replay=`` says. Raises ``ValueError``; ``SessionError`` for a loader whose batches cannot be skipped."""
+    """Return whether ``replay=`` is "skip". Raises ``ValueError``, and ``SessionError`` for a loader whose batches
+    cannot be skipped."""
     if replay not in ("fetch", "skip"):
-        raise ValueError(f"replay={replay!r}: say 'fetch' (all that a pass gave before) or 'skip' (in the sampler).")
+        raise ValueError(
+            f"replay={replay!r}: pass 'fetch' (fetch all batches given before) or 'skip' (skip them in the sampler)."
+        )
     is_plain = is_loader_of_torch(loader) and type(loader).__iter__ is DataLoader.__iter__  # type: ignore[attr-defined]
     if replay == "skip" and (not is_plain or isinstance(loader.dataset, IterableDataset)):  # type: ignore[attr-defined]
         raise SessionError(
-            f"replay='skip' on a {type(loader).__qualname__}: batches are skipped in the sampler of a plain DataLoader "
-            "over a map-style dataset, and this is none. Leave replay= out: what was given before is fetched again."
+            f"replay='skip' on a {type(loader).__qualname__}: only a plain DataLoader over a map-style dataset can "
+            "skip batches in its sampler. Leave replay= out: the batches given before are then fetched again."
         )
     return replay == "skip"
 
 
-def iterate_behind(loader: DataLoader[object], count: int, then: Callable[[], None]) -> Iterator[object]:
-    """An iterator of the loader's that begins behind ``count`` batches. ``then`` is called where those are drawn."""
+def iterate_after_skip(loader: DataLoader[object], count: int, then: Callable[[], None]) -> Iterator[object]:
+    """Return an iterator of the loader that begins after ``count`` batches. ``then`` is called when those are drawn."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = loader.__dict__[name]
-    loader.__dict__[name] = _Behind(sampler, count, then)  # which the iterator keeps; a DataLoader lets nobody set it
+    # The iterator keeps this sampler. It is set in __dict__, because DataLoader forbids a normal assignment.
+    loader.__dict__[name] = _SkippingSampler(sampler, count, then)
     try:
         return iter(loader)
     finally:
         loader.__dict__[name] = sampler
 
 
-class _Behind:
-    """A sampler, or a batch sampler. Once: persistent workers iterate it in each pass."""
+class _SkippingSampler:
+    """A sampler, or a batch sampler, that skips only once: persistent workers iterate over it in each pass."""
 
     def __init__(self, sampler: Any, count: int, then: Callable[[], None]) -> None:
         self._sampler, self._count, self._then = sampler, count, then

@@ -1,7 +1,9 @@
-"""Whether a sampler draws from torch's global generator at ``next()``: a replay fetches without the loop's own draws.
+"""Whether a sampler draws from torch's global generator at ``next()``, although a replay fetches without the loop's
+draws.
 
-The draws of a pass's first ``next()`` are made again from the state that is kept for it. Those of later ones are the
-same only if nothing but fetches drew in between: in this process that is looked for. Workers fetch ahead of the loop.
+The draws of a pass's first ``next()`` are repeated from a saved state. Those of later ones are the same only if nothing
+but fetches drew in between, which is checked if the batches are fetched in this process. Workers fetch ahead of the
+loop.
 """
 
 from __future__ import annotations
@@ -14,39 +16,39 @@ import torch
 from lightck.dataloader.wrapped_loader import is_made_by_torch
 
 _CURE = "give the sampler a generator of its own, as its attribute generator"
-_WATCHED_BATCHES = 4  # of each pass, where workers fetch
+_WATCHED_BATCHES = 4  # in each pass, if workers fetch
 
 
-class Watch(Protocol):
-    """Of one pass."""
+class SamplerWatch(Protocol):
+    """Watches the fetches of one pass."""
 
     def before(self) -> None:
-        """A fetch begins."""
+        """Called before a fetch."""
 
     def risk(self) -> str | None:
-        """After a fetch: why a replay may not be exact, where that is seen now."""
+        """Called after a fetch. Return why a replay may not be exact, if this fetch shows it."""
 
 
-def watch(inner: Iterator[object], in_process: bool) -> Watch | None:
-    """``inner``: torch's iterator over a DataLoader; for any other there is nothing to see."""
+def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
+    """Return a watch for ``inner``, torch's iterator over a DataLoader; None for any other iterator in this process."""
     if not in_process:
-        return _AheadOfTheLoop(begins_late=not is_made_by_torch(inner))
-    drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; a replay does not depend on it
+        return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
+    drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; only this warning depends on it
     if drawn_from is None:
         return None
-    if isinstance(drawn_from, _Sampler):  # of an iterator that is the same one in each pass
+    if isinstance(drawn_from, _WatchedSampler):  # an iterator that is used in several passes
         drawn_from = drawn_from.inner
-    sampler = _Sampler(drawn_from)
+    sampler = _WatchedSampler(drawn_from)
     inner._sampler_iter = sampler  # type: ignore[attr-defined]
-    return _BetweenItsDraws(sampler)
+    return _InProcessWatch(sampler)
 
 
-class _AheadOfTheLoop:
-    """Of all that a fetch does here only the sampler can draw. ``begins_late``: and torch's iterator the workers' seed,
-    which a wrapper makes at its first ``next()``."""
+class _WorkerFetchWatch:
+    """Watches a loader with workers, where only the sampler can draw in this process. ``begins_late``: a wrapper
+    creates torch's iterator, which draws the workers' seed, at its first ``next()``."""
 
     def __init__(self, begins_late: bool) -> None:
-        self._left = _WATCHED_BATCHES
+        self._to_watch = _WATCHED_BATCHES
         self._begins_late = begins_late
         self._state: torch.Tensor | None = None
 
@@ -54,8 +56,8 @@ class _AheadOfTheLoop:
         if self._begins_late:
             self._begins_late = False
             return
-        self._state = torch.get_rng_state() if self._left else None
-        self._left -= bool(self._left)
+        self._state = torch.get_rng_state() if self._to_watch else None
+        self._to_watch -= bool(self._to_watch)
 
     def risk(self) -> str | None:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
@@ -63,11 +65,13 @@ class _AheadOfTheLoop:
         return f"its sampler draws from torch's global random generator at each next(), ahead of the loop: {_CURE}"
 
 
-class _BetweenItsDraws:
-    def __init__(self, sampler: _Sampler) -> None:
+class _InProcessWatch:
+    """Watches a loader that fetches in this process."""
+
+    def __init__(self, sampler: _WatchedSampler) -> None:
         self._sampler = sampler
         self._state: torch.Tensor | None = None
-        """Behind the last fetch, until the loop has drawn."""
+        """Random state after the last fetch, until the loop has drawn."""
 
     def before(self) -> None:
         if self._state is not None and not torch.equal(self._state, torch.get_rng_state()):
@@ -80,15 +84,15 @@ class _BetweenItsDraws:
         return None
 
 
-class _Sampler:
-    """The iterator over a sampler, or a batch sampler. It notes whether it draws while it is watched."""
+class _WatchedSampler:
+    """The iterator over a sampler, or a batch sampler. It records whether it draws while it is watched."""
 
     def __init__(self, inner: Iterator[object]) -> None:
         self.inner = inner
         self.is_watched = False
         self.has_drawn = False
 
-    def __iter__(self) -> _Sampler:
+    def __iter__(self) -> _WatchedSampler:
         return self
 
     def __next__(self) -> object:

@@ -1,11 +1,11 @@
-"""What lies under a loader of somebody else's: the DataLoader that it wraps, and in which process that fetches.
+"""The DataLoader inside a wrapper of another library, and the process in which it fetches.
 
-Wrappers are looked through by what they hold, never by calling them: Accelerate's loaders (``base_dataloader``), timm's
+Wrappers are examined by their attributes, and never called: Accelerate's loaders (``base_dataloader``), timm's
 prefetcher (``loader``), and any object that holds exactly one DataLoader.
 
-Accelerate's are generators that begin at their first ``next()`` and run one batch ahead. They count the passes
-(``iteration``) and tell samplers the number. Those over torchdata's stateful loader give its state, which holds the
-order of a pass only where the sampler is torchdata's too, and no random states: so a pass is replayed, from the state
+Accelerate's loaders are generators that begin at their first ``next()`` and run one batch ahead. They count the passes
+(``iteration``) and pass the number to samplers. Those over torchdata's stateful loader return its state, which holds
+the order of a pass only if the sampler is torchdata's too, and no random states. So a pass is replayed from the state
 before it.
 """
 
@@ -21,16 +21,16 @@ _DEPTH_MAX = 8
 _OF_SEQUENCES: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
-def core_of(loader: object) -> DataLoader[object] | None:
-    """The DataLoader that fetches: the object itself or what it wraps; None where there is none, or several."""
-    for one in chain(loader):
+def inner_dataloader(loader: object) -> DataLoader[object] | None:
+    """Return the DataLoader that fetches: the object itself or the one inside; None if there is none, or several."""
+    for one in wrapper_chain(loader):
         if is_loader_of_torch(one):
             return one  # type: ignore[return-value]
     return None
 
 
-def chain(loader: object) -> list[object]:
-    """The loader, what it wraps, and so on; the last one wraps none."""
+def wrapper_chain(loader: object) -> list[object]:
+    """Return the loader, the object that it wraps, and so on; the last one wraps none."""
     found = [loader]
     while len(found) < _DEPTH_MAX and not is_loader_of_torch(found[-1]):
         inner = _held_by(found[-1])
@@ -41,7 +41,8 @@ def chain(loader: object) -> list[object]:
 
 
 def is_loader_of_torch(value: object) -> bool:
-    """By its class, and not by ``isinstance``: Accelerate's loaders say that they are of the class that they wrap."""
+    """Whether the class is a DataLoader. ``isinstance`` is wrong for Accelerate's loaders, which claim the class of the
+    one they wrap."""
     return issubclass(type(value), DataLoader)
 
 
@@ -60,42 +61,44 @@ def _held_by(wrapper: object) -> object | None:
     return loaders[0] if len(loaders) == 1 else None
 
 
-def may_run_ahead(batches: Iterator[object]) -> bool:
-    """Whether it may have fetched more than it gave. What is in a list was made before."""
+def may_prefetch(batches: Iterator[object]) -> bool:
+    """Whether the iterator may have fetched more than it gave. Iterators over lists, tuples and ranges fetch
+    nothing."""
     return not is_made_by_torch(batches) and type(batches) not in _OF_SEQUENCES
 
 
 def is_made_by_torch(batches: Iterator[object]) -> bool:
-    """Whether this iterator is a DataLoader's own: it gives what it fetched last, and fetches nothing ahead here."""
+    """Whether this iterator is a DataLoader's own, which in this process fetches nothing ahead."""
     return type(batches).__module__ == "torch.utils.data.dataloader"
 
 
-def fetches_here(loader: object, core: DataLoader[object] | None, batches: Iterator[object]) -> bool:
-    """Whether a ``next()`` may draw random numbers for a batch in this process. Where workers fetch, torch's iterators
-    and Accelerate's do not; a wrapper of another kind may change the batches here."""
-    has_workers = core is not None and core.num_workers > 0
+def fetches_here(loader: object, dataloader: DataLoader[object] | None, batches: Iterator[object]) -> bool:
+    """Whether a ``next()`` may draw random numbers for a batch in this process. If workers fetch, torch's and
+    Accelerate's iterators do not draw here; another wrapper may change the batches here."""
+    has_workers = dataloader is not None and dataloader.num_workers > 0
     return not (has_workers and (is_made_by_torch(batches) or is_accelerated(loader)))
 
 
 def keeps_state(loader: object) -> bool:
-    """Whether it is a loader of Accelerate's over a stateful loader."""
+    """Whether it is one of Accelerate's loaders over a stateful loader."""
     return is_accelerated(loader) and hasattr(getattr(loader, "base_dataloader", None), "load_state_dict")
 
 
-def passes_of(loader: object) -> int | None:
-    """The number of the pass that a loader of Accelerate's tells its sampler; None for any other loader."""
+def pass_number_of(loader: object) -> int | None:
+    """Return the number of the pass that one of Accelerate's loaders passes to its sampler; None for any other
+    loader."""
     count = getattr(loader, "iteration", None) if is_accelerated(loader) else None
     return count if type(count) is int and count >= 0 else None
 
 
-def set_passes(loader: Any, count: int | None) -> None:
-    if count is not None and passes_of(loader) is not None:
+def set_pass_number(loader: Any, count: int | None) -> None:
+    if count is not None and pass_number_of(loader) is not None:
         loader.iteration = count
 
 
-def renew(core: Any) -> None:
-    """Give a stateful loader a new iterator for its first pass, which Accelerate makes when it is prepared, where that
-    was used up since. (The attribute is private to torchdata; a wrong batch would be found.)"""
-    if not getattr(core, "_initial_iter_for_state_dict", True):
-        core.load_state_dict({})
-        core.state_dict()
+def reset_first_pass(dataloader: Any) -> None:
+    """Give a stateful loader a new iterator for its first pass if the first one is used up. Accelerate creates that one
+    when it is prepared. (The attribute is private to torchdata; the checksum would detect a wrong batch.)"""
+    if not getattr(dataloader, "_initial_iter_for_state_dict", True):
+        dataloader.load_state_dict({})
+        dataloader.state_dict()

@@ -1,5 +1,5 @@
-"""``lightck demo``: train, kill, recover, go on, and compare with a run that was never killed.
+"""``lightck demo``: trains, kills, resumes, and compares the result with a run that was never killed.
 
-``plan`` draws the kills, ``process`` runs one training in a child, ``child`` is that child, ``run`` puts the two
-runs together and compares them, ``report`` shows what happens. The training itself is ``examples/train_gpt.py``.
+``plan`` draws the kills, ``process`` runs a training in a child process, ``child`` is the program of that process,
+``run`` does both runs and compares them, ``report`` shows the result. The training itself is ``examples/train_gpt.py``.
 """

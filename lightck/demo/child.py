@@ -1,10 +1,10 @@
-"""The demo's training process: runs ``train_gpt.py`` and reports to its parent, a JSON line for each event.
+"""The demo's training process: runs ``train_gpt.py`` and reports each event to its parent as a line of JSON.
 
     python child.py FD PARENT_PID LIGHTCK_ROOT [arguments of train_gpt.py]
 
-Started as a script, never imported from the package, so that a plain run (``--pool none``) has not imported lightck;
-whether that is so is reported at the end. A line is written as soon as its update has returned: whatever was
-reported before a kill is in the pipe, and the parent reads it after the death of this process.
+It runs as a script, so that a plain run (``--pool none``) does not import lightck; the last report says whether it did.
+It writes a line as soon as its update has returned: what was reported before a kill is in the pipe, and the parent
+reads it after the death of this process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, however that dies."""
+    """Let the kernel kill this process when its parent dies, for whatever reason."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
 
 def train_gpt_folder() -> Path:
-    """Where the example lies: beside this file when installed, in ``examples`` in a source tree."""
+    """The folder of train_gpt.py: beside this file when installed, ``examples`` in a source tree."""
     here = Path(__file__).resolve().parent
     for folder in (here, here.parents[1] / "examples"):
         if (folder / "train_gpt.py").is_file():
@@ -41,7 +41,7 @@ def train_gpt_folder() -> Path:
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested dicts, lists and tuples with its path. Dicts in the order of their keys' names."""
+    """Yield every leaf of nested dicts, lists and tuples with its path, dicts sorted by their keys."""
     if isinstance(value, dict):
         for key in sorted(value, key=str):
             yield from leaves(value[key], f"{path}/{key}")
@@ -53,7 +53,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def digest(leaf: Any) -> str:
-    """SHA-256 of type, shape and bytes of a tensor or array; of the exact text of anything else."""
+    """SHA-256 of the dtype, shape and bytes of a tensor or array, or of the type and repr of anything else."""
     import numpy
     import torch
 
@@ -72,7 +72,7 @@ def digests(root: str, value: Any) -> dict[str, str]:
 
 
 def final_digests(model: Any, optimizer: Any, scheduler: Any) -> dict[str, str]:
-    """All that the two runs must have in common, bit by bit."""
+    """Digests of all state that must be bit-identical in the two runs."""
     import numpy
     import torch
 
@@ -90,19 +90,19 @@ def final_digests(model: Any, optimizer: Any, scheduler: Any) -> dict[str, str]:
 
 
 def durability(session: Any) -> dict[str, Any]:
-    held = session.durability
+    promised = session.durability
     names = ("process", "os", "power", "media", "medium")
-    return {**{name: getattr(held, name) for name in names}, "evidence": list(held.evidence)}
+    return {**{name: getattr(promised, name) for name in names}, "evidence": list(promised.evidence)}
 
 
 def counters(session: Any) -> dict[str, Any]:
     stats = session.stats()
-    names = ("stall_seconds", "wait_seconds", "bytes_written", "versions")
+    names = ("stall_seconds", "wait_seconds", "bytes_written", "checkpoints")
     return {name: getattr(stats, name) for name in names}
 
 
 class Reporter:
-    """A ``Watch`` of ``train_gpt.py`` that tells the parent."""
+    """A ``Watch`` of ``train_gpt.py`` that reports to the parent."""
 
     def __init__(self, fd: int) -> None:
         self.pipe = os.fdopen(fd, "w", encoding="ascii")
@@ -129,7 +129,7 @@ class Reporter:
 
 
 def recovered_digests(pool: str) -> dict[str, Any]:
-    """What a reader finds in the pool once the training has ended: the step, weights and optimizer."""
+    """The step and the digests of weights and optimizer that ``recover`` returns after the training has ended."""
     import lightck
 
     checkpoint = lightck.recover(pool)

@@ -1,6 +1,6 @@
-"""What the two runs left behind, and whether it is the same to the bit.
+"""Compares what the two runs of the demo reported, bit for bit.
 
-Pure: it knows records and nothing of processes. A difference is a sentence; no difference is an empty tuple.
+It works on records only, without processes or files. A difference is a sentence; no difference is an empty tuple.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LOST_MAX = 1  # finished updates that one kill may cost: the promise at interval 1 with two slots
-NAMED_MAX = 5  # differing tensors that are named, the others are counted
+NAMED_MAX = 5  # the most differing tensors that are named; the others are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One death and what came of it. Steps count finished updates; 0 is a fresh start."""
+    """One kill and the recovery after it. A step is a number of finished updates; 0 is a new training."""
 
     how: str
-    reported: int  # the last update that the child told of
-    recovered: int  # the step from which the next child went on
+    reported: int  # the last update that the child reported
+    recovered: int  # the step from which the next child resumed
     recovery_seconds: float
 
     @property
@@ -29,16 +29,16 @@ class Kill:
 
 @dataclass(slots=True)
 class Record:
-    """One run as its children reported it. An update that was computed again has its loss in here again."""
+    """One run as its children reported it. An update that was repeated after a kill has several losses."""
 
     losses: dict[int, list[str]] = field(default_factory=dict)  # update -> float.hex() of its loss
     digests: dict[str, str] = field(default_factory=dict)
     imported_lightck: bool = False
-    recovered: dict[str, Any] | None = None  # what recover() reads from the pool after the end
+    recovered: dict[str, Any] | None = None  # what recover() returns after the end
 
 
 def differences(reference: Record, survived: Record, kills: tuple[Kill, ...], steps: int) -> tuple[str, ...]:
-    """Every way in which the killed run falls short of the reference, in words."""
+    """All differences between the killed run and the reference run, as sentences."""
     return (
         *_imports(reference, survived),
         *_losses(reference, survived, steps),
@@ -81,18 +81,18 @@ def _digests(where: str, expected: Mapping[str, str], found: Mapping[str, str]) 
 
 
 def _pool(reference: Record, survived: Record, steps: int) -> Iterator[str]:
-    """The finished run's pool, read by recover(): the last step, with the reference's weights and optimizer."""
-    held = survived.recovered
-    if held is None:
+    """Whether recover() returned the last step with the weights and optimizer of the reference run."""
+    recovered = survived.recovered
+    if recovered is None:
         yield "the killed run did not read its pool at the end"
         return
-    if held["step"] != steps:
-        yield f"the pool holds step {held['step']} after {steps} updates"
+    if recovered["step"] != steps:
+        yield f"the pool holds step {recovered['step']} after {steps} updates"
     stored = {name: each for name, each in reference.digests.items() if name.startswith(("weights/", "optimizer/"))}
-    yield from _digests("in the pool", stored, held["digests"])
+    yield from _digests("in the pool", stored, recovered["digests"])
 
 
 def _lost(kills: tuple[Kill, ...]) -> Iterator[str]:
     for number, kill in enumerate(kills, 1):
         if not 0 <= kill.lost <= LOST_MAX:
-            yield f"kill {number} ({kill.how}): {kill.lost} finished updates lost, where {LOST_MAX} is the most"
+            yield f"kill {number} ({kill.how}): {kill.lost} finished updates lost, but at most {LOST_MAX} may be"

@@ -1,6 +1,6 @@
-"""Where the demo's pool lies, and why there: memory where there is room, else the temporary folder.
+"""Chooses the folder of the demo's pool: /dev/shm if it has room, else the temporary folder.
 
-The folder made here is removed again, except the one that the user asked to keep.
+A folder that is created here is removed at the end; the folder of ``--keep`` is not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # tmpfs; Docker gives it 64 MB
-ROOM = 3  # times the pool's size that must be free
+ROOM = 3  # the free space needed, in pool sizes
 MIB = 1 << 20
 
 
@@ -34,7 +34,7 @@ class Place:
 
 
 def free_nbytes(folder: Path) -> int:
-    """Bytes that this user can still write there; 0 where the folder cannot be used."""
+    """The bytes that are free for this user in a folder; 0 if the folder cannot be used."""
     try:
         free = os.statvfs(folder)
     except OSError:
@@ -43,21 +43,21 @@ def free_nbytes(folder: Path) -> int:
 
 
 def temporary_parent(pool_nbytes: int) -> tuple[Path, str]:
-    """The folder in which a temporary one is made, and the reason."""
+    """The folder in which to create a temporary one, and the reason for the choice."""
     free = free_nbytes(SHARED_MEMORY)
     if free >= ROOM * pool_nbytes:
-        return SHARED_MEMORY, f"{free // MIB:,} MiB of memory are free there"
+        return SHARED_MEMORY, f"it has {free // MIB:,} MiB free"
     temporary = Path(tempfile.gettempdir())
-    return temporary, f"{SHARED_MEMORY} has {free // MIB:,} MiB free, of {ROOM * pool_nbytes // MIB:,} MiB wanted"
+    return temporary, f"{SHARED_MEMORY} has {free // MIB:,} MiB free, and {ROOM * pool_nbytes // MIB:,} MiB are needed"
 
 
 @contextlib.contextmanager
 def open_place(pool_nbytes: int, keep: Path | None, pool_dir: Path | None) -> Iterator[Place]:
-    """A place for one demo. It is gone afterwards, unless it is the one to keep."""
+    """Give the place for one demo, and remove it afterwards unless ``keep`` names it."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-        yield Place(keep.resolve(), "kept, as asked for by --keep")
+        yield Place(keep.resolve(), "kept, requested by --keep")
         return
-    parent, why = temporary_parent(pool_nbytes) if pool_dir is None else (pool_dir, "as asked for by --pool-dir")
+    parent, why = temporary_parent(pool_nbytes) if pool_dir is None else (pool_dir, "requested by --pool-dir")
     with tempfile.TemporaryDirectory(prefix="lightck-demo-", dir=parent) as folder:
         yield Place(Path(folder), why)

@@ -1,7 +1,8 @@
-"""When and where the demo kills: drawn from a seed, so that a run can be repeated.
+"""Draws the demo's kills from a seed, so that a run can be repeated.
 
-Half of the kills come from outside, at an instant drawn over two whole steps after a drawn update was reported. The
-other half come from inside, at a drawn site of the commit itself, where an instant by the clock hardly ever falls.
+Half of the kills are timed: the parent sends SIGKILL at a random moment within two steps after a random update was
+reported. For the other half the child kills itself at a random kill site of the native library, between two stages of
+writing a checkpoint, which a timed kill rarely hits.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-# The order of a checkpoint; the child dies right behind the one that LIGHTCK_KILL names.
+# The kill sites in the order in which a checkpoint passes them; the child dies at the one that LIGHTCK_KILL names.
 SITES = ("header", "block", "manifest", "sealed", "body", "word", "ack")
 
-GAP = 3  # updates between two kills at least: each life has something to lose
-TAIL = 4  # updates left after the last kill, so that the run cannot end before it
+GAP = 3  # the least updates between two kills, so that each process has finished some
+TAIL = 4  # the updates after the last kill, so that the run cannot end before it
 CLOCK_STEPS_MAX = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One kill around update ``after``: at a ``site``, or by the clock, ``delay`` steps after the report."""
+    """One kill after update ``after``: at a kill ``site``, or timed, ``delay`` steps after the report (site None)."""
 
     after: int
     site: str | None
@@ -27,12 +28,12 @@ class Planned:
 
 
 def fewest_steps(kills: int) -> int:
-    """The least number of updates into which so many kills fit."""
+    """The least number of updates that a run with so many kills needs."""
     return GAP * (kills + 1) + TAIL
 
 
 def draw(kills: int, steps: int, seed: int) -> tuple[Planned, ...]:
-    """``kills`` kills spread over a run of ``steps`` updates, in the order in which they come."""
+    """Draw ``kills`` kills over a run of ``steps`` updates, in order."""
     assert steps >= fewest_steps(kills)
     rng = random.Random(seed)
     return tuple(
@@ -42,14 +43,14 @@ def draw(kills: int, steps: int, seed: int) -> tuple[Planned, ...]:
 
 
 def _updates(kills: int, steps: int, rng: random.Random) -> list[int]:
-    """Distinct updates at least ``GAP`` apart: drawn without the gaps, which are then put back."""
+    """Draw updates that are at least ``GAP`` apart: draw from the range without the gaps, and add them."""
     room = steps - TAIL - GAP * kills
     drawn = sorted(rng.randint(1, room) for _ in range(kills))
     return [after + GAP * index for index, after in enumerate(drawn)]
 
 
 def _sites(kills: int, rng: random.Random) -> list[str | None]:
-    """Half of them sites, no site twice before each was had; None stands for the clock."""
+    """Half of the kills get a site, each site once before any is repeated; None is a timed kill."""
     named: list[str | None] = []
     while len(named) < kills // 2:
         named += rng.sample(SITES, len(SITES))
@@ -59,14 +60,14 @@ def _sites(kills: int, rng: random.Random) -> list[str | None]:
 
 
 def kill_setting(planned: Planned, position: int, blocks: int, seed: int) -> str | None:
-    """The child's LIGHTCK_KILL for a life that starts about update ``position``; None for a kill by the clock.
+    """The LIGHTCK_KILL of a child that starts at update ``position``; None for a timed kill.
 
-    Every site is passed once in a checkpoint, and there is one per update; a block once for each of ``blocks``.
+    Each update writes one checkpoint, which passes each site once, and the site "block" ``blocks`` times.
     """
     if planned.site is None:
         return None
     checkpoint = max(1, planned.after - position)
     if planned.site != "block":
         return f"{planned.site}:{checkpoint}"
-    most = random.Random(seed * 1_000_003 + planned.after).randint(1, blocks)
-    return f"block:{(checkpoint - 1) * blocks + most}"
+    nth = random.Random(seed * 1_000_003 + planned.after).randint(1, blocks)
+    return f"block:{(checkpoint - 1) * blocks + nth}"

@@ -1,7 +1,7 @@
-"""One training in a child process: start it, read what it reports, kill it, leave nothing behind.
+"""One training in a child process: starts it, reads its reports, kills it, and ends its workers too.
 
-A child's death is noticed without reaping it, so that its process group, which has the loader's workers, can still
-be killed by a number that nobody else can have been given.
+A dead child is not reaped before its process group (with the loader's workers) was killed: until then no other process
+can get the number of the group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-POLL_SECONDS = 0.02  # how late a death is noticed; a message is noticed at once
+POLL_SECONDS = 0.02  # the longest time until a death is noticed; a message is noticed at once
 PIPE_CHUNK_BYTES = 1 << 16
 
 HERE = Path(__file__).resolve().parent
@@ -27,7 +27,7 @@ PACKAGE_ROOT = HERE.parents[1]  # the folder that holds the package
 
 
 class Child:
-    """A running ``child.py``. A context manager: on leaving, the child and its workers are dead."""
+    """A running ``child.py``. A context manager that kills the child and its workers at its end."""
 
     def __init__(self, arguments: Sequence[str], log: IO[bytes], kill_site: str | None = None) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "LIGHTCK_KILL"}
@@ -42,7 +42,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the parent only, which then ends the child
+                start_new_session=True,  # Ctrl-C reaches only the parent, which then kills the child
             )
         except BaseException:
             os.close(self._pipe)
@@ -62,21 +62,21 @@ class Child:
 
     def __exit__(self, *exc: object) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the group has the pid of its leader, not reaped yet
+            os.killpg(self._process.pid, signal.SIGKILL)  # the group has the pid of the child, which is not reaped yet
         self._process.wait()
         os.close(self._pipe)
 
     def kill(self) -> None:
-        """SIGKILL to the training process, as a crash would end it; its workers are left as a crash leaves them."""
+        """Send SIGKILL to the training process only; its workers live on, as after a crash."""
         os.kill(self._process.pid, signal.SIGKILL)
 
     def read(self, deadline: float) -> dict[str, Any] | None:
-        """The next message; None once the child is dead and all it wrote was read. TimeoutError at ``deadline``.
+        """The next message; None once the child is dead and all its messages were read. TimeoutError at ``deadline``.
 
-        A last line that the kill cut short is dropped: its update was not reported.
+        A last line that the kill cut off is dropped: its update counts as not reported.
         """
         while not self._lines:
-            dead = self._dead()  # asked before the pipe: what it wrote until then is in there
+            dead = self._dead()  # checked before the pipe, which then holds all that a dead child wrote
             left = 0.0 if dead else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
             if select.select([self._pipe], [], [], left)[0]:
                 chunk = os.read(self._pipe, PIPE_CHUNK_BYTES)
@@ -91,7 +91,7 @@ class Child:
         return message
 
     def _feed(self, chunk: bytes) -> None:
-        if not chunk:  # the write end is closed and the process is on its way out
+        if not chunk:  # the write end is closed, and the process is about to end
             time.sleep(POLL_SECONDS)
         *whole, self._partial = (self._partial + chunk).split(b"\n")
         self._lines.extend(whole)
@@ -100,7 +100,7 @@ class Child:
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     def status(self) -> int:
-        """Exit status of a child that has ended; minus the signal where one killed it. Does not reap it."""
+        """The exit status of an ended child, or minus the signal that killed it. Does not reap the child."""
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -1,6 +1,6 @@
-"""What the demo shows: progress while it runs, a short table at the end, the lines that recover a kept pool by hand.
+"""The output of the demo: progress, a table at the end, and the commands that recover a kept pool by hand.
 
-On a terminal with bars and colours, elsewhere as plain lines; with ``--json`` one object and nothing else on stdout.
+On a terminal it has bars and colours, elsewhere plain lines; with ``--json`` stdout gets one object and nothing else.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lightck.demo.run import EPOCHS, Options, Result, Watch
 SURVIVED = {"process": "a killed process", "os": "a crash of the OS", "power": "a power cut", "media": "a media error"}
 
 
-def shown_on(console: Console) -> Lines:
-    """The progress display for where ``console`` writes: a context manager."""
+def progress_on(console: Console) -> Lines:
+    """The progress display for ``console``, as a context manager."""
     return Bars(console) if console.is_terminal else Lines(console)
 
 
 class Lines(Watch):
-    """A line for each thing that happened."""
+    """Shows each event as a line."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -48,8 +48,10 @@ class Lines(Watch):
 
     def opened(self, place: Place, options: Options) -> None:
         self.say(f"pool: {place.pool} ({place.why})")
-        rounded = f" (not {options.steps}: {EPOCHS} whole passes)" if options.total != options.steps else ""
-        self.say(f"{options.total} updates{rounded} twice, once with {options.kills} kills; seed {options.seed}")
+        rounded = f" (not {options.steps}: {EPOCHS} whole epochs)" if options.total != options.steps else ""
+        self.say(
+            f"two runs of {options.total} updates{rounded}, one of them with {options.kills} kills; seed {options.seed}"
+        )
 
     def referenced(self, seconds: float) -> None:
         self.say(f"reference run, without lightck: {seconds:.1f} s")
@@ -62,7 +64,7 @@ class Lines(Watch):
 
 
 class Bars(Lines):
-    """The same lines, above a bar for each run."""
+    """Shows the same lines, and below them a bar for each run."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -90,7 +92,7 @@ class Bars(Lines):
 
 
 def show(result: Result, options: Options, console: Console) -> None:
-    """The closing tables and the verdict."""
+    """Print the tables and the verdict at the end."""
     style = box.SIMPLE_HEAD if console.is_terminal else None
     console.print(_kills(result, style), _facts(result, style))
     for difference in result.differences:
@@ -118,12 +120,12 @@ def _facts(result: Result, style: box.Box | None) -> Table:
     table.add_row("stall per step (median)", shown)
     table.add_row("this pool survives", survives(result.durability))
     table.add_row("", "; ".join(result.durability.get("evidence", ())))
-    table.add_row("whole demo", f"{result.seconds:.0f} s; --seed {result.seed} draws the same kills")
+    table.add_row("whole demo", f"{result.seconds:.0f} s; --seed {result.seed} repeats the same kills")
     return table
 
 
 def survives(durability: dict[str, Any]) -> str:
-    """What attach promised for this medium: "a killed process; not a crash of the OS, a power cut, a media error"."""
+    """The promised durability in words: "a killed process; not a crash of the OS, a power cut, a media error"."""
     yes = [words for name, words in SURVIVED.items() if durability.get(name)]
     no = [words for name, words in SURVIVED.items() if not durability.get(name)]
     return (", ".join(yes) or "nothing") + (f"; not {', '.join(no)}" if no else "")
@@ -138,18 +140,18 @@ def _verdict(result: Result) -> str:
             f" Finished updates lost per kill: at most {lost}."
         )
     if not result.differences:
-        return "Nothing was proved: the training ended before it could be killed. Pass more --steps."
-    return f"NOT as promised after {killed}: the lines above say where."
+        return "No kill happened: the training ended before it could be killed. Pass more --steps."
+    return f"NOT bit-identical, or too much lost, after {killed}: see the lines above."
 
 
 def by_hand(result: Result, options: Options) -> str:
-    """Lines to paste into a shell: read the kept pool, and train on from it for one more pass."""
+    """Shell commands that read the kept pool, and that resume the training from it for one more epoch."""
     read = f"import lightck; c = lightck.recover({json.dumps(result.pool)}); print(c.step, list(c.model))"
     script = train_gpt_folder() / "train_gpt.py"
     more = options.arguments(result.pool, epochs=EPOCHS + 1)
     return "\n".join(
         (
-            "The pool is kept. Read it, or train on from it for one more pass:",
+            "The pool is kept. To read it, and to resume the training from it for one more epoch:",
             f"  {_command('-c', read)}",
             f"  {_command(str(script), *more)}",
         )
@@ -157,7 +159,7 @@ def by_hand(result: Result, options: Options) -> str:
 
 
 def _command(*words: str) -> str:
-    """This Python with these words. A source tree that is not installed is found by no other folder's script."""
+    """A command line of this Python. For a source tree that is not installed it sets PYTHONPATH."""
     line = shlex.join([sys.executable, *words])
     try:
         importlib.metadata.version("lightck")
@@ -167,6 +169,6 @@ def _command(*words: str) -> str:
 
 
 def as_json(result: Result) -> str:
-    """The result as one JSON object. ``identical`` is the verdict that the exit status gives."""
+    """The result as one JSON object. ``identical`` is the verdict, as is the exit status."""
     kills = [{**asdict(kill), "lost": kill.lost} for kill in result.kills]
     return json.dumps({**asdict(result), "kills": kills, "identical": result.ok}, indent=2)

@@ -1,7 +1,7 @@
-"""The demo's parent: one training that nobody kills, the same one killed again and again, and the comparison.
+"""The demo's parent process: a training that is not killed, the same training with kills, and their comparison.
 
-Both run ``child.py`` with the same arguments but the pool. A kill's loss is what the dead child had reported less
-what the next one starts from. Nothing in here knows how a checkpoint is made.
+Both run ``child.py`` with the same arguments except for the pool. A kill loses the updates that the dead child had
+reported beyond the step from which the next child starts. This module does not depend on how checkpoints are made.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from lightck.demo.process import Child
 from lightck.errors import LightckError
 
 EPOCHS = 3
-SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for so long hangs
-SITE_GRACE = 2  # updates after which a site that was not passed is given up, and the clock kills instead
+SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for so long is hung
+SITE_GRACE = 2  # updates after which a kill site that was not reached is replaced by a timed kill
 LOG_TAIL_BYTES = 2000
 
 
 class DemoError(LightckError, RuntimeError):
-    """The demo could not be carried out; this says nothing about checkpoints."""
+    """The demo could not be carried out. This says nothing about checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model and its batches. ``train_gpt.py`` has the meaning of each."""
+    """The size of the model and of its batches: the arguments of the same names of ``train_gpt.py``."""
 
     layers: int
     width: int
@@ -54,12 +54,12 @@ class Size:
 
     @property
     def pool_nbytes(self) -> int:
-        """About the size of the pool: two slots of weights and two moments in fp32, and what goes with them."""
+        """The approximate bytes of the pool: two slots of fp32 weights and two moments, and its structures."""
         return 2 * 3 * 4 * self.parameters + 8 * MIB
 
     @property
     def blocks(self) -> int:
-        """Checksummed blocks in a checkpoint: one for each tensor here, all of which are smaller than a block."""
+        """Checksummed blocks in a checkpoint: one per tensor, since each tensor is smaller than a block."""
         return 3 * (12 * self.layers + 4)
 
     def arguments(self) -> list[str]:
@@ -75,7 +75,7 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user chose. ``steps`` is rounded up to whole passes, and the report says so."""
+    """The user's options. ``steps`` is rounded up to whole epochs, which the report mentions."""
 
     kills: int
     steps: int
@@ -86,7 +86,7 @@ class Options:
 
     @property
     def updates(self) -> int:
-        """Updates in a pass."""
+        """The updates of one epoch."""
         return math.ceil(self.steps / EPOCHS)
 
     @property
@@ -94,14 +94,14 @@ class Options:
         return EPOCHS * self.updates
 
     def arguments(self, pool: str, epochs: int = EPOCHS) -> list[str]:
-        """The command line of ``train_gpt.py``. One thread: the same in both runs, and a core is left for the rest."""
+        """The command line of ``train_gpt.py``, with one thread, so that other cores stay free for the copies."""
         run = {"--pool": pool, "--epochs": epochs, "--updates": self.updates, "--seed": self.seed, "--threads": 1}
         return [str(word) for pair in run.items() for word in pair] + self.size.arguments()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that the demo found. ``differences`` empty means bit-identical, and no kill cost more than it may."""
+    """The result. Without ``differences`` the runs are bit-identical, and no kill lost more than is promised."""
 
     seed: int
     steps: int
@@ -125,13 +125,13 @@ class Result:
 
 
 class Watch:
-    """What the report is told while the demo runs. By itself it shows nothing."""
+    """Receives the events of a running demo. This base class shows nothing."""
 
     def opened(self, place: Place, options: Options) -> None:
-        """The pool's place is known."""
+        """The folder of the pool was chosen."""
 
     def updated(self, run: str, step: int) -> None:
-        """``run``, "reference" or "killed", has finished this update."""
+        """``run`` ("reference" or "killed") has finished update ``step``."""
 
     def referenced(self, seconds: float) -> None:
         """The reference run is over."""
@@ -141,7 +141,11 @@ class Watch:
 
 
 def run_demo(options: Options, watch: Watch | None = None) -> Result:
-    """Both runs and their comparison. DemoError where it could not be done; a difference is no error."""
+    """Do both runs and compare them. A difference is in the result.
+
+    Raises:
+        DemoError: a training process failed or hung.
+    """
     watch = watch or Watch()
     began = time.monotonic()
     with _signals_exit(), open_place(options.size.pool_nbytes, options.keep, options.pool_dir) as place:
@@ -156,7 +160,7 @@ def run_demo(options: Options, watch: Watch | None = None) -> Result:
 
 def _result(options: Options, place: Place, reference: _Reference, survivor: _Survivor, seconds: float) -> Result:
     kills = tuple(survivor.kills)
-    steps, checkpoints = max(1, survivor.total("updates")), survivor.total("versions")
+    steps, checkpoints = max(1, survivor.total("updates")), survivor.total("checkpoints")
     return Result(
         seed=options.seed,
         steps=options.total,
@@ -177,7 +181,7 @@ def _result(options: Options, place: Place, reference: _Reference, survivor: _Su
 
 
 class _Run:
-    """What both runs share: reading a child's messages into a record."""
+    """Common to both runs: reads a child's messages into a record."""
 
     name = ""
 
@@ -200,21 +204,21 @@ class _Run:
     def failed(self, what: str) -> DemoError:
         self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         tail = self.log.read().decode(errors="replace").strip()
-        return DemoError(f"{what}. It is the {self.name} run; the last that it printed:\n{tail or '(nothing)'}")
+        return DemoError(f"{what}. It is the {self.name} run; its last output:\n{tail or '(nothing)'}")
 
     def read(self, child: Child, due: float = math.inf) -> dict[str, Any] | None:
-        """The child's next message, or None at its end; TimeoutError when ``due`` comes first."""
+        """The child's next message, or None at its end; TimeoutError if ``due`` comes first (a monotonic time)."""
         limit = time.monotonic() + SILENCE_SECONDS_MAX
         try:
             return child.read(min(due, limit))
         except TimeoutError:
             if due <= limit:
                 raise
-        raise self.failed(f"the training process was silent for {SILENCE_SECONDS_MAX:.0f} s and was ended")
+        raise self.failed(f"the training process was silent for {SILENCE_SECONDS_MAX:.0f} s and was killed")
 
 
 class _Reference(_Run):
-    """Never imports lightck, is never killed."""
+    """The run without lightck and without kills."""
 
     name = "reference"
 
@@ -238,7 +242,7 @@ class _Reference(_Run):
 
 
 class _Survivor(_Run):
-    """Lives as often as it is killed, and once more."""
+    """The run with kills: one child process for each kill, and a last one that ends by itself."""
 
     name = "killed"
 
@@ -246,61 +250,63 @@ class _Survivor(_Run):
         super().__init__(options, watch, log)
         self.arguments = options.arguments(pool)
         self.step_seconds = step_seconds
-        self.position = 0  # the update that the run has reached, as far as it was reported
+        self.position = 0  # the last update that was reported
         self.kills: list[Kill] = []
-        self.deaths: list[tuple[str, int]] = []  # how, and the last update reported; no child has started since
-        self.lives: list[dict[str, Any]] = []  # counters of each life, as of its last report
+        self.deaths: list[
+            tuple[str, int]
+        ] = []  # kills after which no child has started: how, and the last update reported
+        self.counters: list[dict[str, Any]] = []  # of each child, as of its last report
         self.stalls: list[float] = []
-        """Of each update but the first of each life, which looks through all live objects once."""
+        """Seconds of each update but the first of each child, in which lightck searches all live objects."""
         self.durability: dict[str, Any] = {}
 
     def run(self) -> None:
         for planned in draw(self.options.kills, self.options.total, self.options.seed):
-            self.live(planned)
-            if self.done:  # it outran the last kills, on a machine much faster than in the reference run
+            self.run_child(planned)
+            if self.done:  # it ended before the last kills, as it was much faster than the reference run
                 return
-        self.live(None)
+        self.run_child(None)
 
-    def live(self, planned: Planned | None) -> None:
-        """One child, from its start to its death or the end of the training."""
+    def run_child(self, planned: Planned | None) -> None:
+        """Run one child until its death or the end of the training."""
         setting = planned and kill_setting(planned, self.position, self.options.size.blocks, self.options.seed)
-        self.lives.append({})
-        due, ours = math.inf, ""
+        self.counters.append({})
+        due, timed = math.inf, ""
         with Child(self.arguments, self.log, setting or None) as child:
             while True:
                 try:
                     message = self.read(child, due)
                 except TimeoutError:
                     child.kill()
-                    due, ours = math.inf, self._by_clock(planned)
+                    due, timed = math.inf, self._timed(planned)
                     continue
                 if message is None:
                     break
                 self.take(message)
-                if due == math.inf and not ours and "update" in message:
+                if due == math.inf and not timed and "update" in message:
                     due = self._due(planned)
-            self._buried(child.status(), f"site {setting}" if setting and not ours else ours)
+            self._child_ended(child.status(), f"site {setting}" if setting and not timed else timed)
 
-    def _by_clock(self, planned: Planned | None) -> str:
+    def _timed(self, planned: Planned | None) -> str:
         assert planned is not None
         if planned.site is None:
-            return f"clock, {planned.delay:.2f} steps after update {planned.after}"
-        return f"clock, as site {planned.site} was not passed"
+            return f"timed, {planned.delay:.2f} steps after update {planned.after}"
+        return f"timed, as site {planned.site} was not reached"
 
     def _due(self, planned: Planned | None) -> float:
-        """When the clock kills, given that an update was reported just now; infinity where not yet, or not at all."""
+        """The monotonic time of a timed kill, called when an update was reported; infinity if not yet or never."""
         if planned is None:
             return math.inf
         if planned.site is not None:
             return time.monotonic() if self.position >= planned.after + SITE_GRACE else math.inf
         return time.monotonic() + planned.delay * self.step_seconds if self.position >= planned.after else math.inf
 
-    def _buried(self, status: int, how: str) -> None:
-        """A killed child is kept for the next one to tell what was lost; any other death is an error."""
+    def _child_ended(self, status: int, how: str) -> None:
+        """Note a kill, whose loss is known once the next child starts; any other death raises DemoError."""
         killed = status == -signal.SIGKILL and how != ""
         if killed and not self.done:
             self.deaths.append((how, self.position))
-        elif not self.done or not (killed or status == 0):  # a kill behind the last message killed nothing
+        elif not self.done or not (killed or status == 0):  # a kill after the last message lost nothing
             raise self.failed(f"the training process ended with status {status}")
 
     def take(self, message: dict[str, Any]) -> None:
@@ -310,10 +316,10 @@ class _Survivor(_Run):
             self._started(message["start"], message["recovery_seconds"])
         if "update" in message:
             self.position = message["update"]
-            updates = self.lives[-1].get("updates", 0) + 1
+            updates = self.counters[-1].get("updates", 0) + 1
             if updates > 1:
-                self.stalls.append(message["stats"]["stall_seconds"] - self.lives[-1]["stall_seconds"])
-            self.lives[-1] = {**message["stats"], "updates": updates}
+                self.stalls.append(message["stats"]["stall_seconds"] - self.counters[-1]["stall_seconds"])
+            self.counters[-1] = {**message["stats"], "updates": updates}
 
     def _started(self, step: int, recovery_seconds: float) -> None:
         for how, reported in self.deaths:
@@ -323,13 +329,13 @@ class _Survivor(_Run):
         self.position = step
 
     def total(self, counter: str) -> Any:
-        """The sum of a counter over all lives."""
-        return sum(life.get(counter, 0) for life in self.lives)
+        """The sum of a counter over all children."""
+        return sum(each.get(counter, 0) for each in self.counters)
 
 
 @contextlib.contextmanager
 def _signals_exit() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the demo like Ctrl-C: the child dies and the pool's folder is removed."""
+    """Let SIGTERM and SIGHUP end the demo like Ctrl-C: the child is killed and the pool's folder removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

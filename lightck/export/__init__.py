@@ -1,8 +1,9 @@
 """Checkpoints as files that other programs read: safetensors and torch.
 
-``export_checkpoint`` writes a recovered checkpoint; ``tiers/keep.py`` writes versions of a running session with the
-same parts. Names are those of the model's ``state_dict()``; a file appears under its name complete or not at all, and
-none is replaced unasked. It is no way back into a pool: going on with a training is what pools are for.
+``export_checkpoint`` writes a recovered checkpoint; ``tiers/keep.py`` writes checkpoints of a running session with the
+same functions. Tensor names are those of the model's ``state_dict()``. A file appears under its name complete or not at
+all, and replaces an existing file only with ``overwrite=True``. An export cannot be imported into a pool: a training
+continues from a pool.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from lightck.export.atomic import file_path, written
+from lightck.export.atomic import atomic_file, file_path
 from lightck.export.choice import Chosen, check_what, choose
 from lightck.export.plain import count_tensors, everything, for_torch
 from lightck.export.tensors import write_tensors
@@ -25,15 +26,15 @@ FORMATS = ("safetensors", "torch")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export wrote."""
+    """The file that an export wrote."""
 
     path: str
     nbytes: int
     """Size of the file."""
     tensors: int
-    """Tensors in it, tied ones counted once."""
+    """Number of tensors in it, tied ones counted once."""
     tied: Mapping[str, str]
-    """Name that was left out -> name under which its tensor is stored. Empty for ``format="torch"``, which has both."""
+    """Omitted name -> name under which its tensor is stored. Empty for ``format="torch"``, which stores all names."""
 
 
 def export_checkpoint(
@@ -52,17 +53,17 @@ def export_checkpoint(
         format: ``"safetensors"``, for ``safetensors.torch.load_file`` and, named ``model.safetensors`` beside a
             ``config.json``, for ``from_pretrained``; or ``"torch"``, for ``torch.load(..., weights_only=True)``.
         what: ``"model"``, or ``"all"``: optimizer, ``state`` and random states too (docs/history.md says where).
-        overwrite: replace a file that is there.
+        overwrite: replace an existing file.
 
     Raises:
-        StateValueError: a tensor whose dtype the format lacks; two things, or keys of one dict, of one name in it.
-        ExportExistsError: there is a file, and ``overwrite`` was not said; or a pool, which is never replaced.
+        StateValueError: the format lacks a tensor's dtype, or two values would have the same name in the file.
+        ExportExistsError: the file exists and ``overwrite`` is False, or it is a pool, which is never replaced.
         ExportError: the file cannot be written.
     """
     if not isinstance(checkpoint, Checkpoint):
         raise TypeError(
-            f"checkpoint is a {type(checkpoint).__name__}, not a lightck.Checkpoint. A pool is recovered first: "
-            "lightck.export_checkpoint(lightck.recover(pool_path), file)."
+            f"checkpoint is a {type(checkpoint).__name__}, not a lightck.Checkpoint. Recover a checkpoint of the pool "
+            "first: lightck.export_checkpoint(lightck.recover(pool_path), file)."
         )
     path = file_path(to)
     check_what(what)
@@ -71,15 +72,15 @@ def export_checkpoint(
     if format == "safetensors":
         return export_chosen(choose(checkpoint.contents, what, checkpoint.tensor), path, overwrite=overwrite)
     value = for_torch(checkpoint.model if what == "model" else everything(checkpoint))
-    with written(path, overwrite=overwrite) as file:
+    with atomic_file(path, overwrite=overwrite) as file:
         torch.save(value, file)
         nbytes = file.tell()
     return Exported(path, nbytes, count_tensors(value), MappingProxyType({}))
 
 
 def export_chosen(chosen: Chosen, path: str, *, overwrite: bool, temporary: str | None = None) -> Exported:
-    """Write what was chosen of a version as safetensors, one tensor in memory at a time."""
-    with written(path, overwrite=overwrite, temporary=temporary) as file:
+    """Write the chosen parts of a checkpoint as safetensors, with one tensor in memory at a time."""
+    with atomic_file(path, overwrite=overwrite, temporary=temporary) as file:
         write_tensors(file, chosen.tensors, chosen.metadata)
         nbytes = file.tell()
     return Exported(path, nbytes, len(chosen.tensors), MappingProxyType(dict(chosen.tied)))

@@ -1,7 +1,7 @@
-"""A file that appears under its name complete and durable, or not at all.
+"""Write a file that appears under its name complete and durable, or not at all.
 
-It is written under another name in the same folder, synced and renamed. Its mode is what the umask leaves, as for any
-file that a user makes. Only a file is ever replaced, and never a pool: a rename over ``/dev/null`` would succeed.
+The file is written under a temporary name in the same folder, synced and renamed. Its mode follows the umask. Only a
+regular file is ever replaced, and never a pool: a rename over ``/dev/null`` would succeed.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVA
 
 
 def file_path(path: str | os.PathLike[str]) -> str:
-    """The path as a string. Raises ``TypeError`` for bytes, whose like no other path here is, and ``ExportError``."""
+    """Return the path as a string. Raises ``TypeError`` for bytes and ``ExportError`` for a path with a NUL."""
     text = os.fspath(path)
     if isinstance(text, bytes):
         raise TypeError(f"The path {text!r} is bytes. Pass a str or a path object: os.fsdecode(path).")
     if "\0" in text:
-        raise _error(text, OSError(errno.EINVAL, "it has a NUL in it, which no name of a file can have"))
+        raise _error(text, OSError(errno.EINVAL, "it contains a NUL, which no file name can"))
     return text
 
 
 @contextmanager
-def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iterator[IO[bytes]]:
-    """A file to write into; leaving the block without an exception gives it its name.
+def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> Iterator[IO[bytes]]:
+    """Open a file to write into; leaving the block without an exception renames it to ``path``.
 
-    ``temporary`` is the name until then, in the same folder; a random one by default. Raises ``ExportError``, and
-    ``PoolIOError`` where it cannot be seen now whether a pool lies there.
+    ``temporary`` is its name until then, in the same folder; a random one by default. Raises ``ExportError``, and
+    ``PoolIOError`` if it cannot be determined whether the path is a pool.
     """
     refuse_existing(path, overwrite=overwrite)
     temporary = temporary or f"{path}.{secrets.token_hex(4)}.tmp"
@@ -69,8 +69,8 @@ def written(path: str, *, overwrite: bool, temporary: str | None = None) -> Iter
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:
-    """Raises ``ExportExistsError`` for what must not be replaced: what is no file or is a pool, whatever is told; a
-    file, unless told to."""
+    """Raise ``ExportExistsError`` for a path that must not be replaced: a pool, anything but a regular file, or without
+    ``overwrite`` any file."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r} is a {type(overwrite).__name__}. Pass True or False.")
     refuse_irreplaceable(path)
@@ -79,26 +79,27 @@ def refuse_existing(path: str, *, overwrite: bool) -> None:
 
 
 def refuse_irreplaceable(path: str) -> None:
+    """Raise ``ExportExistsError`` for a pool or anything but a regular file, which are never replaced."""
     if is_pool(path):
         raise ExportExistsError(
-            f"{path!r} is a pool. It may hold all that there is of a training, so no other file replaces it, not even "
-            "where files may be overwritten. Choose another name; if nobody needs the pool, remove it first."
+            f"{path!r} is a pool. It may hold the only copy of a training, so no other file replaces it, not even with "
+            "overwrite=True. Choose another name; if nobody needs the pool, remove it first."
         )
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return
-    except OSError as err:  # what cannot be looked at may be anything
+    except OSError as err:  # an unknown kind of file is not replaced
         raise _error(path, err) from err
     if stat.S_ISLNK(mode):
         raise ExportExistsError(
-            f"{path!r} is a symbolic link, and a file would replace the link, not what it leads to. "
+            f"{path!r} is a symbolic link, and the export would replace the link, not the file that it points to. "
             f"Name the file itself ({os.path.realpath(path)!r}), or remove the link."
         )
     if not stat.S_ISREG(mode):
         raise ExportExistsError(
-            f"{path!r} is no file but a {_kind(mode)}, which a file would replace for everybody who uses it. "
-            "Choose the name of a file."
+            f"{path!r} is not a regular file but a {_kind(mode)}, and the export would replace it for everybody who "
+            "uses it. Choose the name of a file."
         )
 
 
@@ -110,26 +111,26 @@ def _kind(mode: int) -> str:
 def _give_name(temporary: str, path: str, overwrite: bool) -> None:
     if not overwrite:
         try:
-            os.link(temporary, path)  # fails where somebody made the file meanwhile; a rename would replace it
+            os.link(temporary, path)  # fails if the file was made meanwhile; a rename would replace it
             return
         except FileExistsError as err:
             raise _exists(path) from err
         except OSError as err:
             if err.errno not in _NO_LINKS:
                 raise
-    refuse_irreplaceable(path)  # it may have come meanwhile
+    refuse_irreplaceable(path)  # it may have been made meanwhile
     os.rename(temporary, path)
 
 
 def _exists(path: str) -> ExportExistsError:
     return ExportExistsError(
-        f"The file {path!r} exists. It is not overwritten unasked. Choose another name, or say overwrite=True."
+        f"The file {path!r} exists. It is overwritten only on request. Choose another name, or pass overwrite=True."
     )
 
 
 def _error(path: str, err: OSError) -> ExportError:
     return ExportError(
-        f"The file {path!r} could not be written: {err.strerror or err}. Nothing is left of it, and a file that was "
-        "there before is as it was. Look at its folder (space, owner, limits), or choose another.",
+        f"The file {path!r} could not be written: {err.strerror or err}. No part of it was left behind, and an "
+        "existing file is unchanged. Check its folder (space, owner, limits), or choose another one.",
         err.errno,
     )

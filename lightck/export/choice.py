@@ -1,8 +1,8 @@
-"""What of a version goes into a safetensors file: tensors by name, and the rest as metadata.
+"""Choose the content of a safetensors file: tensors by name, and everything else as metadata.
 
-The model's tensors have the names of its ``state_dict()``, each stored once: of tied names the first in the order of
-the modules is kept, which is the embedding's for a language model whose head is tied. With ``what="all"`` the others
-follow under ``optimizer/``, ``state/``, ``outside/`` and ``rng/``, and what is no tensor as JSON.
+The model's tensors have the names of its ``state_dict()``, and each is stored once: of tied names the first in module
+order is kept, for a language model with a tied head that of the embedding. With ``what="all"`` the other tensors follow
+under ``optimizer/``, ``state/``, ``outside/`` and ``rng/``, and values that are no tensors are stored as JSON.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import cast
 import torch
 
 from lightck.errors import StateValueError
-from lightck.export.plain import Large, Readable
-from lightck.export.tensors import Planned, check_dtype
+from lightck.export.plain import JsonEncoder, PayloadRef
+from lightck.export.tensors import PlannedTensor, check_dtype
 from lightck.restore.contents import Contents, OptimizerContents, unpack_dict
 from lightck.state import values
 
@@ -27,21 +27,21 @@ AS_TORCH = 'Export with format="torch", which has every dtype and every name.'
 
 @dataclass(slots=True)
 class Chosen:
-    """A file's content before it is written."""
+    """The content of a file before it is written."""
 
-    tensors: dict[str, Planned] = field(default_factory=dict)
+    tensors: dict[str, PlannedTensor] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     cure: str = AS_TORCH
-    """What its errors say that can be done."""
+    """The advice at the end of its error messages."""
 
-    def add(self, name: str, planned: Planned) -> str:
-        """Raises ``StateValueError`` where the format cannot hold it, or has the name already."""
+    def add(self, name: str, planned: PlannedTensor) -> str:
+        """Add a tensor. Raises ``StateValueError`` if the format lacks its dtype or the name is used already."""
         check_dtype(name, planned.dtype, self.cure)
         if name in self.tensors or name == "__metadata__":
             raise StateValueError(
-                f"Two things would be stored as {name!r}. A safetensors file has one name for each tensor. Nothing was "
-                f"written. {self.cure}"
+                f"Two tensors would be stored as {name!r}. In a safetensors file each tensor needs its own name. "
+                f"Nothing was written. {self.cure}"
             )
         self.tensors[name] = planned
         return name
@@ -49,19 +49,20 @@ class Chosen:
 
 def check_what(what: str) -> None:
     if what not in WHATS:
-        raise ValueError(f"what={what!r}: it is one of {', '.join(map(repr, WHATS))}.")
+        raise ValueError(f"what={what!r} is not known. It is one of {', '.join(map(repr, WHATS))}.")
 
 
 def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor], cure: str = AS_TORCH) -> Chosen:
-    """``read`` gives the tensor of an entry by its name in the pool."""
+    """Choose what an export of a checkpoint contains; ``read`` returns the tensor of an entry by its name in the
+    pool."""
     check_what(what)
     chosen = Chosen(cure=cure)
     _model(chosen, contents, read)
     if what == "all":
         for name, entry in contents.entries.items():
             if not name.startswith("model/") and entry.alias is None:
-                chosen.add(name, Planned(entry.dtype, entry.shape, partial(read, name)))
-    rest = Readable(chosen, contents, read)
+                chosen.add(name, PlannedTensor(entry.dtype, entry.shape, partial(read, name)))
+    rest = JsonEncoder(chosen, contents, read)
     chosen.metadata |= {"format": "pt", "lightck_step": str(contents.step)}
     if chosen.tied:
         chosen.metadata["lightck_tied"] = json.dumps(chosen.tied)
@@ -78,10 +79,10 @@ def _model(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tenso
         if entry.alias is not None:
             chosen.tied[name] = entry.alias.removeprefix("model/")
         else:
-            chosen.add(name, Planned(entry.dtype, entry.shape, partial(read, entry.name)))
+            chosen.add(name, PlannedTensor(entry.dtype, entry.shape, partial(read, entry.name)))
 
 
-def _rest(contents: Contents, rest: Readable) -> dict[str, object]:
+def _rest(contents: Contents, rest: JsonEncoder) -> dict[str, object]:
     return {
         "step": contents.step,
         "iteration": contents.iteration,
@@ -91,22 +92,22 @@ def _rest(contents: Contents, rest: Readable) -> dict[str, object]:
     }
 
 
-def _optimizer(saved: OptimizerContents, rest: Readable) -> dict[str, object]:
+def _optimizer(saved: OptimizerContents, rest: JsonEncoder) -> dict[str, object]:
     return {
         "class": saved.class_name,
         "groups": [
             {"params": names, **rest.of_map(options, "optimizer/param_groups")}
             for names, options in zip(saved.names, saved.groups, strict=True)
         ],
-        "values": rest.of(unpack_dict(saved.values, tensor=_large), "optimizer"),
-        "rest": rest.of(unpack_dict(saved.rest, tensor=_large), "optimizer/rest"),
+        "values": rest.of(unpack_dict(saved.values, tensor=_payload_ref), "optimizer"),
+        "rest": rest.of(unpack_dict(saved.rest, tensor=_payload_ref), "optimizer/rest"),
     }
 
 
 def _unpack(packed: bytes) -> object:
-    return values.unpack(packed, tensor=_large)
+    return values.unpack(packed, tensor=_payload_ref)
 
 
-def _large(name: str) -> torch.Tensor:
-    """What stands in the place of a tensor that lies in the payload."""
-    return cast("torch.Tensor", Large(name))
+def _payload_ref(name: str) -> torch.Tensor:
+    """Return the placeholder of a tensor in the payload."""
+    return cast("torch.Tensor", PayloadRef(name))

@@ -1,7 +1,7 @@
-"""Values of a version's small state for those who read it elsewhere: as JSON with tensors beside it, or for torch.
+"""Convert values of a checkpoint's small state for other programs: to JSON with separate tensors, or for torch.
 
-Both are readings, not the exact value: JSON has no tuples and no keys that are numbers, and ``torch.load(...,
-weights_only=True)`` takes no numpy arrays and no deques. What exactly comes back is what a pool holds.
+Both conversions lose types: JSON has no tuples and no number keys, and ``torch.load(..., weights_only=True)`` accepts
+no numpy arrays and no deques. Only a pool gives back the exact values.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from lightck.errors import StateValueError
-from lightck.export.tensors import Planned
+from lightck.export.tensors import PlannedTensor
 from lightck.restore.checkpoint import Checkpoint
-from lightck.restore.contents import Contents, named
+from lightck.restore.contents import Contents, entry_of
 from lightck.state.storable import dtype_name
 
 if TYPE_CHECKING:
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Large:
-    """In the place of a tensor that lies in the payload under this name."""
+class PayloadRef:
+    """Placeholder of a tensor that is in the payload under this name."""
 
     name: str
 
 
-class Readable:
-    """Turns values into JSON: dicts get string keys, sequences become lists, and what is a tensor, an array or bytes
-    becomes ``{"tensor": name}`` and a tensor of the file. Raises ``StateValueError`` where two keys are one string."""
+class JsonEncoder:
+    """Converts values to JSON: dicts get string keys, sequences become lists, and a tensor, an array or bytes becomes
+    ``{"tensor": name}`` and a tensor of the file. Raises ``StateValueError`` if two keys become the same string."""
 
     def __init__(self, chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tensor]) -> None:
         self._chosen = chosen
@@ -55,29 +55,29 @@ class Readable:
             return self.of_map(value, path)
         if isinstance(value, (list, tuple, set, frozenset, deque)):
             return [self.of(item, f"{path}/{i}") for i, item in enumerate(value)]
-        if isinstance(value, Large):
+        if isinstance(value, PayloadRef):
             return {"tensor": self._large(value.name)}
         return {"tensor": self._tensor(path, _as_tensor(value))}
 
     def of_map(self, value: Mapping[Any, object], path: str) -> dict[str, object]:
-        self._refuse_one_name(value, path)
+        self._refuse_equal_names(value, path)
         return {str(key): self.of(item, f"{path}/{key}") for key, item in value.items()}
 
-    def _refuse_one_name(self, value: Iterable[object], path: str) -> None:
-        """Of 1 and "1" the file would hold the last, without a word."""
+    def _refuse_equal_names(self, value: Iterable[object], path: str) -> None:
+        """Refuse keys such as 1 and "1", of which JSON would silently keep the last."""
         seen: dict[str, object] = {}
         for key in value:
             if str(key) in seen:
                 raise StateValueError(
-                    f"{path!r} has the keys {seen[str(key)]!r} and {key!r}. Its keys become names in JSON, where both "
-                    f"are {str(key)!r}. Nothing was written. {self._chosen.cure}"
+                    f"{path!r} has the keys {seen[str(key)]!r} and {key!r}. In JSON keys are strings, and both become "
+                    f"{str(key)!r}. Nothing was written. {self._chosen.cure}"
                 )
             seen[str(key)] = key
 
     def _large(self, name: str) -> str:
-        entry = named(self._contents.entries, name)
+        entry = entry_of(self._contents.entries, name)
         if name not in self._chosen.tensors:
-            self._chosen.add(name, Planned(entry.dtype, entry.shape, lambda: self._read(name)))
+            self._chosen.add(name, PlannedTensor(entry.dtype, entry.shape, lambda: self._read(name)))
         return name
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> str:
@@ -85,7 +85,7 @@ class Readable:
         while name in self._chosen.tensors:
             n += 1
             name = f"{path}#{n}"
-        return self._chosen.add(name, Planned(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor))
+        return self._chosen.add(name, PlannedTensor(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor))
 
 
 def _as_tensor(value: object) -> torch.Tensor:
@@ -98,7 +98,7 @@ def _as_tensor(value: object) -> torch.Tensor:
 
 
 def everything(checkpoint: Checkpoint) -> dict[str, object]:
-    """All that a checkpoint holds, as torch has it."""
+    """Return everything in a checkpoint as nested dicts in torch's conventions."""
     rng = checkpoint.rng
     return {
         "step": checkpoint.step,
@@ -112,7 +112,7 @@ def everything(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def for_torch(value: object) -> object:
-    """The value without the types that ``torch.load(..., weights_only=True)`` refuses; each tensor as it is."""
+    """Convert the types that ``torch.load(..., weights_only=True)`` refuses; tensors stay unchanged."""
     if isinstance(value, np.ndarray):
         return _as_tensor(value)
     if isinstance(value, np.generic):
@@ -133,7 +133,7 @@ def for_torch(value: object) -> object:
 
 
 class _NoBytes:
-    """``b""`` in the words in which torch takes bytes: pickle writes empty ones by a name that is refused."""
+    """Pickles as ``b""`` in a form that torch accepts: pickle itself refers to a function that torch refuses."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return codecs.encode, ("", "latin1")
@@ -143,7 +143,7 @@ _NO_BYTES = _NoBytes()
 
 
 def count_tensors(value: object) -> int:
-    """Different tensors in a nested value."""
+    """Count the distinct tensors in a nested value."""
     found: set[int] = set()
 
     def peek(item: object) -> None:

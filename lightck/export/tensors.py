@@ -1,8 +1,7 @@
-"""The bytes of a safetensors file, written tensor by tensor.
+"""Write a safetensors file tensor by tensor.
 
-The library itself wants every tensor in memory before it writes the first; a version in a pool is read one at a time.
-Tensors are asked for in the order in which they lie in the file. What is written is read back with the library in
-tests/export/test_export.py.
+The safetensors library needs all tensors in memory before it writes the first; this module reads one tensor at a time
+from the pool, in the order of the file. tests/export/test_export.py reads the files back with that library.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ DTYPES = {
     "float64": "F64",
     "complex64": "C64",
 }
-"""Torch's name -> safetensors' name."""
+"""Dtype name of torch -> that of safetensors."""
 _CHUNK_NBYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One tensor of the file: what the header says of it, and how to get it."""
+class PlannedTensor:
+    """One tensor of the file: its header fields, and a function that reads it."""
 
     dtype: str
-    """Torch's name without ``torch.``."""
+    """Torch's dtype name without ``torch.``."""
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
 
@@ -59,15 +58,15 @@ class Planned:
 
 
 def check_dtype(name: str, dtype: str, cure: str) -> None:
-    """Raises ``StateValueError`` for what the format cannot hold."""
+    """Raise ``StateValueError`` for a dtype that the format lacks."""
     if dtype not in DTYPES:
         raise StateValueError(
             f"The tensor {name!r} has dtype {dtype}, which safetensors does not have. Nothing was written. {cure}"
         )
 
 
-def write_tensors(file: IO[bytes], tensors: Mapping[str, Planned], metadata: Mapping[str, str]) -> None:
-    """Header and data. Items of 8 bytes come first, then 4 and so on: so each tensor lies at a multiple of its item."""
+def write_tensors(file: IO[bytes], tensors: Mapping[str, PlannedTensor], metadata: Mapping[str, str]) -> None:
+    """Write header and data. Tensors with 8-byte items come first, then 4 and so on, so that each one is aligned."""
     order = sorted(tensors, key=lambda name: (-ITEM_NBYTES[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
@@ -83,7 +82,7 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Planned], metadata: Map
         _write_bytes(file, tensors[name])
 
 
-def _write_bytes(file: IO[bytes], planned: Planned) -> None:
+def _write_bytes(file: IO[bytes], planned: PlannedTensor) -> None:
     if not planned.nbytes:
         return
     data = bytes_in_order(planned.read().to("cpu")).numpy().data

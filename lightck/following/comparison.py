@@ -1,9 +1,10 @@
-"""The batch that follows a version: recorded in its slot when it is known, and compared where a training goes on.
+"""Compares how a resumed training continues with how the original continued: recorded with each checkpoint.
 
-A resume is exact only if the loop goes on with the data that followed. What a loop keeps to itself (a batch fetched
-ahead, a list of batches, a hidden state, a counter that indexes the data) is in no version, so this is looked at and
-not guessed. Checksums are of a few kilobytes, and nothing waits for them: a kill before they are known leaves a version
-that is whole, and of which nothing can be compared.
+A resume is exact only if the loop continues with the same data. What a loop keeps to itself (a batch fetched ahead, a
+list of batches, a hidden state, a counter that indexes the data) is in no checkpoint. So checksums of the first inputs
+after a checkpoint are stored in its slot as soon as they are known, and are compared after a resume. They cover a few
+kilobytes, and nothing waits for them: after a kill before they are known, the checkpoint is complete and nothing can be
+compared.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lightck.dataloader.batch import Read, differ, is_in_part
+from lightck.dataloader.batch import TensorReads, differ, is_partial
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import Pass
 from lightck.errors import DataMismatchError, listed
 from lightck.events import Event
-from lightck.following.first_batch import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, First, Following
+from lightck.following.first_batch import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, FirstInput, FirstInputs
 from lightck.following.update_parts import GRADIENT, KINDS, OPTIMIZER_STATE, OPTIONS, UpdateParts
 from lightck.pool.format.structures import NextBatch, next_key
 
@@ -31,92 +32,98 @@ _PART = {
 
 
 class Recorder:
-    """Of one session: what follows the version that was closed last."""
+    """Records the first inputs after the last closed checkpoint of one session."""
 
     def __init__(self, store: Callable[[Sequence[NextBatch]], None], parts: UpdateParts | None = None) -> None:
-        """``store``: puts the record beside that version, where the version still lies in its slot. ``parts``: of the
-        updates of the optimizers that are followed."""
+        """``store``: writes the record into that checkpoint's slot, if the slot still holds it. ``parts``: reads the
+        parts of updates of the followed optimizers."""
         self._store = store
         self._parts = parts or UpdateParts(())
-        self._after: Following | None = None
-        self._held: Following | None = None
-        """Since the last update, where its version is due and this forward, or the pre-step hook, will close it."""
+        self._since_closed: FirstInputs | None = None
+        self._held: FirstInputs | None = None
+        """First inputs since the last update, while a checkpoint is due that this forward or the pre-step hook will
+        close."""
 
     def closed(self, event: Event) -> None:
-        """A version was closed and is on its way."""
+        """A checkpoint was closed and is being saved."""
         is_held = event in (Event.FORWARD, Event.PRE_STEP) and self._held is not None
-        self._after = self._held if is_held else Following()
+        self._since_closed = self._held if is_held else FirstInputs()
         self._held = None
-        if is_held and self._after is not None:
-            self._record(self._after)
+        if is_held and self._since_closed is not None:
+            self._record(self._since_closed)
 
     def closed_unsaved(self) -> None:
-        """A version was closed that is none of those that are saved."""
+        """A checkpoint was closed that is not saved (``interval``)."""
         self._held = None
 
-    def closes(self) -> None:
-        """A version is about to be closed. If that fails, nothing is recorded any more for the one before it."""
-        self._after = None
+    def closing(self) -> None:
+        """A checkpoint is about to be closed: stop recording for the one before it, also if closing fails."""
+        self._since_closed = None
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
-        after = self._after  # another thread may be closing the session
+    def batch_given(
+        self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
+    ) -> None:
+        after = self._since_closed  # read once: another thread may close the session now
         if after is not None:
-            after.gave(name, of, batch, checksum, read)
+            after.batch_given(name, of, batch, checksum, read)
 
     def forward(self, inputs: object, is_due: bool) -> None:
-        """Before this forward closes a version. ``is_due``: one is to be closed, here or by the pre-step hook."""
+        """A training forward begins; it closes no checkpoint yet. ``is_due``: it or the pre-step hook will close
+        one."""
         if is_due:
-            self._held = self._held or Following()
+            self._held = self._held or FirstInputs()
             self._held.forward(inputs)
-        if self._after is not None and self._after.forward(inputs):
-            self._record(self._after)
+        if self._since_closed is not None and self._since_closed.forward(inputs):
+            self._record(self._since_closed)
 
     def before_update(self, index: int | None = None) -> None:
-        """``index``: of the optimizer that makes it; None where none is followed, or its gradients come later."""
-        if self._after is not None and self._after.update(index, self._parts.some):
-            self._record(self._after)
+        """``index``: of the optimizer that makes the update; None if none is followed, or a closure computes its
+        gradients."""
+        if self._since_closed is not None and self._since_closed.update(index, self._parts.some):
+            self._record(self._since_closed)
 
-    def _record(self, after: Following) -> None:
-        if after.firsts:
-            self._store([NextBatch(next_key(name), kind, checksum) for name, kind, checksum in after.firsts])
+    def _record(self, after: FirstInputs) -> None:
+        if after.inputs:
+            self._store([NextBatch(next_key(name), kind, checksum) for name, kind, checksum in after.inputs])
 
 
-class Follows:
-    """Of one session: what follows its versions, recorded and, in a resume, compared."""
+class Continuation:
+    """How one session's training continues after each checkpoint: recorded, and after a resume compared."""
 
-    def __init__(self, recorder: Recorder, comparison: Comparison | None, counted: Counted) -> None:
-        self.recorder, self.counted = recorder, counted
+    def __init__(self, recorder: Recorder, comparison: Comparison | None, loop_counter: LoopCounterCheck) -> None:
+        self.recorder, self.loop_counter = recorder, loop_counter
         self._comparison = comparison
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
+    def batch_given(self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads) -> None:
         """A session loader gave a batch."""
         comparison = self._comparison
-        self.recorder.gave(name, of, batch, checksum, read)
+        self.recorder.batch_given(name, of, batch, checksum, read)
         if comparison is not None:
-            comparison.gave(name, of, batch, checksum, read)
+            comparison.batch_given(name, of, batch, checksum, read)
 
     def pass_ended(self) -> None:
-        """A session loader, in a pass of the training, had no batch left."""
+        """A training pass over a session loader has ended."""
         if self._comparison is not None:
             self._comparison.pass_ended()
 
     def forward(self, inputs: object) -> None:
-        """A training forward begins, behind the boundary that it may be."""
+        """A training forward begins, after the checkpoint that it may close."""
         if self._comparison is not None:
             self._comparison.forward(inputs)
 
     def before_update(self, index: int | None) -> None:
-        """Behind the boundary that this may be. ``index``: see ``Recorder``. Raises ``DataMismatchError``."""
+        """An update is about to be made, after the checkpoint that its hook may close. ``index``: see ``Recorder``.
+        Raises ``DataMismatchError``."""
         self.recorder.before_update(index)
-        self.counted.before_update()
+        self.loop_counter.before_update()
         if self._comparison is not None:
             self._comparison.before_update(index)
             if self._comparison.is_over:
                 self._comparison = None
 
     def forget(self) -> None:
-        """Let go of what was read: a closed session keeps nothing alive."""
-        self.recorder.closes()
+        """Drop all references: a closed session keeps nothing alive."""
+        self.recorder.closing()
         self._comparison = None
 
     def ended(self) -> None:
@@ -127,17 +134,16 @@ class Follows:
 
 @dataclass(slots=True)
 class _Verdict:
-    differing: list[First] = field(default_factory=list)
-    equal: list[First] = field(default_factory=list)
+    differing: list[FirstInput] = field(default_factory=list)
+    equal: list[FirstInput] = field(default_factory=list)
     parts: dict[int, list[str]] = field(default_factory=dict)
-    """Kind -> names of what the update is made of that differ."""
+    """Kind -> names of the parts of the update that differ."""
 
 
 class Comparison:
-    """Of one resume: whether its first batches, and what its first update is made of, are those that followed the
-    version that it goes on from.
+    """Whether the first batches and the first update after a resume are those that followed the restored checkpoint.
 
-    It falls at the first update, so that whoever only looks at a batch before the loop has compared nothing.
+    The result is decided at the first update, so a batch that is only inspected before the loop does not count.
     """
 
     def __init__(
@@ -149,13 +155,14 @@ class Comparison:
         same_bits: bool = True,
         parts: UpdateParts | None = None,
     ) -> None:
-        """``recorded``: None where nothing is. ``same_bits``: the same operations give the same bits as then."""
+        """``recorded``: None if nothing was recorded. ``same_bits``: the same operations give the same bits as then, on
+        this machine with this torch."""
         self._step = step
         self._same_bits = same_bits
         self._parts = parts or UpdateParts(())
         self._recorded = {(each.key, each.kind): each.checksum for each in recorded or ()}
         self._is_strict = is_strict
-        self._seen = Following(both_forwards=True)
+        self._seen = FirstInputs(both_forwards=True)
         self._error: DataMismatchError | None = None
         self._is_judged = self._is_batch_asked_for = False
         self._has_other_data = False
@@ -166,8 +173,10 @@ class Comparison:
         """Whether nothing is left to compare."""
         return self._is_judged and self._error is None and not self._recorded
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
-        self._seen.gave(name, of, batch, checksum, read)
+    def batch_given(
+        self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
+    ) -> None:
+        self._seen.batch_given(name, of, batch, checksum, read)
 
     def pass_ended(self) -> None:
         self._is_batch_asked_for = True
@@ -176,20 +185,20 @@ class Comparison:
         self._seen.forward(inputs)
 
     def before_update(self, index: int | None = None) -> None:
-        """Raises ``DataMismatchError`` where a difference was to be an error, at this update and at every other one."""
+        """Raises ``DataMismatchError`` for a difference if ``is_strict``, at this update and at every later one."""
         self._seen.update(index, lambda _: ())
         verdict = self._compare()
         if index is not None and index not in self._updated:
             self._updated.add(index)
-            self._compare_parts(self._parts.all(index), verdict)
+            self._compare_update_parts(self._parts.all(index), verdict)
         if verdict.differing:
             self._has_other_data = True
-            self._tell_differing(verdict)
+            self._report_differing_inputs(verdict)
         if verdict.parts:
-            self._tell_fact(self._other_update(verdict))
+            self._report(self._other_update(verdict))
         if not (verdict.differing or verdict.parts or self._is_judged):
-            self._tell(verdict)
-        if not self._is_judged:  # what did not come by the first update will not come first any more
+            self._log_result(verdict)
+        if not self._is_judged:  # what was not seen by the first update is not expected any more
             self._is_judged = True
             came = {next_key(name) for name in self._seen.loaders}
             self._recorded = {
@@ -199,12 +208,14 @@ class Comparison:
             raise self._error
 
     def closed(self) -> None:
-        """The session is closed. Where it made no update, though one was about to be made after the version that it
-        went on from, and a batch was asked for or no loader gives any, it took itself for finished: its last batches
-        were in the memory of the killed process, or what was left of a pass was none."""
+        """Warn, as the session closes, if it made no update although one followed the restored checkpoint.
+
+        Such a loop took itself for finished: its last batches were in the memory of the killed process, or nothing was
+        left of its pass. It counts only if the loop asked for a batch, or no loader gives any."""
         kinds = {kind for _, kind in self._recorded}
         is_asked = (bool(self._seen.loaders) or self._is_batch_asked_for) and not kinds.isdisjoint(KINDS)
-        is_missed = is_asked if BATCH in kinds else FORWARD in kinds  # a loader gives its batch, where the loop asks
+        # A loader's batch is recorded only if the loop asked for it.
+        is_missed = is_asked if BATCH in kinds else FORWARD in kinds
         if self._is_judged or not is_missed:
             return
         log.warning(
@@ -218,18 +229,18 @@ class Comparison:
 
     def _compare(self) -> _Verdict:
         verdict = _Verdict()
-        for first in self._seen.firsts:
+        for first in self._seen.inputs:
             was = self._recorded.pop((next_key(first.name), first.kind), None)
             if was is None:
                 continue
             if differ(was, first.checksum):
                 verdict.differing.append(first)
-            elif not is_in_part(was) and not is_in_part(first.checksum):
+            elif not is_partial(was) and not is_partial(first.checksum):
                 verdict.equal.append(first)
         return verdict
 
-    def _compare_parts(self, parts: Iterable[tuple[str, First]], verdict: _Verdict) -> None:
-        """What the update is made of. Other data make other gradients, and so do other kernels."""
+    def _compare_update_parts(self, parts: Iterable[tuple[str, FirstInput]], verdict: _Verdict) -> None:
+        """Compare the parts of the update. Gradients count only with the same data and the same kernels."""
         has_cause = self._has_other_data or bool(verdict.differing) or not self._same_bits
         for name, part in parts:
             was = self._recorded.pop((next_key(part.name), part.kind), None)
@@ -240,11 +251,11 @@ class Comparison:
             elif part.kind == GRADIENT:
                 verdict.equal.append(part)
 
-    def _tell_differing(self, verdict: _Verdict) -> None:
-        data = _data(verdict.differing)
-        self._tell_fact(self._other_data(data, verdict) if data else self._other_random_numbers())
+    def _report_differing_inputs(self, verdict: _Verdict) -> None:
+        data = _data_of(verdict.differing)
+        self._report(self._other_data(data, verdict) if data else self._other_random_numbers())
 
-    def _tell_fact(self, fact: str) -> None:
+    def _report(self, fact: str) -> None:
         if self._is_strict:
             self._error = DataMismatchError(f"{fact}. strict_data=False makes this a warning.")
         else:
@@ -260,7 +271,7 @@ class Comparison:
             f"{_PAGE} has these loops, and how each is exact"
         )
 
-    def _other_data(self, differing: list[First], verdict: _Verdict) -> str:
+    def _other_data(self, differing: list[FirstInput], verdict: _Verdict) -> str:
         loaders = [first.name for first in differing if first.name]
         what = [f"the first batch of loader {name!r}" for name in loaders]
         if len(what) < len(differing):
@@ -269,8 +280,8 @@ class Comparison:
             why = (
                 "The batches of its loaders are the same. Likely causes: a hidden state, or other data that one "
                 "iteration leaves to the next, is not saved; values between loader and model come from a generator of "
-                "their own, or from a counter that started over. Put what is carried along into state=, and count by "
-                "session.step"
+                "their own, or from a counter that started over. Pass what one iteration leaves to the next in "
+                "state=, and count by session.step"
             )
         else:
             why = (
@@ -293,11 +304,11 @@ class Comparison:
         why = []
         if GRADIENT in verdict.parts:
             why.append(
-                f"{'Its batch is the same, so s' if _data(verdict.equal) else 'S'}omething else that the loss depends "
-                "on is in no checkpoint, or the loop changed it between the restore and this update. Likely causes: a "
-                "second model (a target network, a teacher); a number or a tensor that a module keeps as a plain "
-                "attribute; a generator of the loss's own; weights that an epoch's top changes, where the run was "
-                "killed in mid-epoch. Pass a second model or a generator in state=, make an attribute a buffer"
+                f"{'Its batch is the same, so s' if _data_of(verdict.equal) else 'S'}omething else that the loss "
+                "depends on is in no checkpoint, or the loop changed it between the restore and this update. Likely "
+                "causes: a second model (a target network, a teacher); a number or a tensor that a module keeps as a "
+                "plain attribute; a generator of the loss's own; weights that an epoch's top changes, where the run "
+                "was killed in mid-epoch. Pass a second model or a generator in state=, make an attribute a buffer"
             )
         if verdict.parts.keys() - {GRADIENT}:
             why.append(
@@ -309,14 +320,14 @@ class Comparison:
             f"{', '.join(what)}. {'. '.join(why)}. {_PAGE} has these loops, and how each is exact"
         )
 
-    def _tell(self, verdict: _Verdict) -> None:
-        data = _data(verdict.equal)
+    def _log_result(self, verdict: _Verdict) -> None:
+        data = _data_of(verdict.equal)
         gradients = [part for part in verdict.equal if part.kind == GRADIENT]
         if not data and not gradients:
             log.info(
-                "lightck: the first batch after the resume was compared with nothing: what followed step %d is "
-                "not recorded, as after a kill at an epoch's end or in an evaluation, or it lies on a device. "
-                "That is no fault, and no proof either",
+                "lightck: the first batch after the resume was compared with nothing: the batch that followed step %d "
+                "is not recorded, as after a kill at an epoch's end or in an evaluation, or it is on a device. "
+                "That is no error, and no proof that the data are the same",
                 self._step,
             )
             return
@@ -331,34 +342,36 @@ class Comparison:
         )
 
 
-def _data(firsts: Iterable[First]) -> list[First]:
-    return [first for first in firsts if first.kind not in RANDOM_STATES and first.kind not in KINDS]
+def _data_of(inputs: Iterable[FirstInput]) -> list[FirstInput]:
+    return [first for first in inputs if first.kind not in RANDOM_STATES and first.kind not in KINDS]
 
 
-class Counted:
-    """Whether the loop of one resume asks where it stands: one that counts from nothing makes as many passes again.
+class LoopCounterCheck:
+    """Warns if the loop of a resumed training does not ask for its step: a loop that counts from 0 makes too many
+    passes.
 
-    ``for epoch in range(epochs)`` over a session loader goes on with the right batch and makes too many updates at the
-    end. Nothing in the data shows it. A loop that goes on as it should has asked for the step, or for the loader's
-    epoch.
+    ``for epoch in range(epochs)`` over a session loader continues with the right batch and makes too many updates at
+    the end, which no batch shows. A correct loop has read the session's step or iteration, or the loader's epoch.
     """
 
     def __init__(self, step: int, loaders: Sequence[SessionLoader], *, by_itself: bool) -> None:
-        """``step``: 0 for a fresh start. ``by_itself``: an object in ``state=`` may hold the loop's own count."""
+        """``step``: the restored step; 0 for a fresh start. ``by_itself``: an object in ``state=`` may hold the loop's
+        own counter."""
         self._step, self._loaders = step, loaders
         self.is_asked = by_itself or not step
-        """That the session was asked for its step or iteration."""
+        """Whether the loop has read the session's step or iteration."""
 
     def before_update(self) -> None:
-        """The first one after the resume. In the first pass over each loader ``range(epochs)`` is right."""
+        """Warn before the first update after the resume. In the first pass over each loader ``range(epochs)`` is
+        right."""
         later = [loader for loader in self._loaders if loader.restored_epoch]
-        if self.is_asked or any(loader.was_asked for loader in self._loaders) or (self._loaders and not later):
+        if self.is_asked or any(loader.position_was_read for loader in self._loaders) or (self._loaders and not later):
             return
         self.is_asked = True
         where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""
         log.warning(
-            "lightck: The training goes on from step %d%s, and the loop did not ask for it. One that counts "
-            "from nothing, as range(steps) or range(epochs), makes too many updates: count from session.step, "
+            "lightck: The training goes on from step %d%s, and the loop did not ask for it. A loop that counts "
+            "from 0, as range(steps) or range(epochs), makes too many updates: count from session.step, "
             "or over a session loader for epoch in range(loader.epoch, epochs)",
             self._step,
             where,

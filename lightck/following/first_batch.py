@@ -1,8 +1,8 @@
-"""What comes first after a point of a training: the first batch of each session loader, the arguments of the model's
-forward, and torch's random state there (or at the first update, where the model's forward is never seen).
+"""The first inputs after a point of a training, as checksums: the first batch of each session loader, the arguments of
+the first training forward, and torch's random state at that forward (or at the first update, if no forward is seen).
 
-A batch, or a pass that is left again, may be a look: somebody prints a sample before the loop begins. So the first
-batch of a later pass takes the place of an earlier one until a training forward or an update shows which is trained on.
+A batch may be taken for inspection only, as when a script prints a sample before the loop. So the first batch of a
+later pass replaces that of an earlier pass, until a training forward or an update shows which batch is trained on.
 """
 
 from __future__ import annotations
@@ -13,49 +13,52 @@ from typing import NamedTuple
 import torch
 
 from lightck._native import ffi, lib
-from lightck.dataloader.batch import Read, checksum_of
+from lightck.dataloader.batch import TensorReads, checksum_of
 from lightck.dataloader.passes import Pass
 
 BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE = 1, 2, 3, 4, 5, 6, 7
-"""Kinds of what comes first: a session loader's first batch before the first update after the point, or behind it; the
-arguments of the first training forward, and of the first one after a session loader gave a batch; torch's random state
-when these begin, or, where none came, when the first update is about to be made. The numbers are in the format."""
+"""Kinds of first inputs: a session loader's first batch, before or after the first update (``LATER_BATCH``); the
+arguments of the first training forward, and of the first forward after a session loader gave a batch; torch's random
+state at the beginning of these forwards, or, if there was none, before the first update. Pools store these numbers."""
 RANDOM_STATES = (RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE)
 
 
-class First(NamedTuple):
-    """One thing that came first. ``name``: the loader's; empty for the forward's arguments and the random state; of an
-    update's parts see ``update.py``."""
+class FirstInput(NamedTuple):
+    """The checksum of one first input. ``name``: of the loader; empty for the forward's arguments and the random state;
+    for parts of an update see ``update_parts.py``."""
 
     name: str
     kind: int
     checksum: int
 
 
-class Following:
-    """What came since a point. `firsts` grows, and nothing in it changes. This runs at each step: it is kept short."""
+class FirstInputs:
+    """Collects the first inputs since a point in ``inputs``, which only grows. Its methods run at every step."""
 
     def __init__(self, *, both_forwards: bool = False) -> None:
-        """``both_forwards``: the first one and the first of a batch, where these are two. Else only the first."""
-        self.firsts: list[First] = []
+        """``both_forwards``: collect the first forward and the first forward of a loader's batch, if they differ; else
+        only the first forward."""
+        self.inputs: list[FirstInput] = []
         self.is_updated = False
         self._both_forwards = both_forwards
         self._saw_forward = self._saw_forward_of_batch = False
         self._batches: dict[str, tuple[Pass | None, int, int | None]] = {}
-        """Pass (None: settled), kind and checksum of the first batch of each loader."""
+        """Loader -> pass, kind and checksum of its first batch. Pass None: the batch is final."""
         self._is_unsettled = False
-        self._read: Read = {}
-        """Tensors of the batches, which the forward is often called with."""
+        self._read: TensorReads = {}
+        """Checksums of tensors of the batches: the forward is often called with the same tensors."""
         self._updates: set[int | None] = set()
 
     @property
     def loaders(self) -> list[str]:
-        """Names of those that gave a batch."""
+        """Names of the loaders that gave a batch."""
         return list(self._batches)
 
-    def gave(self, name: str, of: Pass, batch: object, checksum: int | None, read: Read | None = None) -> None:
-        """A loader gave a batch in a pass of the training. ``checksum``: None where nobody made one yet. ``read``:
-        tensors of the batch that were read for it."""
+    def batch_given(
+        self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
+    ) -> None:
+        """A loader gave a batch in a training pass. ``checksum``: None if it was not computed yet. ``read``: tensors of
+        the batch that were read for it."""
         known = self._batches.get(name)
         if known is not None and (known[0] is of or known[0] is None):
             return
@@ -66,7 +69,7 @@ class Following:
         self._is_unsettled = True
 
     def forward(self, inputs: object) -> bool:
-        """A training forward begins with these arguments. Whether `firsts` grew."""
+        """A training forward begins with these arguments. Returns whether ``inputs`` grew."""
         grew = self._is_unsettled and self._settle()
         if self.is_updated:
             return grew
@@ -86,41 +89,42 @@ class Following:
 
     def _note(self, kind: int, checksum: int | None, random_kind: int, state: int) -> None:
         if checksum is not None:
-            self.firsts.append(First("", kind, checksum))
-        self.firsts.append(First("", random_kind, state))
+            self.inputs.append(FirstInput("", kind, checksum))
+        self.inputs.append(FirstInput("", random_kind, state))
 
-    def update(self, index: int | None, parts: Callable[[int], Iterable[First]]) -> bool:
-        """An update is about to be made: by the optimizer of this number, None where none is followed. ``parts``: what
-        it is made of. Whether `firsts` grew."""
+    def update(self, index: int | None, parts: Callable[[int], Iterable[FirstInput]]) -> bool:
+        """An update is about to be made by the optimizer ``index`` (None if none is followed). ``parts``: returns the
+        checksums of what the update uses. Returns whether ``inputs`` grew."""
         if index in self._updates:
             return self._is_unsettled and self._settle()
         self._updates.add(index)
         is_unseen, self.is_updated = not (self.is_updated or self._saw_forward), True
-        before = len(self.firsts)
+        before = len(self.inputs)
         if self._is_unsettled:
             self._settle()
         if is_unseen:
-            self.firsts.append(First("", RANDOM_AT_UPDATE, random_checksum()))
+            self.inputs.append(FirstInput("", RANDOM_AT_UPDATE, random_checksum()))
         if index is not None:
-            self.firsts.extend(parts(index))
+            self.inputs.extend(parts(index))
         self._read = {}
-        return len(self.firsts) > before
+        return len(self.inputs) > before
 
     def _settle(self) -> bool:
-        before = len(self.firsts)
+        before = len(self.inputs)
         for name, (of, kind, checksum) in self._batches.items():
             if of is not None:
                 self._batches[name] = None, kind, None
                 if checksum is not None:
-                    self.firsts.append(First(name, kind, checksum))
+                    self.inputs.append(FirstInput(name, kind, checksum))
         self._is_unsettled = False
-        return len(self.firsts) > before
+        return len(self.inputs) > before
 
 
 def random_checksum() -> int:
-    """Of the states of torch's global generators: on the CPU, and on CUDA devices where they are used. Dropout and most
-    augmentation draw from them. (Those of Python and numpy would take ten times as long to read.) The lowest bit is 0:
-    all of it was looked at."""
+    """Checksum of the states of torch's global generators: on the CPU, and on CUDA devices if CUDA is in use.
+
+    Dropout and most augmentation draw from them. (The states of Python and numpy take ten times as long to read.) The
+    lowest bit is 0, which means that the whole value was read."""
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states += [generator.get_state() for generator in torch.cuda.default_generators]

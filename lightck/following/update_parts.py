@@ -1,8 +1,9 @@
-"""What an update is made of, read right before it: gradients, the optimizer's options, the optimizer's state.
+"""Checksums of what an update uses, read right before it: gradients, the optimizer's options, the optimizer's state.
 
-The same batch on the same weights gives the same gradients, to the bit. Where a resumed training gets others, something
-that the loss depends on is in no checkpoint: a second model, a number that a module keeps as an attribute, a generator
-of the loss's own. Nothing but this shows it. A few words of two gradients cost microseconds; no device is waited for.
+The same batch on the same weights gives bit-identical gradients. If a resumed training has other gradients, the loss
+depends on something that is in no checkpoint: a second model, a number that a module keeps as an attribute, a generator
+of the loss's own. Only this comparison finds that. A few words of two gradients cost microseconds; the code waits for
+no device.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from operator import is_
 import torch
 
 from lightck._native import ffi, lib
-from lightck.following.first_batch import First
+from lightck.following.first_batch import FirstInput
 from lightck.state.inventory import OptimizerView
 
 GRADIENT, OPTIONS, OPTIMIZER_STATE = 8, 9, 10
-"""Kinds, beside those of ``first.py``. The numbers are in the format."""
+"""Kinds, in addition to those of ``first_batch.py``. Pools store these numbers."""
 KINDS = (GRADIENT, OPTIONS, OPTIMIZER_STATE)
-_WORDS = 32  # of each tensor
-_TENSORS_MAX = 6  # of the state of one parameter
+_WORDS = 32  # read of each tensor
+_TENSORS_MAX = 6  # read of the state of one parameter
 _FLOATS = {
     torch.float32: 4,
     torch.float64: 8,
@@ -35,18 +36,19 @@ _UNCHANGING = frozenset((int, float, bool, str, type(None)))
 
 
 class UpdateParts:
-    """Of one session's optimizers. An update is known by the number of the optimizer whose ``step`` it is."""
+    """Reads the parts of updates of one session's optimizers. ``index``: of the optimizer whose ``step`` is the
+    update."""
 
     def __init__(self, views: Sequence[OptimizerView]) -> None:
-        """``views``: the session's own list, which may grow."""
+        """``views``: the session's list of optimizers, which may grow."""
         self._views = views
         self._options: dict[int, _Options] = {}
         self._chosen: dict[int, tuple[int, ...] | None] = {}
-        """For each view the positions of the parameters that are looked at; None: they lie on a device."""
+        """View -> positions of the parameters that are read; None if they are on a device."""
 
-    def some(self, index: int) -> list[First]:
-        """A few parts of this update: what is recorded. This runs at each step."""
-        found: list[First] = []
+    def some(self, index: int) -> list[FirstInput]:
+        """The few parts of this update that are recorded with a checkpoint. Runs at every step."""
+        found: list[FirstInput] = []
         for view in self._views:
             if view.root != index:
                 continue
@@ -58,13 +60,14 @@ class UpdateParts:
                 name, p = view.params[at]
                 gradient = _gradient(p)
                 if gradient is not None:
-                    found.append(First(_name(view, name), GRADIENT, gradient))
-            if chosen:  # of the last one of these: an update makes all of it, or none
-                found.append(First(_name(view, name), OPTIMIZER_STATE, _state(view, p)))
+                    found.append(FirstInput(_name(view, name), GRADIENT, gradient))
+            if chosen:  # the last one is enough: an update writes the state of all parameters, or of none
+                found.append(FirstInput(_name(view, name), OPTIMIZER_STATE, _state(view, p)))
         return found
 
-    def all(self, index: int) -> Iterator[tuple[str, First]]:
-        """Every part with what it is called in a message: whatever was recorded is among them. Once in a resume."""
+    def all(self, index: int) -> Iterator[tuple[str, FirstInput]]:
+        """All parts of this update, which include those that were recorded, each with its name for a message. Runs once
+        in a resume."""
         for view in self._views:
             if view.root != index:
                 continue
@@ -72,16 +75,16 @@ class UpdateParts:
             for name, p in view.params:
                 gradient = _no_gradient(view, p) if p.grad is None else _gradient(p)
                 if gradient is not None:
-                    yield name, First(_name(view, name), GRADIENT, gradient)
-                yield name, First(_name(view, name), OPTIMIZER_STATE, _state(view, p))
+                    yield name, FirstInput(_name(view, name), GRADIENT, gradient)
+                yield name, FirstInput(_name(view, name), OPTIMIZER_STATE, _state(view, p))
 
-    def _options_of(self, view: OptimizerView) -> First:
+    def _options_of(self, view: OptimizerView) -> FirstInput:
         known = self._options.setdefault(view.index, _Options())
-        return First(_name(view, ""), OPTIONS, known.checksum(view.optimizer.param_groups))
+        return FirstInput(_name(view, ""), OPTIONS, known.checksum(view.optimizer.param_groups))
 
 
 class _Options:
-    """Options of an optimizer, and their checksum, which is made anew where one is another object than before."""
+    """The checksum of an optimizer's options, recomputed only if an option is another object than before."""
 
     def __init__(self) -> None:
         self._values: list[object] = []
@@ -105,7 +108,7 @@ def _is_unchanging(value: object) -> bool:
 
 
 def _plain(value: object) -> object:
-    """What is compared of an option: its number or text, and nothing of what lies on a device."""
+    """The comparable value of an option: a number or text, or None for what is on a device or of another type."""
     if isinstance(value, (bool, str, type(None))):
         return value
     if isinstance(value, (int, float)):
@@ -123,9 +126,11 @@ def _have_gradients(view: OptimizerView, chosen: tuple[int, ...]) -> bool:
 
 
 def _choose(view: OptimizerView) -> tuple[int, ...] | None:
-    """The first and the last parameter of at most one dimension whose gradients can be read: biases and scales, whose
-    gradients have no rows that are zero, as an embedding's have. What comes behind the first, and before the last, is
-    in theirs. Else of any kind. Empty: none has a gradient now; None: they lie on a device."""
+    """Choose the parameters whose gradients are read: the first and the last of at most one dimension, else of any
+    shape.
+
+    Biases and scales have no gradient rows that are always zero, as embeddings have. The gradients of the first and the
+    last layers depend on all layers. Empty if no parameter has a gradient now; None if they are on a device."""
     flat: list[int] = []
     others: list[int] = []
     for at, (_, p) in enumerate(view.params):
@@ -143,7 +148,7 @@ def _choose(view: OptimizerView) -> tuple[int, ...] | None:
 
 
 def _no_gradient(view: OptimizerView, p: torch.Tensor) -> int:
-    """Where a parameter has no gradient now: that of zeros, for an optimizer to which these are the same."""
+    """The checksum of a missing gradient: that of zeros for an optimizer that treats both alike (plain SGD), else 0."""
     groups = view.optimizer.param_groups
     if type(view.optimizer) is torch.optim.SGD and not any(g["momentum"] or g["weight_decay"] for g in groups):
         return _checksum(torch.zeros_like(p.detach(), memory_format=torch.contiguous_format)) or 0
@@ -155,13 +160,13 @@ def _name(view: OptimizerView, name: str) -> str:
 
 
 def _gradient(p: torch.Tensor) -> int | None:
-    """None where there is none, or none that can be read."""
+    """The checksum of a parameter's gradient; None if there is none, or it cannot be read."""
     grad = p.grad
     return None if grad is None else _checksum(grad)
 
 
 def _state(view: OptimizerView, p: torch.Tensor) -> int:
-    """Of the tensors in ``optimizer.state[p]``, in whatever order they came; 0 for none."""
+    """The checksum of the tensors in ``optimizer.state[p]``, independent of their order; 0 if there are none."""
     state = None if view.wraps else view.optimizer.state.get(p)
     if type(state) is not dict:
         return 0
@@ -173,7 +178,7 @@ def _state(view: OptimizerView, p: torch.Tensor) -> int:
 
 
 def _checksum(tensor: torch.Tensor) -> int | None:
-    """Never 0, and its lowest bit is 0: all was looked at that is ever looked at."""
+    """The checksum of a CPU tensor; None if it cannot be read. It is never 0, and its lowest bit is 0."""
     kind = type(tensor)
     if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or not tensor.is_cpu:
         return None
@@ -181,7 +186,7 @@ def _checksum(tensor: torch.Tensor) -> int | None:
         return None
     nbytes = tensor.nbytes
     if tensor.untyped_storage().nbytes() < nbytes:
-        return None  # its memory was given back
+        return None  # its storage was resized to less
     data = ffi.cast("char *", tensor.data_ptr())
     crc = lib.lck_crc32c_spread(data, nbytes, _FLOATS.get(tensor.dtype, 0), _WORDS)
     return crc & 0xFFFFFFFE or 2

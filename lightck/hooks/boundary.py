@@ -1,7 +1,7 @@
-"""When a version closes: the rules of "the state after step t", as a small machine of its own.
+"""Which event closes a checkpoint: the rules of "the state after step t", as a state machine without tensors.
 
-It knows events and counters, no tensors, so every rule can be read and tested here. *Version t is the state from which
-step t+1 starts*; the boundary that closes it is the first event after an update at which that state is whole.
+*Checkpoint t is the state from which step t+1 starts.* The boundary that closes it is the first event after an update
+at which that state is complete.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 from lightck.events import Event
 
 BY_HAND = -1
-"""In place of an optimizer's index: an update of a loop in which none is followed."""
+"""The optimizer index of an update in a loop in which no optimizer is followed."""
 _BY_USER = (Event.END_STEP, Event.FLUSH)
 
 
 class Boundary:
-    """Counts updates and iterations, and says which event closes a version."""
+    """Counts updates and iterations, and decides which event closes a checkpoint."""
 
     def __init__(self, optimizers: int, step: int = 0, iteration: int = 0, explicit: bool = False) -> None:
         self.optimizers = optimizers
         self.iteration = iteration
         self.explicit = explicit
-        """From the first ``end_step()`` on, only the user's calls are boundaries."""
+        """Whether ``end_step()`` was called: from then on only the user's calls are boundaries."""
         self._closed = step
         self._updates: dict[int, int] = {}
         self._flushed = False
 
     @property
     def step(self) -> int:
-        """Updates made. With several optimizers one round, in which each stepped, is one update."""
+        """Updates so far. With several optimizers a round in which each has stepped is one update."""
         if self.optimizers <= 1:
             return self._closed + sum(self._updates.values())
         return self._closed + int(self._is_round_complete)
@@ -37,16 +37,16 @@ class Boundary:
         return len(self._updates) >= max(self.optimizers, 1)
 
     def updated(self, optimizer: int) -> None:
-        """An optimizer stepped and changed something."""
+        """Count an optimizer step that made an update."""
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
         self._flushed = False
 
     def pending(self, optimizer: int) -> int:
-        """Updates that it made since a version closed."""
+        """Updates that this optimizer made since the last checkpoint closed."""
         return self._updates.get(optimizer, 0)
 
     def is_due(self, event: Event) -> bool:
-        """Whether this event closes a version."""
+        """Whether this event closes a checkpoint."""
         if not self._updates:
             return False
         if event in _BY_USER:
@@ -58,7 +58,7 @@ class Boundary:
         return self._is_round_complete and event in (Event.NEXT, Event.PRE_STEP)
 
     def close(self, event: Event) -> int:
-        """Close the version: its step. Counts the iteration that ends here."""
+        """Close the checkpoint, count the iteration that ends here, and return the checkpoint's step."""
         partial = self.optimizers > 1 and not self._is_round_complete
         self._closed = self.step + int(partial)
         self._updates.clear()
@@ -69,9 +69,9 @@ class Boundary:
         return self._closed
 
     def passed_without_update(self, event: Event, scaler_skipped: bool) -> None:
-        """An event that closes nothing: count the iteration where one ended."""
+        """Handle an event that closes no checkpoint: count the iteration if one ends here."""
         if event is Event.FLUSH:
-            return  # it says nothing about where an iteration ends
+            return  # flush() may be called anywhere in an iteration
         if event is Event.END_STEP:
             self.explicit = True
             if not self._flushed:

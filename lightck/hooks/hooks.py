@@ -1,8 +1,8 @@
-"""The hooks by which a training tells us where it is: forward of the root, step of each optimizer.
+"""The torch hooks of a session: on the root module's forward and on each optimizer's ``step``.
 
-Installs and removes them, and translates torch's calls into the step events of ``events.py``. It decides nothing.
-Inside a graph that torch.compile traces the hooks are empty, so they neither break the graph nor run when it does; the
-session notices that they do not fire.
+``Hooks`` installs and removes them, and translates torch's calls into the step events of ``events.py``. Inside a graph
+that torch.compile traces the hooks do nothing: they neither break the graph nor run with it. The session detects that
+they do not fire.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.optim.optimizer import (
 from lightck.events import StepListener
 from lightck.hooks import own_hooks
 from lightck.hooks.layerwise import layerwise_of
-from lightck.state.optimizer_wrappers import has_hooks, places
+from lightck.state.optimizer_wrappers import has_hooks, wrapper_roles
 
-_DUMMY_STEP = "_init_optim_state"
-"""torch.distributed.checkpoint.state_dict makes optimizer state by a step that changes nothing."""
+_INIT_STEP = "_init_optim_state"
+"""The function of torch.distributed.checkpoint.state_dict that creates optimizer state by a step without effect."""
 
 
 class Hooks:
@@ -35,56 +35,57 @@ class Hooks:
         self._events = events
         self._optimizers: list[Optimizer] = []
         self._roots: list[int] = []
-        """For each optimizer the position of the one whose step is its update: a wrapper and what it wraps are one."""
+        """For each optimizer the index of the optimizer whose step is its update: a wrapper and the optimizers inside
+        it share one index."""
         self._in_closure = 0
         self._stepping: dict[int, FrameType] = {}
-        """Optimizer -> the frame of torch's hook wrapper around its running ``step``."""
-        self._counted: FrameType | None = None
-        """That of the step whose update was counted, and whose other post hooks run."""
+        """Optimizer index -> the frame of torch's wrapper function around its running ``step``."""
+        self._updated_frame: FrameType | None = None
+        """The frame of the ``step`` whose update was reported, while the user's post-step hooks run."""
         self.handles: list[own_hooks.Handle] = [
             model.register_forward_pre_hook(own_hooks.ModuleHook(self._forward_pre), with_kwargs=True),
             model.register_forward_hook(own_hooks.ModuleHook(self._forward_post)),
-            own_hooks.CleanCopies(model),
-            register_optimizer_step_pre_hook(own_hooks.weakly(self._any_step_pre)),
-            register_optimizer_step_post_hook(own_hooks.weakly(self._any_step_post)),
+            own_hooks.HookFreeCopies(model),
+            register_optimizer_step_pre_hook(own_hooks.weak_hook(self._any_step_pre)),
+            register_optimizer_step_post_hook(own_hooks.weak_hook(self._any_step_post)),
         ]
-        """Of all hooks, now and later: ``own.remove`` takes them out without needing this object."""
+        """Handles of all hooks, also of those added later: ``own_hooks.remove`` removes them without this object."""
         self.add(optimizers)
 
     def add(self, optimizers: Sequence[Optimizer]) -> None:
-        """Follow these too: an optimizer, or a wrapper with what it wraps."""
-        self._roots.extend(len(self._optimizers) + place.root for place in places(optimizers))
+        """Follow these optimizers too: one optimizer, or a wrapper with the optimizers wrapped_ids it."""
+        self._roots.extend(len(self._optimizers) + place.root for place in wrapper_roles(optimizers))
         self._optimizers.extend(optimizers)
         for optimizer in filter(has_hooks, optimizers):
             post = optimizer.register_step_post_hook(self._step_post)
             self.handles += optimizer.register_step_pre_hook(self._step_pre), post
-            # Before the user's post hooks: one that raises must not hide that an update was made.
+            # This hook runs before the user's post hooks: if one of those raises, the update is reported already.
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, post, last=False)
         for optimizer in optimizers:
             layers = layerwise_of(optimizer)
             if layers is not None:
-                self.handles.append(layers.tell(self._events, self._index(optimizer)))
+                self.handles.append(layers.add_listener(self._events, self._index(optimizer)))
 
-    def follow(self, optimizer: object) -> bool:
-        """Whether this one's steps are seen."""
+    def follows(self, optimizer: object) -> bool:
+        """Whether this optimizer is followed."""
         return any(o is optimizer for o in self._optimizers)
 
     def forget(self) -> None:
-        """Let go of the optimizers, after ``remove``."""
+        """Drop the references to optimizers and frames, after the hooks were removed."""
         self._optimizers.clear()
         self._stepping.clear()
-        self._counted = None
+        self._updated_frame = None
 
     def _index(self, optimizer: Optimizer) -> int:
-        """Which update its step belongs to."""
+        """The index of the optimizer whose step is the update."""
         return next(root for o, root in zip(self._optimizers, self._roots, strict=True) if o is optimizer)
 
     # -- forward -----------------------------------------------------------------------------------------
 
     def _forward_pre(self, module: nn.Module, *inputs: object) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure:
-            self._stepping.clear()  # a step that raised left its frame, and with it all that its caller held
-            self._counted = None
+            self._stepping.clear()  # a step that raised left its frame here, which keeps its callers' variables alive
+            self._updated_frame = None
             self._events.before_forward(inputs)
             self._events.forward_begins()
 
@@ -95,13 +96,13 @@ class Hooks:
     # -- step --------------------------------------------------------------------------------------------
 
     def _any_step_pre(self, optimizer: Optimizer, *_: object) -> None:
-        if not self.follow(optimizer):
+        if not self.follows(optimizer):
             self._events.unknown_optimizer(optimizer)
 
     def _step_pre(
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> own_hooks.Call | None:
-        if _is_dummy(kwargs):
+        if _is_init_step(kwargs):
             self._events.gate()
             return None
         index, wrapper = self._index(optimizer), sys._getframe(1)
@@ -119,9 +120,9 @@ class Hooks:
         return own_hooks.with_closure(args, kwargs, self._wrapped(closure, gate_after_first=waits))
 
     def _is_inside(self, index: int, frame: FrameType | None) -> bool:
-        """Whether this ``step`` is called by the optimizer's own ``step`` (a subclass whose ``step`` ends in
-        ``super().step()`` has hooks around both) or by that of a wrapper around it. A frame that is left over from a
-        step that raised is no caller."""
+        """Whether this ``step`` runs inside the ``step`` of the same optimizer (a subclass whose ``step`` calls
+        ``super().step()`` has hooks around both) or of a wrapper around it. The left-over frame of a step that raised
+        is not among the callers."""
         outer = self._stepping.get(index)
         while outer is not None and frame is not None:
             if frame is outer:
@@ -130,7 +131,8 @@ class Hooks:
         return False
 
     def _wrapped(self, closure: own_hooks.Closure, gate_after_first: bool) -> own_hooks.Closure:
-        """The user's closure; torch.optim updates nothing before its first call has returned."""
+        """The user's closure. ``gate_after_first``: pass the gate after the first call, because torch.optim updates
+        nothing before it has returned."""
         waiting = gate_after_first
 
         def wrapped(*args: object, **kwargs: object) -> object:
@@ -148,7 +150,7 @@ class Hooks:
         return wrapped
 
     def _step_post(self, optimizer: Optimizer, _: object, kwargs: dict[str, object]) -> None:
-        if _is_dummy(kwargs):
+        if _is_init_step(kwargs):
             return
         index, wrapper = self._index(optimizer), sys._getframe(1)
         if self._stepping.get(index, wrapper) is not wrapper:
@@ -159,22 +161,23 @@ class Hooks:
         else:
             self._events.after_step(index)
             if len(optimizer._optimizer_step_post_hooks) > 1:
-                self._counted = wrapper
+                self._updated_frame = wrapper
 
     def _any_step_post(self, *_: object) -> None:
-        """Behind the user's own post hooks, which may draw random numbers and write buffers: as part of the update."""
-        if self._counted is not None and self._counted is sys._getframe(2):
-            self._counted = None
+        """After the user's own post hooks, which belong to the update: they may draw random numbers and write
+        buffers."""
+        if self._updated_frame is not None and self._updated_frame is sys._getframe(2):
+            self._updated_frame = None
             self._events.after_step_hooks()
 
 
 def _changed_nothing(optimizer: Optimizer) -> bool:
-    """A fused optimizer under GradScaler is stepped even where it found inf, and then changes nothing."""
+    """Whether this is a fused optimizer that found an infinity: GradScaler steps it anyway, and it changes nothing."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())
 
 
-def _is_dummy(kwargs: dict[str, object]) -> bool:
+def _is_init_step(kwargs: dict[str, object]) -> bool:
     if "closure" not in kwargs or kwargs["closure"] is not None:
         return False
-    return own_hooks.is_called_by(lambda frame: frame.f_code.co_name == _DUMMY_STEP)
+    return own_hooks.is_called_by(lambda frame: frame.f_code.co_name == _INIT_STEP)

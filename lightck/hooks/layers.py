@@ -1,6 +1,6 @@
-"""One layer of a layer-wise update: what steps it, what its update used, and whether that still is what it was.
+"""One layer of a layer-wise update: the optimizer that steps it, the inputs of its update, and their later changes.
 
-And updates that are half made: some layers are new, and ``step()`` is still to come.
+``PartialUpdate`` tracks updates that are not complete: some layers are updated, and ``step()`` was not called yet.
 """
 
 from __future__ import annotations
@@ -18,83 +18,84 @@ from lightck.state.blocks import checksums
 from lightck.state.signatures import version_counter_of
 
 _NOT_SHARED = ("step", "_optimizer_")
-"""Beginnings of attributes that a layer's instance does not take over: hooks, and a ``step`` that a scheduler wrapped.
-So it keeps no optimizer alive, and nobody who looks for optimizers finds it."""
+"""Prefixes of attributes that a layer's optimizer instance does not copy: hooks, and a ``step`` that a scheduler
+wrapped. So the instance keeps no other optimizer alive, and a search for optimizers does not find it."""
 BLOCK = 1 << 20
-"""Bytes of a gradient to one checksum."""
+"""Bytes of a gradient per checksum."""
 Group = dict[str, object]
 """One of an optimizer's ``param_groups``, or its options alone."""
-Noted = dict[object, tuple[object, int]]
-"""What is in the state of a parameter: which objects, and the versions of those that are tensors."""
+StateSnapshot = dict[object, tuple[object, int]]
+"""Key -> value and its version counter (0 for values that are no tensors), of one parameter's optimizer state."""
 
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """A module's own parameters, and what steps them."""
+    """A module's own parameters, and the optimizer instance that steps them."""
 
     name: str
     optimizer: Optimizer
     params: list[torch.Tensor]
     groups: list[Group]
-    """Those of the user's optimizer, parallel to ``optimizer.param_groups``."""
+    """The groups of the user's optimizer, in the order of ``optimizer.param_groups``."""
     arrived: set[int] = field(default_factory=set)
+    """ids of the parameters whose gradients are final."""
     used: list[Group] = field(default_factory=list)
-    """The options of these groups, as they were when the layer was updated; empty where it was not."""
+    """The options of ``groups`` at the layer's update; empty before it."""
 
     @property
     def is_ready(self) -> bool:
         return all(id(p) in self.arrived for p in self.params if p.requires_grad)
 
     def changed(self) -> str | None:
-        """What of the user's optimizer is no longer what the update used."""
+        """What differs from the options that the update used, for a message; None if nothing does."""
         return "options (lr, ...) were changed" if list(map(options_of, self.groups)) != self.used else None
 
 
 @dataclass(slots=True, eq=False)
-class Used:
-    """A parameter that was updated, and its gradient, as they were then."""
+class UsedGradient:
+    """A parameter that was updated, and the gradient that its update used."""
 
     layer: Layer
     param: torch.Tensor
     grad: torch.Tensor
-    grad_version: int
-    proof: npt.NDArray[np.uint32] | None
-    """Checksums of the gradient, where it is to be compared by its bytes too."""
-    param_version: int = 0
-    """After the update, as what follows."""
-    state: Noted = field(default_factory=dict)
+    grad_counter: int
+    crcs: npt.NDArray[np.uint32] | None
+    """Checksums of the gradient, if its bytes are compared too."""
+    param_counter: int = 0
+    """Version counter of the parameter after its update. ``state``: its optimizer state after the update."""
+    state: StateSnapshot = field(default_factory=dict)
     is_hidden: bool = False
-    """From ``step()``, which is to pass over the parameter; for good where it raised."""
+    """Whether ``param.grad`` is None so that ``step()`` skips the parameter; it stays None if ``step()`` raises."""
 
     def updated(self, optimizer: Optimizer) -> None:
-        """Note what the update made."""
-        self.param_version = self.param._version
-        self.state = _noted(optimizer.state.get(self.param))
+        """Record the parameter and its state after the update."""
+        self.param_counter = self.param._version
+        self.state = _snapshot(optimizer.state.get(self.param))
 
     def changed(self, optimizer: Optimizer) -> str | None:
-        """What somebody has changed since the update."""
+        """What was changed since the update, for a message; None if nothing was."""
         if self.is_hidden:
             return None
         grad = self.param.grad
         if grad is None:
             return "gradients were removed"
-        if grad is not self.grad or grad._version != self.grad_version:
+        if grad is not self.grad or grad._version != self.grad_counter:
             return "gradients were changed"
-        if self.proof is not None and not np.array_equal(checksums(grad, BLOCK), self.proof):
+        if self.crcs is not None and not np.array_equal(checksums(grad, BLOCK), self.crcs):
             return "gradients were changed"
-        if self.param._version != self.param_version:
+        if self.param._version != self.param_counter:
             return "parameters were written"
-        return None if _is_as_noted(optimizer.state.get(self.param), self.state) else "optimizer state was changed"
+        return None if _matches_snapshot(optimizer.state.get(self.param), self.state) else "optimizer state was changed"
 
 
-def _noted(state: Mapping[object, object] | None) -> Noted:
+def _snapshot(state: Mapping[object, object] | None) -> StateSnapshot:
     return {key: (value, _version_counter_of(value)) for key, value in (state or {}).items()}
 
 
-def _is_as_noted(state: Mapping[object, object] | None, noted: Noted) -> bool:
-    now = _noted(state)
-    return now.keys() == noted.keys() and all(
-        value is noted[key][0] and version == noted[key][1] for key, (value, version) in now.items()
+def _matches_snapshot(state: Mapping[object, object] | None, before: StateSnapshot) -> bool:
+    now = _snapshot(state)
+    return now.keys() == before.keys() and all(
+        value is before[key][0] and counter == before[key][1] for key, (value, counter) in now.items()
     )
 
 
@@ -102,18 +103,19 @@ def _version_counter_of(value: object) -> int:
     return version_counter_of(value) if isinstance(value, torch.Tensor) else 0
 
 
-def shape_of(optimizer: Optimizer) -> list[object]:
-    """What layers depend on: groups, their parameters, and which of them are trained."""
+def group_structure(optimizer: Optimizer) -> list[object]:
+    """Groups, their parameters, and which of them are trained: layers are built anew when this changes."""
     return [(id(group), [(id(p), p.requires_grad) for p in group["params"]]) for group in optimizer.param_groups]
 
 
 def options_of(group: Group) -> Group:
-    """The options of a group, tensors among them by identity and version."""
+    """The options of a group; a tensor is represented by its identity and version counter."""
     return {k: (id(v), v._version) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
-def layer_over(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Group], optimizer: Optimizer) -> Layer:
-    """With an instance of the optimizer's class that was never initialised by itself: it is a view of the user's."""
+def make_layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Group], optimizer: Optimizer) -> Layer:
+    """Make a layer. Its optimizer is an instance of the user's class that shares the user's attributes; its
+    ``__init__`` does not run."""
     groups: dict[int, tuple[Group, list[torch.Tensor]]] = {}
     for p in params:
         groups.setdefault(id(group_of[id(p)]), (group_of[id(p)], []))[1].append(p)
@@ -124,7 +126,7 @@ def layer_over(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Gr
 
 
 def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-    """The user's ``step`` on these parameters, with the options and the state that the user's optimizer has now."""
+    """Run the class's ``step`` on these parameters, with the present options and state of the user's optimizer."""
     part = layer.optimizer
     part.state = optimizer.state
     for mine, theirs in zip(part.param_groups, layer.groups, strict=True):
@@ -132,7 +134,7 @@ def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor
     counters = [p._version for p in params]
     type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
     silent = [p for p, before in zip(params, counters, strict=True) if p._version == before]
-    if silent:  # a fused kernel: autograd is to know that what it saved is no more
+    if silent:  # a fused kernel moves no version counter: tell autograd that its saved tensors are stale
         torch.autograd.graph.increment_version(silent)
 
 
@@ -142,7 +144,7 @@ def tensors_of(optimizer: Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
 
 
 class PartialUpdate:
-    """The optimizers (by index) whose update is half made, and an error that waits for their ``step()``."""
+    """The indexes of optimizers whose update is not complete, and an error that is raised at their ``step()``."""
 
     def __init__(self) -> None:
         self._indexes: set[int] = set()
@@ -158,17 +160,18 @@ class PartialUpdate:
         self._indexes.discard(index)
 
     def refuse_boundary(self) -> None:
-        """Raises ``SessionError``: no state between two steps is one from which a step starts."""
+        """Raise ``SessionError`` while an update is not complete: no step starts from such a state."""
         if self._indexes:
             raise SessionError(
-                "A version cannot be closed between backward() and step(): with lightck.layerwise some layers are "
+                "A checkpoint cannot be closed between backward() and step(): with lightck.layerwise some layers are "
                 "updated then, and others are not. Call step() of each such optimizer first. (A backward() that "
                 "reaches the parameters of another optimizer updates those too: give that one no layers.)"
             )
 
     def defer(self, work: Callable[[], None]) -> bool:
-        """Do it inside a backward pass. False where it raised what a loop may catch and go on from: that is raised by
-        ``raise_deferred``, since a backward that ends here would have made some gradients, and not others."""
+        """Call ``work`` inside a backward pass. If it raises ``StateChangedError``, keep the error for
+        ``raise_deferred`` and return False: a backward pass that ended here would have computed only some of the
+        gradients."""
         try:
             work()
         except StateChangedError as err:

@@ -1,12 +1,12 @@
 """The layer-wise update: each layer is stepped inside the backward pass, as soon as its gradients are final.
 
-So the copy of a layer into the pool begins while other layers still compute. The flow is LightCheck's ("LightCheck:
+So the copy of a layer into the pool begins while other layers still compute. The method is LightCheck's ("LightCheck:
 A Cost-Efficient Checkpointing System for Distributed DNN Training with Persistent Memory", ICCD 2023).
 
 Each layer has an instance of the user's own optimizer class over its parameters. It shares ``state`` with the user's
-optimizer and takes its options anew at every update, so schedulers, ``state_dict`` and a resume see one optimizer, and
+optimizer and copies its options before every update, so schedulers, ``state_dict`` and a resume see one optimizer, and
 every element goes through the same operations as in ``optimizer.step()``. Invariant: each parameter is updated once
-between two calls of ``step()``, with the gradient that ``step()`` would have used, or an error says why it cannot be.
+between two calls of ``step()``, with the gradient that ``step()`` would have used; otherwise an error gives the reason.
 """
 
 from __future__ import annotations
@@ -27,40 +27,50 @@ from lightck import sessions
 from lightck.errors import SessionError, UnsupportedError
 from lightck.events import StepListener
 from lightck.hooks import own_hooks
-from lightck.hooks.layers import BLOCK, Layer, Used, layer_over, options_of, shape_of, step_layer, tensors_of
+from lightck.hooks.layers import (
+    BLOCK,
+    Layer,
+    UsedGradient,
+    group_structure,
+    make_layer,
+    options_of,
+    step_layer,
+    tensors_of,
+)
 from lightck.state.blocks import checksums
 from lightck.state.inventory import clean_prefixes
 from lightck.state.optimizer_wrappers import has_hooks, inner_of
-from lightck.state.ranks import of_several
+from lightck.state.ranks import rank_and_world_size
 
-_ALL_AT_ONCE = (torch.optim.LBFGS, torch.optim.SparseAdam)
-_PROBATION = 3
-"""Updates of which every gradient is compared by its bytes."""
+_NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
+_FULLY_COMPARED = 3
+"""The first updates, in which the bytes of every gradient are compared."""
 _CURE = (
     "To add gradients up, put all but the last backward() into `with layers.accumulate():`, where layers is what "
     "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
 )
-_known: weakref.WeakKeyDictionary[Optimizer, Layerwise] = weakref.WeakKeyDictionary()
+_layerwise_by_optimizer: weakref.WeakKeyDictionary[Optimizer, Layerwise] = weakref.WeakKeyDictionary()
 
 
 def layerwise_of(optimizer: object) -> Layerwise | None:
-    """What updates this optimizer's layers in the backward pass, or None."""
-    return _known.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    """The object that updates this optimizer's layers in the backward pass, or None."""
+    return _layerwise_by_optimizer.get(optimizer) if isinstance(optimizer, Optimizer) else None
 
 
 def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
     """Update each layer of ``model`` inside ``backward()``, as soon as its gradients are final.
 
-    The loop stays as it is: ``backward()``, then ``optimizer.step()``, which does what is left. The result is the same
-    to the bit. Call it before :func:`lightck.attach`; the copy of each layer into the pool then begins at its update.
+    The loop stays as it is: ``backward()``, then ``optimizer.step()``, which completes the update. The result is
+    bit-identical. Call it before :func:`lightck.attach`; the copy of each layer into the pool then begins at its
+    update.
 
     Args:
-        model: its modules with parameters of their own are the layers.
-        optimizer: of a class of ``torch.optim``, without wrappers around it, on the CPU, in one process.
+        model: each of its modules that has parameters of its own is a layer.
+        optimizer: an instance of a ``torch.optim`` class without wrappers, over CPU parameters, in one process.
 
     Raises:
-        UnsupportedError: this optimizer, or this training, needs all gradients at once. What cannot be seen here
-            (clipping, GradScaler, a second ``backward()``, ``step(closure)``) is refused where it happens.
+        UnsupportedError: this optimizer, or this training, needs all gradients at once. Clipping, GradScaler,
+            a second ``backward()`` and ``step(closure)`` raise it when they happen.
         TypeError: not a module, or not an optimizer.
     """
     if not isinstance(model, nn.Module):
@@ -72,7 +82,7 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
         return known
     if sessions.has_open_session(model):
         raise SessionError(
-            "This model has an open session, which waits at step() and not before the first layer of it. Call "
+            "This model has an open session, whose hooks wait at step() and not before the first layer's update. Call "
             "lightck.layerwise() before lightck.attach()."
         )
     if known is not None:
@@ -81,23 +91,23 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
 
 
 class Layerwise:
-    """Made by :func:`lightck.layerwise`."""
+    """The layers of one model and optimizer, made by :func:`lightck.layerwise`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._listeners: OrderedDict[int, tuple[weakref.ref[StepListener], int]] = OrderedDict()
-        """By the id of its handle: one, and the optimizer's index in its session."""
+        """Id of the handle -> a listener, and the optimizer's index in its session."""
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._layers: list[Layer] = []
         self._layer_of: dict[int, Layer] = {}
-        """By id of the parameter."""
-        self._used: dict[int, Used] = {}
-        """Parameters that were updated since the last ``step()``."""
+        """Id of a parameter -> its layer."""
+        self._used: dict[int, UsedGradient] = {}
+        """Id of a parameter -> what its update used, since the last ``step()``."""
         self._is_first = True
-        """Nothing has arrived since the last ``step()``."""
-        self._passes = 0
+        """Whether no gradient has arrived since the last ``step()``."""
+        self._updates = 0
         self._accumulating = 0
-        self._shape: list[object] = []
+        self._structure: list[object] = []
         self._param_handles: list[own_hooks.Handle] = []
         self._build(model, optimizer)
         self._step_hooks = (
@@ -106,10 +116,10 @@ class Layerwise:
         )
         self._handles: list[own_hooks.Handle] = [
             *self._step_hooks,
-            model.register_forward_pre_hook(own_hooks.ModuleHook(own_hooks.weakly(self._forward_begins))),
-            own_hooks.CleanCopies(model),
+            model.register_forward_pre_hook(own_hooks.ModuleHook(own_hooks.weak_hook(self._forward_begins))),
+            own_hooks.HookFreeCopies(model),
         ]
-        _known[optimizer] = self
+        _layerwise_by_optimizer[optimizer] = self
 
     # -- what a user calls -------------------------------------------------------------------------------
 
@@ -120,7 +130,8 @@ class Layerwise:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around every ``backward()`` but the last one before ``step()``: gradients add up, and nothing is updated."""
+        """Accumulate gradients: use it around every ``backward()`` but the last one before ``step()``; nothing is
+        updated."""
         self._accumulating += 1
         try:
             yield
@@ -128,22 +139,23 @@ class Layerwise:
             self._accumulating -= 1
 
     def forget(self) -> None:
-        """After a ``backward()`` that raised half-way: keep the layers as they are, some updated and some not, and drop
-        the gradients of all. It counts as no step; the pool holds the one before."""
+        """Go on after a ``backward()`` that raised: keep the layers as they are, some updated and some not, and drop
+        all gradients. This counts as no step; the pool keeps the checkpoint of the step before."""
         optimizer = self._optimizer()
         for layer in self._layers:
             for param in layer.params:
                 param.grad = None
-        self._over()
+        self._reset()
         if optimizer is not None:
-            for listener, index in self._reported():
+            for listener, index in self._live_listeners():
                 listener.layers_forgotten(index)
 
     def remove(self) -> None:
-        """From here on ``optimizer.step()`` updates everything again. Between ``step()`` and ``backward()`` only."""
+        """End the layer-wise update: ``optimizer.step()`` updates all layers again. Call it between ``step()`` and
+        ``backward()``."""
         if self._used:
             raise SessionError(
-                "Layers were updated whose optimizer.step() is still to come. Their gradients would count twice. Call "
+                "Layers were updated, and optimizer.step() was not called yet. Their gradients would count twice. Call "
                 "step() first (or forget(), after a backward() that failed), then remove()."
             )
         own_hooks.remove(self._handles)
@@ -152,27 +164,28 @@ class Layerwise:
         self._layer_of.clear()
         optimizer = self._optimizer()
         if optimizer is not None:
-            _known.pop(optimizer, None)
+            _layerwise_by_optimizer.pop(optimizer, None)
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether these are the layers of this model."""
         return self._model() is model
 
-    def tell(self, listener: StepListener, index: int) -> own_hooks.Handle:
-        """Tell this one too of updates inside the backward pass, until the handle is removed; ``index``: of the
-        optimizer. A listener is not kept alive."""
+    def add_listener(self, listener: StepListener, index: int) -> own_hooks.Handle:
+        """Report updates inside the backward pass to ``listener``, until the handle is removed. ``index``: of the
+        optimizer, for the listener. The listener is referred to weakly."""
         handle = RemovableHandle(self._listeners)
         self._listeners[handle.id] = weakref.ref(listener), index
         return handle
 
-    def _reported(self) -> list[tuple[StepListener, int]]:
+    def _live_listeners(self) -> list[tuple[StepListener, int]]:
         reported = [(ref(), index) for ref, index in self._listeners.values()]
         return [(listener, index) for listener, index in reported if listener is not None]
 
     # -- layers ------------------------------------------------------------------------------------------
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """A layer for each module that trains parameters of this optimizer; a tied one belongs to its first module."""
+        """Make a layer of each module that trains parameters of this optimizer. A tied parameter belongs to its first
+        module."""
         own_hooks.remove(self._param_handles)
         self._layers.clear()
         self._layer_of.clear()
@@ -181,30 +194,31 @@ class Layerwise:
             trained = {id(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
             params = [p for key, p in trained.items() if key in group_of and key not in self._layer_of]
             if params:
-                layer = layer_over(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
+                layer = make_layer(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
                 self._layers.append(layer)
                 self._layer_of.update((id(p), layer) for p in params)
-                hook = own_hooks.weakly(self.arrived)
+                hook = own_hooks.weak_hook(self._gradient_arrived)
                 handles = [p.register_post_accumulate_grad_hook(hook) for p in params]  # type: ignore[no-untyped-call]
                 self._param_handles.extend(handles)
-        self._shape = shape_of(optimizer)
+        self._structure = group_structure(optimizer)
 
-    def _follow(self, optimizer: Optimizer) -> None:
-        """Groups and parameters may come and go, be frozen, or be replaced by ``load_state_dict``."""
+    def _rebuild_if_changed(self, optimizer: Optimizer) -> None:
+        """Build the layers anew if groups or parameters were added, removed, frozen, or replaced by
+        ``load_state_dict``."""
         model = self._model()
-        if model is not None and shape_of(optimizer) != self._shape:
+        if model is not None and group_structure(optimizer) != self._structure:
             self._build(model, optimizer)
 
     # -- in the backward pass ----------------------------------------------------------------------------
 
-    def arrived(self, param: torch.Tensor) -> None:
-        """The gradient of this backward pass is in ``param.grad``."""
+    def _gradient_arrived(self, param: torch.Tensor) -> None:
+        """Update the layer of ``param`` if all its gradients are in place. Called once ``param.grad`` is final."""
         optimizer = self._optimizer()
         if self._accumulating or optimizer is None:
             return
         if self._is_first:
             self._is_first = False
-            self._follow(optimizer)
+            self._rebuild_if_changed(optimizer)
         layer = self._layer_of.get(id(param))
         if layer is None:
             return
@@ -219,14 +233,14 @@ class Layerwise:
             self._update(layer, optimizer)
 
     def _update(self, layer: Layer, optimizer: Optimizer) -> None:
-        listeners = self._reported()
+        listeners = self._live_listeners()
         if not self._used:
             _refuse_many_ranks()
             _refuse_scaled(optimizer)
-            # The hooks of others are to see the gradients.
+            # These hooks hide the gradients, so the hooks of others run before the pre hook and after the post hook.
             own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
-            self._passes += 1
+            self._updates += 1
             for listener, index in listeners:
                 listener.layers_begin(index)
         begin = time.monotonic_ns()
@@ -239,20 +253,20 @@ class Layerwise:
             listener.layer_updated(layer.name, begin, [t for p in params for t in tensors_of(optimizer, p)])
 
     def _note(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
-        """What the update uses, so that ``step()`` can tell whether it still is that. A write through ``.data`` moves
-        no version counter: bytes are compared too, at first of all gradients, then of some in turn."""
+        """Record what the update uses, so that ``step()`` detects changes. A write through ``.data`` moves no version
+        counter, so bytes are compared too: at first of all gradients, later of some in rotation."""
         layer.used = [options_of(group) for group in layer.groups]
-        turn = self._passes <= _PROBATION or len(self._used) in (0, self._passes % max(len(self._layer_of), 1))
+        turn = self._updates <= _FULLY_COMPARED or len(self._used) in (0, self._updates % max(len(self._layer_of), 1))
         for p in params:
             grad = p.grad
             assert grad is not None
-            proof = checksums(grad, BLOCK) if turn and grad.is_contiguous() and not grad.is_sparse else None
-            self._used[id(p)] = Used(layer, p, grad, grad._version, proof)
+            crcs = checksums(grad, BLOCK) if turn and grad.is_contiguous() and not grad.is_sparse else None
+            self._used[id(p)] = UsedGradient(layer, p, grad, grad._version, crcs)
 
     # -- between backward() and step() -------------------------------------------------------------------
 
     def _forward_begins(self, *_: object) -> None:
-        """What it computes belongs to this update still, and would be of the next one's parameters."""
+        """Refuse a forward between ``backward()`` and ``step()``: it would compute with parameters of the next step."""
         if self._used and torch.is_grad_enabled() and not own_hooks.is_in_backward():
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(), and its layers were updated inside "
@@ -264,7 +278,7 @@ class Layerwise:
     # -- in step() ---------------------------------------------------------------------------------------
 
     def _step_pre(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Hide the gradients that were used: ``step()`` passes over parameters without one, and does the others."""
+        """Hide the gradients that were used: ``step()`` skips parameters without a gradient, and updates the others."""
         if own_hooks.closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 "step(closure) was called, and layers are updated inside backward(): the closure's backward would "
@@ -286,7 +300,7 @@ class Layerwise:
                 raise UnsupportedError(
                     f"The {what} between backward() and step(), and the layer {layer.name!r} was updated inside "
                     "backward() with what there was before. Clipping, GradScaler, DistributedDataParallel, and all "
-                    "that looks at gradients or changes anything at this place, cannot go with a layer-wise update. "
+                    "that reads gradients or changes anything at this place, does not work with a layer-wise update. "
                     "Leave out lightck.layerwise() or move it before backward(). The pool holds the step before; "
                     "layers.forget() goes on from the layers as they are."
                 )
@@ -295,9 +309,9 @@ class Layerwise:
         for used in self._used.values():
             if used.is_hidden and used.param.grad is None:
                 used.param.grad = used.grad
-        self._over()
+        self._reset()
 
-    def _over(self) -> None:
+    def _reset(self) -> None:
         self._used.clear()
         self._is_first = True
         for layer in self._layers:
@@ -313,10 +327,10 @@ def _refuse(optimizer: object) -> None:
     step = getattr(type(optimizer).step, "__wrapped__", None)
     if step is None or not str(step.__module__).startswith("torch.optim.") or inner_of(optimizer):
         raise UnsupportedError(
-            f"{kind} has a step() of its own_hooks, or wraps another optimizer. What it does with gradients of several "
+            f"{kind} has a step() of its own, or wraps another optimizer. What it does with gradients of several "
             "layers cannot be seen from outside. A layer-wise update is for the classes of torch.optim."
         )
-    if isinstance(optimizer, _ALL_AT_ONCE) or any(g.get("differentiable") for g in optimizer.param_groups):
+    if isinstance(optimizer, _NEEDS_ALL_GRADIENTS) or any(g.get("differentiable") for g in optimizer.param_groups):
         raise UnsupportedError(
             f"{kind} needs the gradients of all layers, or their graph, at once. It cannot be called layer by layer. "
             "Use another optimizer, or leave out lightck.layerwise()."
@@ -324,21 +338,21 @@ def _refuse(optimizer: object) -> None:
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
     if devices - {"cpu"}:
         raise UnsupportedError(
-            f"The parameters lie on {', '.join(sorted(devices))}. A layer-wise update is there for the CPU only. Leave "
+            f"The parameters lie on {', '.join(sorted(devices))}. A layer-wise update works on the CPU only. Leave "
             "out lightck.layerwise()."
         )
 
 
 def _refuse_many_ranks() -> None:
-    if of_several() is not None:
+    if rank_and_world_size() is not None:
         raise UnsupportedError(
-            "A process group of several ranks is there. Its gradients are reduced after this process has them, and a "
+            "This process is one of several ranks. Gradients are reduced after this process has computed them, and a "
             "layer-wise update would use the unreduced ones. Leave out lightck.layerwise()."
         )
 
 
 def _refuse_parallel(model: nn.Module) -> None:
-    """Also with one rank: its gradients are taken into buckets after this process has them."""
+    """Refuse DistributedDataParallel, also with one rank: it moves gradients into buckets after they arrived here."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise UnsupportedError(
             "The model is wrapped in DistributedDataParallel, which puts other gradients in the place of those that a "
@@ -348,7 +362,7 @@ def _refuse_parallel(model: nn.Module) -> None:
 
 def _refuse_scaled(optimizer: Optimizer) -> None:
     fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-    # The stack is asked, too: what ``unscale_`` writes to the gradients moves no version counter (measured).
+    # The call stack is searched too: ``unscale_`` writes to the gradients without moving a version counter.
     if fused or own_hooks.is_called_by(_is_of_scaler):
         raise UnsupportedError(
             "A GradScaler drives this optimizer. Whether a step is skipped is known when all gradients are there, and "
@@ -357,6 +371,6 @@ def _refuse_scaled(optimizer: Optimizer) -> None:
 
 
 def _is_of_scaler(frame: FrameType) -> bool:
-    """A method of a GradScaler that is enabled. One that is not passes ``step`` on and does nothing else."""
+    """Whether this frame is a method of an enabled GradScaler. A disabled one only calls ``step``."""
     scaler = frame.f_locals.get("self") if frame.f_globals.get("__name__") == "torch.amp.grad_scaler" else None
     return scaler is not None and bool(scaler.is_enabled())

@@ -1,9 +1,9 @@
-"""The hooks that lightck puts on modules and optimizers: they keep nothing alive, and stay out of copies of a model.
+"""The hooks that lightck puts on modules and optimizers: they keep nothing alive, and copies of a model have none.
 
-A module's hooks lie in its ``__dict__``, which every copy takes along: deep and pickled ones, ``torch.save(model)``,
-spawned processes. So while a module has hooks of lightck's, copies of its class are made by a function that leaves
-these out (``copyreg``, which pickle, copy and torch ask first). Here too is what a hook can tell of the call that it is
-in: the closure that ``step`` was given, and who called.
+A module's hooks are in its ``__dict__``, which every copy includes: ``copy.deepcopy``, pickle, ``torch.save(model)``,
+spawned processes. So while a module has hooks of lightck, a function registered with ``copyreg`` (which pickle, copy
+and torch consult first) makes the copies of its class and leaves these hooks out. This module also has helpers for
+hooks: the closure that ``step`` was given, and a search of the call stack.
 """
 
 from __future__ import annotations
@@ -24,45 +24,46 @@ from torch.utils.hooks import RemovableHandle
 from lightck.errors import UnsupportedError
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_BESIDE = (
+_HOOK_FLAGS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-"""What a module keeps by the numbers of its hooks."""
-_DEPTH = 17
-"""Frames that are looked at, the asking one among them."""
+"""Further dicts of a module whose keys are the ids of its hooks."""
+_FRAMES_MAX = 17
+"""How many frames ``is_called_by`` examines, its own included."""
 _Reduced = str | tuple[Any, ...]
 _hooked: Counter[type] = Counter()
-"""Class -> how many hooked modules of it there are."""
-_theirs: dict[type, Callable[[nn.Module], _Reduced]] = {}
-"""Class -> who copied it before, where somebody did."""
+"""Class -> how many of its modules have hooks of lightck."""
+_previous_reducers: dict[type, Callable[[nn.Module], _Reduced]] = {}
+"""Class -> the function that was registered with ``copyreg`` before ours."""
 Closure = Callable[..., object]
 Call = tuple[tuple[object, ...], dict[str, object]]
-"""Arguments of an optimizer's ``step``; the first one is the optimizer."""
+"""Positional and keyword arguments of an optimizer's ``step``; the first one is the optimizer."""
 
 
 class Handle(Protocol):
-    """What takes a hook out again, as torch's ``RemovableHandle``."""
+    """Removes a hook, as torch's ``RemovableHandle`` does."""
 
     def remove(self) -> None: ...
 
 
 def remove(handles: list[Handle]) -> None:
-    """Take hooks out. Handles hold nothing alive, so this also works when the session is being collected."""
+    """Remove hooks. Handles keep nothing alive, so this also works while the session is being garbage-collected."""
     for handle in handles:
         handle.remove()
     handles.clear()
 
 
 def move_to_end(hooks: object, handle: RemovableHandle, *, last: bool) -> None:
-    """Let a hook in one of torch's registries run behind, or before, those of others."""
+    """Move a hook to the end (``last``) or the beginning of one of torch's registries."""
     if isinstance(hooks, OrderedDict) and handle.id in hooks:
         hooks.move_to_end(handle.id, last=last)
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """For a global hook: torch's registry must not keep a session alive that its model no longer does."""
+def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
+    """Make a hook that refers weakly to ``method``'s object, so that torch's global registries keep no session
+    alive."""
     ref = weakref.WeakMethod(method)
 
     def hook(*args: object) -> None:
@@ -74,10 +75,10 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class OwnHook:
-    """A hook of lightck's on a module. Inside a graph that torch.compile traces it does nothing.
+    """A hook of lightck on a module. Inside a graph that torch.compile traces it does nothing.
 
-    A copy of the model (for an EMA, say) is not the model that is saved: a deep or pickled copy has no such hook, or
-    where its class makes its copies itself, one that does nothing.
+    A copy of the model (for an EMA, for example) is not saved: a deep or pickled copy has no such hook, or, if its
+    class makes its copies itself, a hook that does nothing.
     """
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
@@ -95,7 +96,7 @@ class OwnHook:
 
     @property
     def __name__(self) -> str:
-        """torch.jit.script asks for it, to compile the hook with the module."""
+        """Raise an error that explains why torch.jit.script, which reads this attribute, fails."""
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.jit"):
             raise UnsupportedError(
                 "torch.jit.script() compiles a module with its hooks, and an open lightck session has hooks on this "
@@ -106,9 +107,9 @@ class OwnHook:
 
 
 class ModuleHook(OwnHook):
-    """One that says where the loop is. Calls that are no step of it, and whose tensors may have no memory, it lets by:
-    those that are traced, inside a transform of torch.func (grad, vmap, jvp), or on fake tensors, where even the random
-    state that one reads has no memory."""
+    """A hook that reports the progress of the loop. It ignores calls that are no training step, and whose tensors may
+    have no memory: calls that are traced, are inside a transform of torch.func (grad, vmap, jvp), or use fake tensors
+    (under which even the random state has no memory)."""
 
     def __call__(self, *args: object) -> None:
         if self._call is None or torch.compiler.is_compiling() or _is_transformed():
@@ -125,16 +126,16 @@ def _is_transformed() -> bool:
     )
 
 
-class CleanCopies:
-    """From its making until ``remove``, or the end of the module, copies of this module have no ``OwnHook``."""
+class HookFreeCopies:
+    """Until ``remove`` is called or the module is collected, copies of this module have no ``OwnHook``."""
 
     def __init__(self, module: nn.Module) -> None:
         kind = type(module)
         before = copyreg.dispatch_table.get(kind)
         if before is not None and not _hooked[kind]:
-            _theirs[kind] = before
+            _previous_reducers[kind] = before
         _hooked[kind] += 1
-        copyreg.dispatch_table[kind] = _reduced
+        copyreg.dispatch_table[kind] = _reduce
         self._end = weakref.finalize(module, _release, kind)
         self._end.atexit = False
 
@@ -147,41 +148,41 @@ def _release(kind: type) -> None:
     if _hooked[kind]:
         return
     del _hooked[kind]
-    theirs = _theirs.pop(kind, None)
-    if copyreg.dispatch_table.get(kind) is _reduced:
+    theirs = _previous_reducers.pop(kind, None)
+    if copyreg.dispatch_table.get(kind) is _reduce:
         del copyreg.dispatch_table[kind]
         if theirs is not None:
             copyreg.dispatch_table[kind] = theirs
 
 
-def _reduced(module: nn.Module) -> _Reduced:
-    """What ``module.__reduce_ex__`` gives, without our hooks."""
-    theirs = _theirs.get(type(module))
+def _reduce(module: nn.Module) -> _Reduced:
+    """The result of ``module.__reduce_ex__``, without lightck's hooks."""
+    theirs = _previous_reducers.get(type(module))
     reduced = theirs(module) if theirs is not None else module.__reduce_ex__(2)
     if not isinstance(reduced, tuple) or sys._getframe(1).f_code is copy.copy.__code__:
-        return reduced  # a shallow copy trains the same parameters, and is followed
+        return reduced  # a shallow copy trains the same parameters, so its hooks stay
     function, arguments, *rest = reduced
-    return (function, tuple(map(_without, arguments)), *map(_without, rest[:1]), *rest[1:])
+    return (function, tuple(map(_without_own_hooks, arguments)), *map(_without_own_hooks, rest[:1]), *rest[1:])
 
 
-def _without(state: object) -> object:
-    """A module's state: its ``__dict__``, or that and its slots."""
+def _without_own_hooks(state: object) -> object:
+    """A module's state (its ``__dict__``, or a pair of that and its slots) without lightck's hooks."""
     if type(state) is tuple and len(state) == 2:
-        return _without(state[0]), state[1]
+        return _without_own_hooks(state[0]), state[1]
     if not isinstance(state, dict):
         return state
     own = {number for key in _HOOKS for number, hook in (state.get(key) or {}).items() if isinstance(hook, OwnHook)}
     if not own:
         return state
     clean = copy.copy(state)
-    for key in (*_HOOKS, *_BESIDE):
+    for key in (*_HOOKS, *_HOOK_FLAGS):
         if key in state:
             clean[key] = type(state[key])((n, hook) for n, hook in state[key].items() if n not in own)
     return clean
 
 
 def closure_of(args: tuple[object, ...], kwargs: dict[str, object]) -> Closure | None:
-    """The closure that ``step`` was given."""
+    """The closure that was passed to ``step``, or None."""
     named = kwargs.get("closure")
     if callable(named):
         return named
@@ -189,16 +190,16 @@ def closure_of(args: tuple[object, ...], kwargs: dict[str, object]) -> Closure |
 
 
 def with_closure(args: tuple[object, ...], kwargs: dict[str, object], new: Closure) -> Call:
-    """The arguments of ``step`` with another closure in the place of theirs."""
+    """The arguments of ``step`` with another closure."""
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": new}
     return (args[0], new, *args[2:]), kwargs
 
 
 def is_called_by(matches: Callable[[FrameType], bool]) -> bool:
-    """Whether one of the nearest callers is such a frame."""
+    """Whether ``matches`` holds for one of the nearest ``_FRAMES_MAX`` frames."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEPTH):
+    for _ in range(_FRAMES_MAX):
         if frame is None or matches(frame):
             return frame is not None
         frame = frame.f_back
@@ -206,5 +207,6 @@ def is_called_by(matches: Callable[[FrameType], bool]) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs on this thread: what is called is a hook, or computed again for a checkpointed segment."""
+    """Whether autograd runs on this thread: the caller is a hook, or a forward recomputed by activation
+    checkpointing."""
     return torch._C._current_graph_task_id() != -1

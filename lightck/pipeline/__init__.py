@@ -1,1 +1,1 @@
-"""How: a closed checkpoint on its way from live tensors to the pool."""
+"""How a checkpoint is written: from the live tensors of a closed step to its commit record in the pool."""

@@ -1,7 +1,7 @@
-"""The pool that a session writes to: made, gone on with, and laid out anew in a new file where it no longer fits.
+"""The pool file that a session writes to, and the relayout to a new file when something no longer fits.
 
-What is held is carried over, then a checkpoint commits in the new file, and only then the file gets the pool's name: a
-crash at any moment leaves one whole pool under that name.
+A relayout first carries held checkpoints over and then commits a checkpoint in the new file. Only then the new file
+gets the pool's name, so that a crash at any moment leaves one whole pool under that name.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from lightck.pool.reader import PoolReader
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
-from lightck.pool.writer import FullError, PoolWriter
+from lightck.pool.writer import PoolWriter, RelayoutNeededError
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
-Table = dict[str, Entry]
+Layout = dict[str, Entry]
+"""The tensors that get extents in a file, by name."""
 
 
 class CurrentPool:
-    """One at a time. ``writer`` is None until there is one.
-
-    ``n_slots`` is what the next file gets; ``wanted_slots``: the present file has another number, and is left at the
-    next boundary.
-    """
+    """The one pool file that is open for writing. ``writer`` is None until there is one. ``n_slots``: the number of
+    slots of the next new file. ``requested_slots``: the number that the file shall have instead of its present one, by
+    a relayout at the next boundary; None: no relayout is requested."""
 
     def __init__(
         self,
@@ -45,16 +44,16 @@ class CurrentPool:
         self.path, self.durability = path, durability
         self.writer: PoolWriter | None = None
         self.n_slots, self.spare_slots = slots, 0
-        self.wanted_slots: int | None = None
+        self.requested_slots: int | None = None
         self._backend, self._engine, self._lock, self._events = backend, engine, lock, events
 
     def add_spare_slot(self) -> None:
-        """For what holds a checkpoint of its own accord. Before the pool is made or opened."""
+        """Add a slot for exports, which hold checkpoints. Call before the pool is created or opened."""
         self.n_slots, self.spare_slots = self.n_slots + 1, self.spare_slots + 1
 
     def create(self, entries: Sequence[Entry], state_nbytes: int) -> None:
-        """Make the pool now, empty, and visible at its path."""
-        writer = self._new_writer(in_order_of_need(entries), state_nbytes)
+        """Create an empty pool at the path now."""
+        writer = self._new_writer(in_module_order(entries), state_nbytes)
         try:
             writer.reader.container.publish()
         except BaseException:
@@ -63,7 +62,7 @@ class CurrentPool:
         self.writer = writer
 
     def open(self, reader: PoolReader) -> PoolWriter:
-        """Go on in an existing pool. The reader is the writer's from here on, or closed."""
+        """Continue in an existing pool. The writer takes the reader over; on failure the reader is closed."""
         try:
             self.writer = PoolWriter(reader, self._engine, self.durability, lock=self._lock)
         except BaseException:
@@ -72,25 +71,25 @@ class CurrentPool:
         self.n_slots = len(reader.superblock.slots)
         return self.writer
 
-    def want_slots(self, slots: int | None) -> None:
-        """So many for the training (None: what there is, and two at least), and the spare ones."""
+    def request_slots(self, slots: int | None) -> None:
+        """Request ``slots`` slots besides the spare ones (None: as many as there are, but at least two)."""
         wanted = slots + self.spare_slots if slots is not None else max(self.n_slots, 2 + self.spare_slots)
         if wanted != self.n_slots:
             log.info(
-                "lightck: %d slots instead of %d: the pool is laid out anew at the first boundary",
+                "lightck: %d slots instead of %d: the pool moves to a new file at the first boundary",
                 wanted,
                 self.n_slots,
             )
-            self.wanted_slots = wanted
+            self.requested_slots = wanted
 
-    def ready(self) -> PoolWriter:
-        """The writer for the next checkpoint. Raises ``FullError`` where a new file is needed first."""
+    def ready_writer(self) -> PoolWriter:
+        """The writer for the next checkpoint. Raises ``RelayoutNeededError`` if a relayout is needed first."""
         if self.writer is None:
-            self.wanted_slots = None  # what a layout that was left for a signal wanted: the first one has it anyway
-            raise FullError("there is no pool yet")
-        if self.wanted_slots is not None:
-            self.n_slots, self.wanted_slots = self.wanted_slots, None
-            raise FullError(f"the pool is to have {self.n_slots} slots")
+            self.requested_slots = None  # left by a relayout that a signal interrupted; the first file has them anyway
+            raise RelayoutNeededError("there is no pool yet")
+        if self.requested_slots is not None:
+            self.n_slots, self.requested_slots = self.requested_slots, None
+            raise RelayoutNeededError(f"the pool shall have {self.n_slots} slots")
         return self.writer
 
     def _new_writer(
@@ -112,25 +111,26 @@ class CurrentPool:
             container.close()
             raise
 
-    def move(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
-        """To a new file, for these tensors (none: those of the present one), where ``first`` commits. Where anything
-        fails the new file is gone, and the present one is as it was. Nothing is under way in it."""
+    def relayout(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
+        """Move to a new file; no checkpoint is in flight. On failure the new file is removed, and the present one stays
+        in use, unchanged. ``entries``: the tensors of the training (empty: those of the present file).
+        ``state_nbytes``: the length of the small state. ``first``: commits the first checkpoint in the new file."""
         old, events = self.writer, self._events
         events.stop_reading()
-        carried = events.to_carry(old) if old is not None else []
+        carried = events.checkpoints_to_carry(old) if old is not None else []
         held = [entry for checkpoint in carried for entry in checkpoint.entries.values()]
-        table, extras = room_for(old, entries, held)
+        layout, extras = pool_layout(old, entries, held)
         state_nbytes = max([state_nbytes, *(len(checkpoint.state) for checkpoint in carried)])
-        writer = self._new_writer(in_order_of_need(table.values()), state_nbytes, spare_nbytes(old, table), extras)
+        writer = self._new_writer(in_module_order(layout.values()), state_nbytes, spare_nbytes(old, layout), extras)
         try:
             events.carry(writer)
             result = first(writer)
             writer.reader.container.publish()
         except BaseException:
-            events.not_moved()
+            events.relayout_failed()
             writer.close()
             raise
-        events.moved(writer)
+        events.relayout_done(writer)
         self.writer = writer
         if old is not None:
             old.close()
@@ -142,26 +142,25 @@ class CurrentPool:
             self.writer = None
 
 
-# -- what a new file is laid out for -----------------------------------------------------------------------------------
+# -- the layout of a new file ------------------------------------------------------------------------------------------
 
 
-def room_for(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Table, list[Entry]]:
-    """The layout table of the file that follows ``old``, and what else its reserve has to take: held tensors that are
-    of another kind now.
-
-    Without ``now`` the training's tensors are what ``old`` was used for. What an optimizer will have is kept in mind,
-    what a user's object had is not.
-    """
+def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Layout, list[Entry]]:
+    """The layout of the file that replaces ``old``, and the ``held`` tensors of held checkpoints that have another
+    shape or dtype now, for which its reserve must have space. ``now``: the tensors of the training (empty: those of
+    ``old``). The layout keeps extents for optimizer state that does not exist yet, but not for tensors of the user's
+    objects that no longer exist."""
     current = {entry.name: entry for entry in now}
-    table = _foreseen(old, current) if old is not None else {}
-    table |= {entry.name: entry for entry in (*held, *now)}
-    tied = {e.name for e in table.values() if e.alias is not None}
-    table = {n: e for n, e in table.items() if e.alias is None or (e.alias in table and e.alias not in tied)}
-    return table, [e for e in held if e.name not in table or not table[e.name].same_bytes_as(e)]
+    layout = _expected(old, current) if old is not None else {}
+    layout |= {entry.name: entry for entry in (*held, *now)}
+    tied = {e.name for e in layout.values() if e.alias is not None}
+    layout = {n: e for n, e in layout.items() if e.alias is None or (e.alias in layout and e.alias not in tied)}
+    return layout, [e for e in held if e.name not in layout or not layout[e.name].same_bytes_as(e)]
 
 
-def _foreseen(old: PoolWriter, now: Mapping[str, Entry]) -> Table:
-    """Optimizer state that was laid out for a parameter which has none yet: it may still wake."""
+def _expected(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:
+    """Entries of ``old`` that keep an extent: optimizer state of parameters that may get some later. If ``now`` is
+    empty: all entries in use, except those of the user's objects."""
     used = {name: old.entries[number] for name, number in old.numbers.items()}
     if not now:
         return {name: entry for name, entry in used.items() if entry.role != "state"}
@@ -169,23 +168,23 @@ def _foreseen(old: PoolWriter, now: Mapping[str, Entry]) -> Table:
     return {name: entry for name, entry in used.items() if entry.role == "optimizer" and _param_of(entry) in params}
 
 
-def spare_nbytes(old: PoolWriter | None, table: Table) -> int:
-    """Room for growth: what changed its size may double, and each new layout has more for what is new. So a training
-    that grows at every step is laid out anew ever more seldom."""
+def spare_nbytes(old: PoolWriter | None, layout: Layout) -> int:
+    """Space for growth: each tensor that grew may double, and each relayout adds a larger share for new tensors. So a
+    training that grows at every step needs a relayout less and less often."""
     if old is None:
         return 0
-    nbytes = sum(entry.nbytes for entry in table.values())
-    grew = sum(table[name].nbytes for name in old.grew & table.keys())
-    return 2 * grew + max(RESERVE_MIN, nbytes >> max(2, 4 - old.layouts))
+    nbytes = sum(entry.nbytes for entry in layout.values())
+    grew = sum(layout[name].nbytes for name in old.resized & layout.keys())
+    return 2 * grew + max(RESERVE_MIN, nbytes >> max(2, 4 - old.n_relayouts))
 
 
 def _param_of(entry: Entry) -> str:
     return entry.name.removeprefix("optimizer/").rpartition("/")[0]
 
 
-def in_order_of_need(entries: Iterable[Entry]) -> list[Entry]:
-    """Each parameter followed by its optimizer state, in the order of the modules: what the next step touches
-    together lies together, and is free again together."""
+def in_module_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Entries in the order of the modules, each parameter followed by its optimizer state: tensors that one layer's
+    update changes together lie together."""
     entries = list(entries)
     owner = {e.name.removeprefix("model/"): i for i, e in enumerate(entries) if e.role in ("param", "buffer")}
 

@@ -1,7 +1,7 @@
-"""What has a say in commits: may a checkpoint become the newest, and which slots may not be overwritten?
+"""The interface through which other parts decide whether a checkpoint may commit and which slots are protected.
 
-Alone, a training overwrites any slot but that of the newest checkpoint (which the pool itself protects), and those that
-pins and exports hold; and it commits every checkpoint, unless its values are not finite and the user wants that seen.
+The pool itself protects the slot of the newest checkpoint. Pins and exports protect theirs here. The nonfinite check
+(``pause_on_nonfinite=True``) refuses commits here.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from lightck.state.signatures import ClosedStep
 
 
 class CommitDecision(Protocol):
-    """Asked by the pipeline, on the training thread."""
+    """Called by the pipeline, on the training thread."""
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
-        """Whether this checkpoint may become the newest. Asked before anything of it is written."""
+        """Whether this checkpoint may become the newest. Called before anything of it is written."""
         ...
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
-        """Slots of this pool file that may not be overwritten. Asked each time that one is taken."""
+        """The slots of this pool file that must not be overwritten. Called each time a slot is taken."""
         ...
 
 
 class Decisions:
-    """All that have a say: a checkpoint commits where nobody objects, and a slot is free where nobody holds it."""
+    """All decisions together: a checkpoint may commit if none refuses, and a slot is free if none holds it."""
 
     def __init__(self) -> None:
-        self._asked: list[CommitDecision] = []
+        self._decisions: list[CommitDecision] = []
 
     def add(self, decision: CommitDecision) -> None:
-        self._asked.append(decision)
+        self._decisions.append(decision)
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
-        return all(one.may_commit(closed_step) for one in self._asked)
+        return all(one.may_commit(closed_step) for one in self._decisions)
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
-        return frozenset[int]().union(*(one.held(writer) for one in self._asked))
+        return frozenset[int]().union(*(one.held(writer) for one in self._decisions))

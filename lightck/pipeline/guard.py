@@ -1,14 +1,15 @@
-"""The write guard: whether a checkpoint holds what its tensors held at the boundary, whoever wrote to them meanwhile.
+"""The write guard: checks that a checkpoint holds what its tensors held at the boundary.
 
-It is asked four times. Before the state is read: was something written that the checkpoint would leave out (``audit``)?
-When the copies begin: what do their sources look like, and what do they hold (``watch``)? At any hook: do they still
-look so (``moved``)? When the copies are done: do they hold it too (``validate``)?
+It works at four moments. Before the state is read, it checks the tensors that the checkpoint would leave out
+(``check_left_out``). When the copies begin, it remembers the signatures of their sources and reads some of their bytes
+(``watch``). At any hook it can compare the signatures (``changed``). When the copies are done, it compares signatures
+and checksums (``validate``).
 
-What moves no version counter is found by reading, some checkpoints later. Those in between hold, or may hold, old
-bytes of the tensor: they are *stale*. They stay until a checkpoint that was begun after the discovery is committed, so
-that at every instant something is left; then they are struck. A crash between the two is no gap: the right checkpoint
-says itself which ones are stale (``stale_after``, in its small state), and they are struck when a training goes on from
-it.
+An unannounced write moves no version counter. The guard finds it by reading, perhaps some checkpoints later. The
+checkpoints in between may hold old bytes of the tensor: they are *stale*. They stay readable until a checkpoint that
+was begun after the discovery has committed, so that the pool always holds something to recover. Then they are struck.
+The small state of the new checkpoint says which older ones are stale (``stale_after``). So, after a crash between its
+commit and the strike, the session that resumes from it strikes them.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from lightck.pipeline.write_table import TensorRecord
 from lightck.pool.listener import CommitEvents
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
-from lightck.state.blocks import BUDGET_NBYTES, WHOLE_CHECKPOINTS, Turn
+from lightck.state.blocks import BUDGET_NBYTES, WHOLE_CHECKPOINTS, RoundRobin
 from lightck.state.inventory import Live
 
 log = logging.getLogger("lightck")
 
 
-class Verdict(NamedTuple):
-    """Why a checkpoint must not commit. ``unannounced``: no version counter tells of the write."""
+class Rejection(NamedTuple):
+    """Why a checkpoint must not commit. ``unannounced``: the write moved no version counter."""
 
     reason: str
     names: list[str]
@@ -42,10 +43,10 @@ class Verdict(NamedTuple):
 
 
 class Target:
-    """A slot about to be written, as a strategy sees it (``plan.TargetSlot``)."""
+    """What a strategy may know of the slot that is written next (``plan.TargetSlot``)."""
 
-    def __init__(self, resting: UnchangedTensors, writer: PoolWriter, slot: Slot) -> None:
-        self._unchanged, self._writer, self._slot = resting, writer, slot
+    def __init__(self, unchanged: UnchangedTensors, writer: PoolWriter, slot: Slot) -> None:
+        self._unchanged, self._writer, self._slot = unchanged, writer, slot
 
     @property
     def index(self) -> int:
@@ -62,127 +63,131 @@ class Target:
 
 
 class WriteGuard:
-    """Of one session. ``check`` (``LIGHTCK_CHECK=1``): all is read at each checkpoint, and a write is an error."""
+    """The write guard of one session. ``check`` (``LIGHTCK_CHECK=1``): read all bytes at each checkpoint, and raise an
+    error for an unannounced write."""
 
     def __init__(self, check: bool) -> None:
         self._check = check
         self._unchanged = UnchangedTensors()
-        self._n_begun = self._turn = 0
-        self._audited_nbytes = 0
-        self._proof_turn, self._proved_until = Turn(), 0
+        self._n_begun = self._device_turn = 0
+        self._reread_nbytes = 0
+        self._reading_turn, self._verified_until = RoundRobin(), 0
+        """The next source blocks to read, and the newest generation whose sources were all verified."""
         self.stale_after: int | None = None
-        """Checkpoints of a larger generation are stale, up to the first right one. None: there is none."""
+        """Checkpoints of a larger generation are stale, up to the first one begun after the discovery. None: none is
+        stale."""
         self._found_at = 0
+        """The newest generation when the unannounced write was found."""
 
     @property
-    def never(self) -> set[str]:
-        """Names of tensors that are copied at the boundary itself: something wrote to them before."""
-        return self._unchanged.never
+    def copied_at_boundary(self) -> set[str]:
+        """Names of tensors that are always copied at the boundary, because something wrote to them afterwards once."""
+        return self._unchanged.copied_at_boundary
 
     def forget(self) -> None:
-        """Let go of every tensor."""
+        """Release every tensor."""
         self._unchanged = UnchangedTensors()
 
     # -- before a checkpoint is made
 
-    def audit(self, writer: PoolWriter) -> None:
-        """Look whether what the next checkpoint would leave out was written unannounced."""
+    def check_left_out(self, writer: PoolWriter) -> None:
+        """Look for unannounced writes to the tensors that the next checkpoint would leave out."""
         generation, block = writer.generation, writer.superblock.block
-        names, self._audited_nbytes = self._unchanged.audit(generation, block, self._budget())
+        names, self._reread_nbytes = self._unchanged.reread(generation, block, self._budget())
         if names:
             log.warning(
-                "lightck: %s was written in a way that moves no version counter (.data, numpy, a fused kernel "
-                "or another thread), and was taken for unchanged. The next checkpoint is written whole, and "
-                "the tensor is copied at every boundary from there on. Older checkpoints that hold its old "
-                "bytes are struck when that one is committed.",
+                "lightck: %s was written in a way that moves no version counter of torch (.data, numpy, a fused kernel "
+                "or another thread), so lightck took it for unchanged. The next checkpoint writes every tensor, and "
+                "from then on the tensor is copied at every boundary. Older checkpoints that hold its old bytes "
+                "are struck (made unreadable) when that checkpoint is committed.",
                 listed([repr(name) for name in sorted(names)]),
             )
-            self._found(names, self._unchanged.right_until, writer)
+            self._found(names, self._unchanged.verified_until, writer)
 
     def _budget(self, spent: int = 0) -> int | None:
-        """Bytes to read again for the next checkpoint, ``spent`` of which were read already; None: all. (At least one
-        block is read, whatever the budget.)"""
+        """How many bytes to read for the next checkpoint, less the ``spent`` ones; None: all. (At least one block is
+        read even if this is 0.)"""
         if self._check or self._n_begun < WHOLE_CHECKPOINTS:
             return None
         return max(BUDGET_NBYTES - spent, 0)
 
     def target(self, writer: PoolWriter, slot: Slot) -> Target:
-        """What a strategy is told of the slot that the next checkpoint gets."""
+        """What the strategy may know of the slot that the next checkpoint gets."""
         return Target(self._unchanged, writer, slot)
 
     # -- when its copies begin
 
     def watch(self, submission: Submission, writer: PoolWriter) -> SourceWatch:
-        """The sources of its copies, as they look and what they hold. Of devices too: sending has added theirs."""
-        watched = SourceWatch(submission.background, submission.background_numbers, submission.n_followed)
-        watched.prove(submission.blocks(writer), self._proof_turn, self._budget(self._audited_nbytes))
+        """Remember the signatures of the sources of the background copies, host and device, and read some bytes."""
+        watched = SourceWatch(submission.background, submission.background_numbers, submission.n_from_devices)
+        watched.read(submission.blocks(writer), self._reading_turn, self._budget(self._reread_nbytes))
         return watched
 
     def begun(self, submission: Submission, writer: PoolWriter, slot: Slot) -> None:
-        """Its copies are under way, and what had to be copied at the boundary is."""
+        """Note a checkpoint whose copies at the boundary are done and whose background copies run."""
         for live, number in submission.frozen:
-            self._unchanged.written(live, writer.raw_crcs(slot, number))
+            self._unchanged.note_written(live, writer.raw_crcs(slot, number))
         left_out = [live for live, _ in submission.plan.unchanged]
-        self._unchanged.keep([*left_out, *(live for live, _ in submission.frozen)])
+        self._unchanged.retain([*left_out, *(live for live, _ in submission.frozen)])
         self._n_begun += 1
 
     # -- until it commits
 
-    def moved(self, checkpoint: InFlightCheckpoint) -> Verdict | None:
-        """Whether its sources look otherwise than at the boundary. Their copies may have come before the write or after
-        it, so nothing tells what it holds; copying again is no cure, since a loop that goes on from there writes
-        again."""
+    def changed(self, checkpoint: InFlightCheckpoint) -> Rejection | None:
+        """Whether any source has another signature than at the boundary. The copy may have read the old or the new
+        bytes. To copy again is no cure: a write between the boundary and the next forward is repeated by a training
+        that resumes from this checkpoint."""
         watched = checkpoint.watched
-        names = [watched.lives[i].name for i in watched.moved()]
+        names = [watched.lives[i].name for i in watched.changed()]
         who = "a forward" if watched.forward_seen else "something between the boundary and the next forward"
-        return Verdict(f"{who} wrote to it", names) if names else None
+        return Rejection(f"{who} wrote to a tensor", names) if names else None
 
-    def validate(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> Verdict | None:
-        """Its copies are done: why it must not commit, or None."""
-        verdict = self.moved(checkpoint)
-        if verdict is not None:
-            return verdict
-        self._turn += 1
-        names = checkpoint.audit(writer, self._turn, self._check)
+    def validate(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> Rejection | None:
+        """Why a checkpoint whose copies are done must not commit, or None."""
+        rejection = self.changed(checkpoint)
+        if rejection is not None:
+            return rejection
+        self._device_turn += 1
+        names = checkpoint.differing_sources(writer, self._device_turn, self._check)
         if names:
-            return Verdict(
-                "something wrote to it while it was copied, in a way that moves no version counter "
+            return Rejection(
+                "something wrote to a tensor while it was copied, in a way that moves no version counter of torch "
                 "(.data, numpy, a fused kernel or another thread)",
                 names,
                 unannounced=True,
             )
-        if checkpoint.watched.is_proved_whole:
-            self._proved_until = checkpoint.pending.record.generation
+        if checkpoint.watched.was_read_whole:
+            self._verified_until = checkpoint.pending.record.generation
         return None
 
-    def given_up(self, verdict: Verdict, writer: PoolWriter) -> None:
-        """The checkpoint was dropped: the next one is written whole. Raises ``StateChangedError`` under ``check``."""
-        self.never.update(verdict.names)
-        self._unchanged.trust_none()
-        if verdict.unannounced:
-            self._found(verdict.names, self._proved_until, writer)
+    def given_up(self, rejection: Rejection, writer: PoolWriter) -> None:
+        """Write every tensor in the checkpoint after a dropped one. Raises ``StateChangedError`` under ``check``."""
+        self.copied_at_boundary.update(rejection.names)
+        self._unchanged.reset()
+        if rejection.unannounced:
+            self._found(rejection.names, self._verified_until, writer)
             if self._check:
-                raise changed_error(verdict.names, "while a version was being copied")
+                raise changed_error(rejection.names, "while a checkpoint was being copied")
 
     # -- stale checkpoints
 
-    def _found(self, names: Iterable[str], right_until: int, writer: PoolWriter) -> None:
-        """These were written unannounced after the checkpoint of generation ``right_until``: nothing is taken for
-        unchanged before it was written whole again."""
-        self.never.update(names)
-        self._unchanged.trust_none()
-        self.stale_after = right_until if self.stale_after is None else min(self.stale_after, right_until)
+    def _found(self, names: Iterable[str], verified_until: int, writer: PoolWriter) -> None:
+        """Handle an unannounced write to these tensors, made after the checkpoint of generation ``verified_until``. The
+        next checkpoint leaves no tensor out."""
+        self.copied_at_boundary.update(names)
+        self._unchanged.reset()
+        self.stale_after = verified_until if self.stale_after is None else min(self.stale_after, verified_until)
         self._found_at = writer.generation
         log.info(
-            "lightck: checkpoints of generations %d to %d may hold old bytes of %s and are struck as soon as a "
-            "newer one is committed",
+            "lightck: checkpoints of generations %d to %d may hold old bytes of %s and are struck (made unreadable) as "
+            "soon as a newer one is committed",
             self.stale_after + 1,
             self._found_at,
             ", ".join(sorted(names)),
         )
 
     def committed(self, generation: int, writer: PoolWriter, events: CommitEvents) -> None:
-        """A checkpoint is durable: where it was begun after the discovery, the older ones that are stale are struck."""
+        """Strike the stale checkpoints once a checkpoint that was begun after the discovery is durable."""
         if self.stale_after is None or generation <= self._found_at:
             return
         after, self.stale_after = self.stale_after, None
@@ -190,7 +195,7 @@ class WriteGuard:
 
 
 def strike(writer: PoolWriter, events: CommitEvents, after: int, before: int) -> None:
-    """The stale checkpoints between these generations (both excluded), whoever holds them."""
+    """Make the checkpoints between these generations (both excluded) unreadable, even if they are held."""
     events.stop_reading()
     slots = writer.strike(after, before)
     if slots:

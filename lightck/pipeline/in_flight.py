@@ -1,4 +1,4 @@
-"""A version between its boundary and its end, with the sources that its background copies read."""
+"""A checkpoint between its boundary and its commit, with the sources that its background copies read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightck.interrupts import leave_if_noted
+from lightck.interrupts import raise_if_interrupted
 from lightck.pipeline.sources import SourceWatch
 from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_MAX
 from lightck.pool.writer import Pending, PoolWriter
@@ -18,29 +18,30 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class InFlightCheckpoint:
-    """Open to doubt until its job is released."""
+    """Not validated yet until its job is released."""
 
     pending: Pending
     watched: SourceWatch
     step: int
-    is_apart: bool
-    """It came from devices, and all of it was taken in the order of their work: nothing is left to doubt."""
+    needs_no_validation: bool
+    """All its bytes come from copies that were made in the order of the devices' work, so no later write can reach
+    them."""
 
     @property
     def jobs(self) -> int:
-        """Entries of the engine that it takes."""
+        """How many jobs of the engine it occupies."""
         return 1 + len(self.pending.job.parts)
 
-    def audit(self, writer: PoolWriter, turn: int, whole: bool) -> list[str]:
-        """As ``SourceWatch.audit``, of what was copied. Its copies are done."""
+    def differing_sources(self, writer: PoolWriter, turn: int, whole: bool) -> list[str]:
+        """As ``SourceWatch.differing``, for this checkpoint, whose copies are done."""
         of_record = partial(writer.raw_crcs, self.pending.slot)
-        return self.watched.audit(self.pending.slot.image.raw, of_record, writer.superblock.block, turn, whole)
+        return self.watched.differing(self.pending.slot.image.raw, of_record, writer.superblock.block, turn, whole)
 
     def drop(self, reason: str, names: Sequence[str]) -> None:
-        """Give it up, and say so."""
+        """Give the checkpoint up with a warning that names the tensors."""
         log.warning(
-            "lightck: the version of step %d is given up: %s (%s). It is copied at once at the boundary from "
-            "here on. Weight swaps belong into `with session.paused():`.",
+            "lightck: the checkpoint of step %d is given up: %s. Tensor: %s. From now on this tensor is copied at "
+            "the boundary, before training goes on. Put weight swaps into `with session.paused():`.",
             self.step,
             reason,
             ", ".join(names[:3]),
@@ -49,27 +50,27 @@ class InFlightCheckpoint:
         self.pending.job.forget()
 
     def commit(self) -> None:
-        """Now, while its sources cannot change. Where it fails, nothing of it is under way afterwards."""
+        """Commit while the caller keeps the sources unchanged. On failure every copy is ended before this raises."""
         job = self.pending.job
         try:
-            job.wait(COPIED, pause=leave_if_noted)
+            job.wait(COPIED, pause=raise_if_interrupted)
             job.release()
-            job.wait(ENDED)  # once it is released it goes on to its end, whoever waits
+            job.wait(ENDED)  # a released job runs to its end, whether or not somebody waits
         except BaseException:
             job.abandon()
             raise
 
 
-def left(deadline: float | None) -> float | None:
-    """Seconds, none where it has passed. ``deadline``: of ``time.monotonic``."""
+def seconds_left(deadline: float | None) -> float | None:
+    """The seconds until a deadline of ``time.monotonic``: 0 if it has passed, None if there is none."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
-def room_for_parts(checkpoints: Sequence[InFlightCheckpoint], behind_max: int) -> int:
-    """How many jobs a version may take beside the one that commits it. Each version that can be under way at once gets
-    its share of the engine's entries, and each copy thread, and the one that waits for devices, may hold one that is
-    free."""
+def job_budget(checkpoints: Sequence[InFlightCheckpoint], uncommitted_max: int) -> int:
+    """How many jobs a checkpoint may take besides the one that commits it. The checkpoints that can be in flight at
+    once share the engine's job table equally. One entry is spared for each copy thread and for the transfer thread,
+    because each may still refer to an entry that was freed."""
     entries = JOBS_MAX - THREADS_MAX - 1
-    share = entries // (behind_max + 1) - 1
-    to_come = max(behind_max - len(checkpoints), 0)
+    share = entries // (uncommitted_max + 1) - 1
+    to_come = max(uncommitted_max - len(checkpoints), 0)
     return min(share, entries - 1 - to_come - sum(checkpoint.jobs for checkpoint in checkpoints))

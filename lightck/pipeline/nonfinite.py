@@ -1,8 +1,8 @@
-"""``pause_on_nonfinite=True``: a state that is visibly broken is not committed, so that the last good version stays.
+"""``pause_on_nonfinite=True``: a state with NaN or infinite values is not committed, so the last good checkpoint stays.
 
-At each version the loss scale, some values of every floating-point parameter, buffer and optimizer state, and one
-larger block in turn are looked at; what is refused is only not saved: the training goes on. It finds most NaN at once,
-since they spread to every parameter within an update or two, and it is no proof that a state is finite.
+For each checkpoint, the check reads the loss scale, some values of every floating-point parameter, buffer and optimizer
+state, and one larger block in turn. A refused checkpoint is only not saved: the training goes on. The check finds most
+NaN at once, because they spread to every parameter within an update or two. It does not prove that a state is finite.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ from lightck.pipeline.decision import CommitDecision
 from lightck.pool.format.layout import is_dense
 from lightck.pool.writer import PoolWriter
 from lightck.state.inventory import Live
-from lightck.state.optimizer_wrappers import enabled
+from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.signatures import ClosedStep
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
 
 WINDOW = 64
-"""Values of each tensor that are looked at in each version; tensors of no more are looked at whole."""
+"""How many values of each tensor are checked for each checkpoint; smaller tensors are checked whole."""
 BLOCK = 1 << 18
-"""Values of the one tensor whose turn it is."""
+"""How many values of the one tensor whose turn it is are checked besides."""
 
 
 class NonfiniteCheck(CommitDecision):
-    """What a session saves, looked at before it is saved."""
+    """A commit decision that refuses checkpoints with values that are not finite."""
 
     def __init__(self, objects: Mapping[str, Any], meter: Meter) -> None:
-        """``objects``: what is saved by name; GradScalers among them."""
+        """``objects``: the user's objects that are saved, by name; GradScalers among them are checked."""
         self._objects, self._meter = objects, meter
         self._exempt: set[str] | None = None
+        """Names of buffers that held infinities from the beginning."""
         self._turn = 0
-        self._at: tuple[int, int] = (0, 0)
+        self._next_block: tuple[int, int] = (0, 0)
+        """The tensor and the value at which the next larger block begins."""
         self._refused: int | None = None
+        """The step that was refused last."""
         self.reason: str | None = None
         """Why nothing is committed now, or None."""
 
@@ -47,17 +50,19 @@ class NonfiniteCheck(CommitDecision):
         return frozenset()
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
-        """Whether the values of this version are finite. Told in the log when they are not, and when they are again."""
+        """Whether the checked values are finite. A warning is logged when this becomes false, and when true again."""
         before, self.reason = self.reason, self._find(closed_step.lives)
         if self.reason is None:
             if before is not None:
-                log.warning("lightck: step %d is finite again: versions are committed again", closed_step.step)
+                log.warning(
+                    "lightck: the values of step %d are finite again: checkpoints are committed again", closed_step.step
+                )
             return True
         if before is None:
             log.warning(
-                "lightck: step %d is not committed: %s. The last good version stays in the pool, and nothing "
-                "newer is committed until values are finite again. To go back to it: stop, and attach with "
-                "resume=True.",
+                "lightck: step %d is not committed: %s. The last good checkpoint stays in the pool, and no newer one "
+                "is committed until all values are finite again. To go back to the good one, stop the training and "
+                "start it again with resume=True.",
                 closed_step.step,
                 self.reason,
             )
@@ -66,7 +71,7 @@ class NonfiniteCheck(CommitDecision):
         return False
 
     def _find(self, lives: list[Live]) -> str | None:
-        for name, obj in enabled(self._objects).items():
+        for name, obj in enabled_scalers(self._objects).items():
             scale = float(obj.get_scale())
             if not math.isfinite(scale) or scale <= 0:
                 return f"the loss scale of {name!r} is {scale}"
@@ -75,7 +80,8 @@ class NonfiniteCheck(CommitDecision):
             self._exempt = {live.name for live in watched if live.role == "buffer" and _is_mask(live.tensor)}
             if self._exempt:
                 log.info(
-                    "lightck: %s held infinities from the beginning: not looked at", ", ".join(sorted(self._exempt))
+                    "lightck: %s held infinities from the beginning (an attention mask?) and is not checked",
+                    ", ".join(sorted(self._exempt)),
                 )
         watched = [live for live in watched if live.name not in self._exempt]
         self._turn += 1
@@ -83,16 +89,16 @@ class NonfiniteCheck(CommitDecision):
         if not _all_finite(samples):
             found = next(live for live, s in zip(watched, samples, strict=True) if not _all_finite([s]))
             return f"{found.name!r} holds values that are not finite"
-        return self._look_at_block(watched)
+        return self._check_next_block(watched)
 
-    def _look_at_block(self, watched: list[Live]) -> str | None:
-        """The next block of the next tensor: so every value is looked at in its turn."""
+    def _check_next_block(self, watched: list[Live]) -> str | None:
+        """Check the next block, so that every value is checked in its turn. Returns what is wrong, or None."""
         if not watched:
             return None
-        number, start = self._at
+        number, start = self._next_block
         live = watched[number % len(watched)]
         total = live.tensor.numel()
-        self._at = (number, start + BLOCK) if start + BLOCK < total else (number + 1, 0)
+        self._next_block = (number, start + BLOCK) if start + BLOCK < total else (number + 1, 0)
         size = min(BLOCK, total - start)
         if size <= WINDOW or _all_finite([_run(live.tensor, start, size)]):
             return None
@@ -100,7 +106,7 @@ class NonfiniteCheck(CommitDecision):
 
 
 _ALL_FINITE = (torch.float4_e2m1fn_x2,)
-"""Has neither NaN nor infinities, and torch converts it to nothing that could be asked."""
+"""Dtypes without NaN and infinities, which torch cannot convert to a dtype that has an ``isfinite``."""
 
 
 def _is_watched(live: Live) -> bool:
@@ -110,13 +116,13 @@ def _is_watched(live: Live) -> bool:
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """Infinities without NaN, as in attention masks."""
+    """Whether the tensor holds infinities but no NaN, as attention masks do."""
     tensor = tensor.detach()
-    return not _all_finite([tensor]) and not bool(torch.isnan(_askable(tensor)).any())
+    return not _all_finite([tensor]) and not bool(torch.isnan(_with_isfinite(tensor)).any())
 
 
 def _window(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """``WINDOW`` values, the next ones at each turn; the last window ends where the tensor ends."""
+    """The ``WINDOW`` values of this turn. The last window of a tensor ends at its last value."""
     total = tensor.numel()
     if total <= WINDOW:
         return tensor.detach().reshape(-1)
@@ -125,22 +131,22 @@ def _window(tensor: torch.Tensor, turn: int) -> torch.Tensor:
 
 
 def _run(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    """Values in the order in which they lie in memory."""
+    """A run of values, in the order in which they lie in memory."""
     tensor = tensor.detach()
     if tensor.is_conj() or not (tensor.is_contiguous() or is_dense(tuple(tensor.shape), tuple(tensor.stride()))):
         return tensor.reshape(-1)[start : start + size]
     return tensor.as_strided((size,), (1,), tensor.storage_offset() + start)
 
 
-def _askable(tensor: torch.Tensor) -> torch.Tensor:
-    """torch has no isfinite for float8."""
+def _with_isfinite(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert float8, for which torch has no ``isfinite``, to float32."""
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor
 
 
 def _all_finite(samples: Iterable[torch.Tensor]) -> bool:
-    """One call for each kind of tensor, and not for each tensor: a step has hundreds of them."""
+    """Whether all values are finite: one call per dtype and device, because a step has hundreds of tensors."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for sample in samples:
-        sample = _askable(sample)
+        sample = _with_isfinite(sample)
         kinds.setdefault((sample.dtype, sample.device), []).append(sample.reshape(-1))
     return all(bool(torch.isfinite(torch.cat(same)).all()) for same in kinds.values())

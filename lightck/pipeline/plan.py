@@ -1,9 +1,9 @@
-"""What a strategy says of a checkpoint: which tensors are written, from where, at the boundary or behind it.
+"""The interface of a strategy, which decides for each checkpoint which tensors are written and when they are copied.
 
     Strategy.plan (pure) -> WritePlan (frozen) -> Pipeline.submit
 
-A strategy sees the closed step, in which every tensor has a record of the pool, and what the slot holds already. It
-reads no bytes, takes no slot and changes nothing. ``tests/strategy/test_strategies.py`` holds what each has to keep.
+A strategy sees the closed step, the pool record of every tensor, and what the slot holds already. It reads no bytes,
+takes no slot and changes nothing. ``tests/strategy/test_strategies.py`` is the conformance test of all strategies.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from lightck.state.signatures import ClosedStep
 
 
 class TargetSlot(Protocol):
-    """The slot that the checkpoint gets, as far as a strategy may know it."""
+    """What a strategy may know of the slot that the checkpoint gets."""
 
     @property
     def index(self) -> int: ...
 
     def is_stored(self, live: Live, record: TensorRecord) -> bool:
-        """Whether it holds what this still tensor holds, as two checkpoints in a row have shown."""
+        """Whether the slot holds the present bytes of this frozen tensor, as two checkpoints in a row have shown."""
         ...
 
     def generation_of(self, record: TensorRecord) -> int | None:
-        """The generation in which the bytes of this record that lie in the slot were written; None: it has none. A
-        plan may leave them out where the strategy itself knows that the tensor has not changed since."""
+        """The generation in which this record was last written into the slot, or None if the slot does not hold it. A
+        plan may leave the record out if the strategy itself knows that the tensor is unchanged since."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """One checkpoint. Each tensor of the closed step has one place: in ``tables``, in ``now`` or in ``unchanged``."""
+    """How one checkpoint is written. Each tensor of the step is in exactly one of the three fields after the first."""
 
     closed_step: ClosedStep
     tables: tuple[WriteTable, ...]
-    """Those that updates change: written at the boundary, in the background, or from their device."""
-    now: tuple[tuple[Live, TensorRecord], ...]
-    """Of ``WriteTable.single``, which are decided at each checkpoint: copied at the boundary itself."""
+    """Tensors that are written each time; their table says when they are copied. Their ``undecided`` do not count."""
+    at_boundary: tuple[tuple[Live, TensorRecord], ...]
+    """Tensors of ``WriteTable.undecided`` that are written: they are copied at the boundary."""
     unchanged: tuple[tuple[Live, TensorRecord], ...]
-    """Left out, because the slot holds their bytes. They come from ``WriteTable.single``, or were taken from a table by
-    ``WriteTable.without``."""
+    """Tensors that are left out because the slot holds their bytes: of ``WriteTable.undecided``, or taken from a table
+    by ``WriteTable.without``."""
 
     @property
     def background(self) -> list[Live]:
-        """What is left to the copy threads."""
+        """The tensors that the copy threads copy."""
         return [live for table in self.tables for live in table.background]
 
     @property
@@ -58,20 +58,20 @@ class WritePlan:
 
     @property
     def staged(self) -> list[StagedTensor]:
-        """What lies on a device."""
+        """The tensors on a device."""
         return [one for table in self.tables for one in table.staged]
 
 
 @runtime_checkable
 class Strategy(Protocol):
-    """Which bytes a checkpoint holds."""
+    """Decides which bytes a checkpoint holds."""
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-        """The checkpoint of this step.
+        """Plan the checkpoint of one step.
 
         Args:
-            closed_step: the closed step.
+            closed_step: the step.
             tables: all its tensors, with their records.
-            slot: what lies in the slot that the checkpoint gets, and so may be left out.
+            slot: the slot that the checkpoint gets. Tensors that it already holds may be left out.
         """
         ...

@@ -1,9 +1,9 @@
-"""Writes that nobody announces: tensors that moved while a version needed them, and tensors that rest.
+"""Detection of writes to tensors: to the sources of background copies, and to frozen tensors that are left out.
 
-``SourceWatch`` remembers the signatures of the sources of background copies at the boundary. ``UnchangedTensors``
-decides which frozen parameters need not be written again. Neither trusts ``_version`` alone (fused optimizers,
-BatchNorm and ``.data`` writes do not move it): for each checkpoint some bytes are read and their checksums compared
-(``blocks.py``), all of them in the first ones and under ``LIGHTCK_CHECK=1``.
+``SourceWatch`` remembers the signatures of the sources at the boundary. ``UnchangedTensors`` decides which frozen
+tensors need not be written again. Neither trusts torch's version counter alone, because fused optimizers, BatchNorm
+and ``.data`` writes do not move it. So both also read some bytes for each checkpoint and compare checksums
+(``state/blocks.py``): all bytes in the first checkpoints and under ``LIGHTCK_CHECK=1``, some blocks in turn otherwise.
 """
 
 from __future__ import annotations
@@ -16,55 +16,64 @@ import numpy.typing as npt
 import torch
 
 from lightck.errors import StateChangedError
-from lightck.state.blocks import ALL, NO_BLOCKS, Blocks, Positions, Turn, checksums
+from lightck.state.blocks import ALL, NO_BLOCKS, Blocks, Positions, RoundRobin, checksums
 from lightck.state.device_transfers import on_host, transfer_of
 from lightck.state.inventory import Live, is_plain, memory_of, staged
-from lightck.state.signatures import Places, Reading, Signatures, VersionCounters, reading_of, version_counter_of
+from lightck.state.signatures import (
+    MemoryLayout,
+    MemoryLayouts,
+    Registrations,
+    VersionCounters,
+    memory_layout_of,
+    version_counter_of,
+)
 
-Signature = tuple[int, Reading]
+Signature = tuple[int, MemoryLayout]
 STAGED_NBYTES = 64 << 10
-"""Of tensors of which a copy has to be made so much is read for each checkpoint."""
+"""How many bytes are read for each checkpoint of tensors that must be copied in order to be read."""
 
 
 def signature_of(tensor: torch.Tensor) -> Signature:
-    """How a tensor looks without reading its bytes."""
-    return version_counter_of(tensor), reading_of(tensor)
+    """The version counter and the place of a tensor, without reading its bytes."""
+    return version_counter_of(tensor), memory_layout_of(tensor)
 
 
 class SourceWatch:
     """The sources of one checkpoint's background copies."""
 
     def __init__(self, lives: Sequence[Live], numbers: Sequence[int], on_devices: int = 0) -> None:
-        """``numbers``: of their records. ``on_devices``: how many of them, the last ones, do not lie in host memory."""
+        """``numbers``: record numbers of ``lives``. ``on_devices``: how many, counted from the end, are on devices."""
         self.lives, self.numbers = lives, numbers
         self.forward_seen = False
-        self.is_proved_whole = False
-        """All sources in host memory were read at the boundary."""
+        self.was_read_whole = False
+        """Whether all bytes of the sources in host memory were read at the boundary."""
         self._on_devices = range(len(lives) - on_devices, len(lives))
         tensors = [live.tensor for live in lives]
-        self._signatures, self._counters, self._places = Signatures(tensors), VersionCounters(tensors), Places(lives)
+        self._signatures, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
+        self._places = Registrations(lives)
         self._blocks = NO_BLOCKS
-        self._proof = self._blocks.places[:0], np.zeros(0, np.uint32), self._blocks.owners[:0]
+        self._at_boundary = self._blocks.checksum_positions[:0], np.zeros(0, np.uint32), self._blocks.owners[:0]
+        """Of the blocks that were read at the boundary: places of their checksums, checksums, owners."""
 
-    def moved(self) -> list[int]:
-        """Positions of the sources that no longer look as they did."""
+    def changed(self) -> list[int]:
+        """Positions of the sources whose signatures differ from those at the boundary."""
         try:
-            if self._signatures.hold() and self._counters.hold() and self._places.hold():
+            if self._signatures.are_unchanged() and self._counters.are_unchanged() and self._places.are_unchanged():
                 return []
         except KeyError:
-            pass  # one is gone from its place: which?
-        gone = {i for i, live in enumerate(self.lives) if not live.is_home()}
+            pass  # a tensor is gone from its module or optimizer; the next line finds it
+        gone = {i for i, live in enumerate(self.lives) if not live.is_current()}
         return sorted(self._signatures.changed() | self._counters.changed() | gone)
 
-    def prove(self, blocks: Blocks, turn: Turn, budget: int | None) -> None:
-        """Read sources now, at the boundary, before their copies begin: ``audit`` then knows what the checkpoint has to
-        hold. ``blocks``: of all sources in host memory; ``budget``: how many bytes of them (None: all)."""
-        chosen, _ = turn.take(blocks, budget)
-        self.is_proved_whole = chosen is ALL
+    def read(self, blocks: Blocks, turn: RoundRobin, budget: int | None) -> None:
+        """Read sources at the boundary, before their copies begin, for a later comparison in ``differing``. ``blocks``:
+        of all sources in host memory; ``turn``: chooses among them; ``budget``: bytes to read (None: all)."""
+        chosen, _ = turn.next_blocks(blocks, budget)
+        self.was_read_whole = chosen is ALL
         self._blocks = blocks
-        self._proof = blocks.places[chosen], blocks.checksums(chosen), blocks.owners[chosen]
+        self._at_boundary = blocks.checksum_positions[chosen], blocks.checksums(chosen), blocks.owners[chosen]
 
-    def audit(
+    def differing(
         self,
         raw: npt.NDArray[np.uint32],
         of_record: Callable[[int], npt.NDArray[np.uint32]],
@@ -72,17 +81,14 @@ class SourceWatch:
         turn: int,
         whole: bool,
     ) -> list[str]:
-        """Compare what was copied with what was read at the boundary. Returns the names of tensors whose copies hold
-        other bytes.
-
-        ``raw``: the checksums of all that was copied; ``of_record``: those of one record. Of sources on devices one
-        block is read now, by ``turn``. ``whole``: all sources are read again too.
-        """
-        places, proof, owners = self._proof
-        wrong = set(owners[raw[places] != proof].tolist())
+        """The names of tensors whose copies hold other bytes than were read at the boundary. ``raw``: the checksums of
+        all copied blocks, of ``block`` bytes each; ``of_record``: those of one record number. ``turn``: chooses the one
+        block on a device that is read now. ``whole``: read all sources in host memory again."""
+        places, at_boundary, owners = self._at_boundary
+        wrong = set(owners[raw[places] != at_boundary].tolist())
         if whole and len(self._blocks):
             again = self._blocks.checksums()
-            wrong |= set(self._blocks.owners[raw[self._blocks.places] != again].tolist())
+            wrong |= set(self._blocks.owners[raw[self._blocks.checksum_positions] != again].tolist())
         if self._on_devices:
             i = self._on_devices[turn % len(self._on_devices)]
             copied, index = of_record(self.numbers[i]), turn // len(self._on_devices)
@@ -92,145 +98,147 @@ class SourceWatch:
 
 
 def _block_equal(tensor: torch.Tensor, copied: npt.NDArray[np.uint32], index: int, block: int) -> bool:
-    """Of a tensor on a device."""
+    """Whether one block of a tensor on a device has the checksum of its copy."""
     transfer = transfer_of(tensor)
     assert transfer is not None
     return bool(checksums(transfer.read(tensor, index * block, block), block)[0] == copied[index])
 
 
 @dataclass(slots=True)
-class _Unchanged:
+class _Known:
+    """A frozen tensor as a checkpoint last held it."""
+
     tensor: torch.Tensor
     memory: object
-    """Held, so that no other tensor's bytes come to lie there: its address tells it."""
+    """Kept alive, so that no other tensor can get the same address."""
     signature: Signature
     crcs: npt.NDArray[np.uint32]
     proved: bool
+    """Whether two checkpoints in a row held the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Audited:
-    """What is at rest, for reading it again in turn: by name those in host memory, their blocks, and the checksums that
-    checkpoints hold; and the names of the others."""
+class _Proved:
+    """The tensors that are left out, in the form in which they are read again. ``names``: those in host memory."""
 
     names: list[str]
     blocks: Blocks
     held: npt.NDArray[np.uint32]
+    """The checksums that checkpoints hold of them."""
     others: list[str]
+    """Names of tensors that must be copied in order to be read."""
 
 
 class UnchangedTensors:
-    """Which still parameters have proved that they rest, and the audit of those that are left out.
-
-    A still parameter is one that no optimizer step changes. It rests once two successive checkpoints, each written
-    whole, hold equal bytes, and for as long as it looks the same as at the step before. One that was written
-    unannounced is never taken for unchanged again.
-    """
+    """Decides which frozen tensors a checkpoint may leave out, and reads those again from time to time. A frozen tensor
+    is one that no optimizer step changes. It counts as unchanged once two successive checkpoints that both wrote it
+    hold equal bytes, and as long as its signature stays the same. A tensor with an unannounced write never counts as
+    unchanged again."""
 
     def __init__(self) -> None:
-        self.never: set[str] = set()
-        """Names that moved unannounced once: they are copied at every boundary from then on, after a restart too."""
-        self.right_until = 0
-        """The generation up to which what checkpoints leave out is known to be what it was."""
-        self._known: dict[str, _Unchanged] = {}
-        self._turn = Turn()
+        self.copied_at_boundary: set[str] = set()
+        """Names of tensors that were written unannounced once: they are copied at every boundary from then on, also
+        after a resume."""
+        self.verified_until = 0
+        """The newest generation for which all tensors that were left out are known to be unchanged."""
+        self._known: dict[str, _Known] = {}
+        self._turn = RoundRobin()
         self._round_began: int | None = None
-        self._audited: _Audited | None = None
+        """The newest generation when the present round of reading began."""
+        self._proved: _Proved | None = None
         self._others_turn = 0
 
     def crcs_if_unchanged(self, live: Live) -> npt.NDArray[np.uint32] | None:
-        """The checksums that a slot must hold for this tensor to be left out; None where it must be written."""
-        rest = self._known.get(live.name)
-        if rest is None or not rest.proved or live.name in self.never:
+        """The checksums that a slot must hold so that this tensor can be left out; None if it must be written."""
+        known = self._known.get(live.name)
+        if known is None or not known.proved or live.name in self.copied_at_boundary:
             return None
-        if rest.tensor is not live.tensor or rest.signature != signature_of(live.tensor):
+        if known.tensor is not live.tensor or known.signature != signature_of(live.tensor):
             return None
-        return rest.crcs
+        return known.crcs
 
-    def written(self, live: Live, crcs: npt.NDArray[np.uint32]) -> None:
-        """A checkpoint holds this still tensor whole, with these checksums."""
+    def note_written(self, live: Live, crcs: npt.NDArray[np.uint32]) -> None:
+        """Note that a checkpoint wrote this frozen tensor, with these checksums."""
         before = self._known.get(live.name)
-        proved = before is not None and np.array_equal(before.crcs, crcs) and live.name not in self.never
-        self._known[live.name] = _Unchanged(
+        proved = before is not None and np.array_equal(before.crcs, crcs) and live.name not in self.copied_at_boundary
+        self._known[live.name] = _Known(
             live.tensor, memory_of(live.tensor), signature_of(live.tensor), crcs.copy(), proved
         )
         if proved or (before is not None and before.proved):
-            self._set_changed()
+            self._end_round()
 
-    def keep(self, lives: Sequence[Live]) -> None:
-        """Forget tensors that are gone, or are not still any more: these are all that are."""
+    def retain(self, lives: Sequence[Live]) -> None:
+        """Forget all other tensors: they are gone, or are no longer frozen."""
         if len(self._known) > len(lives):
             names = {live.name for live in lives}
-            self._known = {name: rest for name, rest in self._known.items() if name in names}
-            self._set_changed()
+            self._known = {name: known for name, known in self._known.items() if name in names}
+            self._end_round()
 
-    def trust_none(self) -> None:
-        """Every tensor has to prove anew that it rests."""
+    def reset(self) -> None:
+        """Forget all tensors, so that each must be written twice again before it is left out."""
         self._known.clear()
-        self._set_changed()
+        self._end_round()
 
-    def _set_changed(self) -> None:
-        """The present round of reading is none over all of them."""
-        self._audited = self._round_began = None
+    def _end_round(self) -> None:
+        """End the round of reading, because the set of tensors to read has changed."""
+        self._proved = self._round_began = None
 
-    def audit(self, generation: int, block: int, budget: int | None) -> tuple[set[str], int]:
-        """Read tensors at rest again, before the next checkpoint is made. Returns the names of those whose bytes are
-        not what checkpoints hold, and how many bytes were read.
-
-        ``generation``: the last one that was begun. ``block``: bytes for each checksum. ``budget``: bytes to read
-        (None: all). Where one tensor differs, all are read, so that whoever writes to many is found at once.
-        """
+    def reread(self, generation: int, block: int, budget: int | None) -> tuple[set[str], int]:
+        """Read tensors that are left out again, before the next checkpoint is made. Returns the names of those whose
+        bytes are not those that checkpoints hold, and how many bytes were read. ``generation``: the newest that was
+        begun. ``block``: bytes per checksum. ``budget``: bytes to read (None: all). If one tensor differs, all are
+        read, so that every tensor with the same kind of write is found at once."""
         if not self._known:
             return set(), 0
-        self._audited = audited = self._audited or self._table(block)
-        chosen, is_round = self._turn.take(audited.blocks, budget)
-        wrong = self._differing(audited, chosen) | self._other_differing(audited.others, block)
+        self._proved = proved = self._proved or self._proved_now(block)
+        chosen, is_round = self._turn.next_blocks(proved.blocks, budget)
+        wrong = self._differing(proved, chosen) | self._other_differing(proved.others, block)
         if wrong:
-            wrong |= self._differing(audited, ALL)
-            self.never |= wrong
+            wrong |= self._differing(proved, ALL)
+            self.copied_at_boundary |= wrong
             return wrong, 0
-        if chosen is ALL and not audited.others:
-            self.right_until = generation
+        if chosen is ALL and not proved.others:
+            self.verified_until = generation
         elif is_round:
-            self.right_until = self._round_began if self._round_began is not None else self.right_until
+            self.verified_until = self._round_began if self._round_began is not None else self.verified_until
             self._round_began = generation
-        return set(), int(audited.blocks.nbytes[chosen].sum())
+        return set(), int(proved.blocks.nbytes[chosen].sum())
 
-    def _table(self, block: int) -> _Audited:
-        proved = {name: rest for name, rest in self._known.items() if rest.proved and len(rest.crcs)}
-        here = {name: rest for name, rest in proved.items() if is_plain(rest.tensor)}
-        counts = [len(rest.crcs) for rest in here.values()]
+    def _proved_now(self, block: int) -> _Proved:
+        proved = {name: known for name, known in self._known.items() if known.proved and len(known.crcs)}
+        here = {name: known for name, known in proved.items() if is_plain(known.tensor)}
+        counts = [len(known.crcs) for known in here.values()]
         blocks = Blocks.of(
-            [rest.signature[1][0] for rest in here.values()],
-            [r.tensor.nbytes for r in here.values()],
+            [known.signature[1][0] for known in here.values()],
+            [known.tensor.nbytes for known in here.values()],
             np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64),
             block,
         )
-        held = np.concatenate([rest.crcs for rest in here.values()] or [np.zeros(0, np.uint32)])
-        return _Audited(list(here), blocks, held, [name for name in proved if name not in here])
+        held = np.concatenate([known.crcs for known in here.values()] or [np.zeros(0, np.uint32)])
+        return _Proved(list(here), blocks, held, [name for name in proved if name not in here])
 
-    def _differing(self, audited: _Audited, chosen: Positions | slice) -> set[str]:
-        """Of these blocks the tensors that hold other bytes and look as they did. A visible change is no unannounced
-        one: its tensor is written whole for it."""
-        blocks = audited.blocks
-        differ = blocks.checksums(chosen) != audited.held[blocks.places[chosen]]
-        found = {audited.names[i] for i in blocks.owners[chosen][differ].tolist()}
+    def _differing(self, proved: _Proved, chosen: Positions | slice) -> set[str]:
+        """Names of tensors with other bytes in these blocks and with the same signature as before. A change of the
+        signature announces the write: that tensor is written anyway."""
+        blocks = proved.blocks
+        differ = blocks.checksums(chosen) != proved.held[blocks.checksum_positions[chosen]]
+        found = {proved.names[i] for i in blocks.owners[chosen][differ].tolist()}
         return {name for name in found if self._has_same_signature(name)}
 
     def _other_differing(self, names: Sequence[str], block: int) -> set[str]:
-        """The same for the next ones that do not lie in host memory as they are: of those on devices one."""
+        """As ``_differing``, for the next tensors that must be copied in order to be read; at most one on a device."""
         if not names:
             return set()
         spent = 0
         for _ in names:
             self._others_turn += 1
             name = names[self._others_turn % len(names)]
-            rest = self._known[name]
+            known = self._known[name]
             if self._has_same_signature(name):
-                if not np.array_equal(checksums(staged(on_host(rest.tensor)), block), rest.crcs):
+                if not np.array_equal(checksums(staged(on_host(known.tensor)), block), known.crcs):
                     return {name}
-                spent += rest.tensor.nbytes
-            if spent >= STAGED_NBYTES or not rest.tensor.is_cpu:
+                spent += known.tensor.nbytes
+            if spent >= STAGED_NBYTES or not known.tensor.is_cpu:
                 break
         return set()
 
@@ -240,9 +248,9 @@ class UnchangedTensors:
 
 def changed_error(names: Sequence[str], when: str) -> StateChangedError:
     return StateChangedError(
-        f"{', '.join(map(repr, names[:3]))} was written {when}, in a way that moves no version counter (a fused "
-        "kernel, .data, numpy or another thread). It is copied at the boundary at every step from here on. Wrap writes "
-        "that are taken back (weight swaps) in `with session.paused():`, or call session.end_step() after the last "
-        "write of a step. (This is an error because LIGHTCK_CHECK=1 is set; without it such a checkpoint is given up "
-        "with a warning, and the next one is written whole.)"
+        f"{', '.join(map(repr, names[:3]))} was written {when}, in a way that moves no version counter of torch (a "
+        "fused kernel, .data, numpy or another thread). From now on it is copied at every boundary, before training "
+        "goes on. Wrap writes that are undone later (weight swaps) in `with session.paused():`, or call "
+        "session.end_step() after the last write of a step. (This is an error because LIGHTCK_CHECK=1 is set. Without "
+        "it such a checkpoint is given up with a warning, and the next one writes every tensor.)"
     )

@@ -1,4 +1,4 @@
-"""A write plan on its way to the engine: what devices send joins it, and what began early leaves it."""
+"""A write plan on its way to the engine: tensors that devices send are added, eager copies are taken out."""
 
 from __future__ import annotations
 
@@ -8,71 +8,71 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.pipeline.plan import WritePlan
-from lightck.pipeline.write_table import NONE, StagedTensor, TensorRecord
+from lightck.pipeline.write_table import NO_RECORDS, StagedTensor, TensorRecord
 from lightck.pool.writer import CopyPlan, PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.inventory import Live, memory_of, staged
 
 
 class Submission:
-    """Of one plan. ``background`` and ``background_numbers``: what is read behind the boundary, with its records."""
+    """The copies of one plan. ``background``: tensors that are read after the boundary; ``background_numbers``: their
+    record numbers."""
 
     def __init__(self, plan: WritePlan) -> None:
         self.plan = plan
         self.staged = plan.staged
         self.background, self.background_numbers = plan.background, plan.background_numbers
-        self.n_followed = 0
-        """How many of ``background``, the last ones, are on their way from a device."""
+        self.n_from_devices = 0
+        """How many of ``background``, counted from its end, are sent by a device."""
         self.frozen: list[tuple[Live, int]] = []
-        """Still tensors that are written whole, with their records."""
-        self._keep: list[object] = []
+        """Frozen tensors that this checkpoint writes, with their record numbers."""
+        self._keep_alive: list[object] = []
         self._numbers: list[int] = []
         self._sources: list[int] = []
-        for live, record in plan.now:
-            self._copy(live, record)
+        for live, record in plan.at_boundary:
+            self._copy_at_boundary(live, record)
 
-    def _copy(self, live: Live, record: TensorRecord) -> None:
-        """At the boundary."""
+    def _copy_at_boundary(self, live: Live, record: TensorRecord) -> None:
         source, address = live.tensor, record.address
         if not record.plain:
             source = staged(live.tensor)
             address = source.data_ptr()
         self._numbers.append(record.number)
         self._sources.append(address)
-        self._keep.append(memory_of(source))
+        self._keep_alive.append(memory_of(source))
         if live.is_frozen:
             self.frozen.append((live, record.number))
 
     def copy_at_boundary(self, tensors: Sequence[StagedTensor]) -> None:
-        """These do not wait for their device: they are read now."""
+        """Copy these tensors from their device now, instead of sending them in the background."""
         for one in tensors:
-            self._copy(one.live, one.record)
+            self._copy_at_boundary(one.live, one.record)
 
-    def follow(self, tensors: Sequence[StagedTensor]) -> None:
-        """These are on their way, and read until the copies are done."""
-        self.n_followed += len(tensors)
+    def add_from_devices(self, tensors: Sequence[StagedTensor]) -> None:
+        """Add tensors that a device sends in the background and that must stay unchanged meanwhile."""
+        self.n_from_devices += len(tensors)
         self.background += [one.live for one in tensors]
         self.background_numbers += [one.record.number for one in tensors]
 
     def blocks(self, writer: PoolWriter) -> Blocks:
-        """The blocks of ``background``, in its order, without what lies on devices."""
+        """The blocks of those of ``background`` that lie in host memory, in the same order."""
         found = NO_BLOCKS
         for table in self.plan.tables:
-            found = found.and_then(table.blocks(writer))
+            found = found.concatenated(table.blocks(writer))
         return found
 
     @property
-    def keep(self) -> tuple[list[object], ...]:
+    def keep_alive(self) -> tuple[list[object], ...]:
         """The memory that the copies read from."""
-        return (*(table.keep for table in self.plan.tables), self._keep)
+        return (*(table.keep_alive for table in self.plan.tables), self._keep_alive)
 
-    def copy_plan(self, *early: npt.NDArray[np.int64]) -> CopyPlan:
-        """For the pool's writer. ``early``: records whose copies are under way already, or whose bytes are."""
+    def copy_plan(self, *begun_elsewhere: npt.NDArray[np.int64]) -> CopyPlan:
+        """The plan for the pool's writer, without records whose eager copy or device transfer has begun already."""
         closed_step, tables = self.plan.closed_step, self.plan.tables
-        begun = np.concatenate([NONE, *early])
+        begun = np.concatenate([NO_RECORDS, *begun_elsewhere])
         numbers = np.concatenate([*(table.numbers for table in tables), np.array(self._numbers, np.int64)])
         sources = np.concatenate([*(table.sources for table in tables), np.array(self._sources, np.uint64)])
-        now = np.concatenate([*(table.now for table in tables), np.ones(len(self._numbers), np.bool_)])
+        now = np.concatenate([*(table.at_boundary for table in tables), np.ones(len(self._numbers), np.bool_)])
         present = np.array([number for table in tables for number in table.present], np.int64)
         if len(begun):
             left = np.isin(numbers, begun, invert=True)

@@ -1,4 +1,4 @@
-"""Which of several alternatives is the best here: they carry versions in turn, and medians decide."""
+"""Find the best of several alternatives by measurement: they take turns over checkpoints, and medians decide."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ T = TypeVar("T")
 
 
 class Margin(NamedTuple):
-    """A figure counts as lower than another where it is lower by more than this ``share`` of the other and ``least``.
-    A negative share lets it be higher by as much."""
+    """By how much a cost must be lower than another: by more than ``share`` of the other plus ``least``. A negative
+    ``share`` allows it to be higher by as much."""
 
     share: float
     least: float = 0.0
 
 
 class Trial(Generic[T]):
-    """The alternatives are in the order of what they need, least first. One is better than another if each of its
-    medians is lower by the margin of that figure (one share at least is not negative). The first alternative that no
-    other one is better than wins.
+    """Compare alternatives, given in the order of the resources that they need, least first.
 
-    Each version is begun (``begin``), and where it reaches its end its figures are noted (``note``), one for each
-    margin. The first ``warm_up`` versions do not count. Then each round gives every alternative a turn: ``lead_in``
-    versions that do not count, since they may bear what the alternative before them left behind, and one that does.
-    Every second round goes backwards, so that a drift falls on all alike. Without rounds the first alternative wins at
-    once.
+    Every checkpoint of the trial is carried by the alternative that ``begin`` returns. At its end ``finish`` takes its
+    costs, one per margin. The first ``warm_up`` checkpoints do not count. Then each round gives every alternative a
+    turn: first ``lead_in`` checkpoints that do not count, because they may still be affected by the alternative before,
+    and then one that counts. Every second round has the reverse order, so that a drift of the costs affects all alike.
+
+    An alternative is better than another one if each of its median costs is lower by the margin of that cost (at least
+    one margin has a share that is not negative). The first alternative that no other one is better than wins. If
+    ``rounds`` is 0, the first alternative wins at once.
     """
 
     def __init__(
@@ -35,60 +36,60 @@ class Trial(Generic[T]):
         self._margins, self._rounds_max, self._lead_in = margins, rounds, lead_in
         self.alternatives = list(alternatives)
         """Those that were not withdrawn."""
-        self._figures: dict[T, list[tuple[float, ...]]] = {one: [] for one in alternatives}
+        self._costs: dict[T, list[tuple[float, ...]]] = {one: [] for one in alternatives}
+        """For each alternative the costs of its checkpoints that count."""
         self._turns: list[T] = []
-        """Those whose turn in this round is still to come, or the winner."""
-        self._passed = -warm_up
-        """Versions of this turn."""
-        self._left = 2 * (warm_up + rounds * len(self.alternatives) * (lead_in + 1))
-        """Versions may be dropped and note nothing. After twice as many as are needed the trial leads nowhere."""
+        """The alternatives that still have a turn in this round, the present one first; the winner at the end."""
+        self._finished = -warm_up
+        """How many checkpoints of this turn have finished."""
+        self._checkpoints_left = 2 * (warm_up + rounds * len(self.alternatives) * (lead_in + 1))
+        """A checkpoint that is dropped has no costs. After twice as many as are needed the trial is cancelled."""
         self.is_over = False
-        self._go_on()
+        self._advance()
 
     @property
-    def turn(self) -> T:
-        """Whose turn it is; the winner, when the trial is over."""
+    def current(self) -> T:
+        """The alternative whose turn it is, or the winner when the trial is over."""
         return self._turns[0]
 
     @property
     def rounds(self) -> int:
-        """Rounds that are over."""
-        return min(len(self._figures[one]) for one in self.alternatives)
+        """How many rounds are complete."""
+        return min(len(self._costs[one]) for one in self.alternatives)
 
     def begin(self) -> T:
-        """A version begins, by the alternative that is returned."""
-        self._left -= 1
-        if self._left < 0 and not self.is_over:
-            self.give_up()
-        return self.turn
+        """Begin a checkpoint. Returns the alternative that carries it."""
+        self._checkpoints_left -= 1
+        if self._checkpoints_left < 0 and not self.is_over:
+            self.cancel()
+        return self.current
 
-    def note(self, *figures: float) -> None:
-        """The version that was begun last has ended with these figures."""
+    def finish(self, *costs: float) -> None:
+        """Take the costs of the checkpoint that was begun last."""
         if self.is_over:
             return
-        self._passed += 1
-        if self._passed > self._lead_in:
-            self._figures[self._turns.pop(0)].append(figures)
-            self._passed = 0
-            self._go_on()
+        self._finished += 1
+        if self._finished > self._lead_in:
+            self._costs[self._turns.pop(0)].append(costs)
+            self._finished = 0
+            self._advance()
 
     def withdraw(self, alternative: T) -> None:
-        """This alternative is left out; it is not the only one. Whose turn it is then carries the version that this one
-        should have carried."""
+        """Remove an alternative that is not the only one. If it was its turn, ``current`` carries its checkpoint."""
         self.alternatives.remove(alternative)
         self._turns = [one for one in self._turns if one != alternative]
-        self._passed = min(self._passed, 0)
-        self._go_on()
+        self._finished = min(self._finished, 0)
+        self._advance()
 
-    def give_up(self) -> None:
-        """The trial is over without a result: the first alternative wins."""
+    def cancel(self) -> None:
+        """End the trial without a result: the first alternative wins."""
         self.is_over, self._turns = True, self.alternatives[:1]
 
     def medians(self, alternative: T) -> list[float]:
-        """One for each figure; empty where none was noted."""
-        return [median(column) for column in zip(*self._figures[alternative], strict=True)]
+        """The median of each cost; empty if there are none yet."""
+        return [median(column) for column in zip(*self._costs[alternative], strict=True)]
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         if self.is_over or self.rounds == self._rounds_max or len(self.alternatives) == 1:
             self.is_over, self._turns = True, [self._best()]
         elif not self._turns:
@@ -99,8 +100,8 @@ class Trial(Generic[T]):
         return next(one for one in medians if not any(self._is_better(own, medians[one]) for own in medians.values()))
 
     def _is_better(self, own: list[float], others: list[float]) -> bool:
-        """One that has no figures is neither better nor worse."""
+        """Whether these medians beat the others. Alternatives without costs are neither better nor worse."""
         if not own or not others:
             return False
-        figures = zip(own, others, self._margins, strict=True)
-        return all(one < other * (1 - margin.share) - margin.least for one, other, margin in figures)
+        costs = zip(own, others, self._margins, strict=True)
+        return all(one < other * (1 - margin.share) - margin.least for one, other, margin in costs)

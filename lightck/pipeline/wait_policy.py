@@ -1,10 +1,11 @@
-"""How OpenMP's threads wait while a version is copied: as they always do, or passively.
+"""How OpenMP's threads wait for each other while a checkpoint is copied: actively, as usual, or passively.
 
-Threads of GNU OpenMP that wait for each other spin, which keeps copy threads of idle priority off a processor that does
-nothing. Then the training thread copies at the gate, and that is a stall. Waiting passively (``native/src/openmp.c``)
-cures it where steps are long, and slows a training of many small operations down. So it is tried where the gate had to
-copy much: versions with and without take turns, and what is slower, or no shorter a wait, is not kept. What is computed
-is the same either way.
+Waiting threads of GNU OpenMP spin. So copy threads, which have idle priority, get no processor even where the spinning
+thread has nothing to do. The training thread must then copy at the gate, which stalls the training. Passive waiting
+(``native/src/openmp.c``: the threads sleep) avoids this stall if steps are long, but slows down a training of many
+small operations. So lightck tries it if the gate had to copy much: checkpoints with active and passive waiting take
+turns. Passive waiting stays only if it is no slower and shortens the wait at the gate. The results of the training are
+the same in both cases.
 """
 
 from __future__ import annotations
@@ -25,43 +26,44 @@ OPENMP_OF = "libtorch_cpu.so"
 TRIAL, PASSIVE = "trial", "passive"
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _INCOMPATIBLE_VARIABLES = ("OMP_STACKSIZE", "GOMP_STACKSIZE", "OMP_DISPLAY_AFFINITY")
-"""With these set, one more team might be too large, or be announced at every version."""
+"""If one of these is set, the additional OpenMP team might need too much memory, or print at every checkpoint."""
 
 _STARVED_SHARE, _STARVED_NBYTES = 0.1, 16 << 20
-"""A version was starved where the waiting thread copied as much of it."""
-_STARVED_CHECKPOINTS, _OF_THE_LAST = 3, 5
-"""So many of them are worth a trial."""
+"""The copy threads were starved of processor time if the waiting thread copied this share of a checkpoint, and at
+least this many bytes."""
+_STARVED_CHECKPOINTS, _STARVED_WINDOW = 3, 5
+"""A trial begins after this many such checkpoints among the last ones."""
 _CHECKPOINTS_UNTIL_NEXT = 1000
-"""After a trial; twice as many after each further one. Trainings change, but seldom."""
+"""The number of checkpoints from one trial to the next; it doubles each time, because trainings seldom change."""
 
-_AS_EVER, _PASSIVELY = False, True
+_ACTIVE, _PASSIVE = False, True
 _NO_SLOWER, _LESS_WAITING = Margin(-0.01), Margin(0.5)
-"""Passive waiting is kept where the way from boundary to gate is at most 1 % longer by it, and the part of it that is
-waited at the gate less than half. Steps scatter by a few percent, and the difference is mostly less: so many rounds."""
+"""Passive waiting stays if the time from boundary to gate is at most 1 % longer, and the wait at the gate less than
+half. Many rounds are needed, because step times scatter by a few percent, mostly more than the difference."""
 _ROUNDS = 16
 _MUCH_SLOWER, _ROUNDS_MIN = 1.1, 5
-"""After so many rounds a trial ends where passive waiting makes the way so much longer."""
+"""A trial ends after this many rounds if passive waiting makes the time to the gate this many times longer."""
 
 
 class WaitPolicy:
-    """Watches how versions reach the gate, and decides. ``is_on=False``: nothing is ever changed."""
+    """Decides how OpenMP's threads wait, by how checkpoints reach the gate. ``is_on=False``: changes nothing."""
 
     def __init__(self, engine: Engine, meter: Meter, *, is_on: bool = True) -> None:
         self._engine, self._meter = engine, meter
         self._is_on = is_on and not any(name in os.environ for name in (*_CHOSEN_BY_USER, *_INCOMPATIBLE_VARIABLES))
         self._is_passive = False
         self._trial: Trial[bool] | None = None
-        """Whether OpenMP waits passively. Figures: seconds to the gate, seconds waited there."""
+        """Alternatives: active or passive waiting. Costs: seconds to the gate, seconds waited there."""
         self._window: tuple[float, float] | None = None
-        """Of a trial's version under way: the time when it began, and the seconds waited so far."""
+        """Of the trial's checkpoint in flight: when it began, and the meter's seconds of waiting at that time."""
         self._has_begun_eagerly = False
         self._was_starved = False
-        self._starved: deque[bool] = deque(maxlen=_OF_THE_LAST)
+        self._starved: deque[bool] = deque(maxlen=_STARVED_WINDOW)
         self._checkpoints = 0
-        self._next_trial, self._pause = 0, _CHECKPOINTS_UNTIL_NEXT
+        self._next_trial, self._trial_interval = 0, _CHECKPOINTS_UNTIL_NEXT
 
     def checkpoint_begins(self, *, eager: bool = False) -> None:
-        """Its copies begin now; ``eager``: those of its first layers, before its boundary."""
+        """The copies of a checkpoint begin now. ``eager``: these are eager copies, before its boundary."""
         has_begun, self._has_begun_eagerly = self._has_begun_eagerly, eager
         if has_begun or not self._is_on:
             return
@@ -70,68 +72,67 @@ class WaitPolicy:
             wanted = self._is_passive and _has_thread_per_processor()
         else:
             if not _has_thread_per_processor():
-                self._trial.give_up()
+                self._trial.cancel()
             wanted = self._trial.begin()
             self._decide_if_over(self._trial)
-        if not self._engine.wait_passively(wanted):
-            log.info("lightck: OpenMP's threads wait as they always do: no thread more can be started")
+        if not self._engine.set_passive_waiting(wanted):
+            log.info("lightck: OpenMP's threads wait actively, as usual: no further thread can be started")
             self._is_on, self._is_passive, self._trial = False, False, None
-            self._tell()
+            self._update_stats()
         elif self._trial is not None:
             self._window = time.perf_counter(), self._meter.wait_seconds
 
     def checkpoint_ended(self, nbytes: int, nbytes_helped: int) -> None:
-        """It is committed; so many of its bytes were copied by a thread that waited."""
+        """A checkpoint is committed. ``nbytes_helped``: how many of its bytes a waiting thread copied."""
         self._checkpoints += 1
         self._was_starved = nbytes_helped >= max(_STARVED_NBYTES, _STARVED_SHARE * nbytes)
 
     def gate_passed(self) -> None:
-        """Copies have ended, and the update may begin."""
+        """All copies have ended, and the update may begin."""
         window, self._window = self._window, None
         self._starved.append(self._was_starved)
         self._was_starved = False
         if self._trial is None:
-            self._consider()
+            self._start_trial_if_due()
         elif window is not None:
             trial, (began, waited) = self._trial, window
-            trial.note(time.perf_counter() - began, self._meter.wait_seconds - waited)
-            if trial.rounds >= _ROUNDS_MIN and trial.medians(_PASSIVELY)[0] > _MUCH_SLOWER * trial.medians(_AS_EVER)[0]:
-                trial.withdraw(_PASSIVELY)
+            trial.finish(time.perf_counter() - began, self._meter.wait_seconds - waited)
+            if trial.rounds >= _ROUNDS_MIN and trial.medians(_PASSIVE)[0] > _MUCH_SLOWER * trial.medians(_ACTIVE)[0]:
+                trial.withdraw(_PASSIVE)
             self._decide_if_over(trial)
 
-    def _consider(self) -> None:
-        """A trial, where there is reason for one."""
+    def _start_trial_if_due(self) -> None:
         due = self._is_on and self._checkpoints >= self._next_trial
         if due and (self._is_passive or sum(self._starved) >= _STARVED_CHECKPOINTS) and _has_thread_per_processor():
             self._is_on = find_openmp(OPENMP_OF)
             if self._is_on:
-                self._trial = Trial((_AS_EVER, _PASSIVELY), (_NO_SLOWER, _LESS_WAITING), rounds=_ROUNDS)
-            self._tell()
+                self._trial = Trial((_ACTIVE, _PASSIVE), (_NO_SLOWER, _LESS_WAITING), rounds=_ROUNDS)
+            self._update_stats()
 
     def _decide_if_over(self, trial: Trial[bool]) -> None:
         if not trial.is_over:
             return
-        waits = "wait passively" if trial.turn else "wait as they always do"
-        log.info("lightck: OpenMP's threads %s while versions are copied: %s", waits, _reported(trial))
-        self._trial, self._is_passive = None, trial.turn
+        waits = "wait passively" if trial.current else "wait actively, as usual,"
+        log.info("lightck: OpenMP's threads %s while checkpoints are copied: %s", waits, _summary(trial))
+        self._trial, self._is_passive = None, trial.current
         self._starved.clear()
-        self._next_trial, self._pause = self._checkpoints + self._pause, 2 * self._pause
-        self._engine.wait_passively(self._is_passive)
-        self._tell()
+        self._next_trial, self._trial_interval = self._checkpoints + self._trial_interval, 2 * self._trial_interval
+        self._engine.set_passive_waiting(self._is_passive)
+        self._update_stats()
 
-    def _tell(self) -> None:
+    def _update_stats(self) -> None:
         self._meter.wait_policy = TRIAL if self._trial is not None else PASSIVE if self._is_passive else None
 
 
-def _reported(trial: Trial[bool]) -> str:
-    """By which times it was decided."""
-    with_, without = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_PASSIVELY, _AS_EVER))
-    if not with_ or not without:
-        return "too few versions of the trial reached an update"
+def _summary(trial: Trial[bool]) -> str:
+    """The measured times that decided the trial."""
+    passive, active = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_PASSIVE, _ACTIVE))
+    if not passive or not active:
+        return "too few checkpoints of the trial reached an update"
     times = "{:.1f} ms to the gate, {:.1f} ms of it waiting there"
-    return f"{times.format(*with_)}; without {times.format(*without)}"
+    return f"passive waiting took {times.format(*passive)}; active waiting {times.format(*active)}"
 
 
 def _has_thread_per_processor() -> bool:
-    """Else a processor is left for the copies, and libgomp has no reason to let its threads sleep."""
+    """Whether torch uses a thread per processor. Otherwise a processor is free for the copies anyway."""
     return torch.get_num_threads() >= len(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
-"""Which record of the pool each tensor has, and how it is copied: worked out once, and used while nothing moves.
+"""Which record of the pool each tensor has, and how it is copied. Computed once, and reused while no tensor changes.
 
-Small tensors, buffers and what moved unannounced before are copied at the boundary itself; what lies on a device is
-sent; all others are left to the copy threads, but for still parameters, which a strategy may leave out. Reads no bytes.
+Small tensors, buffers and tensors with earlier unannounced writes are copied at the boundary. Tensors on a device are
+sent from it. A strategy may leave frozen tensors out. All others are copied by the copy threads. Reads no bytes.
 """
 
 from __future__ import annotations
@@ -19,41 +19,42 @@ from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.device_transfers import DeviceTransfer, transfer_of
 from lightck.state.inventory import Live, entry_of, is_plain, memory_of
-from lightck.state.signatures import ClosedStep, Reading, reading_of
+from lightck.state.signatures import ClosedStep, MemoryLayout, memory_layout_of
 
-NONE = np.array([], np.int64)
-NOW_NBYTES = 4096
-"""Tensors up to this size are copied at the boundary itself: starting a background copy costs more."""
+NO_RECORDS = np.array([], np.int64)
+AT_BOUNDARY_NBYTES_MAX = 4096
+"""Tensors up to this size are copied at the boundary, because starting a background copy would cost more."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Where a tensor lies in the pool, and what of it need not be asked again while it stays where it is."""
+    """A tensor's record number in the pool, and facts about the tensor that hold while it lies at the same place."""
 
     number: int
     tensor: torch.Tensor
-    reading: Reading
+    reading: MemoryLayout
     alias: str | None
     nbytes: int
     plain: bool
-    """Its own memory can be copied as it is."""
+    """Whether its own memory can be copied as it is."""
     at_boundary: bool
+    """Whether it is always copied at the boundary."""
     transfer: DeviceTransfer | None = None
-    """The way out of its device, where it has one."""
+    """How it leaves its device; None in host memory."""
 
     @property
     def address(self) -> int:
         return self.reading[0]
 
     def describes(self, live: Live) -> bool:
-        """How it is read is asked for too: ``resize_``, ``t_`` and ``.data = ...`` can keep object and address. So is
-        the alias: a tensor stays where it is when the one that it was tied to is replaced."""
-        return self.tensor is live.tensor and self.alias == live.alias and self.reading == reading_of(live.tensor)
+        """Whether this is still the record of the tensor. Object and address alone are not enough: ``resize_``, ``t_``
+        and ``.data = ...`` can keep both, and a tensor stays in place when the one that it was tied to is replaced."""
+        return self.tensor is live.tensor and self.alias == live.alias and self.reading == memory_layout_of(live.tensor)
 
 
 class NoExtentError(Exception):
-    """Tensors appeared, or changed their kind, and have no extent in the pool yet. Internal: extents are added where
-    nothing is in flight, and the tables worked out again."""
+    """Tensors have no extent in the pool yet, because they are new or have another shape or dtype now. Internal: the
+    pipeline waits until nothing is in flight, adds extents and computes the tables again."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         super().__init__(f"no extents for {[entry.name for entry in entries[:3]]}")
@@ -63,13 +64,15 @@ class NoExtentError(Exception):
 def _record(number: int, live: Live, entry: Entry) -> TensorRecord:
     tensor = live.tensor
     plain, transfer = is_plain(tensor), transfer_of(tensor)
-    at_boundary = entry.nbytes <= NOW_NBYTES or entry.role == "buffer" or not (plain or transfer)
-    return TensorRecord(number, tensor, reading_of(tensor), live.alias, entry.nbytes, plain, at_boundary, transfer)
+    at_boundary = entry.nbytes <= AT_BOUNDARY_NBYTES_MAX or entry.role == "buffer" or not (plain or transfer)
+    return TensorRecord(
+        number, tensor, memory_layout_of(tensor), live.alias, entry.nbytes, plain, at_boundary, transfer
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """A tensor on a device. ``in_order``: the next kernels may change it."""
+    """A tensor on a device. ``in_order``: it is sent in the order of the computation, which may change it next."""
 
     live: Live
     record: TensorRecord
@@ -79,127 +82,132 @@ class StagedTensor:
 
 @dataclass(frozen=True, slots=True)
 class WriteTable:
-    """How tensors are written whose records are known; worked out once for a roster, and used while that holds."""
+    """How a list of tensors is written. Computed once for a tensor list, and reused until the list changes."""
 
     token: object
-    """That of the roster; None where there is none."""
-    never: int
-    """How many tensors had moved unannounced when this was worked out."""
+    """Identifies the tensor list; None if there is none."""
+    n_copied_at_boundary: int
+    """How many names were always copied at the boundary when this table was computed."""
     written: list[tuple[Live, TensorRecord]]
-    """Those that lie in host memory as they are, and are written at every checkpoint. The next three run beside it."""
+    """Tensors in plain host memory that each checkpoint writes. The next three arrays are parallel to it."""
     numbers: npt.NDArray[np.int64]
     sources: npt.NDArray[np.uint64]
-    now: npt.NDArray[np.bool_]
-    """Copied at the boundary itself; the others are ``background``."""
-    keep: list[object]
-    """The memory of those that are left to background copies."""
+    """Addresses."""
+    at_boundary: npt.NDArray[np.bool_]
+    """Whether the tensor is copied at the boundary; the others are ``background``."""
+    keep_alive: list[object]
+    """The memory of ``background``."""
     background: list[Live]
     background_numbers: list[int]
     present: list[int]
-    single: list[tuple[Live, TensorRecord]]
-    """Those that are decided anew at each version: they may rest, or are copied by way of a staged copy."""
+    """Record numbers of tensors without bytes of their own: empty or tied."""
+    undecided: list[tuple[Live, TensorRecord]]
+    """Tensors for which each checkpoint decides: frozen ones, and ones that must be made contiguous first."""
     staged: list[StagedTensor]
+    """Tensors on a device."""
     _places: dict[int, tuple[Live, int]] = field(default_factory=dict)
     _blocks: list[Blocks] = field(default_factory=list)
 
     def without(self, left_out: Collection[int]) -> WriteTable:
-        """A table as this one, but without these records: for a plan that leaves them out (``WritePlan.unchanged``).
-        Those of ``present`` and ``single`` stay."""
+        """A copy of this table without these record numbers, for a plan that leaves them out (``WritePlan.unchanged``).
+        ``present`` and ``undecided`` stay as they are."""
         stays = ~np.isin(self.numbers, np.fromiter(left_out, np.int64, len(left_out)))
         later = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
         return WriteTable(
             None,
-            self.never,
+            self.n_copied_at_boundary,
             [self.written[i] for i in np.flatnonzero(stays)],
             self.numbers[stays],
             self.sources[stays],
-            self.now[stays],
-            [self.keep[i] for i in later],
+            self.at_boundary[stays],
+            [self.keep_alive[i] for i in later],
             [self.background[i] for i in later],
             [self.background_numbers[i] for i in later],
             self.present,
-            self.single,
+            self.undecided,
             [one for one in self.staged if one.record.number not in left_out],
         )
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Live, int] | None:
-        """What this tensor is called, and its record, where it is one of ``background``."""
+        """The name and record number of this tensor if it is one of ``background``, else None."""
         if not self._places:
             pairs = zip(self.background, self.background_numbers, strict=True)
             self._places.update((id(live.tensor), (live, number)) for live, number in pairs)
-        return self._places.get(id(tensor))  # as long as this is here, so is each of these tensors
+        return self._places.get(id(tensor))  # ids stay valid: this table keeps each of these tensors alive
 
     def blocks(self, writer: PoolWriter) -> Blocks:
-        """The blocks of those that are left to background copies."""
+        """The blocks of ``background``."""
         if not self.background:
             return NO_BLOCKS
         if not self._blocks:
             starts, nbytes = writer.extents(self.background_numbers)
-            self._blocks.append(Blocks.of(self.sources[~self.now], nbytes, starts, writer.superblock.block))
+            self._blocks.append(Blocks.of(self.sources[~self.at_boundary], nbytes, starts, writer.superblock.block))
         return self._blocks[0]
 
 
 def write_table(
-    lives: Sequence[Live], records: Sequence[TensorRecord], never: set[str], token: object = None
+    lives: Sequence[Live], records: Sequence[TensorRecord], copied_at_boundary: set[str], token: object = None
 ) -> WriteTable:
-    """Sort tensors by how they are written. ``never``: names of those that are never left to a background copy."""
+    """Sort tensors by how they are written. ``copied_at_boundary``: names that no background copy may read."""
     written: list[tuple[Live, TensorRecord, bool]] = []
     present: list[int] = []
-    single: list[tuple[Live, TensorRecord]] = []
+    undecided: list[tuple[Live, TensorRecord]] = []
     staged: list[StagedTensor] = []
     for live, record in zip(lives, records, strict=True):
         if not record.nbytes:
             present.append(record.number)
         elif record.transfer is not None and not live.is_frozen:
-            staged.append(StagedTensor(live, record, record.transfer, record.at_boundary or live.name in never))
+            staged.append(
+                StagedTensor(live, record, record.transfer, record.at_boundary or live.name in copied_at_boundary)
+            )
         elif live.is_frozen or not record.plain:
-            single.append((live, record))
+            undecided.append((live, record))
         else:
-            written.append((live, record, record.at_boundary or live.name in never))
-    later = [(live, record.number) for live, record, now in written if not now]
+            written.append((live, record, record.at_boundary or live.name in copied_at_boundary))
+    later = [(live, record.number) for live, record, at_boundary in written if not at_boundary]
     return WriteTable(
         token,
-        len(never),
+        len(copied_at_boundary),
         [(live, record) for live, record, _ in written],
         np.array([record.number for _, record, _ in written], np.int64),
         np.array([record.address for _, record, _ in written], np.uint64),
-        np.array([now for _, _, now in written], np.bool_),
+        np.array([at_boundary for _, _, at_boundary in written], np.bool_),
         [memory_of(live.tensor) for live, _ in later],
         [live for live, _ in later],
         [number for _, number in later],
         present,
-        single,
+        undecided,
         staged,
     )
 
 
 class WriteTableCache:
-    """What is remembered of the tensors of one pool file: the record of each, and the table of the last roster."""
+    """The tensor records of one pool file, and the write table of the last tensor list."""
 
     def __init__(self, writer: PoolWriter) -> None:
         self.writer = writer
         self.cached: WriteTable | None = None
         self._records: dict[str, TensorRecord] = {}
 
-    def of(self, closed_step: ClosedStep, never: set[str]) -> list[WriteTable]:
-        """All tensors of a version in columns: those of its roster, and the rest. Raises ``NoExtentError``."""
+    def of(self, closed_step: ClosedStep, copied_at_boundary: set[str]) -> list[WriteTable]:
+        """Two tables: one for the tensor list of the step, one for the other tensors. Raises ``NoExtentError``."""
         tensor_list, known, lives = closed_step.tensor_list, self.cached, closed_step.lives
         n = 0 if tensor_list is None else len(tensor_list.lives)
         if (
             known is not None
             and tensor_list is not None
-            and (known.token, known.never) == (tensor_list.token, len(never))
+            and (known.token, known.n_copied_at_boundary) == (tensor_list.token, len(copied_at_boundary))
         ):
-            return [known, write_table(lives[n:], self._records_of(lives[n:], lives), never)]
+            return [known, write_table(lives[n:], self._records_of(lives[n:], lives), copied_at_boundary)]
         records = self._records_of(lives, lives)
         self.cached = first = write_table(
-            lives[:n], records[:n], never, None if tensor_list is None else tensor_list.token
+            lives[:n], records[:n], copied_at_boundary, None if tensor_list is None else tensor_list.token
         )
-        return [first, write_table(lives[n:], records[n:], never)]
+        return [first, write_table(lives[n:], records[n:], copied_at_boundary)]
 
     def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
-        """Extents for tensors that have none; those that are not among these may give theirs away. Nothing is in
-        flight. Raises ``FullError``."""
+        """Add extents for these tensors; extents of tensors that are not in ``lives`` may be reused. No checkpoint is
+        in flight. Raises ``RelayoutNeededError``."""
         try:
             self.writer.add(entries, {live.name for live in lives})
         finally:
@@ -207,17 +215,15 @@ class WriteTableCache:
             self._records = {name: one for name, one in self._records.items() if numbers.get(name) == one.number}
 
     def describes(self, live: Live, number: int) -> bool:
-        """Whether this is its record still, and the tensor is read as it was."""
+        """Whether this is still the tensor's record number, and its record still describes it."""
         record = self._records.get(live.name)
         return record is not None and record.number == number and record.describes(live)
 
     def _records_of(self, lives: Sequence[Live], present: Sequence[Live]) -> list[TensorRecord]:
-        """The record of each tensor, with an extent that fits it as it is now. Raises ``NoExtentError``.
-
-        ``present``: all tensors of the version.
-        """
+        """The record of each tensor, with an extent that fits it now. Raises ``NoExtentError``. ``present``: all
+        tensors of the step; the records of any others are forgotten."""
         known, writer = self._records, self.writer
-        if len(known) > len(present):  # what is gone is not kept alive
+        if len(known) > len(present):  # keeps no tensor alive that the training has dropped
             for name in known.keys() - {live.name for live in present}:
                 del known[name]
         records: list[Any] = [known.get(live.name) for live in lives]
@@ -226,7 +232,7 @@ class WriteTableCache:
             for i, (live, record) in enumerate(zip(lives, records, strict=True))
             if record is None or not record.describes(live)
         }
-        new = [entry for entry in changed.values() if not writer.fits(entry)]
+        new = [entry for entry in changed.values() if not writer.has_extent_for(entry)]
         if new:
             raise NoExtentError(new)
         for i, entry in changed.items():

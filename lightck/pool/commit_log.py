@@ -1,8 +1,8 @@
-"""The commit ring: which lines are live, in which order recovery tries them, and where the next one goes.
+"""The commit log: which commit records are valid, in which order recovery tries them, and where the next one goes.
 
-Pure functions over the lines of a ring, so that the writer, the reader and the checker share one set of rules.
-Invariants: order is (incarnation, generation), never step or clock; the newest line of each slot's present content
-is overwritten only after that slot is; a line between an adopted version and its adoption is dead.
+These are pure functions over the records of the log, so the writer, the reader and the checker share one set of rules.
+Invariants: records are ordered by (incarnation, generation), never by step or clock; the newest record of the bytes
+in a slot is overwritten only after the slot itself; a record between an adopted checkpoint and its adoption is dead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, KIND_ADOPTION, 
 
 @dataclass(frozen=True, slots=True)
 class CommitLog:
-    """The lines of a ring at one moment: position -> line; ``damaged`` are positions whose check fails."""
+    """The commit records at one moment: position -> record; ``damaged`` lists positions whose checksum fails."""
 
     records: Mapping[int, CommitRecord]
     damaged: tuple[int, ...]
 
     @property
     def is_empty(self) -> bool:
-        """No line was ever completed here: the pool holds no checkpoint and never held one."""
+        """Whether no record was ever completed: the pool holds no checkpoint and never held one."""
         return not self.records and not self.damaged
 
     @property
@@ -30,8 +30,8 @@ class CommitLog:
         return max((record.generation for record in self.records.values()), default=0)
 
     @property
-    def highest(self) -> int:
-        """Of all numbers that go on from here."""
+    def highest_number(self) -> int:
+        """The highest generation, incarnation or step in the log."""
         steps = (record.step for record in self.records.values())
         return max(self.generation, self.incarnation, *steps, 0)
 
@@ -41,7 +41,7 @@ class CommitLog:
 
 
 def read_commit_log(sb: Superblock, read: Callable[[int, int], bytes]) -> CommitLog:
-    """All lines, through ``read(offset, nbytes)``."""
+    """Read all commit records of a pool through ``read(offset, nbytes)``."""
     records: dict[int, CommitRecord] = {}
     damaged: list[int] = []
     for position in range(sb.ring_lines):
@@ -56,7 +56,7 @@ def read_commit_log(sb: Superblock, read: Callable[[int, int], bytes]) -> Commit
 
 
 def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
-    """Whether the timeline of this line was left: an adoption went back to a version before it."""
+    """Whether a later adoption went back to a checkpoint before this one, so that no training continues from it."""
     return any(
         other.kind == KIND_ADOPTION and other.payload_generation < record.generation < other.generation
         for other in commit_log.records.values()
@@ -64,14 +64,15 @@ def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
 
 
 def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRecord]:
-    """Lines to try, newest first; each payload once. With ``step`` only that one, dead lines included."""
+    """Return the records that recovery tries, newest first, each payload once; with ``step``, also the dead ones of
+    that step and no others."""
     if step is None:
         records = [record for record in commit_log.records.values() if not is_dead(record, commit_log)]
     else:
         records = [record for record in commit_log.records.values() if record.step == step]
     seen: set[tuple[int, int]] = set()
     ordered = []
-    for record in sorted(records, key=lambda ln: (ln.incarnation, ln.generation), reverse=True):
+    for record in sorted(records, key=lambda record: (record.incarnation, record.generation), reverse=True):
         if (record.slot, record.payload_generation) not in seen:
             seen.add((record.slot, record.payload_generation))
             ordered.append(record)
@@ -79,9 +80,9 @@ def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRec
 
 
 def next_position(commit_log: CommitLog, contents: Mapping[int, int | None], ring_lines: int, after: int) -> int:
-    """The position for the next line: the first one after ``after`` that no slot's content still needs.
+    """Return the position for the next record: the first one after ``after`` that no slot's content needs.
 
-    ``contents`` maps slot -> generation of its present bytes (None: unknown, then all its lines count).
+    ``contents`` maps slot -> generation of its present bytes; None means unknown, and then all its records count.
     """
     needed: dict[int, tuple[int, int]] = {}
     for position, record in commit_log.records.items():
@@ -95,4 +96,4 @@ def next_position(commit_log: CommitLog, contents: Mapping[int, int | None], rin
         position = (after + distance) % ring_lines
         if position not in protected:
             return position
-    raise AssertionError("a ring has at least twice as many lines as slots")
+    raise AssertionError("a commit log has at least twice as many records as slots")

@@ -1,4 +1,4 @@
-"""A new pool: where everything lies in it, and its static part. It takes no versions yet and is not visible."""
+"""Create a pool: compute its geometry and write its static part. The new pool is not visible at its path yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightck.pool.format.structures import (
     layout_hash,
 )
 from lightck.pool.storage.backend import Backend, Container
-from lightck.pool.storage.failures import undone
+from lightck.pool.storage.failures import undo_on_error
 
 RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
 STATE_MIN, STATE_FACTOR = 256 * KIB, 4
@@ -42,15 +42,16 @@ def create(
     extras: Sequence[Entry] = (),
     may_discard: bool = False,
 ) -> tuple[Container, Superblock]:
-    """Allocate a pool for these entries and write its static part. It becomes visible by ``container.publish()``.
+    """Allocate a pool for these entries and write its static part; ``container.publish()`` makes it visible.
 
-    ``state_nbytes`` is the expected length of the small state; ``spare_nbytes`` are added to the reserve; ``extras``
-    fit into it besides. ``may_discard``: what lies at the path is empty or given up, and may go where it is in the way.
+    ``state_nbytes`` is the expected length of the small state. The reserve of each slot has room for ``extras`` and
+    for ``spare_nbytes`` more. ``may_discard``: a pool at this path is empty or no longer wanted, and is removed if
+    the new one has no room beside it.
     """
     sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras)
     container = _allocated(backend, path, sb.nbytes, may_discard)
     with (
-        undone(container.close),
+        undo_on_error(container.close),
         contextlib.closing(Medium(container.fd, container.extents, backend.probe(path).tier)) as medium,
     ):
         for offset in sb.table_offsets:
@@ -72,17 +73,17 @@ def _allocated(backend: Backend, path: str, nbytes: int, may_discard: bool) -> C
 
 
 def _geometry(
-    entries: Sequence[Entry], slots: int, state_nbytes: int, spare_nbytes: int, more: Sequence[Entry]
+    entries: Sequence[Entry], slots: int, state_nbytes: int, spare_nbytes: int, extras: Sequence[Entry]
 ) -> tuple[Superblock, bytes]:
     blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
     payload = sum(e.nbytes for e in entries)
     reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) + spare_nbytes
-    # Twice: a tensor that changed its size takes twice the room that it needs.
-    reserve += 2 * sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in more)
+    # Twice: the writer gives a tensor that changed its size twice the bytes that it needs (PoolWriter._append).
+    reserve += 2 * sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in extras)
     fixed = MANIFEST_HEADER_NBYTES + len(entries) * TENSOR_RECORD_NBYTES + 4 * blocks
-    extras = 64 * KIB + fixed // 4 + 2 * len(layout.encode_extras(more))
-    extras += sum(TENSOR_RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in more)
-    manifest = align_up(fixed + extras + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
+    variable = 64 * KIB + fixed // 4 + 2 * len(layout.encode_extras(extras))
+    variable += sum(TENSOR_RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in extras)
+    manifest = align_up(fixed + variable + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
     payload_offset = PAGE + 2 * manifest
     placed, reserve_offset = layout.place(entries, payload_offset)
     slot_nbytes = align_up(reserve_offset + reserve, SLOT_ALIGN)

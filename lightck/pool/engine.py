@@ -1,7 +1,7 @@
 """The native engine and medium as Python objects: threads that copy, the mapping they copy into, and jobs.
 
-Thin: handles with an explicit ``close``, statuses turned into errors. All waiting is done in slices without the GIL,
-so that signals (Ctrl-C) are served while the training thread waits.
+The classes hold native handles with an explicit ``close`` and turn status codes into errors. All waits run in short
+slices without the GIL, so that signals (Ctrl-C) are handled while the training thread waits.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ log = logging.getLogger("lightck")
 T = TypeVar("T")
 COPIED, ENDED = 2, 3
 JOBS_MAX = 32
-"""Jobs that an engine holds at once, ended ones that are not forgotten included."""
+"""Jobs that an engine has room for, including those that ended and were not freed by ``Job.forget``."""
 THREADS_MAX = 2
 _SLICE_MS = 100
 _ZEROS = 1 << 20
 
 
 def check(status: int, what: str) -> None:
-    """Raise ``BackgroundError`` unless a native call went well."""
+    """Raise ``BackgroundError`` unless a native call succeeded; ``what`` says what it did."""
     try:
         _check(status, what)
     except NativeError as err:
         raise BackgroundError(
-            f"The pool could not be written: {err}. The versions committed before are intact. Look at the pool's "
+            f"The pool could not be written: {err}. The checkpoints committed before are intact. Check the pool's "
             "medium (space, health), then start again with resume=True.",
             err.errno,
         ) from err
 
 
 class Medium:
-    """A writable mapping of a pool; every store goes through its choke point in C."""
+    """A writable mapping of a pool; every store goes through its choke point in C (native/src/medium.c)."""
 
     trace_from_start = False
-    """Set by tests: record every medium from the moment it is mapped."""
+    """Set by tests: record all stores of every medium from the moment it is mapped."""
 
     def __init__(self, fd: int, extents: Extents, tier: int) -> None:
         out = ffi.new("lck_medium **")
-        emulation.used()  # a choice that cannot be met fails here
+        emulation.active_profile()  # an invalid LIGHTCK_EMULATE fails here
         status = lib.lck_medium_open(fd, native(extents), len(extents), tier, out)
         if status != lib.LCK_OK:
             raise io_error("The pool cannot be mapped into memory", errno_of(status), reason(status))
@@ -65,12 +65,12 @@ class Medium:
             check(lib.lck_trace_start(self.handle), "starting a trace")
 
     def store(self, offset: int, data: bytes) -> None:
-        """Ordinary store, written back; ordered by the next ``sync``."""
+        """Store bytes through the caches and write the cache lines back; the next ``sync`` makes them durable."""
         check(lib.lck_m_store(self.handle, offset, data, len(data)), "storing")
         check(lib.lck_m_flush(self.handle, offset, len(data)), "flushing")
 
     def zero(self, offset: int, nbytes: int) -> None:
-        """Zeros, streamed past the caches; ordered by the next ``sync``."""
+        """Store zeros, bypassing the caches; the next ``sync`` makes them durable."""
         zeros = ffi.new("char[]", min(nbytes, _ZEROS))
         for at in range(offset, offset + nbytes, _ZEROS):
             n = min(_ZEROS, offset + nbytes - at)
@@ -79,9 +79,9 @@ class Medium:
     def sync(self) -> None:
         check(lib.lck_m_sync(self.handle), "making the pool durable")
 
-    def store_commit_record(self, offset: int, store_commit_record: bytes) -> None:
-        """One commit line, its first eight bytes last, durable on return."""
-        check(lib.lck_m_commit_record(self.handle, offset, store_commit_record), "writing a commit line")
+    def store_commit_record(self, offset: int, record: bytes) -> None:
+        """Store a commit record, its first eight bytes last; it is durable on return."""
+        check(lib.lck_m_commit_record(self.handle, offset, record), "writing a commit record")
 
     def close(self) -> None:
         if self.handle is not None:
@@ -97,7 +97,7 @@ class JobInfo:
 
 
 def find_openmp(library: str) -> bool:
-    """Whether this library, which is loaded already, uses GNU OpenMP."""
+    """Whether this library, which must be loaded already, uses GNU OpenMP."""
     return lib.lck_openmp_find(library.encode()) == lib.LCK_OK
 
 
@@ -111,17 +111,18 @@ class Engine:
         self._processors: frozenset[int] = frozenset()
         status = lib.lck_engine_open(n, out)
         if status != lib.LCK_OK:
-            raise io_error("The threads that copy versions cannot be started", errno_of(status), reason(status))
+            raise io_error("The threads that copy checkpoints cannot be started", errno_of(status), reason(status))
         self.handle: CData | None = out[0]
         self._pid = os.getpid()
-        self._asking = threading.RLock()
-        """Held to ask, and to take the handle away: a signal's handler may ask in the middle of that."""
+        self._handle_lock = threading.RLock()
+        """Guards the handle against a concurrent ``close``; reentrant, because a signal handler may query too."""
         self._cpu_seconds = 0.0
-        """When it was closed."""
+        """CPU time of the copy threads at ``close``."""
 
     def run_on(self, processors: frozenset[int]) -> None:
-        """From now on the copy threads run on these processors; without any, where this thread may run. Where the
-        system does not allow it they stay where they are: that costs speed and nothing else."""
+        """Bind the copy threads to these processors; an empty set means those of the calling thread.
+
+        If the system refuses, the threads keep their affinity, a warning is logged, and only speed is lost."""
         if processors == self._processors:
             return
         numbers = sorted(processors or os.sched_getaffinity(0))
@@ -132,16 +133,17 @@ class Engine:
         self._processors = processors
         log.info("lightck: copies run on %d processors%s", len(numbers), " next to the pool" if processors else "")
 
-    def wait_passively(self, on: bool) -> bool:
-        """Whether OpenMP's threads sleep soon where they wait while a version is copied, instead of spinning. False
-        where that cannot be had: without ``find_openmp``, or where no thread more can be started."""
+    def set_passive_waiting(self, on: bool) -> bool:
+        """Make OpenMP's waiting threads sleep soon instead of spinning while a checkpoint is copied, or stop doing so.
+
+        Returns False if this is impossible: ``find_openmp`` found no library, or no further thread can be started."""
         return lib.lck_engine_passive(self.handle, on) == lib.LCK_OK
 
     def populate(self, medium: Medium) -> None:
         check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")
 
     def quiesce(self, medium: Medium) -> bool:
-        """Wait until no thread touches this mapping any more. False where a job on it has not ended."""
+        """Wait until no thread touches this mapping. Returns False if a job on it has not ended."""
         if self.handle is None or medium.handle is None:
             return True
         return lib.lck_engine_quiesce(self.handle, medium.handle) != lib.LCK_ESTATE
@@ -149,26 +151,26 @@ class Engine:
     @property
     def cpu_seconds(self) -> float:
         """CPU time of all copy threads so far."""
-        return self.asked(lambda handle: lib.lck_engine_cpu_ns(handle) * 1e-9, self._cpu_seconds)
+        return self.query(lambda handle: lib.lck_engine_cpu_ns(handle) * 1e-9, self._cpu_seconds)
 
-    def asked(self, ask: Callable[[CData], T], closed: T) -> T:
-        """What any thread may ask at any time: of the handle, while there is one."""
-        if self.is_forked:  # another thread may have been asking then
+    def query(self, ask: Callable[[CData], T], closed: T) -> T:
+        """Return ``ask(handle)``, or ``closed`` once the engine is closed. Any thread may call this at any time."""
+        if self.is_forked:  # another thread of the parent may have held the lock at the fork
             return closed
-        with self._asking:
+        with self._handle_lock:
             return closed if self.handle is None else ask(self.handle)
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a child of the process whose threads these are."""
+        """Whether this process was forked from the one that owns the copy threads."""
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """Join the threads. In a forked child, where they do not exist, nothing happens."""
+        """Join the threads. In a forked child, which has no copy threads, this does nothing."""
         if self.is_forked:
             self.handle = None
             return
-        with self._asking:
+        with self._handle_lock:
             self._cpu_seconds = self.cpu_seconds
             handle, self.handle = self.handle, None
         if handle is not None:
@@ -176,9 +178,10 @@ class Engine:
 
 
 class Job:
-    """One version on its way into the pool. ``keep`` holds what its sources live in until the copies ended.
+    """The copies and the commit of one checkpoint; ``keep`` keeps the memory of its sources alive until they end.
 
-    ``parts``: copies of the same version that were begun before it; it ends only with them.
+    ``parts``: jobs that were submitted earlier for the same checkpoint and copy some of its tensors (eager copies,
+    device transfers). This job ends only after all of them.
     """
 
     def __init__(self, engine: Engine, ticket: int, keep: object, parts: Sequence[Job] = ()) -> None:
@@ -190,44 +193,43 @@ class Job:
         self._why: BaseException | None = None
 
     def start(self) -> bool:
-        """The sources of a job that was begun ``held`` are filled: its copies may begin. False where it was dropped."""
+        """Let the copies of a ``held`` job begin: its sources are complete. Returns False if the job was dropped."""
         status = lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_OK)
-        if status in (lib.LCK_EDROPPED, lib.LCK_ESTATE):  # the second: forgotten since
+        if status in (lib.LCK_EDROPPED, lib.LCK_ESTATE):  # ESTATE: the job was forgotten
             return False
-        check(status, "starting the copies of a version")
+        check(status, "starting the copies of a checkpoint")
         return True
 
     def give_up(self, why: BaseException) -> None:
-        """The sources of a job that was begun ``held`` will never be filled: who waits for it gets ``why`` as the
-        reason."""
+        """Fail a ``held`` job whose sources will never be complete; whoever waits for it gets ``why`` as the reason."""
         self._why = why
         lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_ESTATE)
 
     @property
     def needs_sources(self) -> bool:
-        """Whether its copies may still read; False also where the job is forgotten already."""
+        """Whether copies of this job may read their sources later; False also if the job was forgotten."""
         out = ffi.new("lck_job_info *")
         status = lib.lck_job_info_get(self._engine.handle, self._ticket, out)
         return status == lib.LCK_OK and out.state < lib.LCK_JOB_COPIED
 
     def release(self) -> None:
-        """Allow the commit. All is copied: ``wait(COPIED)`` returned True."""
+        """Allow the commit. Call it after ``wait(COPIED)`` returned True."""
         if not self.is_released:
             for part in self.parts:
                 part.release()
             self.is_released = True
-            check(lib.lck_job_release(self._engine.handle, self._ticket), "releasing a version")
+            check(lib.lck_job_release(self._engine.handle, self._ticket), "releasing a checkpoint")
 
     def drop(self) -> None:
-        """Give the version up. Before the release only."""
+        """Cancel the checkpoint. Allowed before ``release`` only."""
         for part in self.parts:
             if not part.is_released:
                 part.drop()
-        check(lib.lck_job_drop(self._engine.handle, self._ticket), "dropping a version")
+        check(lib.lck_job_drop(self._engine.handle, self._ticket), "dropping a checkpoint")
 
     def abandon(self) -> None:
-        """Whatever became of it: nothing of it is under way afterwards, and its entries are free. If it was released it
-        may have committed."""
+        """Cancel the job in any state, wait until nothing of it runs, and free its entries. If it was released, it may
+        commit nevertheless."""
         engine = self._engine.handle
         for job in (*self.parts, self):
             if not job.is_released:
@@ -238,10 +240,10 @@ class Job:
         self.forget()
 
     def wait(self, until: int, timeout: float | None = None, *, pause: Callable[[], None] | None = None) -> bool:
-        """Help until copied (``COPIED``) or ended (``ENDED``). False after ``timeout`` seconds.
+        """Copy on this thread too, until all is copied (``COPIED``) or the job ended (``ENDED``).
 
-        ``pause`` is called every tenth of a second; what it raises leaves the job as it is. Raises
-        ``BackgroundError`` where the job failed.
+        Returns False after ``timeout`` seconds. ``pause`` is called every tenth of a second; an exception from it
+        leaves the job unchanged. Raises ``BackgroundError`` if the job failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         for part in self.parts:
@@ -261,7 +263,7 @@ class Job:
 
     def info(self) -> JobInfo:
         out = ffi.new("lck_job_info *")
-        check(lib.lck_job_info_get(self._engine.handle, self._ticket, out), "asking for a version's state")
+        check(lib.lck_job_info_get(self._engine.handle, self._ticket, out), "reading the state of a checkpoint")
         own = JobInfo(out.state, out.nbytes, out.nbytes_helped)
         return own if not self.parts else _together(own, [part.info() for part in self.parts])
 
@@ -275,13 +277,13 @@ class Job:
 
     @property
     def has_committed(self) -> bool:
-        """Whether its line is durable; False also where the job is forgotten already."""
+        """Whether the commit record is durable; False also if the job was forgotten."""
         out = ffi.new("lck_job_info *")
-        status = self._engine.asked(lambda handle: lib.lck_job_info_get(handle, self._ticket, out), lib.LCK_ESTATE)
+        status = self._engine.query(lambda handle: lib.lck_job_info_get(handle, self._ticket, out), lib.LCK_ESTATE)
         return status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED
 
     def forget(self) -> None:
-        """Free the engine's entry of a job that has ended, and its sources."""
+        """Free the engine's entry of a job that has ended, and the references to its sources."""
         for part in self.parts:
             part.forget()
         lib.lck_job_forget(self._engine.handle, self._ticket)
@@ -295,17 +297,17 @@ class Job:
         code = out.error
         why, cure = os.strerror(code) if code else reason(status), "the pool's medium (space, health)"
         if self._why is not None:
-            why = f"its tensors did not come from their device ({type(self._why).__name__}: {self._why})"
+            why = f"its tensors could not be read from their device ({type(self._why).__name__}: {self._why})"
             cure = "the device (its log, its memory)"
         raise BackgroundError(
-            f"A checkpoint could not be written: {why}. The versions committed before are intact; this one was "
-            f"never called good. Look at {cure}, then start again with resume=True.",
+            f"A checkpoint could not be written: {why}. The checkpoints committed before are intact; this one was "
+            f"never committed. Check {cure}, then start again with resume=True.",
             code or None,
         ) from self._why
 
 
 def _together(own: JobInfo, parts: Sequence[JobInfo]) -> JobInfo:
-    """A version is copied when all of it is, and has failed when some of it has."""
+    """Combine the jobs of one checkpoint: it is copied once all of them are, and failed once one of them is."""
     state = own.state
     if state <= lib.LCK_JOB_COPIED and any(part.state > lib.LCK_JOB_COMMITTED for part in parts):
         state = lib.LCK_JOB_FAILED

@@ -1,7 +1,6 @@
-"""Who hears of checkpoints: pins, exports, a trace; later tiers and the ranks of a group.
+"""Commit events: what happens to checkpoints in a pool, for pins, exports and traces.
 
-The pipeline knows none of them by name. It tells what happens to checkpoints, on the training thread, and each does
-what it has to.
+The pipeline knows no listener by name. It calls the methods of ``CommitListener`` on the training thread.
 """
 
 from __future__ import annotations
@@ -16,50 +15,52 @@ if TYPE_CHECKING:
 
 
 class CommitListener:
-    """Each method here does nothing: a listener has those that it needs."""
+    """Base class of listeners: each method does nothing, and a subclass overrides those that it needs."""
 
     def adopted(self, writer: PoolWriter, step: int) -> None:
-        """A training goes on from the checkpoint of this step."""
+        """A training continues from the checkpoint of this step."""
 
     def begun(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
         """A checkpoint has a slot, and its copies are under way."""
 
     def committed(self, writer: PoolWriter, step: int) -> None:
-        """The checkpoint of this step is durable, and no newer one is yet taken note of."""
+        """The checkpoint of this step is durable, and ``writer`` knows no newer one."""
 
     def stop_reading(self) -> None:
-        """Return when nothing of older checkpoints is read any more: they are struck, or the pool's file is left."""
+        """Stop reading older checkpoints, and return once that is done: they are struck, or the pool moves to a new
+        file."""
 
     def struck(self, slots: Sequence[int]) -> None:
-        """What lay in these slots can be read by nobody any more: it held wrong bytes."""
+        """The checkpoints in these slots held wrong bytes and were made unreadable."""
 
-    def to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
-        """Checkpoints that a new pool file has to take along, oldest first."""
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
+        """Return the checkpoints that a new pool file must contain too, oldest first."""
         return ()
 
     def carry(self, new: PoolWriter) -> None:
-        """Commit them in the new file, which has no name yet. What fails here leaves the old file in use."""
+        """Commit those checkpoints in the new file, which is not visible at the pool's path yet. If this raises, the
+        old file stays in use."""
 
-    def moved(self, new: PoolWriter) -> None:
-        """The new file is the pool now."""
+    def relayout_done(self, new: PoolWriter) -> None:
+        """The new file has replaced the old one."""
 
-    def not_moved(self) -> None:
-        """The new file came to nothing: the old one stays in use."""
+    def relayout_failed(self) -> None:
+        """The new file could not be made: the old one stays in use."""
 
     def closing(self, writer: PoolWriter | None) -> None:
-        """No checkpoint is under way or comes any more. The pool is still there to be read."""
+        """No checkpoint is in flight, and none will follow. The pool can be read until ``closed``."""
 
     def closed(self) -> None:
-        """The pool is given up."""
+        """The pool is closed."""
 
     @property
-    def is_here(self) -> bool:
-        """Whether the caller is on a thread of this listener."""
+    def called_from_own_thread(self) -> bool:
+        """Whether the calling thread belongs to this listener."""
         return False
 
 
 class CommitEvents(CommitListener):
-    """Passes each event on to its listeners, in the order in which they were added."""
+    """Passes each event to its listeners, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._listeners: tuple[CommitListener, ...] = ()
@@ -90,20 +91,20 @@ class CommitEvents(CommitListener):
         for one in self._listeners:
             one.struck(slots)
 
-    def to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
-        return [checkpoint for one in self._listeners for checkpoint in one.to_carry(old)]
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
+        return [checkpoint for one in self._listeners for checkpoint in one.checkpoints_to_carry(old)]
 
     def carry(self, new: PoolWriter) -> None:
         for one in self._listeners:
             one.carry(new)
 
-    def moved(self, new: PoolWriter) -> None:
+    def relayout_done(self, new: PoolWriter) -> None:
         for one in self._listeners:
-            one.moved(new)
+            one.relayout_done(new)
 
-    def not_moved(self) -> None:
+    def relayout_failed(self) -> None:
         for one in self._listeners:
-            one.not_moved()
+            one.relayout_failed()
 
     def closing(self, writer: PoolWriter | None) -> None:
         for one in self._listeners:
@@ -114,5 +115,5 @@ class CommitEvents(CommitListener):
             one.closed()
 
     @property
-    def is_here(self) -> bool:
-        return any(one.is_here for one in self._listeners)
+    def called_from_own_thread(self) -> bool:
+        return any(one.called_from_own_thread for one in self._listeners)

@@ -1,8 +1,8 @@
-"""Reading a pool: superblock, layout table, ring, manifests, verified payload. It writes nothing.
+"""Read a pool: superblock, layout table, commit log, manifests, verified payload. The reader writes nothing.
 
-Every structure is copied to private memory once and used from there, so bytes that change under us (a pool in use,
-a hostile file) can make a check fail but cannot slip past it. Recovery, resume, the checker and the writer's own
-start all use this one reader.
+Every structure is copied to private memory once and used from there, so bytes that change meanwhile (a pool in use,
+a hostile file) can make a check fail but cannot bypass it. Recovery, resume, the checker and the writer's own
+start all use this reader.
 """
 
 from __future__ import annotations
@@ -47,30 +47,32 @@ from lightck.pool.format.structures import (
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import native
-from lightck.pool.storage.failures import io_error, is_of_medium, reported, undone
+from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error, undo_on_error
 
 log = logging.getLogger("lightck")
 TENSOR_RECORD_DTYPE = np.dtype(
     [("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("zero", "<u4")]
 )
 READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation")])
-"""``lck_read``."""
-MANY_NBYTES = 4 << 20
-"""Less than this is read by one thread: starting others costs more."""
+"""The C struct ``lck_read``."""
+PARALLEL_READ_NBYTES_MIN = 4 << 20
+"""One thread reads less than this many bytes: starting others costs more."""
 THREADS_MAX = 8
-HIGHEST = NUMBER_MAX // 2
-"""Of any number to go on from: what comes after it is far from what a reader takes for damage."""
-HOLLOW_NBYTES = 64 << 20
-"""What may be read at once of a file that takes up less: a hole costs whoever makes a file nothing."""
+RESUMABLE_NUMBER_MAX = NUMBER_MAX // 2
+"""A training may continue from numbers below this, so that its own stay far below ``NUMBER_MAX``."""
+SPARSE_READ_NBYTES_MAX = 64 << 20
+"""A longer structure is read only if the file has that many allocated bytes: a hostile sparse file costs nothing to
+make, and reading its holes would take memory."""
 
 
-STRUCK = (
-    "it was struck by its training: it holds old bytes of a tensor that was written unannounced, which was found later"
+STRUCK_REASON = (
+    "its training struck it (made it unreadable): it holds old bytes of a tensor, because a write to the tensor was "
+    "detected only later"
 )
 
 
 class PoolReader:
-    """An open pool, as far as it can be read. Raises ``PoolError`` where it is not a pool that we can read."""
+    """An open pool. The constructor raises ``PoolError`` if this lightck cannot read the pool."""
 
     def __init__(self, container: Container, path: str) -> None:
         self.container = container
@@ -86,14 +88,15 @@ class PoolReader:
         return not self.superblock.ro_compat & ~RO_COMPAT_KNOWN
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the pool; fewer where the file ends, none where the medium cannot read them. What is then missing
-        fails its check. Raises ``PoolIOError`` where the system cannot read now, which says nothing of the pool."""
+        """Read bytes of the pool: fewer at the end of the file, none if the medium fails, so that their check fails.
+
+        Raises ``PoolIOError`` for errors that say nothing about the pool's bytes (out of memory, no descriptors)."""
         try:
             return self._read_twice(offset, nbytes)
         except MemoryError as err:
             raise io_error(f"{nbytes} bytes of the pool {self.path!r} cannot be read", errno.ENOMEM) from err
         except OSError as err:
-            if not is_of_medium(err.errno):
+            if not is_medium_error(err.errno):
                 raise io_error(f"The pool {self.path!r} cannot be read", err.errno, err.strerror) from err
             log.warning(
                 "lightck: %d bytes at %d of the pool %r cannot be read: %s", nbytes, offset, self.path, err.strerror
@@ -102,25 +105,26 @@ class PoolReader:
             return b""
 
     def _read_twice(self, offset: int, nbytes: int) -> bytes:
-        """A medium that failed once may not do so again (unlike a failed sync, that is no lie)."""
+        """Read once more after a medium error, which may be transient. (A failed sync, in contrast, is never
+        repeated.)"""
         try:
             return self.container.read(offset, nbytes)
         except OSError as err:
-            if not is_of_medium(err.errno):
+            if not is_medium_error(err.errno):
                 raise
         return self.container.read(offset, nbytes)
 
-    def _can_hold(self, nbytes: int) -> bool:
-        """Whether a structure of this length may lie in the file. One that is long has to fit into what it takes up."""
-        if nbytes <= HOLLOW_NBYTES:
+    def _fits_on_medium(self, nbytes: int) -> bool:
+        """Whether a structure of this length can be in the file; a long one must fit into the allocated bytes."""
+        if nbytes <= SPARSE_READ_NBYTES_MAX:
             return True
         st = os.fstat(self.container.fd)
         return not stat.S_ISREG(st.st_mode) or nbytes <= st.st_blocks * 512
 
     def _refuse_unreadable(self) -> None:
-        """Where nothing is left to go on with: what could not be read is no proof that it is damaged, or foreign."""
+        """Raise ``PoolIOError`` if a read failed: unreadable bytes do not prove that the pool is damaged or foreign."""
         if self._unreadable is not None:
-            fact = f"The pool {self.path!r} cannot be read at its beginning"
+            fact = f"The beginning of the pool {self.path!r} cannot be read"
             raise io_error(fact, self._unreadable.errno, self._unreadable.strerror) from self._unreadable
 
     def _read_superblock(self) -> Superblock:
@@ -132,7 +136,7 @@ class PoolReader:
             except (DamagedError, NotAPoolError, FormatError) as err:
                 problems.append(err)
         if found:
-            superblock = self._ours(found[0], found[-1])
+            superblock = self._matching_superblock(found[0], found[-1])
             self._check_size(superblock)
             return superblock
         for problem in problems:
@@ -149,8 +153,9 @@ class PoolReader:
             "nothing in it can be found. Use a copy of the pool if there is one."
         )
 
-    def _ours(self, first: Superblock, last: Superblock) -> Superblock:
-        """Of two that differ one is another pool's, written here by mistake: no line passes with its uuid."""
+    def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
+        """Choose between two superblocks that differ: one belongs to another pool and was written here by mistake, so
+        no commit record passes its check with that one's uuid."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
@@ -165,14 +170,14 @@ class PoolReader:
     def _read_table(self) -> tuple[bytes, tuple[Entry, ...]]:
         sb = self.superblock
         for offset in sb.table_offsets:
-            table = self.read(offset, sb.table_nbytes) if self._can_hold(sb.table_nbytes) else b""
+            table = self.read(offset, sb.table_nbytes) if self._fits_on_medium(sb.table_nbytes) else b""
             if layout_hash(table) == sb.table_hash:
                 try:
                     return table, layout.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
                 except DamagedError as err:
                     raise CorruptPoolError(
-                        f"The pool {self.path!r} has an impossible layout ({err}). Whoever wrote it was no lightck, or "
-                        "a broken one. Use another copy of the pool."
+                        f"The pool {self.path!r} has an impossible layout ({err}). Another program or a faulty lightck "
+                        "wrote it. Use another copy of the pool."
                     ) from err
         self._refuse_unreadable()
         raise CorruptPoolError(
@@ -184,23 +189,25 @@ class PoolReader:
         return read_commit_log(self.superblock, self.read)
 
     def slot_generation(self, slot: int) -> int | None:
-        """Generation that the slot's header names; None where the header proves nothing."""
+        """Return the generation that the slot's header names; None if the header fails its check."""
         data = self.read(self.superblock.slots[slot][0], COMMIT_RECORD_NBYTES)
         if len(data) < COMMIT_RECORD_NBYTES:
             return None
         return unpack_slot_header(data, slot, self.superblock.uuid)
 
-    def erased(self) -> tuple[int, ...]:
-        """Generations of versions that no line names though one must have: no line is there, and several slots hold a
-        manifest, of which the second is written after the first line. A crash before that leaves one at most."""
+    def unnamed_generations(self) -> tuple[int, ...]:
+        """Return the generations of checkpoints whose commit records were erased; empty if none were.
+
+        Records were erased if the commit log is empty and several slots hold a manifest: the second manifest is written
+        after the first commit record, so a crash before the first commit leaves at most one."""
         if not self.commit_log().is_empty:
             return ()
-        found = [self._sealed(slot) for slot in range(len(self.superblock.slots))]
+        found = [self._manifest_generation(slot) for slot in range(len(self.superblock.slots))]
         generations = tuple(generation for generation in found if generation is not None)
-        return generations if len(generations) > 1 and self.commit_log().is_empty else ()  # nor did one come meanwhile
+        return generations if len(generations) > 1 and self.commit_log().is_empty else ()  # read again: a pool in use
 
-    def _sealed(self, slot: int) -> int | None:
-        """The generation that the slot's header names, where a manifest of it lies there."""
+    def _manifest_generation(self, slot: int) -> int | None:
+        """Return the generation that the slot's header names if the slot holds a manifest of it; else None."""
         sb, generation = self.superblock, self.slot_generation(slot)
         for index in (0, 1) if generation is not None else ():
             try:
@@ -213,16 +220,18 @@ class PoolReader:
         return None
 
     def next_batches(self, record: CommitRecord) -> tuple[NextBatch, ...] | None:
-        """What is recorded of the batch that followed the version of this line; None where nothing is."""
+        """Return the record of the batch that followed the checkpoint of this commit record; None if there is none."""
         sb = self.superblock
-        if not sb.has_next:
+        if not sb.has_next_batch:
             return None
         data = self.read(sb.slots[record.slot][0] + NEXT_OFFSET, NEXT_NBYTES)
         return unpack_next(data, record.payload_generation, sb.uuid)
 
     def is_reused(self, record: CommitRecord) -> bool:
-        """Whether the slot's header names a newer version than this line. An older one proves nothing: a header is
-        durable before any line that counts on it, so a later write of it was lost."""
+        """Whether the slot's header names a newer checkpoint than this commit record.
+
+        An older generation proves nothing: the header is durable before the commit record, so only a later write of
+        the header can have been lost."""
         return (self.slot_generation(record.slot) or 0) > record.payload_generation
 
     def _is_struck(self, slot: int) -> bool:
@@ -230,7 +239,7 @@ class PoolReader:
         return len(data) == COMMIT_RECORD_NBYTES and is_struck_header(data)
 
     def checkpoints(self, step: int | None = None) -> Iterator[StoredCheckpoint | RejectedCheckpoint]:
-        """Versions from the newest on (or those of one step), each with its manifest checked, not its payload."""
+        """Yield checkpoints from newest to oldest (or those of one step); manifests are checked, payload is not."""
         for record in candidates(self.commit_log(), step):
             try:
                 yield self.checkpoint(record)
@@ -238,37 +247,40 @@ class PoolReader:
                 yield RejectedCheckpoint(record.step, record.generation, str(err))
 
     def checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
-        """The version that a line names. Raises ``DamagedError`` with the reason where it is not (all) there, and
-        ``PoolIOError`` where there is no memory to look."""
-        with reported(f"The version of step {record.step} in the pool {self.path!r} cannot be read"):
+        """Return the checkpoint that a commit record names.
+
+        Raises ``DamagedError`` with the reason if it is missing or incomplete, ``PoolIOError`` if memory is short."""
+        with as_io_error(f"The checkpoint of step {record.step} in the pool {self.path!r} cannot be read"):
             return self._checkpoint(record)
 
     def _checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
         sb = self.superblock
         if self.is_reused(record):
-            raise DamagedError(STRUCK if self._is_struck(record.slot) else "its slot was reused by a newer version")
+            raise DamagedError(
+                STRUCK_REASON if self._is_struck(record.slot) else "its slot was reused by a newer checkpoint"
+            )
         if record.manifest_nbytes > sb.manifest_nbytes:
-            raise DamagedError("its manifest is larger than the place for it")
-        if not self._can_hold(record.manifest_nbytes):
-            raise DamagedError("its manifest is larger than all that the file holds")
+            raise DamagedError("its manifest is larger than the space for it")
+        if not self._fits_on_medium(record.manifest_nbytes):
+            raise DamagedError("its manifest is larger than the allocated part of the file")
         manifest = self.read(sb.manifest_at(record.slot, record.manifest_index), record.manifest_nbytes)
         if len(manifest) != record.manifest_nbytes or manifest_hash(sb.uuid, manifest) != record.manifest_hash:
-            raise DamagedError("its manifest does not match the commit line")
+            raise DamagedError("its manifest does not match the commit record")
         header = ManifestHeader.unpack(manifest)
         identity = (header.generation, header.step, header.slot, header.table_hash)
         if identity != (record.payload_generation, record.step, record.slot, sb.table_hash):
-            raise DamagedError("its manifest belongs to another version")
+            raise DamagedError("its manifest belongs to another checkpoint")
         return StoredCheckpoint(self, record, header, manifest)
 
     def close(self) -> None:
-        """Reads fail from here on: also those that went by addresses."""
+        """Close the container. Later reads fail, including those of mapped memory."""
         self.source = -1, *self.source[1:]
         self.container.close()
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedCheckpoint:
-    """A version that was passed over, and why."""
+    """A checkpoint that recovery rejected, and the reason."""
 
     step: int
     generation: int
@@ -279,7 +291,7 @@ class RejectedCheckpoint:
 
 
 class StoredCheckpoint:
-    """One committed version: its manifest is checked, its payload is verified as it is read."""
+    """One committed checkpoint: its manifest is checked, its payload is verified as it is read."""
 
     def __init__(self, reader: PoolReader, record: CommitRecord, header: ManifestHeader, manifest: bytes) -> None:
         self.reader = reader
@@ -287,7 +299,7 @@ class StoredCheckpoint:
         self.header = header
         sb = reader.superblock
         if header.n_table != len(reader.entries):
-            raise DamagedError("its manifest counts on another layout")
+            raise DamagedError("its manifest expects another layout table")
         extras = layout.decode_extras(
             manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
             low=sb.reserve_offset,
@@ -302,11 +314,12 @@ class StoredCheckpoint:
         self._all = reader.entries + extras
         self._index = self._present()
         self.entries: dict[str, Entry] = {name: self._all[number] for name, number in self._index.items()}
-        """The tensors of this version by name."""
+        """The tensors of this checkpoint by name."""
         layout.check_ties(self.entries)
 
     def _present(self) -> dict[str, int]:
-        """name -> record number of every tensor in this version, each checked against layout and bounds."""
+        """Return name -> record number of every tensor in this checkpoint; each record is checked against its
+        extent."""
         block, n_crcs, present = self.reader.superblock.block, len(self.crcs), {}
         columns = (self.records[name].tolist() for name in ("generation", "offset", "crc"))
         for number, (entry, generation, offset, crc) in enumerate(zip(self._all, *columns, strict=True)):
@@ -328,7 +341,7 @@ class StoredCheckpoint:
         return self.header.iteration
 
     def read_into(self, name: str, address: int) -> None:
-        """Verified bytes of one tensor to ``address`` (0: verify only). Raises ``DamagedError`` at a bad block."""
+        """Read the bytes of one tensor to ``address`` (0: verify only). Raises ``DamagedError`` at a bad block."""
         number = self._index[name]
         entry, record = self._all[number], self.records[number]
         if not entry.nbytes:
@@ -350,13 +363,14 @@ class StoredCheckpoint:
         self._refuse_bad(status, name, bad[0])
 
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
-        """The same for many tensors, whose memory does not overlap, on as many threads as there are processors. Of bad
-        blocks the first is told, in this order."""
+        """Read many tensors, given as (name, address), whose memory must not overlap, on several threads.
+
+        Raises ``DamagedError`` for the first bad block in this order."""
         if not places:
             return
         numbers = [self._index[name] for name, _ in places]
         nbytes = [self._all[number].nbytes for number in numbers]
-        threads = processors() if sum(nbytes) >= MANY_NBYTES else 1
+        threads = read_threads() if sum(nbytes) >= PARALLEL_READ_NBYTES_MIN else 1
         records = self.records[numbers]
         reads = np.zeros(len(places), READ_DTYPE)
         reads["off"] = records["offset"] + np.uint64(self._base)
@@ -380,20 +394,20 @@ class StoredCheckpoint:
 
     @property
     def _base(self) -> int:
-        """Where its slot begins in the pool."""
+        """Offset of its slot in the pool."""
         return self.reader.superblock.slots[self.record.slot][0]
 
     def _refuse_bad(self, status: int, name: str, block: int) -> None:
         if status == lib.LCK_ECHECKSUM:
             raise DamagedError(f"block {block} of {name!r} does not match its checksum")
-        if status == lib.LCK_ESHORT or is_of_medium(_native.errno_of(status)):
+        if status == lib.LCK_ESHORT or is_medium_error(_native.errno_of(status)):
             raise DamagedError(f"block {block} of {name!r} cannot be read: {_native.reason(status)}")
         if status != lib.LCK_OK:
             fact = f"{name!r} in the pool {self.reader.path!r} cannot be read"
             raise io_error(fact, _native.errno_of(status), _native.reason(status))
 
     def is_intact(self) -> bool:
-        """Whether the slot still holds this version: it may be in use by a writer."""
+        """Whether the slot was not reused for a newer checkpoint since: a writer may be using the pool."""
         return not self.reader.is_reused(self.record)
 
     def verify(self) -> None:
@@ -403,42 +417,43 @@ class StoredCheckpoint:
             raise DamagedError("its slot was reused while it was read")
 
 
-def processors() -> int:
-    """Threads on which much is read."""
+def read_threads() -> int:
+    """Number of threads that read large checkpoints."""
     return min(len(os.sched_getaffinity(0)), THREADS_MAX)
 
 
 def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolReader:
-    """Open an existing pool for reading (``write``: its container may be written afterwards)."""
+    """Open an existing pool for reading; with ``write``, its container may be written afterwards."""
     from lightck.pool.storage.backends import backend_for
 
-    emulation.used()  # verified reads follow it
+    emulation.active_profile()  # an emulated memory slows verified reads down
     kind = backend_for(path, backend)
-    if write:  # looked at first: a backend that opens for writing changes things of its own in the file
+    if write:  # checked read-only first: opening for writing changes the backend's own structures in the file (PMDK)
         with contextlib.closing(_read(kind.open(path, write=False), path)) as reader:
             refuse_unwritable(reader)
     return _read(kind.open(path, write=write), path)
 
 
 def _read(container: Container, path: str) -> PoolReader:
-    with undone(container.close):
+    with undo_on_error(container.close):
         return PoolReader(container, path)
 
 
 def refuse_unwritable(reader: PoolReader) -> None:
-    """Whether a training may go on in a pool that can be read: asked before anything in it, or in a model, is changed.
-    Raises ``FormatError``, ``CorruptPoolError``."""
+    """Raise ``FormatError`` or ``CorruptPoolError`` if a training must not continue in a readable pool.
+
+    Call it before anything in the pool or in a model is changed."""
     if not reader.is_writable:
         raise FormatError(
             f"{reader.path!r}: the pool uses features ({reader.superblock.ro_compat:#x}) that this lightck can "
-            "read but not write. It was written by a newer lightck. Install that version to go on in it; "
+            "read but not write. It was written by a newer lightck. Install that version to continue training in it; "
             "lightck.recover() reads it."
         )
     generations = (reader.slot_generation(slot) or 0 for slot in range(len(reader.superblock.slots)))
-    highest = max(reader.commit_log().highest, *generations)
-    if highest >= HIGHEST:
+    highest = max(reader.commit_log().highest_number, *generations)
+    if highest >= RESUMABLE_NUMBER_MAX:
         raise CorruptPoolError(
-            f"The pool {reader.path!r} has counted up to {highest}, and its numbers end at {NUMBER_MAX}. No training "
-            "comes so far: it is damaged, or was made to look like this. lightck.recover() reads it; train into "
-            "another pool, or overwrite=True discards it."
+            f"The pool {reader.path!r} has counters up to {highest}, and its numbers end at {NUMBER_MAX}. No training "
+            "gets so far: the pool is damaged or was manipulated. lightck.recover() reads it; train into another pool, "
+            "or discard this one with overwrite=True."
         )

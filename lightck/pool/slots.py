@@ -1,8 +1,8 @@
-"""The slots of a writable pool: what each holds, which one may be written next, and its manifest in memory.
+"""The slots of a writable pool: what each holds, which one is written next, and its manifest in memory.
 
-Invariant: the slot of the version last committed by this process (before its first commit: of the one it adopted) is
-never handed out, and neither is one that is held. A slot's ``SlotImage`` mirrors the records and checksums of the bytes
-that lie in it, so a tensor that is left out of a version keeps the record with which it was written.
+Invariant: the slot of the checkpoint last committed by this process (before its first commit: of the one it adopted)
+is never chosen, and neither is a held one. A slot's ``SlotImage`` mirrors the tensor records and checksums of the bytes
+in the slot, so a tensor that a write plan leaves out keeps the record with which it was written.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightck.pool.reader import TENSOR_RECORD_DTYPE
 
 
 class SlotImage:
-    """The manifest of one slot, in memory, where the engine fills its checksums in.
+    """The manifest of one slot in memory, into which the engine writes the block checksums.
 
-    ``records`` is a view of the record array in ``image``; ``raw`` holds the unseeded CRC-32C of every block that
-    lies in the slot, for comparing contents across generations.
+    ``records`` is a view of the tensor records in ``buffer``; ``raw`` holds the unseeded CRC-32C of every block in the
+    slot, which can be compared across generations.
     """
 
     def __init__(self, n_records: int, n_crcs: int, nbytes_max: int) -> None:
@@ -32,10 +32,10 @@ class SlotImage:
         self.crcs = self.buffer[self.crcs_offset : self.tail_offset].view("<u4")
         self.raw = np.zeros(n_crcs, np.uint32)
         self.in_slot = np.zeros(n_records, np.bool_)
-        """Which records describe bytes that surely lie in the slot."""
+        """Which records describe bytes that are known to be in the slot."""
 
     def grown(self, n_records: int, n_crcs: int) -> SlotImage:
-        """The same content with room for more records; the present ones keep their numbers."""
+        """Return a copy with room for more records; the present ones keep their numbers."""
         new = SlotImage(n_records, n_crcs, self.nbytes_max)
         new.records[: len(self.records)] = self.records
         new.crcs[: len(self.crcs)] = self.crcs
@@ -44,7 +44,7 @@ class SlotImage:
         return new
 
     def write_tail(self, header: bytes, extras: bytes, state: bytes) -> int:
-        """Put header, extras and small state in their places. Returns the manifest's length in bytes."""
+        """Write header, extras and small state into the buffer. Returns the manifest's length in bytes."""
         end = self.tail_offset + len(extras) + len(state)
         self.buffer[:MANIFEST_HEADER_NBYTES] = np.frombuffer(header, np.uint8)
         self.buffer[self.tail_offset : end] = np.frombuffer(extras + state, np.uint8)
@@ -62,28 +62,28 @@ class Slot:
     manifest_index: int = 0
     is_bad: bool = False
     in_flight: bool = False
-    made_at: int | None = None
-    """The generation in which its version was made, where it was carried here from another file."""
+    original_generation: int | None = None
+    """The generation of its checkpoint in the pool's previous file, if a relayout carried it over from there."""
 
 
 @dataclass(slots=True)
 class Slots:
-    """All slots of a pool and the rule for the next one."""
+    """All slots of a pool, and the rule that chooses the next one."""
 
     slots: list[Slot]
     protected: int | None = None
-    """Index of the slot that must not be written."""
+    """Index of the slot that must not be written: it holds the newest checkpoint."""
     dead: tuple[int, int] = (0, 0)
-    """Payload generations strictly between these two were left behind by an adoption."""
+    """Payload generations strictly between these two are dead: an adoption went back behind them."""
 
     @property
-    def sound(self) -> int:
-        """How many can be written at all."""
+    def n_usable(self) -> int:
+        """Number of slots that can be written."""
         return sum(not slot.is_bad for slot in self.slots)
 
     def choose(self, held: frozenset[int] = frozenset()) -> Slot | None:
-        """The slot for the next version: one with dead or unknown content first, then the oldest. None: all taken.
-        ``held``: indexes of slots whose versions somebody asked to keep."""
+        """Return the slot for the next checkpoint: first one with dead or unknown content, then the oldest; None if
+        there is none. ``held``: indexes of slots whose checkpoints must not be overwritten."""
         kept = held | {self.protected}
         free = [s for s in self.slots if s.index not in kept and not s.is_bad and not s.in_flight]
         return min(free, key=self._rank, default=None)
@@ -98,7 +98,7 @@ class Slots:
 
 
 def crc_starts(nbytes: npt.NDArray[np.uint64], block: int) -> tuple[npt.NDArray[np.uint32], int]:
-    """First checksum of each record, in record order, and how many there are."""
+    """Return the index of the first checksum of each record, and the number of all checksums."""
     blocks = -(-nbytes.astype(np.int64) // block)
     ends = np.cumsum(blocks)
     return (ends - blocks).astype(np.uint32), int(ends[-1]) if len(ends) else 0

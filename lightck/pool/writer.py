@@ -1,8 +1,8 @@
-"""A pool that is open for writing: it is adopted, and takes versions.
+"""A pool that is open for writing: adopt a checkpoint of it, and write further ones.
 
-``PoolWriter`` joins a container, its mapping, its slots and its ring. A version enters by ``begin`` (which returns a
-``Job`` of the engine) and is taken note of by ``committed`` or ``given_up`` when the job has ended; the commit itself,
-the line written last, is native/src/seal.c.
+``PoolWriter`` joins a container, its mapping, its slots and its commit log. ``begin`` starts a checkpoint and returns
+its ``Job`` of the engine; when the job has ended, the caller reports the outcome by ``committed`` or ``release_slot``.
+The commit itself, the record that is written last, is native/src/seal.c.
 """
 
 from __future__ import annotations
@@ -50,35 +50,35 @@ COPY_DTYPE = np.dtype(
 )
 
 
-class FullError(Exception):
-    """What has to be stored does not fit this pool's layout: a new pool file is needed. Internal."""
+class RelayoutNeededError(Exception):
+    """The checkpoint does not fit this pool's layout: a new pool file is needed. Internal."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """One version as the pipeline hands it down: numbers and addresses, no tensors. Arrays are parallel; record numbers
-    are the writer's."""
+    """The copies of one checkpoint: record numbers and addresses, no tensors. ``records``, ``sources`` and ``now`` are
+    parallel arrays; record numbers are those of ``PoolWriter.numbers``."""
 
     step: int
     iteration: int
     records: npt.NDArray[np.int64]
     """Record numbers of the tensors to copy."""
     sources: npt.NDArray[np.uint64]
-    """Their addresses."""
+    """Addresses of their bytes."""
     now: npt.NDArray[np.bool_]
-    """Whether to copy before ``begin`` returns."""
-    kept: npt.NDArray[np.int64]
-    """Record numbers of the tensors whose bytes in the slot still hold."""
-    present: npt.NDArray[np.int64]
-    """Record numbers that have no bytes to copy here: tied or empty tensors, and what a draft has copied."""
+    """Whether to copy before ``begin`` returns (a copy at the boundary)."""
+    unchanged: npt.NDArray[np.int64]
+    """Record numbers of the tensors whose bytes in the slot are already right."""
+    not_copied: npt.NDArray[np.int64]
+    """Record numbers without bytes to copy here: tied or empty tensors, and those that a reservation copies."""
     n_tensors: int
-    """How many tensors the version has: each is one of ``records``, ``kept`` and ``present``."""
+    """Number of tensors in the checkpoint: each is one of ``records``, ``unchanged`` and ``not_copied``."""
     state: bytes
 
 
 @dataclass(slots=True)
 class Pending:
-    """A version between ``begin`` and its end."""
+    """A checkpoint between ``begin`` and the end of its job."""
 
     job: Job
     slot: Slot
@@ -88,17 +88,18 @@ class Pending:
 
 
 class PoolWriter:
-    """An existing pool with its mapping, ready for versions. One per pool: the caller holds the pool's lock."""
+    """An existing pool with its mapping, ready for checkpoints. One per pool: the caller holds the pool's lock."""
 
     def __init__(
         self,
         reader: PoolReader,
         engine: Engine,
         durability: Durability,
-        after: PoolWriter | None = None,
+        predecessor: PoolWriter | None = None,
         lock: PoolLock | None = None,
     ) -> None:
-        """``after``: the pool that this one replaces, whose numbering goes on. ``lock``: asked before each version."""
+        """``predecessor``: the pool that this one replaces; its generations and incarnation continue. ``lock``: checked
+        before each write of a checkpoint."""
         self.reader = reader
         self._lock = lock
         self.durability = durability
@@ -108,46 +109,46 @@ class PoolWriter:
         self.numbers = {e.name: i for i, e in enumerate(self.entries)}
         self._n_table = len(self.entries)
         self._reserve_at = sb.reserve_offset
-        self._rooms = [e.nbytes for e in self.entries]
-        """Bytes from the offset of each entry that are its own: an extra may have more than it needs."""
-        self._free: list[int] = []
-        """Numbers of extras whose tensor went elsewhere."""
-        self.grew: set[str] = set() if after is None else set(after.grew)
-        """Names of tensors that changed their kind or size."""
-        self.layouts: int = 0 if after is None else after.layouts + 1
-        """How many files came before this one in the session."""
-        self.generation: int = self.commit_log.generation if after is None else after.generation
-        """The last one that was given to a checkpoint."""
-        self.incarnation: int = self.commit_log.incarnation + 1 if after is None else after.incarnation
+        self._capacities = [e.nbytes for e in self.entries]
+        """Bytes that belong to each entry from its offset on: an extra entry may have more than it needs."""
+        self._free_numbers: list[int] = []
+        """Numbers of extra entries that no tensor uses any more."""
+        self.resized: set[str] = set() if predecessor is None else set(predecessor.resized)
+        """Names of tensors that changed their dtype, shape or size."""
+        self.n_relayouts: int = 0 if predecessor is None else predecessor.n_relayouts + 1
+        """Number of pool files that this one replaced, one after the other, in the session."""
+        self.generation: int = self.commit_log.generation if predecessor is None else predecessor.generation
+        """The generation that was used last."""
+        self.incarnation: int = self.commit_log.incarnation + 1 if predecessor is None else predecessor.incarnation
         self._last_position = max(
             self.commit_log.records, key=lambda p: self.commit_log.records[p].generation, default=-1
         )
         self._engine = engine
         self.before_unmap: list[Callable[[], None]] = []
-        """Called before the mapping goes: by what lets others than the engine write into it."""
+        """Called before the memory is unmapped, by code that lets a device write into it."""
         self.medium = Medium(reader.container.fd, reader.container.extents, durability.tier)
         try:
-            self._get_ready()
+            self._prepare()
         except BaseException as err:
             self.medium.close()
             if isinstance(err, MemoryError):
                 raise io_error(f"The pool {reader.path!r} cannot be written", errno.ENOMEM) from err
             raise
 
-    def _get_ready(self) -> None:
+    def _prepare(self) -> None:
         sb = self.superblock
         self._index_entries()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
-        # Beyond the slots' too: so what a version that never committed left there is older than the adoption, and dead.
+        # Above the slots' generations too: a checkpoint that never committed is then older than the adoption, and dead.
         self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
         self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
-        if self.durability.tier != TIER_DISK:  # there it would read the whole pool and mark it dirty
+        if self.durability.tier != TIER_DISK:  # on a disk it would read the whole pool and mark all pages dirty
             self._engine.populate(self.medium)
 
     def _slot(self, index: int) -> Slot:
         image = SlotImage(len(self.entries), self._n_crcs, self.superblock.manifest_nbytes_max)
-        records = [ln for ln in self.commit_log.records.values() if ln.slot == index]
-        newest = max(records, key=lambda ln: ln.generation, default=None)
+        records = [record for record in self.commit_log.records.values() if record.slot == index]
+        newest = max(records, key=lambda record: record.generation, default=None)
         generation = self.reader.slot_generation(index)
         if newest is not None:
             generation = max(generation or 0, newest.payload_generation)
@@ -160,9 +161,9 @@ class PoolWriter:
         )
 
     def _index_entries(self) -> None:
-        """The columns of the copy array that do not change from version to version."""
-        # By the room of each extent: an extra that takes up more or less of it moves no other's checksums.
-        starts, self._n_crcs = crc_starts(np.array(self._rooms, np.uint64), self.superblock.block)
+        """Compute the columns of the copy array that are the same in every checkpoint."""
+        # By capacity, not by size: an extra entry that uses more or less of its extent moves no other checksums.
+        starts, self._n_crcs = crc_starts(np.array(self._capacities, np.uint64), self.superblock.block)
         self._template = np.zeros(len(self.entries), COPY_DTYPE)
         self._template["dst"] = [e.offset for e in self.entries]
         self._template["nbytes"] = [e.nbytes for e in self.entries]
@@ -172,97 +173,101 @@ class PoolWriter:
 
     # -- layout ------------------------------------------------------------------------------------------
 
-    def fits(self, entry: Entry) -> bool:
-        """Whether the tensor has an extent already that it fits as it is."""
+    def has_extent_for(self, entry: Entry) -> bool:
+        """Whether the tensor has an extent of exactly its dtype, shape, strides, alias and device."""
         number = self.numbers.get(entry.name)
         return number is not None and self.entries[number].same_bytes_as(entry)
 
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
-        """Places in the reserve for tensors that appeared or changed their kind. Raises ``FullError``.
+        """Find extents in the reserve for tensors that are new or changed. Raises ``RelayoutNeededError``.
 
-        ``present``: the names of this version; where room is short, extents of others are given away. No version may
-        be in flight: the engine writes into the images, which are replaced here.
+        ``present``: the names in this checkpoint; if the reserve is full, extents of other names are reused. No
+        checkpoint may be in flight: the engine writes into the images, which are replaced here.
         """
         assert not any(slot.in_flight for slot in self.slots.slots), "images in use"
-        self.grew.update(entry.name for entry in entries if entry.name in self.numbers)
+        self.resized.update(entry.name for entry in entries if entry.name in self.numbers)
         try:
             for entry in entries:
-                number = self._place(entry)
+                number = self._number_for(entry)
                 if number is None:
-                    self._give_away(self.numbers.keys() - present)
-                    number = self._place(entry)
+                    self._free_extras(self.numbers.keys() - present)
+                    number = self._number_for(entry)
                 if number is None:
-                    raise FullError(f"the reserve has no room for {entry.name!r}")
+                    raise RelayoutNeededError(f"the reserve has no room for {entry.name!r}")
                 self.numbers[entry.name] = number
         finally:
             self._index_entries()
             for slot in self.slots.slots:
                 slot.image = slot.image.grown(len(self.entries), self._n_crcs)
 
-    def _place(self, entry: Entry) -> int | None:
-        """The number of an extra that holds the entry: its own, one that nobody uses any more, or a new one."""
+    def _number_for(self, entry: Entry) -> int | None:
+        """Return the number of an extra entry for this tensor: its own, a free one or a new one; None if none fits."""
         own = self.numbers.get(entry.name, -1)
         if own >= self._n_table:
-            if self._rooms[own] >= entry.nbytes:
+            if self._capacities[own] >= entry.nbytes:
                 return self._reuse(own, entry)
-            self._give_away([entry.name])
-        fitting = [n for n in self._free if self._rooms[n] >= entry.nbytes and (entry.nbytes or not self._rooms[n])]
+            self._free_extras([entry.name])
+        fitting = [
+            n
+            for n in self._free_numbers
+            if self._capacities[n] >= entry.nbytes and (entry.nbytes or not self._capacities[n])
+        ]
         if fitting:
-            number = min(fitting, key=self._rooms.__getitem__)
-            self._free.remove(number)
+            number = min(fitting, key=self._capacities.__getitem__)
+            self._free_numbers.remove(number)
             return self._reuse(number, entry)
         return self._append(entry)
 
     def _reuse(self, number: int, entry: Entry) -> int:
-        """What a slot holds under this number is none of the new tensor's."""
+        """Give an extra entry to another tensor: the bytes that the slots hold for it are not that tensor's."""
         self.entries[number] = entry._replace(offset=self.entries[number].offset)
         for slot in self.slots.slots:
             slot.image.in_slot[number] = False
         return number
 
     def _append(self, entry: Entry) -> int | None:
-        """One that changed its size before gets twice the room that it needs: it will grow again."""
-        room = self.superblock.slot_nbytes
-        for nbytes in (2 * entry.nbytes, entry.nbytes) if entry.name in self.grew else (entry.nbytes,):
+        """Append an extra entry; a tensor that changed before gets twice its size, because it will likely grow
+        again."""
+        for nbytes in (2 * entry.nbytes, entry.nbytes) if entry.name in self.resized else (entry.nbytes,):
             (placed,), end = layout.place([entry._replace(nbytes=nbytes)], self._reserve_at)
-            if end <= room:
+            if end <= self.superblock.slot_nbytes:
                 self._reserve_at = end
                 self.entries.append(placed._replace(nbytes=entry.nbytes))
-                self._rooms.append(nbytes)
+                self._capacities.append(nbytes)
                 return len(self.entries) - 1
         return None
 
-    def _give_away(self, names: Iterable[str]) -> None:
-        """The extras of these names may be used for others."""
+    def _free_extras(self, names: Iterable[str]) -> None:
+        """Free the extra entries of these names for other tensors."""
         for name in names:
             if self.numbers[name] >= self._n_table:
-                self._free.append(self.numbers.pop(name))
+                self._free_numbers.append(self.numbers.pop(name))
 
     def raw_crcs(self, slot: Slot, number: int) -> npt.NDArray[np.uint32]:
-        """Unseeded checksums of the bytes of one record that lie in a slot."""
+        """Return the unseeded block checksums of one record's bytes in a slot."""
         start = int(self._template["crc_index"][number])
         return slot.image.raw[start : start + blocks_of(self.entries[number].nbytes, self.superblock.block)]
 
     def extents(self, numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """Where the checksums of these records begin among all, and how many bytes each record has."""
+        """Return the index of each record's first checksum, and each record's number of bytes."""
         rows = self._template[np.asarray(numbers, np.int64)]
         return rows["crc_index"].astype(np.int64), rows["nbytes"]
 
     def place(self, slot: Slot, number: int) -> tuple[int, int]:
-        """Where the bytes of a record begin in the mapping when they lie in this slot, and how many there are."""
+        """Return the offset in the mapping and the number of bytes of a record in this slot."""
         return slot.offset + int(self._template["dst"][number]), self.entries[number].nbytes
 
     # -- identity ----------------------------------------------------------------------------------------
 
     def adopt(self, record: CommitRecord) -> None:
-        """Go on from this version: a durable adoption line, then its slot is protected."""
+        """Continue from this checkpoint: write a durable adoption record, and protect its slot."""
         self.generation += 1
         adoption = record._replace(generation=self.generation, incarnation=self.incarnation, kind=KIND_ADOPTION)
         position = self._next_position()
         self.medium.store_commit_record(
             self.superblock.commit_record_offset(position), adoption.pack(self.superblock.uuid)
         )
-        self._note_record(position, adoption)
+        self._add_record(position, adoption)
         self.slots.protected = record.slot
         self.slots.dead = (record.payload_generation, adoption.generation)
 
@@ -271,21 +276,21 @@ class PoolWriter:
         self._last_position = next_position(self.commit_log, self.slots.contents(), records, self._last_position)
         return self._last_position
 
-    def _note_record(self, position: int, record: CommitRecord) -> None:
+    def _add_record(self, position: int, record: CommitRecord) -> None:
         self.commit_log = CommitLog({**self.commit_log.records, position: record}, self.commit_log.damaged)
 
     def strike(self, after: int, before: int) -> list[int]:
-        """Make the checkpoints unreadable, durably, that were made in a generation between these two (both excluded):
-        they are known to hold wrong bytes. Returns their slots. Nothing of them may be under way.
+        """Make the checkpoints of the generations between these two (both excluded) unreadable, durably, because they
+        hold wrong bytes. Returns their slots. None of them may be in flight.
 
-        A slot header that names a newer generation is what makes the bytes of a slot nobody's: the same as before a
-        slot is written anew (docs/format.md, "Slot").
+        A slot header that names a newer generation invalidates the bytes of the slot, as it does before a slot is
+        rewritten (docs/format.md, "Slot").
         """
         self._refuse_lost_lock()
         written = [slot for slot in self.slots.slots if slot.generation is not None]
-        struck = [slot for slot in written if after < (slot.made_at or slot.generation or 0) < before]
+        struck = [slot for slot in written if after < (slot.original_generation or slot.generation or 0) < before]
         for slot in struck:
-            assert not slot.in_flight, "nothing of it may be under way"
+            assert not slot.in_flight, "a checkpoint in flight is never struck"
             assert slot.index != self.slots.protected, "the newest checkpoint is never struck"
             self.generation += 1
             self.medium.store(
@@ -296,27 +301,28 @@ class PoolWriter:
             self.medium.sync()
         return [slot.index for slot in struck]
 
-    # -- versions ----------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------------
 
     def reservation(self, slot: Slot) -> Reservation:
-        """Take a slot for a version that is not closed yet."""
+        """Reserve a slot for a checkpoint whose step is not closed yet."""
         self._refuse_lost_lock()
         self.generation += 1
-        slot.generation, slot.in_flight, slot.made_at = self.generation, True, None
+        slot.generation, slot.in_flight, slot.original_generation = self.generation, True, None
         return Reservation(self, slot, self.generation)
 
     def begin(self, plan: CopyPlan, slot: Slot, keep: object, reservation: Reservation | None = None) -> Pending:
-        """Invalidate the slot, copy what has to be copied now, queue the rest. Raises ``FullError`` before that, and
-        ``SessionError`` where the plan leaves out what the slot does not hold.
+        """Start a checkpoint: invalidate the slot, copy the tensors marked ``now``, queue the other copies.
 
-        ``reservation``: what was begun of it in this slot; its records are among ``plan.present``.
+        ``keep``: objects that keep the source memory alive. ``reservation``: the copies that were started before in
+        this slot; their records are in ``plan.not_copied``. Raises, before anything is written, ``RelayoutNeededError``
+        or, if the plan leaves out a tensor that the slot does not hold, ``SessionError``.
         """
         if reservation is None:
             self._refuse_lost_lock()
         generation = self.generation + 1 if reservation is None else reservation.generation
         image_nbytes = self._fill_image(slot, plan, generation)
         self.generation = max(self.generation, generation)
-        slot.generation, slot.in_flight, slot.made_at = generation, True, None
+        slot.generation, slot.in_flight, slot.original_generation = generation, True, None
         position = self._next_position()
         parts = [] if reservation is None else reservation.parts
         commit = self._commit(slot, plan.step, generation, position, image_nbytes, lib.LCK_FOLLOWS if parts else 0)
@@ -325,7 +331,7 @@ class PoolWriter:
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
             error = _submit_error(status)
-            self.refuse_lost_pool()  # says more, where that is the reason
+            self.refuse_lost_pool()  # its error says more, if the file is lost
             raise error
         slot.manifest_index = 1 - slot.manifest_index
         job = Job(self._engine, ticket, (keep, copies), parts)
@@ -350,7 +356,7 @@ class PoolWriter:
         flags: int,
         keep: object,
     ) -> Job | None:
-        """Of ``Reservation.copy``. None where the engine is busy."""
+        """Submit one job of a reservation; None if the engine has no free entry."""
         slot = reservation.slot
         commit = self._commit(slot, 0, reservation.generation, 0, slot.image.tail_offset, flags)
         copies = self._copies(
@@ -365,7 +371,7 @@ class PoolWriter:
         return Job(self._engine, ticket, (keep, copies))
 
     def _submit(self, copies: npt.NDArray[np.void], commit: Commit) -> tuple[int, int]:
-        """(status, ticket)"""
+        """Submit a job to the engine. Returns (status, ticket)."""
         ticket = ffi.new("uint64_t *")
         array = ffi.cast("lck_copy *", copies.ctypes.data)
         status = lib.lck_job_submit(self._engine.handle, self.medium.handle, array, len(copies), commit, ticket)
@@ -375,10 +381,10 @@ class PoolWriter:
         image = slot.image
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
-            raise FullError("the small state outgrew the place for it")
-        written = np.concatenate([plan.records, plan.present])
+            raise RelayoutNeededError("the small state outgrew the space for it")
+        written = np.concatenate([plan.records, plan.not_copied])
         listed = np.zeros(len(self.entries), np.bool_)
-        listed[written] = listed[plan.kept] = True
+        listed[written] = listed[plan.unchanged] = True
         self._refuse_incomplete(plan, image, int(np.count_nonzero(listed)))
         image.records["generation"][written] = generation
         image.records["step"][written] = plan.step
@@ -407,18 +413,17 @@ class PoolWriter:
         return image.write_tail(header.pack(), extras, plan.state)
 
     def _refuse_incomplete(self, plan: CopyPlan, image: SlotImage, n_listed: int) -> None:
-        """Raise ``SessionError`` where what would be committed is not the whole of the version."""
-        missing = plan.kept[~image.in_slot[plan.kept]]
+        """Raise ``SessionError`` if the plan does not cover the whole checkpoint."""
+        missing = plan.unchanged[~image.in_slot[plan.unchanged]]
         if len(missing):
             raise SessionError(
-                f"The strategy left out {self.entries[missing[0]].name!r}, whose bytes are not in the slot that the "
-                "version gets. Nothing is committed. Leave out only what the slot holds (TargetSlot, pipeline/plan.py)."
+                f"The strategy left out {self.entries[missing[0]].name!r}, whose bytes are not in the slot of this "
+                "checkpoint. Nothing is committed. Leave out only what the slot holds (TargetSlot, pipeline/plan.py)."
             )
         if n_listed != plan.n_tensors:
             raise SessionError(
-                f"The strategy's plan has places for {n_listed} tensors, and the training has {plan.n_tensors}. "
-                "Nothing is committed. Each tensor belongs into a table, into now or into unchanged (WritePlan, "
-                "pipeline/plan.py)."
+                f"The strategy's plan covers {n_listed} tensors, and the training has {plan.n_tensors}. Nothing is "
+                "committed. Put each tensor into a table, into now or into unchanged (WritePlan, pipeline/plan.py)."
             )
 
     def _copies(
@@ -463,30 +468,31 @@ class PoolWriter:
             },
         )
 
-    def store_next(self, slot: Slot, generation: int, entries: Sequence[NextBatch]) -> bool:
-        """Record what followed a version that was begun, committed or not. False where its slot holds it no more.
-        Raises ``BackgroundError`` where another training may have the pool.
+    def store_next_batch(self, slot: Slot, generation: int, entries: Sequence[NextBatch]) -> bool:
+        """Store the record of the batch that followed a checkpoint, committed or not; False if its slot was reused.
 
-        Nothing waits for it, and it becomes durable with the next sync: a version without it is whole.
+        The record becomes durable with the next sync; a checkpoint without it is complete. Raises ``BackgroundError``
+        if another training may be using the pool.
         """
-        if slot.generation != generation or slot.is_bad or not self.superblock.has_next:
+        if slot.generation != generation or slot.is_bad or not self.superblock.has_next_batch:
             return False
         self._refuse_lost_lock(by_file=True)
         self.medium.store(slot.offset + NEXT_OFFSET, pack_next(generation, entries, self.superblock.uuid))
         return True
 
     def committed(self, pending: Pending) -> None:
-        """The version's line is durable: its slot is the protected one now."""
+        """Register a checkpoint whose commit record is durable: from now on its slot is the protected one."""
         pending.slot.in_flight = False
         self.slots.protected = pending.slot.index
-        self._note_record(pending.position, pending.record)
+        self._add_record(pending.position, pending.record)
 
-    def given_up(self, pending: Pending, *, bad: bool) -> None:
-        """The version was dropped, or failed (``bad``): what lies in its slot is unknown from here on."""
+    def release_slot(self, pending: Pending, *, bad: bool) -> None:
+        """Free the slot of a checkpoint that was dropped, or that failed (``bad``): its content is unknown now."""
         pending.slot.is_bad |= bad
         self._slot_unknown(pending.slot)
 
-    def reservation_given_up(self, reservation: Reservation, *, bad: bool) -> None:
+    def release_reservation(self, reservation: Reservation, *, bad: bool) -> None:
+        """Free the slot of a reservation; ``bad``: writing to it failed."""
         reservation.slot.is_bad |= bad
         self._slot_unknown(reservation.slot)
 
@@ -497,20 +503,21 @@ class PoolWriter:
         slot.image.in_slot[:] = False
 
     def refuse_lost_pool(self) -> None:
-        """A mapping outlives its file: without this look a training would go on saving into nothing. Raises
-        ``BackgroundError``."""
+        """Raise ``BackgroundError`` if the pool's file was removed, replaced or truncated.
+
+        A mapping outlives its file: without this check a training would go on saving into a deleted file."""
         if self.reader.container.is_current():
             return
         raise BackgroundError(
             f"The pool {self.reader.path!r} was removed, moved, replaced or truncated while it was in use. What is "
             "committed now could not be found after a crash. Keep cleaners of temporary files away from it; close this "
-            "session, and attach again: the training in memory is whole.",
+            "session, and attach again: the training in memory is intact.",
             errno.ENOENT,
         )
 
     def _refuse_lost_lock(self, *, by_file: bool = False) -> None:
         if self._lock is not None:
-            self._lock.refuse_lost(by_file=by_file)
+            self._lock.refuse_if_lost(by_file=by_file)
 
     def close(self) -> None:
         """Unmap. No job may be running; the engine may be closed already."""
@@ -518,26 +525,25 @@ class PoolWriter:
             for release in self.before_unmap:
                 release()
             self.medium.close()
-        else:  # a fault of ours: addresses that stay mapped cost less than a thread that writes where nothing is
-            log.error("lightck: the pool %r is still written to, and stays mapped", self.reader.path)
+        else:  # an error in lightck: leaked memory is better than a thread that writes to unmapped addresses
+            log.error("lightck: a copy into the pool %r has not ended, so the pool stays mapped", self.reader.path)
         self.reader.close()
 
 
 def _submit_error(status: int) -> Exception:
     return BackgroundError(
-        f"A checkpoint could not be begun: {reason(status)}. The versions committed before are intact. Look at the "
-        "pool's medium, then start again with resume=True.",
+        f"A checkpoint could not be started: {reason(status)}. The checkpoints committed before are intact. Check the "
+        "pool's medium (space, health), then start again with resume=True.",
         errno_of(status),
     )
 
 
 class Reservation:
-    """A version that is begun before it is closed: its slot is taken, and some of its tensors are on their way.
+    """A slot that is taken for a checkpoint whose step is not closed yet, so that some tensors can be copied early.
 
-    The bytes go into their places as those of any version; what is missing, and what commits, is the job that
-    ``PoolWriter.begin`` submits later for the same generation. Made by ``PoolWriter.reservation``; ends in
-    ``PoolWriter.begin`` or ``drop``. Invariant: a slot with a draft holds no version, and its generation is used for
-    nothing else.
+    The bytes go to their final places. The job that ``PoolWriter.begin`` submits later for the same generation copies
+    the other tensors and commits. Made by ``PoolWriter.reservation``; ended by ``PoolWriter.begin`` or ``drop``.
+    Invariant: a reserved slot holds no checkpoint, and its generation is used for nothing else.
     """
 
     def __init__(self, writer: PoolWriter, slot: Slot, generation: int) -> None:
@@ -547,11 +553,11 @@ class Reservation:
         self._writer = writer
 
     def copy(self, records: Sequence[int], sources: Sequence[int] | None, keep: object, *, held: bool = False) -> bool:
-        """Begin to copy these tensors in the background: record numbers, addresses, and what keeps them alive.
+        """Start copies in the background: record numbers, source addresses, and objects that keep the memory alive.
 
-        False where the engine has no room for one more job. The sources must stay unchanged until ``wait``; with
-        ``held`` they are filled first, and ``parts[-1].start()`` says when that is done. ``None`` for sources: a
-        device puts the bytes into their places by itself.
+        Returns False if the engine has no free entry. The sources must stay unchanged until ``wait``. With ``held``,
+        the copies begin only at ``parts[-1].start()``, once the sources are complete. ``sources=None``: a device stores
+        the bytes into the slot by itself.
         """
         flags = lib.LCK_PART | (lib.LCK_FOLLOWS if self.parts else 0) | (lib.LCK_HELD if held else 0)
         numbers = np.array(records, np.int64)
@@ -562,15 +568,15 @@ class Reservation:
         return job is not None
 
     def wait(self) -> None:
-        """Help until what was begun is copied. Raises ``BackgroundError``."""
+        """Copy on this thread too, until all started copies are done. Raises ``BackgroundError``."""
         for part in self.parts:
             part.wait(COPIED)
 
     def drop(self) -> None:
-        """Give it up: what lies in its slot is unknown from here on."""
+        """Cancel the copies and free the slot, whose content is unknown now."""
         failed = False
         for part in self.parts:
             part.drop()
             failed |= part.has_failed
             part.forget()
-        self._writer.reservation_given_up(self, bad=failed)
+        self._writer.release_reservation(self, bad=failed)

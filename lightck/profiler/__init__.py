@@ -1,1 +1,1 @@
-"""A picture of a training: ``session.trace(path)`` records it, ``lightck trace`` draws and sums it up."""
+"""A time line of a training: ``session.trace(path)`` records it, ``lightck trace`` draws and summarizes it."""

@@ -1,8 +1,8 @@
-"""A trace as plain values and as a file: JSON of the Trace Event Format, which Perfetto and chrome://tracing open.
+"""A trace in memory and as a file: JSON of the Trace Event Format, which Perfetto and chrome://tracing open.
 
-Complete events (``"ph": "X"``), one ``tid`` per row, named and ordered by metadata events; times in microseconds from
-the start of the trace. A file may come from anywhere: it is checked as it is read, and a bad one is a
-``TraceFormatError``.
+The file holds complete events (``"ph": "X"``) with one ``tid`` per row; metadata events name and order the rows. Times
+are microseconds from the start of the trace. A file may come from anywhere, so it is checked as it is read; a bad one
+raises ``TraceFormatError``.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, HELPED, COMMIT = (
     "commit",
 )
 COPY = "copy: thread "
-"""A row per copy thread: this and its number."""
+"""The name of a copy thread's row, followed by the number of the thread."""
 _ORDER = (STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, COPY, HELPED, COMMIT)
 FORMAT = 1
 FILE_NBYTES_MAX = 1 << 30
 EVENTS_MAX = 2_000_000
-"""Also of a recording: what comes later is counted as dropped."""
+"""The most events of a trace. A recording counts later ones as dropped."""
 TEXT_MAX = 10_000
 ROWS_MAX = 200
 Args = Mapping[str, Any]
-"""What is said of an event beside its name: its step, module, layer, bytes and so on."""
+"""Further facts about an event: its step, module, layer, bytes and so on."""
 _US_MAX = 1e13
-"""Four months: beyond it, numbers lose their nanoseconds."""
+"""The longest time in microseconds, four months: a float of a longer time cannot resolve nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that took time. Times in nanoseconds from the start of the trace."""
+    """One activity in a row. Times are nanoseconds from the start of the trace."""
 
     row: str
     name: str
@@ -56,25 +56,25 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What was recorded, ordered by begin; ``about`` says of what, and what is missing."""
+    """The recorded events, ordered by begin. ``about``: the model, the number of dropped events and more."""
 
     events: tuple[Event, ...]
     about: Args
 
     def rows(self) -> list[str]:
-        """Those that have events, in the order in which they are shown."""
+        """The names of rows with events, in the order in which they are shown."""
         return sorted({event.row for event in self.events}, key=_place)
 
     def of(self, *rows: str) -> list[Event]:
         return [event for event in self.events if event.row in rows]
 
     def steps(self) -> dict[int, Event]:
-        """Number -> the whole step: from the end of the update before it to the end of its own."""
+        """For each step number its event, which lasts from the end of the last update to the end of its own update."""
         return {event.args["step"]: event for event in self.of(STEP)}
 
 
 def is_own(row: str) -> bool:
-    """Whether lightck fills this row, and nobody else may."""
+    """Whether lightck fills this row, so that ``Recording.span`` must not."""
     return row.startswith("copy") or (row in _ORDER and row != COMMUNICATION)
 
 
@@ -87,7 +87,7 @@ def _place(row: str) -> tuple[int, str]:
 
 
 def write(trace: Trace, file: IO[bytes]) -> None:
-    """As JSON, a line per event."""
+    """Write the trace as JSON, one line per event."""
     about = json.dumps({"lightck_trace": FORMAT, **trace.about})
     file.write(f'{{"displayTimeUnit": "ms", "otherData": {about},\n"traceEvents": [\n'.encode())
     for number, line in enumerate(_lines(trace)):
@@ -125,16 +125,16 @@ def _lines(trace: Trace) -> Iterator[str]:
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """The trace in a file. Raises ``TraceFormatError``, or the ``OSError`` of opening it."""
+    """Read a trace from a file. Raises ``TraceFormatError``, or ``OSError`` if the file cannot be opened."""
     with open(path, "rb", opener=_open_regular) as file:
         if os.fstat(file.fileno()).st_size > FILE_NBYTES_MAX:
-            raise _foreign(path, f"it is larger than {FILE_NBYTES_MAX >> 20} MiB")
+            raise _format_error(path, f"it is larger than {FILE_NBYTES_MAX >> 20} MiB")
         data = file.read(FILE_NBYTES_MAX + 1)
     try:
         return _trace(json.loads(data, parse_constant=_no_number))
     except (ValueError, RecursionError) as err:  # json's and unicode's errors are ValueErrors
         reason = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
-        raise _foreign(path, reason[:200]) from err
+        raise _format_error(path, reason[:200]) from err
 
 
 def _open_regular(path: str, flags: int) -> int:
@@ -142,12 +142,12 @@ def _open_regular(path: str, flags: int) -> int:
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)
-    raise _foreign(path, "it is not a regular file")
+    raise _format_error(path, "it is not a regular file")
 
 
-def _foreign(path: str | os.PathLike[str], reason: str) -> TraceFormatError:
+def _format_error(path: str | os.PathLike[str], reason: str) -> TraceFormatError:
     return TraceFormatError(
-        f"{os.fspath(path)!r} is not a trace that lightck wrote: {reason}. Record one with session.trace(path)."
+        f"{os.fspath(path)!r} is not a trace that lightck wrote: {reason}. Record a trace with session.trace(path)."
     )
 
 
@@ -156,17 +156,17 @@ def _no_number(text: str) -> NoReturn:
 
 
 def _trace(found: object) -> Trace:
-    """Checked in full: everything after this may rely on types, order and bounds."""
+    """Check the parsed JSON in full, so that all other code may rely on types, order and bounds."""
     if not isinstance(found, dict) or not isinstance(found.get("otherData"), dict):
-        raise ValueError("there is no otherData in it")
+        raise ValueError("it has no otherData")
     about = found["otherData"]
     if about.get("lightck_trace") != FORMAT:
-        raise ValueError(f"otherData does not say lightck_trace {FORMAT}")
+        raise ValueError(f"its otherData has no lightck_trace {FORMAT}")
     raw = found.get("traceEvents")
     if not isinstance(raw, list) or len(raw) > EVENTS_MAX + 3 * ROWS_MAX:
-        raise ValueError("traceEvents is no list of events, or too long")
+        raise ValueError("its traceEvents is not a list, or has too many events")
     if not all(isinstance(each, dict) for each in raw):
-        raise ValueError("an event is no object")
+        raise ValueError("an event is not an object")
     rows = _row_names(raw)
     events = sorted((_event(each, rows) for each in raw if each.get("ph") == "X"), key=lambda e: (e.begin, -e.end))
     return Trace(tuple(events), about)
@@ -186,11 +186,11 @@ def _row_names(raw: Iterable[Args]) -> dict[int, str]:
 def _event(each: Args, rows: Mapping[int, str]) -> Event:
     tid = _whole(each.get("tid"), "tid")
     if tid not in rows:
-        raise ValueError("an event is in no row")
+        raise ValueError("the tid of an event has no name")
     begin, duration = _time(each.get("ts")), _time(each.get("dur"))
     args = each.get("args", {})
     if not isinstance(args, dict):
-        raise ValueError("args of an event are no object")
+        raise ValueError("the args of an event are not an object")
     if rows[tid] == STEP or "step" in args:
         _whole(args.get("step"), "step")
     for key in ("bytes", "layer"):
@@ -216,5 +216,5 @@ def _time(value: object) -> float:
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or len(value) > TEXT_MAX:
-        raise ValueError("a name is no text, or too long")
+        raise ValueError("a name is not a string, or is too long")
     return value

@@ -1,9 +1,10 @@
-"""When each module's forward and backward ran, by hooks that exist only while a trace is recorded.
+"""Records when the forward and backward of each module run, with hooks that exist only during a recording.
 
-Forward: pre and post hooks of the modules that compute (leaves, and those with parameters of their own). Backward:
-hooks on the autograd nodes between a module's output and its input, and on the gradients of its parameters. Module
-backward hooks are not used: they put a node of their own into the graph, and an in-place operation on its output would
-then raise. On an accelerator the times are those at which Python handed the work over. Compiled code is a black box.
+Forward times come from forward hooks on the modules that compute: leaves, and modules with parameters of their own.
+Backward times come from hooks on the autograd nodes between a module's output and its input, and on the gradients of
+its parameters. Module backward hooks are not used, because they add a node to the graph, and an in-place operation on
+its output would then raise. On an accelerator the times are those at which Python queued the work. The inside of
+compiled code is not seen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from lightck.hooks.own_hooks import CleanCopies, Handle, OwnHook, remove
+from lightck.hooks.own_hooks import Handle, HookFreeCopies, OwnHook, remove
 from lightck.profiler.events import BACKWARD, FORWARD, Args
 from lightck.state.inventory import clean_prefixes
 
@@ -24,37 +25,39 @@ Add = Callable[[str, str, int, int, Args], None]
 """(row, name, begin, end, args) of one event, in nanoseconds of CLOCK_MONOTONIC."""
 
 _NODES_MAX = 32
-"""Autograd nodes of one module that are looked at."""
+"""The most autograd nodes of one module that get hooks."""
 
 
 class Layers:
-    """Hooks on the modules of one model, and what they saw. ``guard`` wraps each hook: none raises into a training."""
+    """The hooks on the modules of one model. ``add`` takes the events; ``guard`` wraps each hook so that it never
+    raises into the training."""
 
     def __init__(self, model: nn.Module, add: Add, guard: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
         self._add = add
         self._guard = guard
         self._model = type(model).__name__
         self._open: dict[int, list[tuple[int, Node | None]]] = {}
-        """Module -> begin of its forward, and the node that its input came from."""
+        """By ``id`` of the module: when its running forwards began, and the nodes that their inputs came from."""
         self._forward_since = 0
         self._backward_since = 0
         self._last_seen = 0
-        """The last event of the backward pass that is under way."""
+        """When the last hook of the running backward pass was called."""
         self._running: tuple[str, int, int] | None = None
-        """The module whose backward runs: name, its number, begin."""
+        """The module whose backward runs: its name, its number, and when it began."""
         self.is_on = True
         self.compiled: list[str] = []
-        """Modules of compiled code, in which no hook is called."""
+        """Names of compiled modules, in which no hook is called."""
         self._handles: list[Handle] = []
         self._modules = list(self._computing(model))
 
     def install(self) -> None:
-        """``remove`` takes out what is there, also after a failure in here."""
+        """Install the hooks. If this fails, ``remove`` removes those that were installed."""
         for number, (name, module) in enumerate(self._modules):
             self._hook(module, name or self._model, number)
         self._modules.clear()
 
     def _computing(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that get hooks, with their names."""
         inside: set[int] = set()
         for dot, module in clean_prefixes(model):
             if id(module) in inside or getattr(module, "_compiled_call_impl", None) is not None:
@@ -71,39 +74,40 @@ class Layers:
 
     def _hook(self, module: nn.Module, name: str, number: int) -> None:
         def before(_module: nn.Module, args: object) -> None:
-            if self._is_wanted():
+            if self._in_pass():
                 self._open.setdefault(id(module), []).append((time.monotonic_ns(), _node(args)))
 
         def after(_module: nn.Module, _args: object, output: object) -> None:
             begun = self._open.get(id(module))
-            if not begun or not self._is_wanted():
+            if not begun or not self._in_pass():
                 return
             begin, source = begun.pop()
-            again = {"recomputed": True} if self._backward_since else {}
-            args = {"module": name, "layer": number, **again}
+            recomputed = {"recomputed": True} if self._backward_since else {}
+            args = {"module": name, "layer": number, **recomputed}
             self._add(FORWARD, name, begin, time.monotonic_ns(), args)
             node = _node(output)
             if node is not None and node is not source:
-                self._follow(node, source, name, number)
+                self._hook_backward(node, source, name, number)
 
-        self._handles.append(CleanCopies(module))
-        self._handles.append(module.register_forward_pre_hook(self._eager(before)))
-        self._handles.append(module.register_forward_hook(self._eager(after)))
+        self._handles.append(HookFreeCopies(module))
+        self._handles.append(module.register_forward_pre_hook(self._guarded(before)))
+        self._handles.append(module.register_forward_hook(self._guarded(after)))
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad and parameter.is_leaf:
-                hook = self._eager(lambda _parameter: self._accumulated(name))
+                hook = self._guarded(lambda _parameter: self._accumulated(name))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _eager(self, hook: Callable[..., None]) -> OwnHook:
+    def _guarded(self, hook: Callable[..., None]) -> OwnHook:
         return OwnHook(self._guard(hook))
 
-    def _is_wanted(self) -> bool:
+    def _in_pass(self) -> bool:
+        """Whether a forward or backward pass of the training runs."""
         return self.is_on and bool(self._forward_since or self._backward_since)
 
-    def _follow(self, node: Node, source: Node | None, name: str, number: int) -> None:
-        """The backward of a module begins with the node of its output, and runs up to that of its input."""
-        node.register_prehook(self._eager(lambda _grads: self._backward_begins(name, number)))
-        ran = self._eager(lambda _inputs, _outputs: self._node_ran(name))
+    def _hook_backward(self, node: Node, source: Node | None, name: str, number: int) -> None:
+        """Hook the backward of a module: it runs from the node of its output to the node of its input."""
+        node.register_prehook(self._guarded(lambda _grads: self._backward_begins(name, number)))
+        ran = self._guarded(lambda _inputs, _outputs: self._node_ran(name))
         todo, seen = [node], {id(node), id(source)}
         for each in itertools.islice(todo, _NODES_MAX):
             each.register_hook(ran)
@@ -112,7 +116,7 @@ class Layers:
                     seen.add(id(below))
                     todo.append(below)
 
-    # -- the passes, as the session's own hooks tell them ------------------------------------------------
+    # -- forward and backward passes, as the session reports them ----------------------------------------
 
     def forward_begins(self) -> None:
         self.backward_over()
@@ -125,7 +129,7 @@ class Layers:
         self._forward_since = 0
 
     def backward_over(self) -> None:
-        """A forward or an update begins: what is still open of the backward pass ended with its last event."""
+        """End the backward pass at the time of its last hook, because a forward or an update begins."""
         self._module_over(self._last_seen)
         if self._backward_since:
             self._add(BACKWARD, self._model, self._backward_since, self._last_seen, {"whole": True})
@@ -147,7 +151,8 @@ class Layers:
             self._last_seen = time.monotonic_ns()
 
     def _accumulated(self, name: str) -> None:
-        """A gradient is there. That of a tied parameter comes late, in the backward of another module: it ends none."""
+        """A gradient was accumulated. It does not end the backward of its module: the gradient of a tied parameter
+        comes later, during the backward of another module."""
         if self.is_on and self._backward_since:
             self._last_seen = time.monotonic_ns()
 
@@ -160,7 +165,7 @@ class Layers:
     # -- the end -----------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Take all hooks out. Those on autograd nodes go with their graph and do nothing until then."""
+        """Remove all hooks. Hooks on autograd nodes stay until their graph is freed, but do nothing."""
         if self.is_on:
             self.backward_over()
         self.is_on = False
@@ -169,7 +174,7 @@ class Layers:
 
 
 def _node(value: object, depth: int = 2) -> Node | None:
-    """The autograd node of the first tensor in what a module takes or gives, or None."""
+    """The autograd node of the first tensor in a module's input or output, or None."""
     if isinstance(value, torch.Tensor):
         return value.grad_fn
     if depth == 0:

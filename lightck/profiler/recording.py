@@ -1,8 +1,8 @@
-"""``session.trace(path)``: what a training does in its next steps, recorded and written as one file.
+"""``session.trace(path)``: records the next steps of a training and writes them to one file.
 
-One more listener of the step events while it records, and gone afterwards: without a recording nothing of this runs.
-Invariant: no failure in here, of a hook or of the file, reaches the training loop; it is raised where the recording is
-closed. It reads no tensor and writes to no pool.
+A recording is a listener of the step events, which is added when it starts and removed when it ends. Invariant: no
+failure of a recording, whether of a hook or of the file, reaches the training loop; closing the recording raises it. A
+recording reads no tensor and writes to no pool.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightck.errors import ExportError, ExportExistsError, LightckError, SessionError, TraceError
 from lightck.events import StepEvents, StepListener
-from lightck.export.atomic import file_path, refuse_existing, written
+from lightck.export.atomic import atomic_file, file_path, refuse_existing
 from lightck.pool.engine import Engine
 from lightck.pool.format.layout import Entry
 from lightck.pool.listener import CommitEvents, CommitListener
@@ -30,14 +30,12 @@ from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
 _OWN_ROWS_MAX, _NAME_MAX = 50, 200
-"""Rows of the user's own, and letters of their names."""
+"""The most rows of ``Recording.span``, and the most characters of their names."""
 
 
 class Recording:
-    """A trace that is being recorded. Ends by itself after its steps, at ``close``, or with its session.
-
-    A context manager; what could not be written is raised when it is left, or by ``session.close()``.
-    """
+    """A trace that is being recorded. It ends after its steps, at ``close``, or with its session. It is a context
+    manager. If its file cannot be written, the end of the ``with`` block or ``session.close()`` raises."""
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class Recording:
         overwrite: bool,
         *,
         model: nn.Module,
-        reported_by: StepEvents,
+        step_events: StepEvents,
         commits: CommitEvents,
         engine: Engine,
         meter: Meter,
@@ -62,7 +60,7 @@ class Recording:
         self._dropped = 0
         self._rows: set[str] = set()
         self._failure: LightckError | None = None
-        self._reported_by, self._commits, self._meter = reported_by, commits, meter
+        self._step_events, self._commits, self._meter = step_events, commits, meter
         self._update_since = 0
         self._start = self._step_since = time.monotonic_ns()
         self.is_on = False
@@ -74,22 +72,27 @@ class Recording:
         except Exception as err:
             self._layers.remove()
             raise _error(self.path, err) from err
-        self._listener = _Steps(self)
-        reported_by.add(self._listener)
-        self._begun = _Begun(self)
-        commits.add(self._begun)
+        self._step_recorder = _StepRecorder(self)
+        step_events.add(self._step_recorder)
+        self._checkpoint_recorder = _CheckpointRecorder(self)
+        commits.add(self._checkpoint_recorder)
         meter.observer = self
         self.is_on = True
 
     # -- what a user calls -------------------------------------------------------------------------------
 
     def span(self, name: str, row: str = COMMUNICATION) -> AbstractContextManager[None]:
-        """Show this block of the loop in a row, for what lightck cannot see by itself: a collective, the data."""
+        """Show the ``with`` block as an event, for work that lightck cannot see, such as a collective or loading data.
+
+        Args:
+            name: the name of the event.
+            row: the row in which it is shown. Raises ``ValueError`` for a row that lightck fills itself.
+        """
         for key, value in (("name", name), ("row", row)):
             if not isinstance(value, str):
                 raise TypeError(f"span({key}={value!r}) is a {type(value).__name__}: it is shown as text. Pass a str.")
         if events.is_own(row):
-            raise ValueError(f"span(row={row!r}): lightck fills this row. Name another.")
+            raise ValueError(f"span(row={row!r}): lightck fills this row itself. Pass the name of another row.")
         return self._span(name, row)
 
     @contextmanager
@@ -107,7 +110,7 @@ class Recording:
                 self._dropped += 1
 
     def close(self) -> None:
-        """End the recording and write its file. Raises ``TraceError`` where it could not be written."""
+        """End the recording and write its file. Raises ``TraceError`` if the file could not be written."""
         self.end()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -125,7 +128,7 @@ class Recording:
     # -- what is recorded --------------------------------------------------------------------------------
 
     def add(self, row: str, name: str, begin: int, end: int, args: Args) -> None:
-        """One event; from any thread."""
+        """Add one event. Times are nanoseconds of CLOCK_MONOTONIC. Any thread may call this."""
         if not self.is_on:
             return
         if len(self._events) >= events.EVENTS_MAX // 2:
@@ -134,7 +137,7 @@ class Recording:
         self._events.append((row, name, begin, end, args))
 
     def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None:
-        """From the session's meter, in seconds of CLOCK_MONOTONIC."""
+        """Add a stall that the session's meter measured. Times are seconds of CLOCK_MONOTONIC."""
         self.add(STATE if is_state else STALL, what, round(begin * 1e9), round(end * 1e9), {})
 
     def checkpoint(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
@@ -150,7 +153,7 @@ class Recording:
         self._layers.backward_over()
 
     def update_begins(self) -> None:
-        """The gate is open."""
+        """An update begins: the gate before it is passed."""
         self._spans.take()
         self._update_since = time.monotonic_ns()
 
@@ -160,7 +163,7 @@ class Recording:
         self._update_since = 0
 
     def layer_updated(self, name: str, begin: int) -> None:
-        """Inside the backward pass (a layer-wise update)."""
+        """A layer-wise update has updated one layer, inside the backward pass."""
         self.add(UPDATE, name, begin, time.monotonic_ns(), {"layer": name})
 
     def step_ended(self, number: int) -> None:
@@ -173,13 +176,13 @@ class Recording:
 
     @property
     def is_full(self) -> bool:
-        """Whether all steps were seen. It goes on up to the next gate, where the last one's copies are done."""
+        """Whether all steps are recorded. The recording ends at the next gate, after the copies of the last step."""
         return self._left is not None and self._left <= 0
 
     # -- the end -----------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Stop, and write the file. Raises nothing: ``close`` does."""
+        """End the recording and write its file. Raises nothing; ``close`` raises a failure."""
         if not self.is_on or os.getpid() != self._pid:
             return
         try:
@@ -187,14 +190,14 @@ class Recording:
             self._write()
         except LightckError as err:
             self._failed(err)
-        except Exception as err:  # a fault of ours, and no reason to end a training
+        except Exception as err:  # a bug of lightck, which must not end the training
             log.exception("lightck: the trace %r failed", self.path)
             self._failed(_error(self.path, err))
 
     def _stop(self) -> None:
         self._meter.observer = None
-        self._reported_by.remove(self._listener)
-        self._commits.remove(self._begun)
+        self._step_events.remove(self._step_recorder)
+        self._commits.remove(self._checkpoint_recorder)
         try:
             self._layers.remove()
             self._spans.stop()
@@ -211,11 +214,11 @@ class Recording:
         self._events.clear()
         dropped = self._dropped + self._spans.dropped
         if dropped:
-            log.warning("lightck: the trace %r lacks %d events that found no room", self.path, dropped)
+            log.warning("lightck: the trace %r lacks %d events, because its buffers were full", self.path, dropped)
         about = {**self._about, "dropped": dropped, "compiled": self._layers.compiled[:100]}
         whole = Trace(tuple(sorted(kept + spans, key=lambda event: (event.begin, -event.end))), about)
         try:
-            with written(self.path, overwrite=self._overwrite) as file:
+            with atomic_file(self.path, overwrite=self._overwrite) as file:
                 events.write(whole, file)
         except ExportExistsError:
             raise
@@ -229,7 +232,7 @@ class Recording:
             self._failure = err
 
     def _guarded(self, work: Callable[..., None]) -> Callable[..., None]:
-        """For what runs inside the training: it fails for itself."""
+        """Wrap code that runs inside the training: a failure fails the recording and is not raised."""
 
         def guarded(*args: object) -> None:
             try:
@@ -241,10 +244,10 @@ class Recording:
 
 
 class Traces:
-    """The recordings of one session: one at a time."""
+    """The recordings of one session, of which one can run at a time."""
 
-    def __init__(self, reported_by: StepEvents, commits: CommitEvents, engine: Engine, meter: Meter) -> None:
-        self._record = partial(Recording, reported_by=reported_by, commits=commits, engine=engine, meter=meter)
+    def __init__(self, step_events: StepEvents, commits: CommitEvents, engine: Engine, meter: Meter) -> None:
+        self._record = partial(Recording, step_events=step_events, commits=commits, engine=engine, meter=meter)
         self._newest: Recording | None = None
 
     def start(
@@ -258,7 +261,8 @@ class Traces:
         assert model is not None, "a session lives no longer than its model"
         if self._newest is not None and self._newest.is_on:
             raise SessionError(
-                f"A trace is being recorded already, into {self._newest.path!r}. One at a time can be. Close it first."
+                f"A trace is being recorded already, into {self._newest.path!r}. A session records one trace at a "
+                "time. Close that one first."
             )
         self._newest = self._record(path, steps, overwrite, model=model, about=about)
         return self._newest
@@ -268,13 +272,13 @@ class Traces:
             self._newest.end()
 
     def close(self) -> None:
-        """Raises the failure of a recording that nobody closed."""
+        """Close the last recording. Raises its failure if nothing has raised it yet."""
         if self._newest is not None:
             self._newest.close()
 
 
-class _Steps(StepListener):
-    """What a recording hears of the steps. Whatever fails in it is the recording's failure, and not the training's."""
+class _StepRecorder(StepListener):
+    """Passes step events on to a recording. A failure fails the recording and not the training."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -312,8 +316,8 @@ class _Steps(StepListener):
         self._layer_updated(name, begin)
 
 
-class _Begun(CommitListener):
-    """What a recording hears of checkpoints: which step each generation is of."""
+class _CheckpointRecorder(CommitListener):
+    """Tells a recording the step of each generation."""
 
     def __init__(self, recording: Recording) -> None:
         self._checkpoint = recording._guarded(recording.checkpoint)
@@ -323,22 +327,22 @@ class _Begun(CommitListener):
 
 
 def _check(path: str, steps: object, overwrite: bool) -> None:
-    """What would keep the file from being written, as far as it can be known now."""
+    """Check before the recording that the file can be written, as far as that is known already."""
     if steps is not None and (type(steps) is not int or steps < 1):
-        raise ValueError(f"trace(steps={steps!r}): it is a number of steps, an int of at least 1, or None.")
+        raise ValueError(f"trace(steps={steps!r}): `steps` is a number of steps, an int of at least 1, or None.")
     refuse_existing(path, overwrite=overwrite)
     folder = os.path.dirname(path)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise TraceError(
-            f"A trace cannot be written to {path!r}: its folder is not there or not writable. Nothing is "
-            "recorded. Choose another name."
+            f"A trace cannot be written to {path!r}: its folder does not exist or is not writable. Nothing is "
+            "recorded. Pass another path."
         )
 
 
 def _error(path: str, err: BaseException) -> TraceError:
     error = TraceError(
-        f"The trace {path!r} could not be made: {err}. Training and pool are as if there were none. Choose another "
-        "place, or record it again."
+        f"The trace {path!r} could not be made: {err}. The training and its pool are not affected. Pass another path, "
+        "or record the trace again."
     )
     error.errno = getattr(err, "errno", None)
     return error

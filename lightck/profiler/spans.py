@@ -1,7 +1,7 @@
-"""What the copy threads and the waiting training thread did, as the native engine recorded it.
+"""The copies and commits of the copy threads and of the waiting training thread, as the native engine recorded them.
 
-Takes spans out of the engine's queue and makes events of them: blocks of one tensor that a thread copied one after the
-other are one event. Spans that found the queue full are counted, never guessed.
+The engine puts a span for each block into a queue. This module takes the spans out and makes events of them. Successive
+blocks of one tensor by one thread become one event. Spans for which the queue had no space are only counted.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ SPAN_DTYPE = np.dtype(
     ]
 )
 _PAUSE_NS = 200_000
-"""Blocks that lie further apart than this are shown apart: the thread did something else, or had no processor."""
+"""Blocks with a longer pause between them are shown apart: the thread did something else, or had no processor."""
 _CELLS = 1 << 16
-"""Of the engine's queue, 72 bytes each: 4 GB of blocks between two takes."""
-_COMMIT_PARTS = {lib.LCK_SPAN_MANIFEST: "manifest", lib.LCK_SPAN_SYNC: "sync", lib.LCK_SPAN_COMMIT_RECORD: "line"}
+"""Entries of the engine's queue, 72 bytes each: enough for 4 GB of blocks between two calls of ``take``."""
+_COMMIT_EVENTS = {
+    lib.LCK_SPAN_MANIFEST: "manifest",
+    lib.LCK_SPAN_SYNC: "sync",
+    lib.LCK_SPAN_COMMIT_RECORD: "commit record",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +63,17 @@ class Spans:
         self.dropped = 0
 
     def start(self) -> None:
-        self.take()  # what an earlier recording left in the queue
+        self.take()  # drops what an earlier recording left in the queue
         self._taken.clear()
         self.dropped = self._count = 0
         check(lib.lck_spans_start(self._engine.handle, _CELLS), "recording spans")
 
     def checkpoint(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
-        """A version begins; ``entries`` by record number, as they are now."""
+        """Note a checkpoint that begins. ``entries``: its tensors by record number."""
         self._checkpoints[generation] = _Checkpoint(step, tuple(entries))
 
     def take(self) -> None:
-        """Empty the queue."""
+        """Take all spans out of the queue."""
         if self._engine.handle is None:
             return
         count, dropped = ffi.new("uint64_t *"), ffi.new("uint64_t *")
@@ -96,7 +100,7 @@ class Spans:
     # -- as events ---------------------------------------------------------------------------------------
 
     def events(self, start: int) -> Iterator[Event]:
-        """All of them; times from ``start`` (nanoseconds of CLOCK_MONOTONIC)."""
+        """All spans since ``start`` (nanoseconds of CLOCK_MONOTONIC) as events, with times counted from there."""
         spans = np.concatenate(self._taken) if self._taken else np.zeros(0, SPAN_DTYPE)
         spans = _merged(spans[spans["begin"] >= start])
         others = sorted({int(t) for t in spans["thread"]} - {self._trainer})
@@ -108,14 +112,14 @@ class Spans:
 
     def _event(self, span: np.void, row: str, start: int) -> Event | None:
         checkpoint = self._checkpoints.get(int(span["generation"]))
-        if checkpoint is None:  # began before the recording
+        if checkpoint is None:  # its checkpoint began before the recording
             return None
         kind, nbytes = int(span["kind"]), int(span["nbytes"])
         begin, end = int(span["begin"]) - start, int(span["end"]) - start
         by = row.removeprefix("copy: ")
         args = {"step": checkpoint.step, "bytes": nbytes, "cpu_ms": round(int(span["cpu"]) / 1e6, 4), "by": by}
-        if kind in _COMMIT_PARTS:
-            return Event(COMMIT, _COMMIT_PARTS[kind], begin, end, args)
+        if kind in _COMMIT_EVENTS:
+            return Event(COMMIT, _COMMIT_EVENTS[kind], begin, end, args)
         if kind == lib.LCK_SPAN_HEADER:
             return Event(STALL, "slot header", begin, end, args)
         if kind == lib.LCK_SPAN_NOW:
@@ -132,7 +136,7 @@ def module_of(name: str) -> str:
 
 
 def _merged(spans: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """A new array: blocks of one thread, version and tensor as one, with the bytes and processor time of all."""
+    """Join successive blocks of one thread, checkpoint and tensor; bytes and processor times are added up."""
     if not len(spans):
         return spans.copy()
     spans = spans[np.lexsort((spans["begin"], spans["kind"], spans["thread"]))]

@@ -1,4 +1,4 @@
-"""What a trace says in numbers: for each step its stall, how much of the copying ran beside the compute, its commit."""
+"""A trace in numbers: for each step its stall, the share of copies that overlapped computation, and its commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Intervals = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """One step. Times in milliseconds, sizes in bytes."""
+    """The figures of one step. Times are milliseconds, sizes bytes."""
 
     step: int
     time_ms: float
@@ -24,33 +24,33 @@ class StepFacts:
     communication_ms: float
     update_ms: float
     stall_ms: float
-    """What lightck took of the training thread."""
+    """The time that lightck took on the training thread."""
     copy_ms: float
-    """Wall time in which at least one thread copied."""
+    """The wall time in which at least one thread copied."""
     overlap: float | None
-    """The share of the bytes that copy threads copied beside forward, backward, communication or update; None: no copy.
-    Of bytes, not of time: a copy thread of idle priority may hold a block for long without a processor."""
+    """The share of the copied bytes that copy threads copied during forward, backward, communication or update; None if
+    nothing was copied. A share of bytes and not of time, because a copy thread of idle priority may wait long for a
+    processor while it copies a block."""
     copied_nbytes: int
     helped_nbytes: int
-    """The part of them that the training thread copied."""
+    """The copied bytes that the training thread copied itself."""
     commit_ms: float
-    """Manifest, sync and commit line."""
+    """The time for manifest, sync and commit record."""
 
 
 def facts(trace: Trace) -> list[StepFacts]:
-    """Of every whole step, in order."""
+    """The figures of every whole step, by step number."""
     found = [_facts(inside, number, step) for number, step, inside in _by_step(trace)]
     return sorted(found, key=lambda each: each.step)
 
 
 def _by_step(trace: Trace) -> Iterator[tuple[int, Event, list[Event]]]:
-    """Number and event of each step, and the events that have time in common with it, in their order.
-
-    One sweep over both, since a trace has as many events and steps as it likes: what began before a step is kept in a
-    heap by its end, so that one event as long as the whole trace does not make every step look at all of them."""
+    """For each step its number, its event, and the events that overlap it, in their order. This is one sweep over steps
+    and events. A heap, ordered by end, keeps the events that began before the step, so that one event as long as the
+    whole trace does not make every step visit all events."""
     events = trace.events
     begins = [event.begin for event in events]
-    lasting: list[tuple[int, int]] = []  # end and place of what began before the step
+    lasting: list[tuple[int, int]] = []  # end and index of the events that began before the step
     at = 0
     for number, step in sorted(trace.steps().items(), key=lambda item: item[1].begin):
         while at < len(events) and begins[at] < step.begin:
@@ -63,7 +63,7 @@ def _by_step(trace: Trace) -> Iterator[tuple[int, Event, list[Event]]]:
 
 
 def median_step(steps: Sequence[StepFacts]) -> StepFacts | None:
-    """The one whose time is the (lower) median."""
+    """The step whose time is the (lower) median of all step times."""
     if not steps:
         return None
     middle = statistics.median_low(step.time_ms for step in steps)
@@ -78,7 +78,7 @@ def _facts(inside: Sequence[Event], number: int, step: Event) -> StepFacts:
     copying = union(HELPED, *threads)
     compute = union(FORWARD, BACKWARD, COMMUNICATION, UPDATE)
     by_threads, by_trainer = _nbytes(inside, step, *threads), _nbytes(inside, step, HELPED)
-    beside = sum(_share(e, compute) * e.args.get("bytes", 0) for e in _ended(inside, step, *threads))
+    overlapped = sum(_share(e, compute) * e.args.get("bytes", 0) for e in _ended(inside, step, *threads))
     copied = by_threads + by_trainer
     return StepFacts(
         number,
@@ -89,7 +89,7 @@ def _facts(inside: Sequence[Event], number: int, step: Event) -> StepFacts:
         ms(length(union(UPDATE))),
         ms(length(union(STALL))),
         ms(length(copying)),
-        round(beside / copied, 4) if copied else None,
+        round(overlapped / copied, 4) if copied else None,
         copied,
         by_trainer,
         ms(length(union(COMMIT))),
@@ -97,11 +97,12 @@ def _facts(inside: Sequence[Event], number: int, step: Event) -> StepFacts:
 
 
 def ms(ns: int) -> float:
+    """Nanoseconds as milliseconds."""
     return round(ns / 1e6, 4)
 
 
 def _ended(events: Iterable[Event], step: Event, *rows: str) -> list[Event]:
-    """The copies that ended in the step; what was copied at once is one of them, and its parts are none."""
+    """The copies that ended in the step. All copies at the boundary count as one event, and its parts do not count."""
     return [e for e in events if e.row in rows and step.begin < e.end <= step.end and not is_part(e)]
 
 
@@ -110,7 +111,7 @@ def _nbytes(events: Iterable[Event], step: Event, *rows: str) -> int:
 
 
 def _share(event: Event, others: Intervals) -> float:
-    """How much of it lies in the others, which are united."""
+    """The share of an event's time that lies in the other intervals, which are ordered and do not overlap."""
     first = bisect_left(others, event.begin, key=lambda other: other[1])
     if event.end <= event.begin:
         return float(first < len(others) and others[first][0] <= event.begin)
@@ -119,12 +120,12 @@ def _share(event: Event, others: Intervals) -> float:
 
 
 def is_part(event: Event) -> bool:
-    """Whether the event lies within the one that stands for all that was copied at the boundary."""
+    """Whether the event is a single copy at the boundary, which the event for all copies at the boundary contains."""
     return event.row == HELPED and event.args.get("helped") is False
 
 
 def united(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """Ordered, and without overlap."""
+    """The union of the intervals, as ordered intervals without overlap."""
     found: Intervals = []
     for begin, end in sorted(intervals):
         if end <= begin:
@@ -137,7 +138,7 @@ def united(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def common(one: Intervals, other: Intervals) -> Intervals:
-    """What lies in both; each is united."""
+    """The intersection of two lists of ordered intervals without overlap."""
     found: Intervals = []
     i = j = 0
     while i < len(one) and j < len(other):

@@ -1,8 +1,8 @@
-"""A trace as a picture: a row per activity over a time axis in milliseconds, as one self-contained SVG.
+"""A trace as a picture: one self-contained SVG with a row per activity over a time axis in milliseconds.
 
-Colour says what is done, shade which layer it is done for: light for the first, dark for the last, the same in
-forward, backward and copies. A copy is pale where its thread had no processor for most of it. What is thinner than half
-a pixel is drawn together with its neighbours: the size of the picture is bounded. All text of the trace is escaped.
+The colour of a bar shows the activity. Its shade shows the layer, from light (the first) to dark (the last), alike in
+forward, backward and copies. A copy is pale if its thread had no processor for most of its time. Bars thinner than half
+a pixel are joined with their neighbours, so that the size of the picture is bounded. All text of the trace is escaped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightck.profiler.summary import is_part, length, united
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 1240, 178, 128, 58, 30, 9
 _PLOT = _WIDTH - _LEFT - _RIGHT
 _TINY = 0.5
-"""Pixels: what is thinner joins its neighbour."""
+"""Bars thinner than this many pixels are joined with their neighbours."""
 _JOINED_MAX = 3.0
 _LETTER = 6.0
 _TEXT_MAX = 60
@@ -41,7 +41,7 @@ _OTHER = ("#c9b458", "#c9b458")
 
 @dataclass(slots=True)
 class _Bar:
-    """Something drawn. Pixels from the left edge of the plot."""
+    """One bar of a row. ``left`` and ``right`` are pixels from the left edge of the plot."""
 
     left: float
     right: float
@@ -54,7 +54,7 @@ class _Bar:
 
 
 def draw(trace: Trace, begin: int, end: int, title: str) -> str:
-    """The rows between two times (nanoseconds of the trace)."""
+    """Draw all rows between two times (nanoseconds from the start of the trace). Returns the SVG."""
     rows = [row for row in trace.rows() if row != STEP]
     picture = _Picture(trace, begin, max(end, begin + 1))
     height = _TOP + len(rows) * (_ROW + _GAP) + 84
@@ -87,7 +87,7 @@ class _Picture:
     # -- time --------------------------------------------------------------------------------------------
 
     def axis(self, bottom: int) -> Iterator[str]:
-        """Lines at round milliseconds, counted from the left edge."""
+        """Vertical lines at round numbers of milliseconds, counted from the left edge."""
         whole = (self._end - self._begin) / 1e6
         unit = _round_unit(whole / 10)
         for i in range(int(whole / unit + 1e-9) + 1):
@@ -150,14 +150,14 @@ class _Picture:
     def _rect(self, bar: _Bar, top: int) -> str:
         pale = ' fill-opacity="0.45"' if bar.pale else ""
         more = f" and {bar.joined - 1} more" if bar.joined > 1 else ""
-        reported = f"{bar.event.name}{more}: {_duration(bar.event.end - bar.event.begin)}"
+        tooltip = f"{bar.event.name}{more}: {_duration(bar.event.end - bar.event.begin)}"
         return (
             f'<rect x="{_LEFT + bar.left:.1f}" y="{top + bar.inset:g}" width="{bar.right - bar.left:.1f}" '
-            f'height="{_ROW - 2 * bar.inset:g}" fill="{bar.colour}"{pale}><title>{_text(reported, 150)}</title></rect>'
+            f'height="{_ROW - 2 * bar.inset:g}" fill="{bar.colour}"{pale}><title>{_text(tooltip, 150)}</title></rect>'
         )
 
     def _names(self, bars: Sequence[_Bar], top: int) -> Iterator[str]:
-        """A name over each run of bars of one group of modules that is wide enough for it."""
+        """The name of a group of modules over each run of its bars that is wide enough for the name."""
         runs: list[tuple[str, float, float]] = []
         for bar in bars:
             if bar.event.args.get("whole"):
@@ -177,7 +177,7 @@ class _Picture:
                 )
 
     def _total(self, row: str, shown: Iterable[Event]) -> str:
-        """What the row amounts to in the picture."""
+        """The total time of the row in the picture, and its copied bytes."""
         inside = [(max(e.begin, self._begin), min(e.end, self._end)) for e in shown]
         nbytes = sum(e.args.get("bytes", 0) for e in shown if not is_part(e)) if row.startswith("copy") else 0
         copied = f", {_size(nbytes)}" if nbytes else ""
@@ -185,7 +185,7 @@ class _Picture:
 
 
 def _joined(bars: Iterable[_Bar]) -> list[_Bar]:
-    """Tiny neighbours as one bar, of at most so many pixels that shades still show."""
+    """Join tiny neighbouring bars into one, but only up to ``_JOINED_MAX`` pixels, so that shades remain visible."""
     found: list[_Bar] = []
     for bar in bars:
         last = found[-1] if found else None
@@ -218,15 +218,17 @@ def _legend(rows: Sequence[str], y: int) -> Iterator[str]:
             x += 10
         yield f'<text x="{x + 5:.0f}" y="{y}" fill="#444" font-size="11">{_text(label, 40)}</text>'
         x += 5 + 5.6 * len(label) + 16
-    reported = "light to dark: first to last layer; pale: a copy that mostly waited, for a processor or emulated memory"
-    yield f'<text x="14" y="{y + 18}" fill="#777" font-size="11">{reported}</text>'
+    shades_mean = (
+        "light to dark: first to last layer; pale: a copy that mostly waited, for a processor or emulated memory"
+    )
+    yield f'<text x="14" y="{y + 18}" fill="#777" font-size="11">{shades_mean}</text>'
 
 
 # -- text, numbers and colours ---------------------------------------------------------------------------------------
 
 
 def _text(text: str, most: int) -> str:
-    """Escaped, cut to a length, and without anything that XML or a viewer would act on."""
+    """Escape text for XML, replace control characters, and cut it to ``most`` characters."""
     printable = "".join(c if c.isprintable() else "\ufffd" for c in text[: most + 1])
     return escape(printable if len(printable) <= most else printable[: most - 1] + "…")
 
@@ -236,7 +238,7 @@ def _label(row: str) -> str:
 
 
 def _group(event: Event) -> str:
-    """``h.0`` of ``transformer.h.0.attn.c_proj``; else the last part of the module's name."""
+    """The group of an event's module: ``h.0`` of ``transformer.h.0.attn.c_proj``; without a number its last part."""
     parts = str(event.args.get("module") or event.name).split(".")
     for at, part in enumerate(parts):
         if part.isdecimal():
@@ -267,7 +269,7 @@ def _size(nbytes: int) -> str:
 
 
 def _round_unit(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at least so much."""
+    """The smallest number that is 1, 2 or 5 times a power of ten and at least ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
 

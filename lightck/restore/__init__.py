@@ -1,1 +1,1 @@
-"""One checkpoint of one pool: read, verified, applied."""
+"""Restore one checkpoint of one pool: read, verify and apply it."""

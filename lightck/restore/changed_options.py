@@ -1,8 +1,8 @@
-"""What was changed in the script between two runs, and what changed during the first: told apart by what was built.
+"""Detect options that the script builds differently than in the run that saved the checkpoint.
 
-Options and ``requires_grad`` go on as the checkpoint has them. What moved during the training (a scheduled lr, layers
-that were unfrozen) is restored without a word; where the script itself builds something else than it did, a warning
-names it, since the checkpoint's value wins.
+Options of optimizers and ``requires_grad`` are restored as the checkpoint has them. What changed during the training (a
+scheduled lr, layers that were unfrozen) is restored silently. If the script itself builds another value than it did
+then, a warning names it, because the checkpoint's value replaces it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger("lightck")
 def options(
     contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]], objects: Mapping[str, object]
 ) -> list[str]:
-    """Options of optimizers and schedulers that this script builds otherwise, and that are about to be set back. To be
-    asked before the restore."""
+    """Return the options of optimizers and schedulers that this script builds differently, and that the restore will
+    replace. Call it before the restore."""
     built = contents.built
     if built is None:
         return []
@@ -35,7 +35,7 @@ def options(
     for saved, live in pairs:
         index = next(i for i, one in enumerate(contents.optimizers) if one is saved)
         if index >= len(built.groups) or len(live.optimizer.state) != built.states[index]:
-            continue  # this one has stepped: its options are not those that it was built with
+            continue  # this optimizer has stepped: its options may not be those that it was built with
         for g, (then, now, kept) in enumerate(zip(built.groups[index], live.groups(), saved.groups, strict=False)):
             where = f" of group {g}" if len(saved.groups) > 1 else ""
             found += [f"{live.class_name}'s {key}{where} {text}" for key, text in _edited(then, now, kept)]
@@ -50,14 +50,15 @@ def options(
 
 
 def _ticks(state: Mapping[Any, object]) -> list[object]:
-    """How far a scheduler's state has come, with those that it consists of."""
+    """Return the step counts of a scheduler and of the schedulers that it is composed of."""
     parts = state.get("_schedulers", ())
     nested = [_ticks(part) for part in parts if isinstance(part, Mapping)] if isinstance(parts, (list, tuple)) else []
     return [state.get("last_epoch"), state.get("_step_count"), *nested]
 
 
 def _edited(then: Mapping[Any, object], now: Mapping[Any, object], kept: Mapping[Any, object]) -> list[tuple[str, str]]:
-    """(key, values) of what was built in another way then, and is not what the checkpoint holds anyway."""
+    """Return (key, text) of the options that differ between the two builds and also between this one and the
+    checkpoint."""
     keys = [key for key in then if key in now and key in kept]
     return [
         (str(key), f"({_text(now[key])} here, {_text(then[key])} then, {_text(kept[key])} in the checkpoint)")
@@ -70,7 +71,7 @@ def _is_equal(one: object, other: object) -> bool:
     try:
         return values.pack(one, path="") == values.pack(other, path="")
     except StateValueError:
-        return True  # what cannot be stored is refused elsewhere
+        return True  # a value that cannot be stored is refused elsewhere
 
 
 def _text(value: object) -> str:
@@ -78,17 +79,17 @@ def _text(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def tell_options(found: Sequence[str]) -> None:
+def warn_options(found: Sequence[str]) -> None:
     if found:
         log.warning(
-            "lightck: the script builds other options than the one that this training began with: %s. Those of "
-            "the checkpoint are used: to change them, set them after attach",
+            "lightck: the script builds other options than it did when this training began: %s. The checkpoint's "
+            "options are used. To change them, set them after attach",
             listed(found),
         )
 
 
 def set_flags(contents: Contents, model: ModelView) -> None:
-    """``requires_grad`` of every parameter of the model as it was when the version was closed."""
+    """Set ``requires_grad`` of every parameter of the model as it was when the checkpoint was closed."""
     built = contents.built
     if built is None:
         return
@@ -105,9 +106,9 @@ def set_flags(contents: Contents, model: ModelView) -> None:
     against = [f"{name} ({'False' if name in was else 'True'})" for name in changed if name in edited]
     if against:
         log.warning(
-            "lightck: requires_grad is set as in the checkpoint, and not as this script built it, of %s. To "
+            "lightck: requires_grad is set as in the checkpoint, and not as this script built it, for %s. To "
             "change it, set it after attach",
             listed(against),
         )
     elif changed:
-        log.info("lightck: requires_grad is set as in the checkpoint, of %s", listed(changed))
+        log.info("lightck: requires_grad is set as in the checkpoint, for %s", listed(changed))

@@ -1,4 +1,4 @@
-"""A recovered version, loaded into memory or restored in place."""
+"""A recovered checkpoint, loaded into memory or restored in place."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightck.pool.format.structures import CommitRecord
 from lightck.pool.reader import RejectedCheckpoint
 from lightck.restore import restore as _restore
 from lightck.restore.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
-from lightck.restore.memory import ordinary_tensors
 from lightck.restore.optimizer import joined, keys_by_param
 from lightck.restore.resume import RestoredFrom, mark_poisoned, remember
+from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.sessions import has_open_session
 from lightck.state import values
 from lightck.state.optimizer_wrappers import followed
@@ -26,14 +26,14 @@ from lightck.state.rng import RngState
 
 
 class Checkpoint:
-    """One version of a training. Made by :func:`lightck.recover`.
+    """One checkpoint of a training. Made by :func:`lightck.recover`.
 
     Attributes:
-        step: updates made when it was closed.
-        iteration: boundaries passed, skipped updates included.
-        rejected: newer versions that were passed over, each with its reason.
-        drift: what did not fit, where it was restored with ``strict=False``.
-        contents, line: the parsed version and its commit line, for lightck itself.
+        step: number of updates made when it was closed.
+        iteration: number of boundaries passed, including those of skipped updates.
+        rejected: newer checkpoints that recovery rejected, each with its reason.
+        drift: what did not fit in a restore with ``strict=False``.
+        contents, record: the parsed checkpoint and its commit record, for lightck itself.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Checkpoint:
         uuid: bytes,
         rejected: Sequence[RejectedCheckpoint],
     ) -> None:
-        """``source`` gives the tensors when they are first asked for. One that was restored in place reads the pool
-        again then: the live tensors train on, and are not this version for long."""
+        """``source`` returns the tensors and is called at their first use. After a restore in place it reads the pool
+        again, because the live tensors change as soon as the training continues."""
         self.step = contents.step
         self.iteration = contents.iteration
         self.rejected: tuple[RejectedCheckpoint, ...] = tuple(rejected)
@@ -63,7 +63,8 @@ class Checkpoint:
 
     @property
     def model(self) -> OrderedDict[str, Any]:
-        """A state_dict: name -> tensor, tied weights as one tensor; extra state as it was given."""
+        """The model's state_dict: name -> tensor, tied weights as one tensor, extra state as ``get_extra_state`` gave
+        it."""
         found: OrderedDict[str, Any] = OrderedDict()
         for name, entry in self.contents.model_entries.items():
             found[name] = self.tensor(entry.alias or entry.name)
@@ -73,8 +74,8 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> dict[str, Any] | list[dict[str, Any]] | None:
-        """The optimizer's state_dict, as torch numbers it; a list where there are several (a wrapper before what it
-        wraps), None where none was saved. Its tensors are copies: an optimizer that loads them trains on in them.
+        """The optimizer's state_dict, with torch's parameter numbers; a list if there are several (a wrapper before
+        what it wraps), None if none was saved. Its tensors are copies, so an optimizer that loads them may change them.
 
         ``Optimizer.load_state_dict`` casts state to its parameter's dtype; ``restore`` does not."""
         dicts = [self._optimizer_dict(o) for o in self.contents.optimizers]
@@ -101,25 +102,25 @@ class Checkpoint:
         *,
         strict: bool = True,
     ) -> None:
-        """Put this version into a model (and optimizers, and objects in ``state``) in place, bit for bit.
+        """Restore this checkpoint into a model (and optimizers, and objects in ``state``) in place, bit for bit.
 
-        Raises ``DriftError`` before anything changes where they do not fit (with ``strict=False`` what fits is taken
-        and ``drift`` lists the rest), ``SessionError`` where the model's session is open.
+        Raises, before anything changes, ``DriftError`` if they do not fit (with ``strict=False`` what fits is restored
+        and ``drift`` lists the rest) and ``SessionError`` if the model's session is open.
         """
         plan = plan_restore(self.contents, model, optimizer, state, strict=strict)
         source = self._source
         try:
             _restore.apply(plan, source)
         except BaseException as err:
-            if plan.held:  # else nothing was changed yet
-                poison(err, plan.held.values(), model)
+            if plan.restored:  # else nothing was changed yet
+                poison(err, plan.restored.values(), model)
             raise
-        self.note_restored(model, plan)
+        self.record_restored(model, plan)
 
-    def note_restored(self, model: nn.Module, plan: _restore.Plan) -> None:
-        """For lightck itself: ``plan`` put this version into ``model``."""
+    def record_restored(self, model: nn.Module, plan: _restore.RestorePlan) -> None:
+        """For lightck itself: ``plan`` restored this checkpoint into ``model``."""
         self.drift = plan.drift
-        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, not_taken(plan)))
+        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, untaken(plan)))
 
     @property
     def _source(self) -> MemorySource:
@@ -129,8 +130,9 @@ class Checkpoint:
         return self._known
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``); not the name of a tied one.
-        Raises ``NoTensorError``."""
+        """Return one tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``).
+
+        Raises ``NoTensorError`` for an unknown name and for a tied one, which is stored under another name."""
         refuse_unknown(name, self.contents.entries)
         return self._source.tensors[name]
 
@@ -165,7 +167,7 @@ def refuse_other_than_module(model: object) -> None:
 
 
 def refuse_other_than_bool(**flags: object) -> None:
-    """``overwrite="no"`` would be taken for a yes, and a training's checkpoints be discarded."""
+    """Raise ``TypeError`` for a flag that is no bool: ``overwrite="no"`` is true and would discard checkpoints."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass True or False.")
@@ -184,33 +186,34 @@ def plan_restore(
     *,
     strict: bool,
     complete: bool = False,
-) -> _restore.Plan:
-    """Check a restore into these objects; nothing changes yet. A name in ``state`` whose object is None is declined."""
+) -> _restore.RestorePlan:
+    """Check a restore into these objects and return its plan; nothing changes yet. None as an object in ``state``
+    declines that name. Raises ``DriftError``, ``SessionError``, ``TypeError``."""
     refuse_other_than_module(model)
     refuse_other_than_mapping(state)
     refuse_other_than_bool(strict=strict)
-    if has_open_session(model, parts_of_it=True):
+    if has_open_session(model, shared_parts=True):
         raise SessionError(
-            "This model's session is open, or that of another model that has parts of it: restoring into it would "
-            "change what is being saved. Close the session first (session.close()), then restore and attach again."
+            "This model, or another model that shares modules with it, has an open session: restoring would change "
+            "what is being saved. Close the session first (session.close()), then restore and attach again."
         )
     many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     return _restore.check(contents, model, list(followed(many)), state or {}, strict=strict, complete=complete)
 
 
 def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Module) -> None:
-    """A restore failed half-way: nobody shall train on a mix, and the error says what became of the model."""
-    _restore.poison(touched, model)
+    """Make a model unusable whose restore failed after tensors were changed, and say so in the error's message."""
+    _restore.write_nan(touched, model)
     mark_poisoned(model)
     if isinstance(error, LightckError) and error.args:
-        reported = (
-            f"{error.args[0]} The model's parameters are NaN now: build it anew, or restore a checkpoint into it."
+        message = (
+            f"{error.args[0]} The model's parameters are NaN now: build it again, or restore a checkpoint into it."
         )
-        error.args = (reported, *error.args[1:])
+        error.args = (message, *error.args[1:])
 
 
-def not_taken(plan: _restore.Plan) -> tuple[str, ...]:
-    """What a version holds and this restore did not take: attach asks for it."""
+def untaken(plan: _restore.RestorePlan) -> tuple[str, ...]:
+    """Describe what the checkpoint holds and this restore did not use; ``attach`` refuses to continue without it."""
     taken = {id(saved) for saved, _ in plan.optimizers}
     missing = [f"the {saved.class_name}" for saved in plan.contents.optimizers if id(saved) not in taken]
     taken_state = plan.objects.keys() | plan.declined

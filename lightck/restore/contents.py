@@ -1,7 +1,7 @@
-"""A version's contents at the level of torch: names, groups, values and tensors, parsed from untrusted bytes.
+"""The contents of a checkpoint in terms of torch: names, groups, values and tensors, parsed from untrusted bytes.
 
-``Contents`` is built from the small state of a version before any payload is read. Two sources give the payload: the
-pool (``StoredCheckpoint``, verified as it is read) and memory (``MemorySource``, a checkpoint that was loaded whole).
+``Contents`` is parsed from the small state of a checkpoint before any payload is read. The payload comes from the pool
+(``StoredCheckpoint``, verified as it is read) or from memory (``MemorySource``, a checkpoint that was fully loaded).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from lightck.errors import CorruptPoolError, NoTensorError
 from lightck.pool.format.layout import Entry
 from lightck.state import values
-from lightck.state.build_record import Built
+from lightck.state.build_record import BuildRecord
 from lightck.state.rng import RngState
 from lightck.state.storable import dtype_from_name
 from lightck.state.values import typed
 
 
 class Source(Protocol):
-    """Where a version's payload comes from."""
+    """Source of a checkpoint's payload; the methods are those of ``StoredCheckpoint``."""
 
     @property
     def entries(self) -> Mapping[str, Entry]: ...
@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 class MemorySource:
-    """Tensors that were read and verified before, each in the layout of its entry."""
+    """Tensors that were read and verified before."""
 
     def __init__(self, entries: Mapping[str, Entry], tensors: Mapping[str, torch.Tensor]) -> None:
         self.entries = dict(entries)
@@ -63,7 +63,7 @@ class OptimizerContents:
     values: bytes
     rest: bytes
     wraps: bool = False
-    """It wraps another one: the state tensors that are named by parameter are that one's."""
+    """It wraps another optimizer, to which the state tensors named by parameter belong."""
 
     @property
     def all_names(self) -> list[str]:
@@ -72,7 +72,7 @@ class OptimizerContents:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Everything in a version but its payload."""
+    """Everything in a checkpoint except its payload."""
 
     step: int
     iteration: int
@@ -83,30 +83,30 @@ class Contents:
     optimizers: list[OptimizerContents]
     state: dict[str, bytes]
     classes: dict[str, str]
-    """Name in ``state`` -> class of the object that it was saved from."""
+    """Name in ``state`` -> class of the object that was saved under it."""
     extra: dict[str, bytes]
     loaders: dict[str, dict[str, object]]
-    at_boundary: list[str]
+    copied_at_boundary: list[str]
     resizable: frozenset[str]
-    """Buffers that came, went or changed their size: taken as they were saved."""
-    built: Built | None
-    """What the script had built at attach; None in a pool of an older lightck."""
+    """Buffers that appeared, disappeared or changed their size: a restore gives them the saved size."""
+    built: BuildRecord | None
+    """Options and frozen parameters as the script had built them at attach; None in a pool of an older lightck."""
     frozen: list[str] | None
-    """Parameters that need no gradient, where they are not those of ``built``."""
+    """Frozen parameters; None if they are those of ``built``."""
     fingerprint: dict[str, object]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
-    """Older versions with a larger generation than this hold old bytes of a tensor. None: none is known to."""
+    """Older checkpoints with a generation above this are stale: they hold old bytes of a tensor. None: none is."""
     persistent_started: bool = False
     """A DataLoader outside the session had started its persistent workers."""
     done: bool = False
-    """The training had come to its end: ``session.close(done=True)``."""
+    """The training had ended: ``session.close(done=True)``."""
     numbers: Mapping[str, int] = field(default_factory=dict)
-    """Those that modules keep as plain attributes and had changed."""
+    """Numbers that modules keep as plain attributes and had changed: name -> value."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
-        """Raises ``CorruptPoolError`` where the small state is not one that this version of lightck wrote."""
+        """Parse the small state. Raises ``CorruptPoolError`` if it is malformed or has an unknown format."""
         raw = unpack_dict(small_state)
         try:
             if typed(raw["version"], int) != values.STATE_VERSION:
@@ -123,9 +123,9 @@ class Contents:
                 classes={typed(k, str): typed(v, str) for k, v in typed(raw.get("classes", {}), dict).items()},
                 extra=_bytes_map(raw["extra"]),
                 loaders={typed(k, str): typed(v, dict) for k, v in typed(raw["loaders"], dict).items()},
-                at_boundary=[typed(n, str) for n in typed(raw["at_once"], list)],
+                copied_at_boundary=[typed(n, str) for n in typed(raw["at_once"], list)],
                 resizable=frozenset(typed(n, str) for n in typed(raw.get("elastic", []), list)),
-                built=None if raw.get("built") is None else Built.parse(raw["built"]),
+                built=None if raw.get("built") is None else BuildRecord.parse(raw["built"]),
                 frozen=None if raw.get("frozen") is None else [typed(n, str) for n in typed(raw["frozen"], list)],
                 fingerprint=typed(raw["fingerprint"], dict),
                 entries=entries,
@@ -139,12 +139,12 @@ class Contents:
 
     @property
     def model_entries(self) -> dict[str, Entry]:
-        """name in the model -> entry."""
+        """Name in the model -> entry."""
         return {n.removeprefix("model/"): e for n, e in self.entries.items() if n.startswith("model/")}
 
 
 def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = None) -> dict[Any, object]:
-    """What one of our dicts was packed from. Raises ``CorruptPoolError``; ``tensor`` as in ``values.unpack``."""
+    """Unpack bytes that must hold a dict. Raises ``CorruptPoolError``; ``tensor`` as in ``values.unpack``."""
     return typed(values.unpack(packed, tensor=tensor), dict)
 
 
@@ -163,9 +163,9 @@ def _optimizer(saved: object) -> OptimizerContents:
     return OptimizerContents(typed(value["class"], str), names, groups, packed, rest, wraps)
 
 
-def refuse_unusable(device: object) -> None:
-    """Raises ``TypeError`` or ``ValueError`` for a device on which no tensor can be made: torch's own words come late,
-    in the midst of a version, and as all kinds of errors."""
+def refuse_unusable_device(device: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a device on which no tensor can be made: torch raises various errors,
+    and only in the middle of a restore."""
     if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
         kind = type(device).__name__
         raise TypeError(f'device={device!r} is a {kind}. Pass a torch.device or its name: device="cpu".')
@@ -175,23 +175,23 @@ def refuse_unusable(device: object) -> None:
         why = str(err).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"device={str(device)!r} cannot be used here: {why}. Nothing was read. Pass a device that this machine and "
-            "this torch have, or leave device= out: then tensors are made on the CPU."
+            "this torch support, or leave device= out: then tensors are made on the CPU."
         ) from err
     if is_meta:
         raise ValueError(
             "device='meta': a tensor there has no bytes, so nothing of the checkpoint would be loaded. Leave device= "
-            "out, and look at names, shapes and dtypes in the checkpoint's tensors."
+            "out, and read names, shapes and dtypes from the checkpoint's tensors."
         )
 
 
 def empty_for(entry: Entry, device: torch.device | str) -> torch.Tensor:
-    """An uninitialised tensor with the layout of an entry, on the CPU first (payload arrives there)."""
+    """Return an uninitialised tensor with the dtype, shape and strides of an entry."""
     dtype = dtype_from_name(entry.dtype)
     return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device=device)
 
 
 def load_tensor(source: Source, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-    """One tensor of a version, verified. Raises ``DamagedError`` at a bad block."""
+    """Read and verify one tensor of a checkpoint. Raises ``DamagedError`` at a bad block."""
     tensor = empty_for(source.entries[name], "cpu")
     if tensor.numel():
         source.read_into(name, tensor.data_ptr())
@@ -199,7 +199,7 @@ def load_tensor(source: Source, name: str, device: torch.device | str = "cpu") -
 
 
 def load_tensors(source: Source, names: Sequence[str], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """The same for many: together where they stay on the CPU; else one by one, so that the host never holds all."""
+    """Read and verify several tensors: together on the CPU; for another device one by one, to save host memory."""
     if torch.device(device).type != "cpu":
         return {name: load_tensor(source, name, device) for name in names}
     tensors = {name: empty_for(source.entries[name], "cpu") for name in names}
@@ -208,38 +208,38 @@ def load_tensors(source: Source, names: Sequence[str], device: torch.device | st
 
 
 def in_memory(source: Source, device: torch.device | str = "cpu") -> MemorySource:
-    """All tensors of a version, verified: they stay when the pool is written to or closed."""
+    """Read and verify all tensors of a checkpoint, so that the pool can be written to or closed."""
     own = [name for name, entry in source.entries.items() if entry.alias is None]
     return MemorySource(source.entries, load_tensors(source, own, device))
 
 
-def named(entries: Mapping[str, Entry], name: str) -> Entry:
-    """The entry that the small state names. Raises ``CorruptPoolError``."""
+def entry_of(entries: Mapping[str, Entry], name: str) -> Entry:
+    """Return the entry that the small state names. Raises ``CorruptPoolError`` if there is none."""
     if name not in entries:
-        raise CorruptPoolError(f"its small state names a tensor {name!r} that it does not hold")
+        raise CorruptPoolError(f"its small state names a tensor {name!r} that the checkpoint does not hold")
     return entries[name]
 
 
-def tensor_reader(source: Source, held: dict[str, torch.Tensor] | None = None) -> Callable[[str], torch.Tensor]:
-    """How ``values.unpack`` gets large tensors: by name, from this version only. They are noted in ``held``."""
+def tensor_reader(source: Source, loaded: dict[str, torch.Tensor] | None = None) -> Callable[[str], torch.Tensor]:
+    """Return a function with which ``values.unpack`` reads large tensors by name; it adds them to ``loaded``."""
 
     def read(name: str) -> torch.Tensor:
-        named(source.entries, name)
+        entry_of(source.entries, name)
         tensor = load_tensor(source, name)
-        if held is not None:
-            held[name] = tensor
+        if loaded is not None:
+            loaded[name] = tensor
         return tensor
 
     return read
 
 
 def refuse_unknown(name: str, entries: Mapping[str, Entry]) -> None:
-    """Raises ``NoTensorError`` for a name under which a version stores no tensor."""
+    """Raise ``NoTensorError`` for a name under which a checkpoint stores no tensor."""
     entry = entries.get(name)
     if entry is None:
         ending = [known for known in entries if known.endswith(f"/{name}")][:3]
-        near = ending or get_close_matches(str(name), entries, n=3)
-        hint = f"Near it are {', '.join(map(repr, near))}. " if near else ""
+        similar = ending or get_close_matches(str(name), entries, n=3)
+        hint = f"Similar names: {', '.join(map(repr, similar))}. " if similar else ""
         raise NoTensorError(
             f"The checkpoint holds no tensor {name!r}. Tensors have their names in the pool, such as 'model/0.weight'. "
             f"{hint}`lightck inspect --tensors POOL` lists them all."

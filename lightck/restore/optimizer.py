@@ -1,5 +1,6 @@
-"""An optimizer's state and options back into the live one: by parameter name, never through ``load_state_dict``, which
-casts. Live tensors are filled in place where they fit, so that whoever else holds them sees the values too.
+"""Restore an optimizer's state and options, by parameter name and never through ``load_state_dict``, which casts.
+
+Live state tensors are written in place if they fit, so that other holders of these tensors see the values too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 
 from lightck.pool.format.layout import Entry
-from lightck.restore import memory
+from lightck.restore import tensor_writes
 from lightck.restore.contents import Contents, OptimizerContents, empty_for, tensor_reader, unpack_dict
-from lightck.restore.memory import Fills
+from lightck.restore.tensor_writes import TensorWrites
 from lightck.state.inventory import OptimizerView
 from lightck.state.storable import dtype_from_name
 
@@ -24,18 +25,19 @@ def read_state(
     live: OptimizerView,
     contents: Contents,
     unfit: set[str],
-    held: dict[str, torch.Tensor],
-    fills: Fills,
+    restored: dict[str, torch.Tensor],
+    writes: TensorWrites,
 ) -> dict[str, Any]:
-    """The state of each parameter, by name: live tensors where they fit, new ones elsewhere, added to ``fills``, which
-    gives them their values.
+    """Return the state of each parameter by name: live tensors that fit, else new ones. ``writes.run()`` gives them
+    their values.
 
-    ``unfit``: parameters of another shape or dtype, whose state is not taken. ``held`` gets the tensors by entry name.
+    ``unfit``: parameters of another shape or dtype, whose state is not restored. The tensors are added to ``restored``
+    by entry name.
     """
     keys = keys_by_param(contents, saved)
-    rest = unpack_dict(saved.values, tensor=tensor_reader(fills.source, held))
+    rest = unpack_dict(saved.values, tensor=tensor_reader(writes.source, restored))
     params = dict(live.params)
-    filled: set[int] = set()
+    used: set[int] = set()
     counted = counted_on_device(saved)
     state: dict[str, object] = {}
     for name in saved.all_names:
@@ -48,27 +50,29 @@ def read_state(
             now = present.get(key) if isinstance(present, dict) else None
             stays = key == "step" and name not in counted
             where = partial(device_of, entry, contents, name, p, stays)
-            new[key] = _state_tensor(now, entry, where, held, fills, filled)
+            new[key] = _state_tensor(now, entry, where, restored, writes, used)
         if new or name in rest:
             state[name] = joined(new, rest, name)
     return state
 
 
 def joined(tensors: dict[object, object], rest: Mapping[str, object], name: str) -> object:
-    """One parameter's state: its tensors and the rest of it, or what it is where it is no dict."""
+    """Combine the tensors and the other values of one parameter's state; if the state is no dict, return it."""
     other = rest.get(name, {})
     return tensors | other if isinstance(other, dict) else other
 
 
 def counted_on_device(saved: OptimizerContents) -> set[str]:
-    """Parameters whose steps are counted where they lie, as ``fused`` and ``capturable`` optimizers do."""
+    """Return the parameters whose step count is on their device, as in ``fused`` and ``capturable`` optimizers."""
     groups = zip(saved.names, saved.groups, strict=True)
     return {name for names, options in groups if options.get("fused") or options.get("capturable") for name in names}
 
 
 def device_of(entry: Entry, contents: Contents, name: str, live: torch.Tensor, stays: bool) -> torch.device:
-    """Where a new state tensor belongs: with its parameter. What was kept on the CPU for one on a device stays there;
-    so does a count of steps (``stays``) that was there, as in torch's own ``load_state_dict``."""
+    """Return the device for a new state tensor: that of its parameter ``live``.
+
+    A tensor that was saved on the CPU stays there if its parameter was on another device, or if it is a step count
+    (``stays``), as in torch's ``load_state_dict``."""
     param = contents.entries.get(f"model/{name}")
     is_of_cpu = param is not None and param.device == "cpu" and not stays
     return torch.device("cpu") if entry.device == "cpu" and not is_of_cpu else live.device
@@ -78,23 +82,25 @@ def _state_tensor(
     present: Any,
     entry: Entry,
     device: Callable[[], torch.device],
-    held: dict[str, torch.Tensor],
-    fills: Fills,
-    filled: set[int],
+    restored: dict[str, torch.Tensor],
+    writes: TensorWrites,
+    used: set[int],
 ) -> torch.Tensor:
-    """``filled``: ids of the live tensors that were filled already. One that several parameters share live holds the
-    values of one of them only, unless they shared it when it was saved."""
+    """Return the tensor that gets the values of an entry: ``present`` if it fits, else a new one.
+
+    ``used``: ids of live tensors that have values already. A live tensor that several parameters share gets the values
+    of one of them only, unless they shared it when it was saved."""
     if entry.alias is not None:
-        known = held.get(entry.alias)
+        known = restored.get(entry.alias)
         if known is not None:
             return known
-        entry = fills.source.entries[entry.alias]
-    target = present if _fits(present, entry) and id(present) not in filled else None
+        entry = writes.source.entries[entry.alias]
+    target = present if _fits(present, entry) and id(present) not in used else None
     if target is None:
         target = empty_for(entry, device())
-    filled.add(id(target))
-    held[entry.name] = target
-    fills.add(entry.name, target)
+    used.add(id(target))
+    restored[entry.name] = target
+    writes.add(entry.name, target)
     return target
 
 
@@ -105,7 +111,7 @@ def _fits(present: object, entry: Entry) -> bool:
 
 
 def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dict[str, Entry]]:
-    """Parameter name -> key -> entry, for state tensors that lie directly in ``optimizer.state[p]``."""
+    """Return parameter name -> key -> entry, for the tensors that are values of ``optimizer.state[p]``."""
     names = set(saved.all_names) if not saved.wraps else set()
     found: dict[str, dict[str, Entry]] = {}
     for full, entry in contents.entries.items():
@@ -118,6 +124,7 @@ def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dic
 
 
 def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, dict[object, object]]) -> None:
+    """Put the restored state and options into the live optimizer."""
     optimizer, params = live.optimizer, dict(live.params)
     taken: dict[int, torch.Tensor] = {}
     for name, p in params.items():
@@ -131,8 +138,8 @@ def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, di
 
 
 def _option(now: Any, saved: object, taken: dict[int, torch.Tensor]) -> object:
-    """A group's option as it was saved. A tensor (a learning rate) stays the tensor that others may hold, unless
-    another group shares it and had another value (``taken``: what live tensors were set to)."""
+    """Return a group's option as it was saved. A tensor (a learning rate) is written in place, since others may hold
+    it, unless another group shares it and had another value (``taken``: id -> value that a live tensor was set to)."""
     if not isinstance(saved, torch.Tensor):
         return deepcopy(saved)
     fits = isinstance(now, torch.Tensor) and (now.dtype, now.shape) == (saved.dtype, saved.shape)
@@ -140,5 +147,5 @@ def _option(now: Any, saved: object, taken: dict[int, torch.Tensor]) -> object:
         device = now.device if isinstance(now, torch.Tensor) else saved.device
         return saved.clone().to(device)
     with torch.no_grad():
-        memory.write(now, saved)
+        tensor_writes.write(now, saved)
     return now

@@ -1,10 +1,10 @@
-"""After a restore: do the optimizers and the objects in ``state`` hold what was put into them?
+"""Check after a restore that the optimizers and the objects in ``state`` hold what was restored into them.
 
-``load_state_dict`` is code of the user's, and ``optimizer.state`` may be a property that makes a new dict at each look.
-So both are read again. What took nothing at all is an error; what holds other values than were saved is named in a
-warning. No difference: another order of keys, keys that were added, a list for a tuple, a number of another type, a
-dtype that holds the saved values, values that are another at each look (clocks). Loaders are not asked: some draw
-random numbers in order to answer.
+``load_state_dict`` is the user's code, and ``optimizer.state`` may be a property that makes a new dict at each access.
+Therefore both are read again. An object that took nothing is an error; an object with other values than the saved ones
+is named in a warning. Not counted as differences: the order of keys, additional keys, a list for a tuple, another
+number type, a dtype that represents the saved values, values that change at each access (clocks). DataLoaders are not
+read, because the ``state_dict()`` of some draws random numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lightck.errors import DriftError, StateValueError, listed
-from lightck.restore import memory
+from lightck.restore import tensor_writes
 from lightck.state import rng, values
 from lightck.state.device_transfers import bytes_in_order
 from lightck.state.inventory import OptimizerView
@@ -28,13 +28,14 @@ log = logging.getLogger("lightck")
 _SEQUENCES = (list, tuple, deque)
 _NUMBERS = (bool, int, float, complex, np.generic)
 _SAMPLES = 512
-"""Elements of a large tensor that are looked at to see whether anything reached it."""
+"""Elements of a large tensor that are compared to see whether it changed at all."""
 
 _Sketch = tuple[bytes, tuple[bytes, ...]]
 
 
 class ObjectCheck:
-    """Made before ``load_state_dict`` of one object in ``state``; ``after`` is called behind it."""
+    """Compares one object in ``state`` before and after its ``load_state_dict``: construct it before, then call
+    ``after``."""
 
     def __init__(self, name: str, obj: object) -> None:
         self._name = name
@@ -42,39 +43,40 @@ class ObjectCheck:
         self._before = None if is_loader(obj) else _sketch(_state_of(obj))
 
     def after(self, saved: object) -> None:
-        """``saved``: what the checkpoint holds, in objects that nobody else has. Raises ``DriftError`` where the object
-        is as it was before, and that is something else."""
+        """Compare the object with ``saved``, a private copy of the saved state, and warn of differences.
+
+        Raises ``DriftError`` if the object did not change at all and differs."""
         if is_loader(self._obj):
             return
         now = _state_of(self._obj)
         if now is None:
-            return  # it refuses to be asked, and will say so when it is saved
+            return  # its state_dict() raises, and will raise again when the object is saved
         differ = list(_differences(saved, now, ""))
         if differ:
             again = _state_of(self._obj)
-            differ = [path for path in differ if not _moves(now, again, path)]
+            differ = [path for path in differ if not _is_unstable(now, again, path)]
         if not differ:
             return
         name, kind = self._name, type(self._obj).__name__
         where = listed([path or "all of it" for path in differ])
         if self._before is not None and self._before == _sketch(now):
             raise DriftError(
-                f"state[{name!r}] took nothing of its saved state: after load_state_dict() the {kind} is as it was "
-                f"before, and differs from what was saved in {where}. Mend its load_state_dict(), or say no to it: "
-                f'state={{"{name}": None}}.'
+                f"state[{name!r}] took nothing of its saved state: after load_state_dict() the {kind} is unchanged, "
+                f"and differs from what was saved in {where}. Correct its load_state_dict(), or leave the object out "
+                f'of the restore: state={{"{name}": None}}.'
             )
         log.warning(
-            "lightck: state[%r] differs from what was saved after its load_state_dict(), in %s: the training "
-            "does not go on bit-identically from it. Let the load_state_dict() of %s take all that its "
-            "state_dict() gives",
+            "lightck: after its load_state_dict(), state[%r] differs from what was saved in %s: the training does not "
+            "continue bit-identically. Make the load_state_dict() of %s restore everything that its state_dict() "
+            "returns",
             name,
             where,
             kind,
         )
 
 
-def fits(obj: object, packed: bytes) -> bool:
-    """Whether an object's state has the keys of what was saved."""
+def has_same_keys(obj: object, packed: bytes) -> bool:
+    """Whether an object's state has the same keys as the saved one."""
     now, saved = _state_of(obj), values.unpack(packed, tensor=lambda name: torch.empty(0))
     return isinstance(now, Mapping) and isinstance(saved, Mapping) and now.keys() == saved.keys()
 
@@ -82,8 +84,10 @@ def fits(obj: object, packed: bytes) -> bool:
 def check_optimizer(
     live: OptimizerView, state: Mapping[str, object], rest: Mapping[object, object], groups: list[dict[str, object]]
 ) -> None:
-    """``state``: by name of the parameter, what was put into the optimizer; ``rest``: under other keys; ``groups``: the
-    options. Raises ``DriftError`` where none of the state is there."""
+    """Check that an optimizer holds what was put into it, and warn of differences.
+
+    ``state``: parameter name -> its state; ``rest``: state under other keys; ``groups``: the options. Raises
+    ``DriftError`` if the optimizer holds none of the state."""
     held = live.optimizer.state
     put: dict[str, tuple[object, object]] = {f"the state of {name}": (p, state.get(name)) for name, p in live.params}
     put |= {f"state[{key!r}]": (key, value) for key, value in rest.items()}
@@ -91,7 +95,7 @@ def check_optimizer(
     if differ and {what for what, (_, wanted) in put.items() if not _is_empty(wanted)} <= set(differ):
         raise DriftError(
             f"{live.class_name} keeps nothing of the state that is put into it: {listed(differ)} is not what was "
-            "saved. Its state may be a property that makes a new dict at each look. Keep state in one dict, as "
+            "saved. Its state may be a property that makes a new dict at each access. Keep state in one dict, as "
             "torch.optim.Optimizer does."
         )
     for g, (group, options) in enumerate(zip(live.optimizer.param_groups, groups, strict=True)):
@@ -99,7 +103,7 @@ def check_optimizer(
         differ += [f"{key} of group {g}" for key in not_set]
     if differ:
         log.warning(
-            "lightck: %s does not hold what was restored into it: %s. The training does not go on bit-identically",
+            "lightck: %s does not hold what was restored into it: %s. The training does not continue bit-identically",
             live.class_name,
             listed(differ),
         )
@@ -117,7 +121,7 @@ def _holds(held: Any, key: object, wanted: object) -> bool:
 
 
 def _state_of(obj: Any) -> object:
-    with rng.shielded():
+    with rng.preserved():
         try:
             return obj.state_dict()
         except Exception:
@@ -138,7 +142,7 @@ def _sketch(state: object) -> _Sketch | None:
 
 
 def _differences(saved: object, now: object, path: str, *, exactly: bool = False) -> Iterator[str]:
-    """Paths below which ``now`` lacks something of ``saved``. ``exactly``: what was added is a difference too."""
+    """Yield the paths where ``now`` lacks or contradicts something in ``saved``. ``exactly``: additions count too."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         if exactly:
             yield from (_join(path, key) for key in now if key not in saved)
@@ -162,16 +166,16 @@ def _join(path: str, key: object) -> str:
     return f"{path}/{key}" if path else str(key)
 
 
-def _moves(now: object, again: object, path: str) -> bool:
-    """Whether what lies at a path is another at each look."""
-    return any(moved == path or moved.startswith(f"{path}/") for moved in _differences(now, again, ""))
+def _is_unstable(now: object, again: object, path: str) -> bool:
+    """Whether the value at a path differs between two reads."""
+    return any(changed == path or changed.startswith(f"{path}/") for changed in _differences(now, again, ""))
 
 
 def _same(saved: object, now: object) -> bool:
     try:
         if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
             cast = now.detach().to("cpu", saved.dtype)
-            return saved.shape == now.shape and memory.same_bits(saved.detach().cpu(), cast)
+            return saved.shape == now.shape and tensor_writes.same_bits(saved.detach().cpu(), cast)
         if isinstance(saved, np.ndarray) and isinstance(now, np.ndarray):
             return saved.shape == now.shape and saved.tobytes() == now.astype(saved.dtype).tobytes()
         if isinstance(saved, _NUMBERS) or isinstance(now, _NUMBERS):

@@ -1,8 +1,8 @@
-"""Recovery: find the newest version of a pool that verifies, and load or restore it. It writes nothing.
+"""Recovery: find the newest checkpoint of a pool that verifies, and load or restore it. It never writes to the pool.
 
-Versions are tried from the newest on. A block that does not match its checksum sends us to the next older one, over the
-same tensors; where no version is left, nothing is returned and no floating-point parameter keeps a usable value: a mix
-of two versions never leaves this module.
+Checkpoints are tried from newest to oldest. If a block does not match its checksum, the next older checkpoint is
+restored over the same tensors. If none is left, recovery raises and all floating-point parameters are set to NaN, so
+that nobody trains on a mix of two checkpoints.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from lightck.pool.storage.backends import readable_path
 from lightck.pool.storage.lock import holder_of
 from lightck.restore import restore as _restore
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison, refuse_other_than_mapping
-from lightck.restore.contents import Contents, MemorySource, in_memory, refuse_unusable
-from lightck.restore.memory import ordinary_tensors
+from lightck.restore.contents import Contents, MemorySource, in_memory, refuse_unusable_device
+from lightck.restore.tensor_writes import ordinary_tensors
 
 T = TypeVar("T")
-STALE = "it holds old bytes of a tensor that was written unannounced, as a newer version says"
+STALE_REASON = (
+    "it is stale: a newer checkpoint says that it holds old bytes of a tensor, because a write was not detected"
+)
 _ATTEMPTS = 20
-"""How often the ring is read again on a pool whose slots are being reused while we read."""
+"""How often the commit log is read again if a training reuses slots of the pool while they are read."""
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Python's cyclic garbage collector makes no collection by itself until the end of the block; ``gc.collect()``
-    works. A collector that is off stays off.
+    """Disable Python's automatic cyclic garbage collection in this block; ``gc.collect()`` works. A disabled collector
+    stays disabled.
 
-    A recovery makes some ten objects per tensor in one go, and keeps them. To the collector that looks like garbage in
-    the making: it passes over them again and again, and over all that was made before, and finds nothing. That took a
-    fifth of a recovery of 100,000 tensors."""
+    A recovery makes about ten lasting objects per tensor. Their number triggers collections again and again, which find
+    nothing and took a fifth of the time of a recovery of 100,000 tensors."""
     if not gc.isenabled():
         yield
         return
@@ -64,29 +65,29 @@ def recover(
     device: torch.device | str = "cpu",
     strict: bool = True,
 ) -> Checkpoint:
-    """The newest version of a pool that verifies.
+    """Load or restore the newest checkpoint of a pool that verifies.
 
     Args:
         pool_path: the pool; it may be in use (it is only read).
         model: restore into this module in place; without it everything is loaded into new tensors.
         optimizer: an optimizer, or a list of them, restored by parameter name.
         state: name -> object with ``load_state_dict``, restored from what was saved under that name.
-        step: this step instead of the newest.
-        device: where new tensors are made, without ``model``.
-        strict: raise where checkpoint and model differ; else take what fits and list the rest in ``.drift``.
+        step: recover this step instead of the newest.
+        device: device of the new tensors; used without ``model`` only.
+        strict: raise if checkpoint and model differ; else restore what fits and list the rest in ``.drift``.
 
     Raises:
-        PoolError: there is no pool, or not one that can be read (see :mod:`lightck.errors`).
+        PoolError: there is no pool, or it cannot be read (see :mod:`lightck.errors`).
         NoCheckpointError: nothing was committed yet, or not this step.
-        CorruptPoolError: versions exist and none of them verifies.
-        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``; nothing was changed, but where an
-            object in ``state`` refuses what it saved: then the model's parameters are NaN, as the message says.
+        CorruptPoolError: checkpoints exist and none of them verifies.
+        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``. Nothing was changed, unless an
+            object in ``state`` rejects its saved state: then the model's parameters are NaN, as the message says.
         SessionError: the model's session is open.
-        TypeError, ValueError: an argument that makes no sense, or a ``device`` that this machine or torch lacks.
+        TypeError, ValueError: an invalid argument, or a ``device`` that this machine or torch does not support.
     """
     _check_arguments(model, optimizer, state, step)
     if model is None:
-        refuse_unusable(device)
+        refuse_unusable_device(device)
     path = readable_path(pool_path)
     reader = open_pool(path)
     try:
@@ -103,9 +104,10 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
     if step is not None and (isinstance(step, bool) or not isinstance(step, Integral)):
         raise TypeError(f"step={step!r} is a {type(step).__name__}. Pass the number of a step, an int: step=1000.")
     if model is None and (optimizer is not None or state):
-        said = " and ".join(name for name, given in (("optimizer=", optimizer), ("state=", state)) if given is not None)
+        arguments = (("optimizer=", optimizer), ("state=", state))
+        given = " and ".join(name for name, value in arguments if value is not None)
         raise TypeError(
-            f"{said} without model=: they are restored together with the model, whose parameters name their state. "
+            f"{given} without model=: they are restored together with the model, whose parameters name their state. "
             "Pass model= too; or leave them out, and read .optimizer and .state of the checkpoint."
         )
 
@@ -113,9 +115,10 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
 def newest(
     reader: PoolReader, step: int | None, take: Callable[[StoredCheckpoint, Contents, list[RejectedCheckpoint]], T]
 ) -> T:
-    """``take`` of the newest version that it does not reject by ``DamagedError``.
+    """Return the result of ``take`` for the newest checkpoint for which it does not raise ``DamagedError``.
 
-    On a pool in use a slot may be re-used while we look at it: as long as new lines appear, we look again.
+    A training may reuse a slot while it is read. Therefore all checkpoints are tried again as long as new commit
+    records appear. Raises ``NoCheckpointError``, ``CorruptPoolError`` or ``PoolLockedError``.
     """
     for _ in range(_ATTEMPTS):
         commit_log, rejected = reader.commit_log(), []
@@ -126,7 +129,7 @@ def newest(
                 continue
             generation = stored.record.payload_generation
             if stale_after is not None and generation > stale_after:
-                rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, STALE))
+                rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, STALE_REASON))
                 continue
             try:
                 contents = parse(stored)
@@ -144,14 +147,14 @@ def newest(
         if reader.commit_log() == commit_log:
             raise _nothing_left(reader, commit_log, step, rejected)
     raise PoolLockedError(
-        f"The pool {reader.path!r} is in use, and its versions were overwritten faster than they could be read, "
-        f"{_ATTEMPTS} times. Nothing is wrong with it. Try again, end the training first, or give it more slots: "
+        f"The pool {reader.path!r} is in use, and its checkpoints were overwritten faster than they could be read, "
+        f"{_ATTEMPTS} times. The pool is not damaged. Try again, end the training first, or give the pool more slots: "
         "attach(..., slots=3)."
     )
 
 
 def parse(stored: StoredCheckpoint) -> Contents:
-    """Raises ``DamagedError`` where the small state does not make sense."""
+    """Parse the small state of a checkpoint. Raises ``DamagedError`` if it is malformed."""
     try:
         return Contents.parse(stored.state, stored.step, stored.iteration, stored.entries)
     except CorruptPoolError as err:
@@ -161,35 +164,36 @@ def parse(stored: StoredCheckpoint) -> Contents:
 def _nothing_left(
     reader: PoolReader, commit_log: CommitLog, step: int | None, rejected: list[RejectedCheckpoint]
 ) -> Exception:
-    reasons = tuple(map(str, rejected)) + tuple(f"commit line {p} is damaged" for p in commit_log.damaged)
+    """Make the error for a pool in which no checkpoint can be used."""
+    reasons = tuple(map(str, rejected)) + tuple(f"commit record {p} is damaged" for p in commit_log.damaged)
     if commit_log.is_empty:
-        return erased_error(reader) or NoCheckpointError(
-            f"The pool {reader.path!r} holds no checkpoint yet. The training that made it committed no step so far. "
-            "If it has ended, start it afresh; attach(..., resume=True) does that by itself."
+        return erased_log_error(reader) or NoCheckpointError(
+            f"The pool {reader.path!r} holds no checkpoint yet. The training that made it has committed no step. If "
+            "that training has ended, start it afresh; attach(..., resume=True) does that by itself."
         )
     held = {record.step for record in commit_log.records.values() if not reader.is_reused(record)}
     if step is not None and step not in held:
         return NoCheckpointError(
             f"The pool {reader.path!r} does not hold step {step}. It holds {', '.join(map(str, sorted(held)))}: older "
-            "steps were overwritten, since a pool keeps the newest few. Ask for one of these, or leave step out."
+            "steps were overwritten, because a pool keeps only the newest. Ask for one of these, or leave step out."
         )
     return CorruptPoolError(
-        f"No version in the pool {reader.path!r} verifies: {'; '.join(reasons)}. Nothing was restored. Use another "
+        f"No checkpoint in the pool {reader.path!r} verifies: {'; '.join(reasons)}. Nothing was restored. Use another "
         "copy of the pool; attach(..., overwrite=True) discards this one and starts afresh.",
         reasons,
     )
 
 
-def erased_error(reader: PoolReader) -> CorruptPoolError | None:
-    """Of a pool whose commit lines are gone (``PoolReader.erased``)."""
-    generations = ", ".join(map(str, reader.erased()))
+def erased_log_error(reader: PoolReader) -> CorruptPoolError | None:
+    """Make the error for a pool whose commit records were erased (``PoolReader.unnamed_generations``); else None."""
+    generations = ", ".join(map(str, reader.unnamed_generations()))
     if not generations:
         return None
     return CorruptPoolError(
-        f"All commit lines of the pool {reader.path!r} are erased, and its slots hold versions (generations "
-        f"{generations}). Which of them were committed whole cannot be told any more. Nothing was restored or changed. "
-        "Use another copy of the pool; attach(..., overwrite=True) discards this one and starts afresh.",
-        ("every commit line is erased",),
+        f"All commit records of the pool {reader.path!r} are erased, and its slots hold checkpoints (generations "
+        f"{generations}). It is unknown which of them were completely written. Nothing was restored or changed. Use "
+        "another copy of the pool; attach(..., overwrite=True) discards this one and starts afresh.",
+        ("every commit record is erased",),
     )
 
 
@@ -205,16 +209,17 @@ def _load(
 
 
 def _read_again(path: str, uuid: bytes, record: CommitRecord) -> MemorySource:
-    """The tensors of a version that was restored in place, if the pool still holds it."""
+    """Read the tensors of a checkpoint that was restored in place. Raises ``NoCheckpointError`` if the pool does not
+    hold it any more."""
     reader = open_pool(path)
     try:
         if reader.superblock.uuid != uuid:
-            raise DamagedError("the pool was made anew since")
+            raise DamagedError("the pool was replaced since")
         return in_memory(reader.checkpoint(record))
     except DamagedError as err:
         raise NoCheckpointError(
             f"Step {record.step}, which was restored in place, is no longer in the pool {path!r} ({err}), and the live "
-            "tensors may have trained on. Use lightck.recover(path) without a model to keep a version in memory."
+            "tensors may have changed. Use lightck.recover(path) without a model to keep a checkpoint in memory."
         ) from err
     finally:
         reader.close()
@@ -232,9 +237,10 @@ def restore_newest(
     complete: bool = False,
     in_use: bool = False,
 ) -> Checkpoint:
-    """Restore the newest version that verifies into live objects; the next older one where a block fails.
+    """Restore the newest checkpoint that verifies into live objects; if a block fails, the next older one.
 
-    ``in_use``: a training may write the version over while it is read, so it is read into memory of its own first.
+    ``complete``: see ``restore.check``. ``in_use``: a training may overwrite the checkpoint while it is read, so it is
+    read into separate memory first.
     """
     touched: list[torch.Tensor] = []
 
@@ -246,10 +252,10 @@ def restore_newest(
         try:
             _restore.apply(plan, source)
         finally:
-            touched.extend(plan.held.values())
+            touched.extend(plan.restored.values())
         path, uuid, record = reader.path, reader.superblock.uuid, stored.record
         checkpoint = Checkpoint(contents, lambda: _read_again(path, uuid, record), record, path, uuid, rejected)
-        checkpoint.note_restored(model, plan)
+        checkpoint.record_restored(model, plan)
         return checkpoint
 
     try:

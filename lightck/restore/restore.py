@@ -1,8 +1,8 @@
-"""Putting a version back into a live training, in place, bit for bit.
+"""Restore a checkpoint into a live training, in place, bit for bit.
 
-First everything that can be checked is checked (``check``: classes, groups, names, shapes, dtypes); only then the first
-byte changes (``apply``). Values are written with their own dtype, device and layout, never through
-``load_state_dict`` of an optimizer, which casts. Order: payload, then objects in ``state``, then optimizer options.
+``check`` compares everything first (classes, groups, names, shapes, dtypes); only then ``apply`` changes the first
+byte. Values keep their dtype, device and layout; an optimizer's ``load_state_dict``, which casts, is not used. The
+order is: payload, objects in ``state``, optimizer state and options.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.errors import DriftError, LightckError, listed
 from lightck.pool.format.layout import Entry
-from lightck.restore import changed_options, memory
+from lightck.restore import changed_options, tensor_writes
 from lightck.restore.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
-from lightck.restore.memory import Fills
 from lightck.restore.optimizer import read_state, set_state
-from lightck.restore.readback import ObjectCheck, check_optimizer, fits
+from lightck.restore.readback import ObjectCheck, check_optimizer, has_same_keys
+from lightck.restore.tensor_writes import TensorWrites
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_views
 from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable
@@ -31,12 +31,12 @@ _Names = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How a checkpoint and what it is restored into differ. Names of tensors, and sentences about the rest."""
+    """Differences between a checkpoint and the objects that it is restored into: tensor names, and sentences."""
 
     missing: tuple[str, ...] = ()
-    """The model has it, the checkpoint does not."""
+    """Tensors that only the model has."""
     extra: tuple[str, ...] = ()
-    """The checkpoint has it, the model does not."""
+    """Tensors that only the checkpoint has."""
     reshaped: tuple[str, ...] = ()
     retyped: tuple[str, ...] = ()
     other: tuple[str, ...] = ()
@@ -56,27 +56,27 @@ class Drift:
 
 
 @dataclass(slots=True)
-class Plan:
-    """What ``apply`` will do: checked, and nothing changed yet."""
+class RestorePlan:
+    """What ``apply`` will do; ``check`` makes it and changes nothing."""
 
     contents: Contents
     drift: Drift
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """Entry name -> live tensor to fill."""
+    """(entry name, live tensor to write)."""
     resizable: list[tuple[str | None, Live]] = field(default_factory=list)
-    """Buffers that came, went or changed their size while the version was trained: entry name, or None for one that
-    was None, and where it belongs."""
+    """Buffers that the training added, removed or resized: (entry name, or None if it was saved as None; live
+    place)."""
     optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
     objects: dict[str, object] = field(default_factory=dict)
     declined: frozenset[str] = frozenset()
-    """Names in ``state`` that the user said no to."""
+    """Names in ``state`` that the user declined by passing None."""
     extra: list[tuple[str, nn.Module]] = field(default_factory=list)
     edited: list[str] = field(default_factory=list)
-    """Options that are set back from what the script built."""
-    held: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Entry name -> the tensor that holds its bytes now, as far as ``apply`` got."""
+    """Options that the script builds differently and that the restore replaces, as text."""
+    restored: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Entry name -> tensor that ``apply`` has written or loaded so far."""
     unfit: set[str] = field(default_factory=set)
-    """Parameters that do not fit: their optimizer state is not taken either."""
+    """Parameters that do not fit: their optimizer state is not restored either."""
 
 
 def check(
@@ -87,17 +87,16 @@ def check(
     *,
     strict: bool,
     complete: bool,
-) -> Plan:
-    """Compare a version with a live training. Raises ``DriftError`` where they differ and ``strict`` is set.
+) -> RestorePlan:
+    """Compare a checkpoint with a live training. Raises ``DriftError`` if they differ and ``strict`` is set.
 
-    ``objects``: name -> object, or None for a name that is declined.
-
-    ``complete``: what the version holds and nobody takes (an optimizer, a name in ``state``) is drift too.
+    ``objects``: name -> object, or None for a name that is declined. ``complete``: parts of the checkpoint that no live
+    object takes (an optimizer, a name in ``state``) are drift too.
     """
     view = ModelView(model)
     names = view.names_by_id()
     opt_views = optimizer_views(optimizers, names)
-    plan = Plan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
+    plan = RestorePlan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
     notes: list[str] = []
     tensors = view.tensors(None) + [live for o in opt_views for live in o.outside()]
     for live in tensors:
@@ -119,8 +118,8 @@ def check(
     return plan
 
 
-def _match_resizable(contents: Contents, view: ModelView, lives: list[Live], plan: Plan) -> list[Live]:
-    """Plan for the buffers that do not fit and are known to come, go or change their size. Returns the others."""
+def _match_resizable(contents: Contents, view: ModelView, lives: list[Live], plan: RestorePlan) -> list[Live]:
+    """Plan the restore of resizable buffers that do not fit as they are. Returns all other tensors."""
     left = []
     for live in lives:
         entry = contents.entries.get(live.name)
@@ -140,7 +139,7 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
 
 
 def _match_tensors(
-    contents: Contents, lives: list[Live], plan: Plan, notes: list[str]
+    contents: Contents, lives: list[Live], plan: RestorePlan, notes: list[str]
 ) -> tuple[_Names, _Names, _Names, _Names]:
     held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
     for _, live in plan.resizable:
@@ -160,8 +159,8 @@ def _match_tensors(
                 retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and objects.get(live.alias) is live.tensor and live.alias in contents.entries:
-                notes.append(f"{live.name} is tied to {live.alias} live, and had values of its own when it was saved")
-            else:  # one in the memory of another is written too, to see whether the saved values go together
+                notes.append(f"{live.name} is tied to {live.alias} live, and was saved with values of its own")
+            else:  # tensors in shared memory are written too: ``contradiction`` checks their saved values
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
 
@@ -172,7 +171,7 @@ def _were_tied(contents: Contents, name: str, other: str) -> bool:
 
 
 def _match_optimizers(
-    contents: Contents, views: list[OptimizerView], plan: Plan, notes: list[str], complete: bool
+    contents: Contents, views: list[OptimizerView], plan: RestorePlan, notes: list[str], complete: bool
 ) -> None:
     left, pairs = _pairs(contents.optimizers, views)
     for saved, live in pairs:
@@ -195,8 +194,9 @@ def _pairs(
     saved: Sequence[OptimizerContents],
     views: Sequence[OptimizerView],
 ) -> tuple[list[OptimizerView], list[_Pair]]:
-    """Who takes what, by parameters; and the live ones that are left. A wrapper has the parameters of what it wraps, so
-    those of the same class come first."""
+    """Match saved and live optimizers by their parameters. Returns the unmatched live ones, and the pairs.
+
+    A wrapper has the parameters of the optimizer that it wraps, so optimizers of equal class are matched first."""
     left = list(views)
     pairs: list[_Pair] = []
     for same_class in (True, False):
@@ -233,22 +233,22 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
         return fact
     names = [name for group in saved.names[n_live:] for name in group]
     return (
-        f"{fact}: those from group {n_live} on hold {listed(names)}. Groups that a training adds on its "
-        "way (add_param_group) have to be there before attach: lightck.recover(path).step says how far it came"
+        f"{fact}: those from group {n_live} on hold {listed(names)}. Add groups that a training adds later "
+        "(add_param_group) before attach: lightck.recover(path).step is the step that it reached"
     )
 
 
 def _match_objects(
-    contents: Contents, objects: Mapping[str, object], plan: Plan, notes: list[str], complete: bool, strict: bool
+    contents: Contents, objects: Mapping[str, object], plan: RestorePlan, notes: list[str], complete: bool, strict: bool
 ) -> None:
-    """One of another class (renamed, it may be) is drift; it is taken all the same where it need not be strict, and has
-    a state of the same keys."""
+    """Match the objects in ``state`` by name. An object of another class (perhaps a renamed one) is drift; without
+    ``strict`` it is restored nevertheless if its state has the same keys."""
     for name in contents.state:
         if objects.get(name) is not None:
             was = contents.classes.get(name)
             if was is not None and was != class_name_of(objects[name]):
                 notes.append(f"state {name!r} is {class_name_of(objects[name])} live, and was saved from {was}")
-                if strict or not fits(objects[name], contents.state[name]):
+                if strict or not has_same_keys(objects[name], contents.state[name]):
                     continue
             plan.objects[name] = objects[name]
         elif complete and name not in plan.declined:
@@ -260,28 +260,28 @@ def _match_objects(
     notes.extend(f"the checkpoint holds nothing for state {name!r}" for name in sorted(asked))
 
 
-def _match_extra(contents: Contents, view: ModelView, plan: Plan, notes: list[str]) -> None:
+def _match_extra(contents: Contents, view: ModelView, plan: RestorePlan, notes: list[str]) -> None:
     live = dict(view.extra)
     for name in contents.extra.keys() ^ live.keys():
-        notes.append(f"extra state {name!r} is on one side only")
+        notes.append(f"extra state {name!r} is only in the {'model' if name in live else 'checkpoint'}")
     plan.extra = [(name, module) for name, module in view.extra if name in contents.extra]
 
 
-def apply(plan: Plan, source: Source) -> None:
-    """Do it. Raises ``DamagedError`` at a block that does not verify: live tensors may have changed by then, and
-    ``plan.held`` names them."""
+def apply(plan: RestorePlan, source: Source) -> None:
+    """Execute the plan. Raises ``DamagedError`` at a block that does not verify; live tensors may have changed by then,
+    and ``plan.restored`` lists them."""
     _refuse_contradiction(plan, source)
     fresh = {name: load_tensor(source, name) for name, _ in plan.resizable if name is not None}
     with torch.no_grad():
-        fills = Fills(source)
+        writes = TensorWrites(source)
         for name, tensor in plan.tensors:
-            plan.held[name] = tensor
-            fills.add(name, tensor)
+            plan.restored[name] = tensor
+            writes.add(name, tensor)
         states = [
-            read_state(saved, live, plan.contents, plan.unfit, plan.held, fills) for saved, live in plan.optimizers
+            read_state(saved, live, plan.contents, plan.unfit, plan.restored, writes) for saved, live in plan.optimizers
         ]
-        fills.run()
-    read = tensor_reader(source, plan.held)
+        writes.run()
+    read = tensor_reader(source, plan.restored)
     rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
     extra = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra}
@@ -298,24 +298,24 @@ def apply(plan: Plan, source: Source) -> None:
         live.optimizer.state.update(rest)
     for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
         check_optimizer(live, state, rest, saved.groups)
-    for name, check_one in checks.items():  # load_state_dict may have changed what it was given: taken apart again
-        check_one.after(values.unpack(plan.contents.state[name], tensor=plan.held.__getitem__))
-    changed_options.tell_options(plan.edited)
+    for name, check_one in checks.items():  # unpacked again: load_state_dict may have changed its argument
+        check_one.after(values.unpack(plan.contents.state[name], tensor=plan.restored.__getitem__))
+    changed_options.warn_options(plan.edited)
 
 
-def _refuse_contradiction(plan: Plan, source: Source) -> None:
+def _refuse_contradiction(plan: RestorePlan, source: Source) -> None:
     with torch.no_grad():
-        names = memory.contradiction(plan.tensors, lambda name: load_tensor(source, name))
+        names = tensor_writes.contradiction(plan.tensors, lambda name: load_tensor(source, name))
     if names is not None:
         raise DriftError(
             f"The checkpoint of step {plan.contents.step} does not fit: {names[0]} and {names[1]} share memory live, "
-            "and were saved with values that differ there. Nothing was changed. Build the model as it was, with memory "
-            "of its own for each of them."
+            "and were saved with different values there. Nothing was changed. Build the model as it was, with separate "
+            "memory for each of them."
         )
 
 
-def _set_resizable(plan: Plan, fresh: Mapping[str, torch.Tensor]) -> None:
-    """All that can fail was read: buffers appear, go, or take their new size, as the same objects where there are."""
+def _set_resizable(plan: RestorePlan, fresh: Mapping[str, torch.Tensor]) -> None:
+    """Add, remove or resize buffers; a buffer that exists keeps its tensor object. All reads are done before."""
     device = next((tensor.device for _, tensor in plan.tensors), torch.device("cpu"))
     for name, live in plan.resizable:
         assert live.home is not None
@@ -326,7 +326,7 @@ def _set_resizable(plan: Plan, fresh: Mapping[str, torch.Tensor]) -> None:
         else:
             live.tensor.data = fresh[name].to(live.tensor.device)
         if name is not None:
-            plan.held[name] = live.home[live.key]
+            plan.restored[name] = live.home[live.key]
 
 
 def _load(name: str, obj: Any, value: object) -> None:
@@ -336,15 +336,16 @@ def _load(name: str, obj: Any, value: object) -> None:
         raise
     except Exception as err:
         raise DriftError(
-            f"state[{name!r}] did not take its saved state: {type(err).__name__}: {err}. The object is not built as it "
-            "was when it was saved. Build it the same way, then restore again."
+            f"The load_state_dict() of state[{name!r}] rejected its saved state: {type(err).__name__}: {err}. The "
+            "object is not built as it was when it was saved. Build it the same way, then restore again."
         ) from err
 
 
-def poison(touched: Iterable[torch.Tensor], model: nn.Module) -> None:
-    """No version could be restored whole: make sure that nobody trains on a mix."""
+def write_nan(touched: Iterable[torch.Tensor], model: nn.Module) -> None:
+    """Write NaN into all floating-point tensors: no checkpoint was restored completely, and nobody must train on a
+    mix."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *touched]:
             if tensor.dtype == torch.float4_e2m1fn_x2 or not (tensor.is_floating_point() or tensor.is_complex()):
-                continue  # no such value
-            memory.fill(tensor, float("nan"))
+                continue  # the dtype has no NaN
+            tensor_writes.write_constant(tensor, float("nan"))

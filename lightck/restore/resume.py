@@ -1,7 +1,8 @@
-"""Where a restored training goes on: counters, RNG at the right moments, loader positions. And who was restored.
+"""State with which a restored training continues: counters, random states, loader positions; and which models were
+restored.
 
-A model that was restored from a pool is remembered (weakly), so that ``attach`` on the same pool goes on from there;
-a model whose restore failed half-way is remembered too, so that ``attach`` refuses it.
+A model that was restored from a pool is remembered (weakly), so that ``attach`` on the same pool continues from there.
+A model whose restore failed after tensors were changed is remembered too, so that ``attach`` refuses it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lightck.following.update_parts import OPTIONS
 from lightck.pool.format.structures import CommitRecord, NextBatch
 from lightck.restore.contents import Contents
 from lightck.state.fingerprint import fingerprint
-from lightck.state.numbers import Numbers
+from lightck.state.numbers import ModuleNumbers
 from lightck.state.rng import RngState
 
 log = logging.getLogger("lightck")
@@ -29,7 +30,7 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class Resumed:
-    """What a session needs of the version that it goes on from."""
+    """What a session needs from the checkpoint that it continues from."""
 
     step: int
     iteration: int
@@ -39,16 +40,16 @@ class Resumed:
     persistent_started: bool
     done: bool
     recorded: Sequence[NextBatch] | None
-    """What is known of the batch that followed this version."""
+    """Records of the batch that followed this checkpoint; None if there are none."""
     same_conditions: bool
-    """Whether machine, threads and torch are those that saved: then the same operations give the same bits."""
+    """Whether the fingerprint (machine, threads, torch) is unchanged: then the same operations give the same bits."""
     _rng: RngState
     _rng_once: RestoredRng
     _rng_forward: RngState | None
     event: str = ""
-    """What closed the version."""
+    """The step event that closed the checkpoint."""
     numbers: Mapping[str, int] | None = None
-    """Of modules, where they are to be compared before the first forward."""
+    """Numbers of modules to compare before the first forward; None: do not compare."""
 
     @classmethod
     def from_contents(cls, contents: Contents, recorded: Sequence[NextBatch] | None) -> Resumed:
@@ -64,7 +65,7 @@ class Resumed:
             contents.persistent_started,
             contents.done,
             recorded,
-            not _other_conditions(contents),
+            not _changed_conditions(contents),
             contents.rng,
             once,
             contents.rng_forward,
@@ -74,20 +75,21 @@ class Resumed:
 
     @property
     def knows_options(self) -> bool:
-        """Whether the optimizer's options of the update that followed are recorded."""
+        """Whether the optimizer options of the following update are recorded."""
         return any(each.kind == OPTIONS for each in self.recorded or ())
 
     def set_rng(self) -> None:
-        """At attach: the loop's own draws come next."""
+        """Restore the random states at attach, before the loop draws."""
         self._rng.restore()
 
     def take_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """At the first ``next()`` of a loader that is no preview: what was drawn since attach does not count."""
+        """Return the random states to restore at the first ``next()`` of a loader that is no preview, else None:
+        numbers that were drawn since attach do not count."""
         return self._rng_once.take(loader, pass_)
 
-    def forward_begins(self, numbers: Numbers) -> None:
-        """Before the first training forward: its random state, where a forward closed the version, and what the model's
-        modules keep as numbers."""
+    def forward_begins(self, numbers: ModuleNumbers) -> None:
+        """Called before the first training forward: restore its random states, if a forward closed the checkpoint, and
+        compare the numbers of modules."""
         if self._rng_forward is not None:
             self._rng_forward.restore()
             self._rng_forward = None
@@ -98,14 +100,14 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class RestoredFrom:
-    """A model holds this version."""
+    """The checkpoint that a model was restored from."""
 
     path: str
     uuid: bytes
     record: CommitRecord
     contents: Contents
     missing: tuple[str, ...]
-    """What the version holds and nobody took."""
+    """Parts of the checkpoint that the restore did not use."""
 
 
 _restored: weakref.WeakKeyDictionary[nn.Module, RestoredFrom] = weakref.WeakKeyDictionary()
@@ -135,23 +137,24 @@ def is_poisoned(model: nn.Module) -> bool:
     return model in _poisoned
 
 
-def tell_differences(contents: Contents) -> None:
-    """One line where the machine or torch is not the one that saved: continuation may differ in bits."""
-    differ = _other_conditions(contents)
+def warn_differences(contents: Contents) -> None:
+    """Warn if the fingerprint (machine, threads, torch) changed, and say how data are checked without a loader."""
+    differ = _changed_conditions(contents)
     if differ:
         log.warning(
-            "lightck: going on under other conditions than were saved (%s): results may differ in their last bits",
+            "lightck: the training continues under other conditions than those of the checkpoint (%s): results may "
+            "differ in their last bits",
             ", ".join(differ),
         )
     if contents.event == Event.FORWARD.value:
         log.info(
-            "lightck: this checkpoint was closed when the model's next forward began, so no session loader says "
-            "where the data stood. Whether the loop goes on with the right batch is compared at the first update; "
+            "lightck: this checkpoint was closed when the model's next forward began, so no session loader recorded "
+            "the position in the data. Whether the loop continues with the right batch is checked at the first update; "
             "a DataLoader outside session.loader() does not resume in mid-epoch"
         )
 
 
-def _other_conditions(contents: Contents) -> list[str]:
-    """What an older lightck did not save is not compared."""
+def _changed_conditions(contents: Contents) -> list[str]:
+    """Describe what changed in the fingerprint; what an older lightck did not save is not compared."""
     was, now = contents.fingerprint, fingerprint()
     return [f"{name} {was[name]} -> {now[name]}" for name in now if name in was and was[name] != now[name]]

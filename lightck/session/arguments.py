@@ -1,4 +1,4 @@
-"""What a caller of ``attach`` said, checked before anything is looked for, opened or changed."""
+"""The arguments of ``attach``, checked before anything is searched for, opened or changed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightck.pipeline.staging.kinds import Kind, check_kind
 from lightck.pool.format.structures import SLOTS_MAX
 from lightck.restore.checkpoint import refuse_other_than_bool, refuse_other_than_mapping, refuse_other_than_module
 from lightck.restore.resume import is_poisoned
-from lightck.session.interval import Auto, Cadence, cadence
-from lightck.state.ranks import is_one_of_several
+from lightck.session.interval import Auto, Cadence, cadence_of
+from lightck.state.ranks import check_rank
 from lightck.tiers.keep import Keep
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
-    """How often, in what form and under which conditions versions are saved."""
+class SaveOptions:
+    """How often, in what form and under which conditions checkpoints are saved."""
 
     interval: int | str | Auto
     strategy: Strategy | None
@@ -33,7 +33,7 @@ class Saving:
     strict_data: bool
 
     def check(self) -> Cadence:
-        """Raises ``TypeError`` or ``ValueError``. How often a version is saved."""
+        """Check the options and return the cadence. Raises ``TypeError`` or ``ValueError``."""
         refuse_other_than_bool(strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite)
         if self.strategy is not None and (isinstance(self.strategy, type) or not isinstance(self.strategy, Strategy)):
             name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
@@ -46,12 +46,12 @@ class Saving:
         if keep is not None and slots == SLOTS_MAX:
             raise ValueError(f"slots={slots} and keep=: a pool has {SLOTS_MAX} slots, and keep= needs one of them.")
         check_kind(self.staging)
-        return cadence(self.interval)
+        return cadence_of(self.interval)
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """In the words of :func:`lightck.attach`, which documents them."""
+    """The arguments of :func:`lightck.attach`, which documents them."""
 
     model: nn.Module
     pool_path: str | os.PathLike[str]
@@ -61,15 +61,15 @@ class Arguments:
     overwrite: bool
     backend: str
     require: str | None
-    how: Saving
+    save_options: SaveOptions
 
     @property
     def declined(self) -> frozenset[str]:
-        """Names in ``state`` that the user said no to."""
+        """Names that the caller passed as None in ``state``: these objects must not be saved."""
         return frozenset(name for name, obj in (self.state or {}).items() if obj is None)
 
     def check(self) -> Cadence:
-        """Raises ``TypeError``, ``ValueError`` or ``SessionError``. How often a version is saved."""
+        """Check the arguments and return the cadence. Raises ``TypeError``, ``ValueError`` or ``SessionError``."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)
@@ -80,9 +80,9 @@ class Arguments:
         sessions.refuse_open(self.model)
         if is_poisoned(self.model):
             raise SessionError(
-                "A restore into this model failed half-way, and its parameters are NaN so that nobody trains on a mix. "
-                "Build the model anew, or restore another checkpoint into it."
+                "A restore into this model failed half-way, and its parameters were set to NaN so that nobody trains "
+                "on a mix. Build the model anew, or restore another checkpoint into it."
             )
-        pace = self.how.check()
-        is_one_of_several()
-        return pace
+        cadence = self.save_options.check()
+        check_rank()
+        return cadence

@@ -1,8 +1,8 @@
 """``attach``: from a model and a path to a session.
 
-In order: what is to be saved is found and checked; the pool's lock is taken; an existing pool is restored, adopted or
-refused, a new one is laid out; the hooks go in. Nothing of the user's is changed before everything that can be refused
-was refused, and no pool that holds a checkpoint is overwritten or loaded unless the caller said so.
+The steps, in order: find and check what is to be saved; take the pool's lock; restore, adopt or refuse an existing
+pool, or create one; install the hooks. The user's objects are changed only after every check has passed, and a pool
+that holds a checkpoint is overwritten or loaded only if the caller passed ``overwrite=True`` or ``resume=True``.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from lightck.pipeline.staging.kinds import Kind
 from lightck.pool.storage import durability
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.backends import pool_path as _pool_path
-from lightck.restore.memory import ordinary_tensors
 from lightck.restore.resume import Resumed
-from lightck.session.arguments import Arguments, Saving
+from lightck.restore.tensor_writes import ordinary_tensors
+from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.capture import Capture
-from lightck.session.commits import Beside
+from lightck.session.commits import CommitParticipants
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile
 from lightck.session.session import Session
 from lightck.session.steps import Steps
-from lightck.state.optimizer_wrappers import enabled
+from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
 from lightck.strategy.full import FullState
-from lightck.tiers.keep import Keep, Keeper
+from lightck.tiers.keep import Keep, Retention
 from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
@@ -69,110 +69,119 @@ def attach(
 
     Args:
         model: the root module. Attach after its optimizer and LR scheduler were built.
-        pool_path: the pool's file, made if it is not there (its folder must exist); or a device-dax device.
-        optimizer: an optimizer or a list of them. Not passed: looked for among live objects.
-        state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}``: no.
-        interval: every how many updates a version is saved; ``"auto"`` or ``lightck.Auto(...)``: by what it costs.
-        resume: restore the newest version, if the pool holds one, and go on from it.
+        pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device.
+        optimizer: an optimizer or a list of them. By default those of this model are found among live objects.
+        state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}`` saves
+            none.
+        interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
+        resume: restore the newest checkpoint, if the pool holds one, and continue from it.
         overwrite: discard what the pool holds.
-        strategy: what a version holds; ``FullState()``.
-        backend: ``"file"``, ``"pmdk"``, ``"devdax"``; ``"auto"``: by the path; a new one on persistent memory PMDK's.
-        require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that.
-        slots: versions that the pool has room for, 2 to 8; by default 2, or what an existing pool has.
-        keep: export a version every so often: ``lightck.Keep(every=1000, last=3, to=folder)``. It takes one more slot.
+        strategy: what a checkpoint holds; by default ``FullState()``.
+        backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path, and ``"pmdk"`` for a new pool
+            on
+            persistent memory.
+        require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
+        slots: how many checkpoints the pool has room for, 2 to 8; by default 2, or as many as an existing pool has.
+        keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``. Needs one more slot.
         pause_on_nonfinite: commit no state whose loss scale or sampled values are not finite.
-        staging: the way out of a device: ``lightck.Host()``, ``Direct()`` or ``Device()``; by default the best of them.
-        strict_data: refuse the first update of a resume that is not made of what followed; else that is a warning.
+        staging: transfer method for tensors on a device: ``lightck.Host()``, ``Direct()`` or ``Device()``; by default
+            the fastest of them.
+        strict_data: raise ``DataMismatchError`` if the first update after a resume uses other data than the update that
+            followed the checkpoint; by default warn.
 
     Raises:
-        CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` was said.
-        PoolError: the pool cannot be made, opened, locked or read (see :mod:`lightck.errors`).
-        DriftError, CorruptPoolError: ``resume=True`` and the checkpoint does not fit, or none verifies.
+        CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` is True.
+        PoolError: the pool cannot be created, opened, locked or read (see :mod:`lightck.errors`).
+        DriftError, CorruptPoolError: ``resume=True``, and the checkpoint does not fit, or none is intact.
         AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see each.
     """
-    how = Saving(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data)
-    return _attached(Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, how))
+    save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data)
+    return _attach(Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options))
 
 
-def _attached(said: Arguments) -> Session:
-    pace = said.check()
-    path = _pool_path(said.pool_path)
-    kind = backend_for(path, said.backend)
+def _attach(arguments: Arguments) -> Session:
+    cadence = arguments.check()
+    path = _pool_path(arguments.pool_path)
+    kind = backend_for(path, arguments.backend)
     durable = kind.probe(path)
-    durability.require(durable, said.require)
-    found = _discover(said)
-    capture = Capture(said.model, found.optimizers, found.state)
-    file = PoolFile(said, path, kind, found, capture)
+    durability.require(durable, arguments.require)
+    found = _discover(arguments)
+    capture = Capture(arguments.model, found.optimizers, found.state)
+    file = PoolFile(arguments, path, kind, found, capture)
     lock = file.lock()
     meter = Meter()
-    strategy = said.how.strategy or FullState()
+    strategy = arguments.save_options.strategy or FullState()
     is_checked = os.environ.get(CHECK_VARIABLE) == "1"
-    with ExitStack() as undo:  # what was taken is given up where this fails
+    with ExitStack() as undo:  # if attach fails, release what was acquired
         undo.callback(lock.release)
-        slots = said.how.slots or 2
-        pipeline = Pipeline(path, kind, durable, slots, meter, strategy, said.how.staging, check=is_checked, lock=lock)
+        slots = arguments.save_options.slots or 2
+        pipeline = Pipeline(
+            path, kind, durable, slots, meter, strategy, arguments.save_options.staging, check=is_checked, lock=lock
+        )
         undo.callback(pipeline.close)
-        beside = _beside(said.how, found, path, meter)
-        beside.join(pipeline)
+        participants = _commit_participants(arguments.save_options, found, path, meter)
+        participants.join(pipeline)
         kind.remove_stale(path)
-        first = _first_step(found, said)
+        first = _first_step(found, arguments)
         resumed = file.open(pipeline)
         if resumed is not None:
-            first.restored_now(resumed.knows_options)
+            first.after_restore(resumed.knows_options)
         steps = Steps(
-            said.model,
+            arguments.model,
             found,
             capture,
             pipeline,
             meter,
-            beside,
-            cadence=pace,
+            participants,
+            cadence=cadence,
             resumed=resumed,
             first_step=first,
-            strict_data=said.how.strict_data,
+            strict_data=arguments.save_options.strict_data,
         )
-        session = Session(steps, lock, found.found)
+        session = Session(steps, lock, found.classes)
         undo.pop_all()
         undo.callback(session.abandon)
-        _begin(session, path, resumed)
+        _start(session, path, resumed)
         undo.pop_all()
     return session
 
 
-def _beside(how: Saving, found: Found, path: str, meter: Meter) -> Beside:
+def _commit_participants(save_options: SaveOptions, found: Found, path: str, meter: Meter) -> CommitParticipants:
     holds = Holds()
-    keeper = Keeper(how.keep, path, meter, holds) if how.keep is not None else None
-    return Beside(holds, keeper, NonfiniteCheck(found.state, meter) if how.pause_on_nonfinite else None)
+    keeper = Retention(save_options.keep, path, meter, holds) if save_options.keep is not None else None
+    return CommitParticipants(
+        holds, keeper, NonfiniteCheck(found.state, meter) if save_options.pause_on_nonfinite else None
+    )
 
 
-def _discover(said: Arguments) -> Found:
-    model = said.model
-    found = discover(model, said.optimizer, said.state)
+def _discover(arguments: Arguments) -> Found:
+    model = arguments.model
+    found = discover(model, arguments.optimizer, arguments.state)
     check_objects(found.state)
     if not found.optimizers and next(model.parameters(), None) is None:
         log.warning(
             "lightck: the model (%s) has no parameters, and no optimizer is followed, so nothing of a training "
-            "is in its checkpoints. Layers in a plain list, dict or tuple are not part of a module: keep them "
+            "is in its checkpoints. Layers in a plain list, dict or tuple are not part of a module: put them "
             "in an nn.ModuleList or nn.ModuleDict",
             type(model).__name__,
         )
-    if enabled(found.state) and any(layerwise_of(o) is not None for o in found.optimizers):
+    if enabled_scalers(found.state) and any(layerwise_of(o) is not None for o in found.optimizers):
         raise UnsupportedError(
             "A GradScaler is enabled, and layers are updated inside backward(). Whether a step is skipped is known "
-            "when all gradients are there. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none); where "
-            'the scaler is none of this training, say state={"scaler": None}.'
+            "when all gradients are there. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none); if "
+            'the scaler is of another training, pass state={"scaler": None}.'
         )
     return found
 
 
-def _first_step(found: Found, said: Arguments) -> FirstStep:
-    given = said.state or {}
+def _first_step(found: Found, arguments: Arguments) -> FirstStep:
+    given = arguments.state or {}
     chosen = frozenset(id(unwrap(o.optimizer)) for o in given.values() if isinstance(o, LRScheduler))
-    return FirstStep(found.optimizers, found.state, "scheduler" in said.declined, chosen)
+    return FirstStep(found.optimizers, found.state, "scheduler" in arguments.declined, chosen)
 
 
-def _begin(session: Session, path: str, resumed: Resumed | None) -> None:
-    """The loop comes next. One line: what was found, and where the training stands."""
+def _start(session: Session, path: str, resumed: Resumed | None) -> None:
+    """Set the restored random states, and log what was found and at which step the training starts."""
     if resumed is not None:
         resumed.set_rng()
     found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items()) or "nothing"

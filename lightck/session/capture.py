@@ -1,8 +1,9 @@
-"""The state of a training at a boundary: which tensors a version holds, and its small state as bytes.
+"""The state of a training at a boundary: which tensors a checkpoint holds, and its small state as bytes.
 
-``Capture`` is read at two moments. At the post-step hook, provisionally: buffers, RNG and loaders, for the case that
-the next event is the pre-step hook of the next update. At the boundary: everything that is small or may change before
-the next update; the big tensors are only named here and copied by the pipeline.
+``Capture`` reads state at two moments. In the post-step hook it reads buffers, random states and loaders provisionally,
+because the next event may be the pre-step hook of the next update, which comes after they have changed. At the boundary
+it reads everything that is small or may change before the next update; large tensors are only listed here, and the
+pipeline copies them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from lightck.events import Event
 from lightck.session.discover import Objects, role
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
-from lightck.state.build_record import BuiltNow
+from lightck.state.build_record import CurrentBuild
 from lightck.state.device_transfers import Devices
 from lightck.state.fingerprint import fingerprint
 from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
-from lightck.state.numbers import Numbers
+from lightck.state.numbers import ModuleNumbers
 from lightck.state.rng import ForkWatch
 from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
 from lightck.state.storable import class_name_of, is_loader
@@ -40,7 +41,7 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class Provisional:
-    """What was read right after an update."""
+    """The state that was read right after an update."""
 
     rng: rng.RngState
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Provisional:
 
 
 class Capture:
-    """Everything that a session saves, by name."""
+    """Knows everything that a session saves, by name, and reads it."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Objects) -> None:
         self.model = ModelView(model)
@@ -61,23 +62,23 @@ class Capture:
         self.positions = Positions(self.loaders)
         self.persistent = PersistentLoaders(self.loaders, self.objects)
         self.is_done = False
-        """What the next version says of the training: that it has come to its end."""
+        """Whether the next checkpoint says that the training is finished."""
         self.mid_batch = MidBatch(self.loaders)
         self.provisional: Provisional | None = None
         self._buffer_copies = BufferCopies()
         self.resizable: set[str] = set()
-        """Buffers that came, went or changed their size or dtype: a resume takes them as they were saved."""
+        """Buffers that were added, removed, or changed in size or dtype: a restore may resize them."""
         self._tensor_list: TensorList | None = None
-        """What the last boundary found; None where something came or went since."""
-        self._noted: TensorList | None = None
-        """The one whose buffers were compared with those that the model was built with."""
+        """The tensors of the last boundary; None if a tensor was added or removed since."""
+        self._compared_list: TensorList | None = None
+        """The tensor list whose buffers were last compared with those that the model was built with."""
         self._built: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
         self.expected_state_nbytes = 0
-        """Length of the small state when ``expected_tensors`` last looked."""
+        """Length of the small state, as the last call of ``expected_tensors`` found it."""
         self.optimizers: list[OptimizerView] = []
-        self.built = BuiltNow(self.model, (), self.objects)
-        self.numbers = Numbers(model)
-        self._groups: defaultdict[int, values.Repeated] = defaultdict(values.Repeated)
+        self.built = CurrentBuild(self.model, (), self.objects)
+        self.numbers = ModuleNumbers(model)
+        self._groups: defaultdict[int, values.CachedPacker] = defaultdict(values.CachedPacker)
         self._n_followed = 0
         self._reported_shared = False
         self._forked = ForkWatch()
@@ -97,26 +98,27 @@ class Capture:
         self._without_grad |= {view.index: self._torch_params(view) for view in views}
 
     def _torch_params(self, view: OptimizerView) -> dict[int, torch.Tensor]:
-        """Parameters that a torch.optim class will not touch as long as they have no gradient; a wrapper may."""
+        """Parameters that a torch.optim class leaves unchanged while they have no gradient. A wrapper may write
+        them."""
         if view.wraps or view.is_wrapped or not type(view.optimizer).__module__.startswith("torch.optim."):
             return {}
         return {id(p): p for _, p in view.params}
 
-    def note_built(self) -> None:
-        """Remember the buffers as the model was built with them: what differs later is elastic."""
+    def remember_built_buffers(self) -> None:
+        """Record the buffers that the model was built with: a buffer that differs later is resizable."""
         self._built = {live.name: _kind(live.tensor) for live in self.model.buffers()}
         self._built |= {name: None for name, _, _ in self.model.vacant_buffers()}
 
     def forget(self) -> None:
-        """Let go of everything that was saved: a closed session keeps no model, optimizer or worker alive."""
-        self.model, self.numbers = ModelView(nn.Module()), Numbers(nn.Module())
-        self.provisional = self._tensor_list = self._noted = None
+        """Drop all references: a closed session keeps no model, optimizer or worker alive."""
+        self.model, self.numbers = ModelView(nn.Module()), ModuleNumbers(nn.Module())
+        self.provisional = self._tensor_list = self._compared_list = None
         self._buffer_copies = BufferCopies()
         for held in (self.objects, self.loaders, self.optimizers, self._without_grad):
             held.clear()
 
     def refresh(self) -> None:
-        """Follow modules and parameter groups that changed."""
+        """Update the names after modules or parameter groups changed."""
         if self.model.refresh():
             self._tensor_list = None
         if any(view.has_changed() for view in self.optimizers):
@@ -131,43 +133,45 @@ class Capture:
     # -- at the update -----------------------------------------------------------------------------------
 
     def before_first_update(self) -> None:
-        """The model may have been moved to a device after attach."""
-        self.devices.look(live.tensor for live in self.tensors())
+        """Find the devices again: the model may have been moved to one after attach."""
+        self.devices.set_tensors(live.tensor for live in self.tensors())
 
     def before_update(self, index: int) -> None:
-        """Note which parameters this update can touch: torch's optimizers leave one without a gradient alone."""
+        """Record which parameters this update can change: torch's optimizers skip those without a gradient."""
         for view in self.optimizers:
             if view.root == index:
-                self._wake(self._without_grad[view.index])
+                self._note_gradients(self._without_grad[view.index])
 
-    def _wake(self, waiting: dict[int, torch.Tensor]) -> None:
-        woken = [key for key, p in waiting.items() if p.grad is not None]
-        for key in woken:
+    def _note_gradients(self, waiting: dict[int, torch.Tensor]) -> None:
+        """Remove the parameters that have a gradient now: an update may change them."""
+        ready = [key for key, p in waiting.items() if p.grad is not None]
+        for key in ready:
             del waiting[key]
-        if woken:
+        if ready:
             self._tensor_list = None
-            self._seen_grad = self._seen_grad | frozenset(woken)
+            self._seen_grad = self._seen_grad | frozenset(ready)
 
     def stepped_by_hand(self, index: int) -> None:
-        """What a wrapper wraps is stepped outside the wrapper's ``step``, by another method of it or by the loop."""
+        """An optimizer inside a wrapper is stepped outside the wrapper's ``step``: by another of its methods, or by the
+        loop."""
         if index not in self._by_hand:
             self._by_hand.add(index)
             classes = " around ".join(view.class_name for view in self.optimizers if view.root == index)
             log.info(
-                "lightck: %s: the inner one is stepped by itself. What is written before that cannot be waited "
-                "for, so their tensors are copied at the boundary",
+                "lightck: %s: the inner optimizer is stepped outside the step() of its wrapper. lightck cannot wait "
+                "before writes that come earlier, so the tensors of both are copied at the boundary",
                 classes,
             )
 
     def after_update(self) -> None:
-        """Read, provisionally, what the next forward or fetch will change."""
-        self.devices.note_updates()
+        """TensorReads provisionally the state that the next forward or ``next()`` changes."""
+        self.devices.add_update_streams()
         self._forked.updated()
         self.provisional = provisional = Provisional(rng.capture(), self._buffer_copies.take(self.model))
         for name, obj in self.objects.items():
             if is_loader(obj):
                 provisional.loaders[name] = self._object_bytes(name, obj, provisional.large)
-        provisional.extra = self._extra_value(provisional.extra_large)
+        provisional.extra = self._pack_extra_state(provisional.extra_large)
         for live in provisional.extra_large:
             live.tensor = staged(live.tensor).clone()
 
@@ -180,25 +184,29 @@ class Capture:
         iteration: int,
         *,
         explicit: bool,
-        always_copied: set[str],
+        copied_at_boundary: set[str],
         stale_after: int | None = None,
     ) -> ClosedStep:
-        """The version that this event closes. ``stale_after``: what it has to say of older ones."""
+        """Read the checkpoint that this event closes. ``copied_at_boundary``: names of tensors that no background copy
+        may read. ``stale_after``: older checkpoints of a larger generation are stale."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
-        moved = before if event is Event.PRE_STEP else None  # the forward of the next step has run
+        before_forward = (
+            before if event is Event.PRE_STEP else None
+        )  # here the forward of the next step has run already
         lives, tensor_list = self.tensors(), self._tensor_list
-        if tensor_list is None or tensor_list is not self._noted or event is Event.PRE_STEP:
-            self._noted = tensor_list
-            self._note_resizable(None if moved is None else moved.buffers)
-        self._tell_shared_memory(lives)
-        small = self._small_state(event, explicit, always_copied, before, lives, stale_after)
-        if moved is not None and (moved.buffers or self.model.has_buffers):
-            lives, tensor_list = self._with_buffers_of(moved, lives), None
-        return ClosedStep(step, iteration, lives, small, self._written_before_the_gate(lives), tensor_list)
+        if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
+            self._compared_list = tensor_list
+            self._find_resizable(None if before_forward is None else before_forward.buffers)
+        self._warn_shared_memory(lives)
+        small = self._small_state(event, explicit, copied_at_boundary, before, lives, stale_after)
+        if before_forward is not None and (before_forward.buffers or self.model.has_buffers):
+            lives, tensor_list = self._with_buffers_of(before_forward, lives), None
+        return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
 
-    def _tell_shared_memory(self, lives: list[Live]) -> None:
-        """Once, when state is there: views of one buffer come back as tensors of their own."""
+    def _warn_shared_memory(self, lives: list[Live]) -> None:
+        """Warn once, when optimizer state exists, if two tensors share memory: a restore makes them separate
+        tensors."""
         if self._reported_shared:
             return
         states = [live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)]
@@ -208,23 +216,23 @@ class Capture:
             other = first.setdefault(live.tensor.untyped_storage().data_ptr(), live.name)
             if other != live.name:
                 log.warning(
-                    "lightck: %s lies in the memory of %s. Each is saved whole, and they are restored apart: "
-                    "an optimizer that writes one through the other does not go on bit-identically. Keep "
-                    "state in tensors of its own (.clone())",
+                    "lightck: %s lies in the memory of %s. Each is saved whole, and they are restored as separate "
+                    "tensors: an optimizer that writes one through the other does not continue bit-identically. "
+                    "Keep each state in memory of its own (.clone())",
                     live.name,
                     other,
                 )
                 return
 
-    def _written_before_the_gate(self, lives: list[Live]) -> frozenset[str]:
-        """What the methods of wrappers write that are called instead of their ``step`` (SAM's ascent, and what it keeps
-        aside): no gate comes before them, so nothing may be left to background copies."""
+    def _written_outside_step(self, lives: list[Live]) -> frozenset[str]:
+        """Tensors that methods of a wrapper other than ``step`` write (SAM's ascent step, and the weights that it
+        saves). No gate comes before such a method, so no background copy may read them."""
         if not self._by_hand:
             return frozenset()
         params = {id(p) for view in self.optimizers if view.root in self._by_hand for _, p in view.params}
         return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
 
-    def _note_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
+    def _find_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
         now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
         for name, tensor in now.items():
             if self._built.setdefault(name, _kind(tensor)) != _kind(tensor):
@@ -234,33 +242,33 @@ class Capture:
 
     @staticmethod
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
-        """Buffers are what they were after the update, shape included."""
+        """Replace the buffers by those that were read after the update, which may have other shapes."""
         tied = {live.name for live in lives if live.alias is not None}
         buffers = [Live(name, "buffer", t, None, None) for name, t in provisional.buffers.items() if name not in tied]
         return [live for live in lives if live.role != "buffer" or live.alias is not None] + buffers
 
     def tensors(self) -> list[Live]:
-        """Model and optimizer tensors as they are now."""
+        """The present tensors of model and optimizers."""
         tensor_list = self._tensor_list
-        if tensor_list is not None and tensor_list.holds():
+        if tensor_list is not None and tensor_list.is_unchanged():
             return list(tensor_list.lives)
         trained = {
             id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._without_grad[view.index]
         }
-        # Where no optimizer is followed nothing tells which parameters an update leaves alone: none is taken to rest.
+        # If no optimizer is followed, every parameter may change in an update.
         lives = self.model.tensors(trained if self.optimizers else None)
         for view in self.optimizers:
             lives.extend(view.outside())
             lives.extend(view.state_tensors())
-        self.devices.look(live.tensor for live in lives)
+        self.devices.set_tensors(live.tensor for live in lives)
         self._tensor_list = tensor_list_of(lives, self.model.vacant(), self.optimizers)
         return list(lives)
 
     def expected_tensors(self) -> Iterator[Live]:
-        """As ``tensors``, with the large ones inside ``state``: for laying out a pool."""
+        """The tensors of ``tensors`` and the large ones inside ``state``, for the layout of a pool."""
         yield from self.tensors()
         large: list[Live] = []
-        # A loader is not asked before its first pass: some draw from the random state in order to answer.
+        # No loader is asked before its first pass: the state_dict() of some draws random numbers.
         unread = Provisional(rng.capture(), loaders={n: b"" for n, o in self.objects.items() if is_loader(o)})
         self.expected_state_nbytes = len(self._small_state(Event.FLUSH, False, set(), unread, large))
         yield from large
@@ -269,7 +277,7 @@ class Capture:
         self,
         event: Event,
         explicit: bool,
-        always_copied: set[str],
+        copied_at_boundary: set[str],
         before: Provisional | None,
         lives: list[Live],
         stale_after: int | None = None,
@@ -287,11 +295,11 @@ class Capture:
             "optimizers": [self._optimizer_value(view, lives) for view in self.optimizers],
             "state": self._objects_value(before, lives),
             "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
-            "extra": self._extra_at(event, before, lives),
+            "extra": self._extra_state(event, before, lives),
             "loaders": self.positions.values(),
             "persistent_started": self.persistent.have_started(),
             "done": self.is_done,
-            "at_once": sorted(always_copied),
+            "at_once": sorted(copied_at_boundary),
             "elastic": sorted(self.resizable),
             "stale_after": stale_after,
             "built": self.built.packed,
@@ -329,14 +337,14 @@ class Capture:
     def _object_bytes(name: str, obj: Any, lives: list[Live]) -> bytes:
         return values.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
 
-    def _extra_at(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
-        """A forward may move extra state, as it moves buffers: before the next update the forward has run."""
+    def _extra_state(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
+        """The modules' extra state. A forward may change it, so after the forward the provisional state is used."""
         if event is not Event.PRE_STEP or before is None:
-            return self._extra_value(lives)
+            return self._pack_extra_state(lives)
         lives.extend(before.extra_large)
         return before.extra
 
-    def _extra_value(self, lives: list[Live]) -> dict[str, bytes]:
+    def _pack_extra_state(self, lives: list[Live]) -> dict[str, bytes]:
         return {
             name: values.pack(module.get_extra_state(), path=f"extra_state/{name}", large=_collector(lives, "state"))
             for name, module in self.model.extra

@@ -1,9 +1,9 @@
-"""From a closed version to its commit: whether it is saved, who waits for it, and what failed behind the loop's back.
+"""From a closed checkpoint to its commit: whether it is saved, who waits for it, and which errors are raised.
 
-Beside the pipeline stand pins, exports, and the look at values that are not finite.
+``CommitParticipants`` connects pins, exports and the nonfinite check to the pipeline.
 
-Invariant: whatever goes wrong in the background is remembered, raised at the next step, and again at ``close``; nothing
-here loses a committed version.
+Invariant: an error in the background is kept, raised at the next step, and again at ``close``; no error loses a
+committed checkpoint.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ from dataclasses import dataclass, field
 from numbers import Real
 
 from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
-from lightck.events import Event, Turn
+from lightck.events import Event, SessionLock
 from lightck.following.comparison import Recorder
 from lightck.hooks.boundary import Boundary
-from lightck.interrupts import resumed
+from lightck.interrupts import retry_interrupted
 from lightck.pipeline.nonfinite import NonfiniteCheck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.session.capture import Capture
 from lightck.session.interval import Cadence
 from lightck.stats import Meter
-from lightck.tiers.keep import Keeper
+from lightck.tiers.keep import Retention
 from lightck.tiers.pin import Hold, Holds
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What stands beside the pipeline of one session, to which it is listeners of commits, and decisions about them."""
+class CommitParticipants:
+    """What takes part in the commits of one session's pipeline: pins, exports, and the nonfinite check."""
 
     holds: Holds = field(default_factory=Holds)
-    keeper: Keeper | None = None
-    finite: NonfiniteCheck | None = None
+    keeper: Retention | None = None
+    nonfinite_check: NonfiniteCheck | None = None
 
     def join(self, pipeline: Pipeline) -> None:
-        """Before the pool is made or opened."""
+        """Register as commit listeners and decisions. Called before the pool is created or opened."""
         pipeline.decisions.add(self.holds)
-        if self.finite is not None:
-            pipeline.decisions.add(self.finite)
+        if self.nonfinite_check is not None:
+            pipeline.decisions.add(self.nonfinite_check)
         pipeline.events.add(self.holds)
         if self.keeper is not None:
             pipeline.pool.add_spare_slot()
             pipeline.events.add(self.keeper)
 
     def pin(self, pipeline: Pipeline) -> Hold:
-        """Hold the newest committed version; where less than two slots would be left, the pool moves to a new file."""
+        """Hold the newest committed checkpoint. If fewer than two slots would stay free, the pool is relaid out in a
+        new file."""
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:
@@ -56,7 +57,7 @@ class Beside:
         needed = self.holds.slots_for_a_pin(pipeline.pool.spare_slots)
         hold = self.holds.take(writer, is_pin=True)
         try:
-            pipeline.have_slots(needed)
+            pipeline.ensure_slots(needed)
         except BaseException:
             self.holds.release(hold)
             raise
@@ -64,7 +65,7 @@ class Beside:
 
 
 class Commits:
-    """Of one session. ``saved_step``: the last step whose version was handed to the pipeline."""
+    """Saves and commits the closed checkpoints of one session. ``saved_step``: step of the last one that was saved."""
 
     def __init__(
         self,
@@ -74,38 +75,39 @@ class Commits:
         cadence: Cadence,
         recorder: Recorder,
         meter: Meter,
-        turn: Turn,
-        beside: Beside,
+        session_lock: SessionLock,
+        participants: CommitParticipants,
         done_at: int | None,
     ) -> None:
-        """``done_at``: the step at which the training has come to its end, as the version restored says."""
-        self.pipeline, self.cadence, self.beside = pipeline, cadence, beside
+        """``done_at``: the step at which the training was finished, from the restored checkpoint; None if it was
+        not."""
+        self.pipeline, self.cadence, self.participants = pipeline, cadence, participants
         self._capture, self._boundary, self._recorder = capture, boundary, recorder
-        self._meter, self._turn = meter, turn
+        self._meter, self._session_lock = meter, session_lock
         self.failure: BaseException | None = None
         self.paused = 0
-        """How many ``paused()`` blocks the loop is in."""
+        """How many nested ``paused()`` blocks the loop is in."""
         self.saved_step = boundary.step
-        self._is_done_saved = False  # in the last version
+        self._is_done_saved = False  # whether the last saved checkpoint says that the training is finished
         self._done_at = done_at
 
     @property
     def is_done(self) -> bool:
-        """Whether the training has come to its end at this step."""
+        """Whether the training was declared finished at this step (``close(done=True)``)."""
         return self._done_at == self._boundary.step
 
     @property
     def is_idle(self) -> bool:
-        """Whether no version is due or under way."""
+        """Whether no checkpoint is due or in flight."""
         is_saved = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
         return is_saved and not self._boundary.is_due(Event.FORWARD)
 
-    # -- a version closes --------------------------------------------------------------------------------
+    # -- a checkpoint closes -----------------------------------------------------------------------------
 
     def closed(self, event: Event, step: int) -> None:
-        """The version of this step was closed: save it where it is due."""
+        """The checkpoint of this step was closed: save it if it is due."""
         is_saved = event is Event.FLUSH or self.cadence.is_due(step, self.saved_step)
-        self.cadence.passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
+        self.cadence.boundary_passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
         self._capture.mid_batch.boundary(event, step, is_saved)
         if is_saved:
             self._save(event, step)
@@ -115,25 +117,25 @@ class Commits:
     def _save(self, event: Event, step: int) -> None:
         began = time.perf_counter()
         self.saved_step, self._is_done_saved = step, self._capture.is_done
-        self.guard(self.pipeline.audit)
+        self.guard(self.pipeline.check_left_out)
         closed_step = self._capture.close(
             event,
             step,
             self._boundary.iteration,
             explicit=self._boundary.explicit,
-            always_copied=self.pipeline.guard.never,
+            copied_at_boundary=self.pipeline.guard.copied_at_boundary,
             stale_after=self.pipeline.guard.stale_after,
         )
-        self._meter.note_state(step, began)
-        self._recorder.closes()
+        self._meter.state_was_read(step, began)
+        self._recorder.closing()
         self.guard(lambda: self.pipeline.begin_checkpoint(closed_step))
         self._recorder.closed(event)
 
     # -- what the user waits for -------------------------------------------------------------------------
 
     def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
-        """Bring the version of the current step, which was closed just now, to its commit. Where it was closed before
-        and not saved (``interval``) or given up, the state as it is now is saved as this step."""
+        """Commit the checkpoint of the current step. If it was closed before and not saved (``interval``), or was
+        dropped, save the present state as this step."""
         self.guard(lambda: self._finish(timeout, deadline))
         step = self._boundary.step
         if self.pipeline.committed != step and not self.paused and (step or also_step_0):
@@ -141,7 +143,7 @@ class Commits:
             self.guard(lambda: self._finish(timeout, deadline))
 
     def commit_done(self) -> None:
-        """With the fact that it is the last one; once more where this step was committed without it."""
+        """Commit that the training is finished. If this step was committed without that, save it once more."""
         if self.is_done:
             return
         if not self._is_done_saved and not self.paused:
@@ -154,16 +156,16 @@ class Commits:
         if not self.pipeline.finish(deadline):
             raise FlushTimeoutError(
                 f"Step {self._boundary.step} was not durable within {timeout} seconds. Its copies go on in the "
-                "background. Wait longer, or look at the speed of the pool's medium."
+                "background. Wait longer, or check the speed of the pool's medium."
             )
 
     # -- what failed -------------------------------------------------------------------------------------
 
     def guard(self, work: Callable[[], object]) -> None:
-        """Run; remember a failure of the background for every later step and for close. A wait in it is left for a
-        signal, whose handler may close the session."""
+        """Call ``work``. A ``BackgroundError`` is kept, and raised again at every later step and at close. Signals
+        interrupt waits in ``work``; a handler may close the session, and then ``work`` is not repeated."""
         try:
-            resumed(lambda: work() if self._turn.is_open else None)
+            retry_interrupted(lambda: work() if self._session_lock.is_open else None)
         except BackgroundError as err:
             self.failure = err
             raise
@@ -173,14 +175,15 @@ class Commits:
             raise self.failure
 
     def raise_keep_failure(self) -> None:
-        """Before an update, where a loop can catch it and call ``step()`` again: in ``next()`` it would end it."""
-        if self.beside.keeper is not None:
-            self.beside.keeper.raise_failure(at_close=not self._turn.is_open)
+        """Raise an error of ``keep=``. Called before an update, where a loop can catch the error and call ``step()``
+        again; raised in ``next()`` it would end the loop."""
+        if self.participants.keeper is not None:
+            self.participants.keeper.raise_failure(at_close=not self._session_lock.is_open)
 
 
-def deadline_in(timeout: object) -> float | None:
-    """``timeout`` seconds from now, on the monotonic clock; None (for ever) for None and infinity. Raises ``TypeError``
-    and ``ValueError``."""
+def deadline_after(timeout: object) -> float | None:
+    """Convert a timeout in seconds to a deadline on the monotonic clock; None (no limit) for None and infinity. Raises
+    ``TypeError`` and ``ValueError``."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, Real):

@@ -1,7 +1,7 @@
 """Finding what the user did not pass: the optimizers, LR schedulers and GradScaler that drive this model.
 
-They are looked for once, at attach, among live objects. Nothing is guessed: two candidates for one role are an error
-that names both, and garbage that is only waiting for collection is collected before it may count as a candidate.
+The search runs once, at attach, over the objects that Python's garbage collector tracks. Two candidates for one role
+are an error that names both. Garbage is collected first, so that it is no candidate.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from torch.utils.data import DataLoader
 
 from lightck.dataloader.persistent import draws_once
 from lightck.errors import AmbiguousError, LateError, UnsupportedError
-from lightck.state.optimizer_wrappers import followed, has_hooks, inner_of, inside, loose_tensors, places
+from lightck.state.optimizer_wrappers import followed, has_hooks, inner_of, unsaved_tensors, wrapped_ids, wrapper_roles
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
 Objects = Mapping[str, Any]
-"""What is saved by name: each has ``state_dict`` and ``load_state_dict``."""
+"""Name -> an object that is saved under it, which has ``state_dict`` and ``load_state_dict``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a session saves beside the model. ``state`` includes what was passed."""
+    """What a session saves in addition to the model. ``state`` includes the objects that were passed."""
 
     optimizers: tuple[Optimizer, ...]
-    """Every one that is followed; a wrapper before what it wraps."""
+    """All optimizers that are followed; a wrapper comes before the optimizers inside it."""
     state: Objects
-    found: Mapping[str, str] = field(default_factory=dict)
-    """name -> class, for what was found rather than passed."""
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """Name -> class name, of the objects that were found rather than passed."""
     declined: bool = False
-    """Nobody is to look for optimizers: ``optimizer=[]``, or those that there are."""
+    """Whether ``optimizer=`` was passed, so that no optimizer is searched for."""
     persistent: tuple[DataLoader[object], ...] = ()
     """Live DataLoaders with persistent workers."""
 
 
-def updating(optimizers: Sequence[Optimizer]) -> int:
-    """How many of them make updates: one inside another does not."""
-    return sum(place.steps for place in places(optimizers))
+def count_updating(optimizers: Sequence[Optimizer]) -> int:
+    """Count the optimizers that make updates: those wrapped_ids a wrapper do not."""
+    return sum(place.steps for place in wrapper_roles(optimizers))
 
 
 def unwrap(optimizer: object) -> Optimizer:
-    """The innermost optimizer: the one that a scheduler and a wrapper around it have in common."""
+    """The innermost optimizer, which identifies a wrapper and the schedulers of its inner optimizer alike."""
     innermost: Optimizer = followed([optimizer])[-1]
     return innermost
 
 
 def positions(model: nn.Module) -> dict[int, int]:
-    """id of each parameter -> its position in the model."""
+    """Id of each parameter -> its position in the model."""
     return {id(p): i for i, p in enumerate(model.parameters())}
 
 
 def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | None) -> Found:
-    """Join what was passed with what is found.
+    """Combine the objects that were passed with those that are found.
 
-    Raises ``AmbiguousError`` where two live objects could fill one role.
+    Raises ``AmbiguousError`` if two live objects could fill one role.
     """
     given, params = dict(state or {}), positions(model)
     live = LiveObjects()
@@ -73,11 +73,11 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
         _refuse_shared(optimizers)
     found = _names(optimizers) if optimizer is None else {}
     for one in optimizers:
-        _tell_loose_tensors(one, params, given)
+        _warn_loose_tensors(one, params, given)
     extra = {**_find_schedulers(live, optimizers, given), **_find_scaler(live, given)}
     found |= {name: type(obj).__name__ for name, obj in extra.items()}
     kept = {name: obj for name, obj in {**given, **extra}.items() if obj is not None}
-    persistent = tuple(live.of(DataLoader, draws_once))
+    persistent = tuple(live.matching(DataLoader, draws_once))
     return Found(optimizers, kept, found, declined=optimizer is not None, persistent=persistent)
 
 
@@ -85,20 +85,20 @@ _KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLo
 
 
 class LiveObjects:
-    """One look at the heap. Garbage is collected first: the scaler of a training that is over is not part of this
-    one."""
+    """A snapshot of the live objects. Garbage is collected first, so that the scaler of a finished training is not
+    found."""
 
     def __init__(self, *, collect: bool = True) -> None:
         if gc.get_freeze_count():
-            gc.unfreeze()  # gc.freeze() hides what it froze from the search; freezing anew would keep garbage for ever
+            gc.unfreeze()  # gc.get_objects() leaves out frozen objects; freezing again would keep garbage for ever
         if collect:
             gc.collect()
-        # type() and not isinstance(): objects with a lying __class__ (lazy proxies) must not be woken up. One pass
-        # and a look-up in a set: a heap has some hundred thousand objects.
+        # type() and not isinstance(), which would resolve lazy proxies through their __class__. One pass with a set
+        # look-up: there are some hundred thousand objects.
         kinds: set[type] = set().union(*map(_with_subclasses, _KINDS))
         self._candidates = [o for o in gc.get_objects() if type(o) in kinds]
 
-    def of(self, kind: type[T], accept: Callable[[T], bool]) -> list[T]:
+    def matching(self, kind: type[T], accept: Callable[[T], bool]) -> list[T]:
         return [o for o in self._candidates if issubclass(type(o), kind) and accept(o)]
 
 
@@ -107,7 +107,7 @@ def _with_subclasses(kind: type) -> set[type]:
 
 
 def drives(optimizer: object, params: Mapping[int, int]) -> bool:
-    """Whether it has a parameter of the model with these ``positions``."""
+    """Whether the optimizer has one of these parameters. ``params``: see ``positions``."""
     groups = getattr(optimizer, "param_groups", None) or ()
     try:
         return any(id(p) in params for g in groups for p in g["params"])
@@ -116,21 +116,21 @@ def drives(optimizer: object, params: Mapping[int, int]) -> bool:
 
 
 def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
-    """What drives this model now, an outermost wrapper alone. None where it is not clear: each is followed when it
-    steps."""
-    for collect in (False, True):  # one that is only waiting for collection is none
+    """The optimizers that drive this model now; of wrapped ones the outermost wrapper only. Empty if the search is
+    ambiguous: then each optimizer is followed when it first steps."""
+    for collect in (False, True):  # garbage is no candidate
         try:
             found = _find_optimizers(LiveObjects(collect=collect), positions(model))
         except (AmbiguousError, UnsupportedError, TypeError):
             return ()
         if not found:
             return ()
-    return tuple(o for o, place in zip(found, places(found), strict=True) if not place.is_wrapped)
+    return tuple(o for o, place in zip(found, wrapper_roles(found), strict=True) if not place.is_wrapped)
 
 
-def late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
-    """What to follow of one that was made after attach, which is told. Raises ``LateError`` where it steps parameters
-    that an earlier one has: ``known`` are the ids of those."""
+def follow_late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
+    """Warn about an optimizer that was made after attach, and return the optimizers to follow. Raises ``LateError`` if
+    it steps parameters of an earlier optimizer. ``known``: ids of those parameters."""
     new = followed([optimizer])
     if any(id(p) in known for one in new for g in one.param_groups for p in g["params"]):
         raise LateError(
@@ -138,8 +138,8 @@ def late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
             "the state of that other one. Build the optimizer before attach, or close the session and attach again."
         )
     log.warning(
-        "lightck: %s was made after attach, or had no parameter of this model then. It is followed from here "
-        "on, but a restart restores its state at attach and fails where it is not there yet. Build it before "
+        "lightck: %s was made after attach, or had no parameter of this model then. It is followed from now "
+        "on, but a restart restores its state at attach and fails if it does not exist yet. Build it before "
         "attach, over this model's parameters",
         type(optimizer).__name__,
     )
@@ -147,8 +147,8 @@ def late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
 
 
 def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:
-    driving = live.of(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
-    # The order of the heap is an accident; that of the model is the same in the next process.
+    driving = live.matching(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
+    # The order of live objects is arbitrary; the order of the model is the same in the next process.
     driving.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
     optimizers = followed(driving)
     _refuse_shared(optimizers)
@@ -156,11 +156,11 @@ def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Opti
 
 
 def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
-    """State is saved by the name of its parameter, so a parameter has one optimizer (and wrappers around it)."""
+    """Refuse two optimizers (unless one wraps the other) over one parameter: state is saved by parameter name."""
     owner: dict[int, Optimizer] = {}
-    wrappers = [(id(o), within_) for o in optimizers if (within_ := inside(o))]
+    wrappers = [(id(o), inner) for o in optimizers if (inner := wrapped_ids(o))]
     for opt in optimizers:
-        around = {key for key, within_ in wrappers if id(opt) in within_}
+        around = {key for key, inner in wrappers if id(opt) in inner}
         for group in opt.param_groups:
             for p in group["params"]:
                 other = owner.setdefault(id(p), opt)
@@ -178,9 +178,9 @@ def _describe(optimizer: Optimizer) -> str:
 
 
 def schedulers_of(live: LiveObjects, optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
-    """LR schedulers that drive these optimizers and are not part of another one (SequentialLR, ...)."""
+    """LR schedulers that drive these optimizers and are not part of another scheduler (SequentialLR, ...)."""
     wanted = {id(o) for o in optimizers}
-    found = live.of(LRScheduler, lambda s: id(_scheduled(s)) in wanted)
+    found = live.matching(LRScheduler, lambda s: id(_scheduled(s)) in wanted)
     parts = {id(part) for s in found for part in getattr(s, "_schedulers", ())}
     return [s for s in found if id(s) not in parts]
 
@@ -198,12 +198,12 @@ def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given
     if not optimizers or given.get("scheduler", 0) is None:
         return {}
     alive, found = schedulers_of(live, optimizers), {}
-    innermost = [o for o, place in zip(optimizers, places(optimizers), strict=True) if not place.wraps]
+    innermost = [o for o, place in zip(optimizers, wrapper_roles(optimizers), strict=True) if not place.wraps]
     for i, opt in enumerate(innermost):
         name = role("scheduler", i, len(innermost))
         schedulers = [s for s in alive if _scheduled(s) is opt]
         if id(opt) in taken:
-            _tell_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
+            _warn_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
             continue
         if not schedulers or name in given:
             continue
@@ -217,8 +217,8 @@ def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given
     return found
 
 
-def _tell_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> None:
-    """One of several was passed: which of the others the loop steps is not known, and none of them is saved."""
+def _warn_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> None:
+    """Warn about schedulers of an optimizer for which another one was passed: they are not saved."""
     if schedulers:
         log.warning(
             "lightck: %s drives %s too, and is not saved: another scheduler was passed. If your loop steps it, "
@@ -232,7 +232,7 @@ def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradS
     kind = torch.amp.GradScaler
     if given.get("scaler", 0) is None or any(isinstance(obj, kind) for obj in given.values()):
         return {}
-    scalers = live.of(kind, lambda s: s.is_enabled())
+    scalers = live.matching(kind, lambda s: s.is_enabled())
     if len(scalers) > 1:
         raise AmbiguousError(
             f"{len(scalers)} enabled GradScalers are alive. lightck cannot know which of them scales this training. "
@@ -242,19 +242,17 @@ def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradS
 
 
 def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Role -> class, for a log line: a wrapper is named with what it wraps."""
+    """Role -> class name for a log line; a wrapper is named with the optimizers inside it."""
     around: dict[int, list[str]] = {}
-    for optimizer, place in zip(optimizers, places(optimizers), strict=True):
+    for optimizer, place in zip(optimizers, wrapper_roles(optimizers), strict=True):
         around.setdefault(place.outermost, []).append(type(optimizer).__name__)
-    joined = [
-        " around ".join([outer, ", ".join(within_)] if within_ else [outer]) for outer, *within_ in around.values()
-    ]
+    joined = [" around ".join([outer, ", ".join(inner)] if inner else [outer]) for outer, *inner in around.values()]
     return {role("optimizer", i, len(around)): names for i, names in enumerate(joined)}
 
 
-def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Objects) -> None:
-    """What a third-party optimizer keeps in attributes is neither in a version nor in its own ``state_dict``."""
-    loose = loose_tensors(optimizer, params)
+def _warn_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Objects) -> None:
+    """Warn about tensors in attributes of a third-party optimizer: neither a checkpoint nor ``state_dict`` has them."""
+    loose = unsaved_tensors(optimizer, params)
     if loose and not any(obj is optimizer for obj in given.values()):
         name = type(optimizer).__name__
         log.warning(
@@ -266,5 +264,5 @@ def _tell_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: 
 
 
 def role(name: str, index: int, count: int) -> str:
-    """Under which name it is saved: with its number where there are several."""
+    """The name under which an object is saved: with its number if there are several."""
     return name if count == 1 else f"{name}.{index}"

@@ -1,4 +1,4 @@
-"""What can only be checked at the first update after attach: what came too late."""
+"""Checks that are possible only at the first update after attach: objects that were made too late."""
 
 from __future__ import annotations
 
@@ -13,81 +13,84 @@ from torch.optim.optimizer import Optimizer
 from lightck.errors import LateError
 from lightck.session.capture import Capture
 from lightck.session.discover import LiveObjects, Objects, schedulers_of
-from lightck.state.ranks import is_one_of_several, of_several
+from lightck.state.ranks import check_rank, rank_and_world_size
 
 log = logging.getLogger("lightck")
 
 
 @dataclass(slots=True)
 class FirstStep:
-    """Made at attach, used once in the first pre-step hook."""
+    """Made at attach; ``check`` runs once, in the first pre-step hook."""
 
     optimizers: tuple[Optimizer, ...]
     objects: Objects
     declined: bool = False
-    """Whether schedulers need not be saved: state={"scheduler": None}."""
+    """Whether ``state={"scheduler": None}`` was passed: schedulers need not be saved."""
     chosen: frozenset[int] = frozenset()
-    """ids of the optimizers whose scheduler was passed: others of them are the user's business."""
-    _is_rank: bool = field(default_factory=lambda: of_several() is not None)
-    """Whether the process was one of several ranks at attach already."""
+    """Ids of the optimizers for which a scheduler was passed: their other schedulers are not checked."""
+    _is_rank: bool = field(default_factory=lambda: rank_and_world_size() is not None)
+    """Whether the process was one of several ranks already at attach."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
-    _ticks: list[object] = field(default_factory=list)
-    _options_follow: bool = False
-    _early: list[weakref.ref[LRScheduler]] = field(default_factory=list)
-    """Schedulers that were there at attach, saved or not."""
+    _scheduler_counts_at_attach: list[object] = field(default_factory=list)
+    _options_are_compared: bool = False
+    _schedulers_at_attach: list[weakref.ref[LRScheduler]] = field(default_factory=list)
+    """Schedulers that existed at attach, saved or not."""
 
-    def restored_now(self, options_follow: bool) -> None:
-        """Note the learning rates as they were restored. ``options_follow``: those of the update that followed are
-        recorded, and compared with what is there when it is made again."""
-        self._options_follow = options_follow
+    def after_restore(self, options_are_compared: bool) -> None:
+        """Record the restored learning rates. ``options_are_compared``: the checkpoint records the options of the
+        update that followed it, and ``Comparison`` compares them at the first update."""
+        self._options_are_compared = options_are_compared
         self._lrs = [(g, float(g["lr"])) for o in self.optimizers for g in o.param_groups if "initial_lr" in g]
-        self._ticks = self._scheduler_ticks()
+        self._scheduler_counts_at_attach = self._scheduler_counts()
         if self._lrs:
-            self._early.extend(weakref.ref(s) for s in schedulers_of(LiveObjects(collect=False), self.optimizers))
+            self._schedulers_at_attach.extend(
+                weakref.ref(s) for s in schedulers_of(LiveObjects(collect=False), self.optimizers)
+            )
 
     def check(self, capture: Capture) -> None:
-        """Raises ``LateError`` for a scheduler that was made after attach, ``UnsupportedError`` for a process that has
-        become a rank since."""
+        """Raise ``LateError`` for a scheduler that was made after attach, and ``UnsupportedError`` if the process has
+        become one of several ranks since."""
         if not self._is_rank:
-            is_one_of_several()
+            check_rank()
         capture.before_first_update()
         self._check_schedulers([view.optimizer for view in capture.optimizers])
         self._check_lr()
         capture.positions.before_first_update()
         capture.persistent.before_first_update()
 
-    def _scheduler_ticks(self) -> list[object]:
+    def _scheduler_counts(self) -> list[object]:
         schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
-        parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]  # a chain counts in these only
-        counts = ("last_epoch", "_step_count", "T_cur")  # the last one: of warm restarts, at parts of an epoch
+        # Of a chained scheduler only the parts count their steps.
+        parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]
+        counts = ("last_epoch", "_step_count", "T_cur")  # T_cur: of warm restarts, which step within epochs
         return [[getattr(s, name, None) for name in counts] for s in [*schedulers, *parts]]
 
     def _check_lr(self) -> None:
-        if not self._lrs or self._scheduler_ticks() != self._ticks:
+        if not self._lrs or self._scheduler_counts() != self._scheduler_counts_at_attach:
             return
         moved = [(was, float(g["lr"])) for g, was in self._lrs if "initial_lr" in g and float(g["lr"]) != was]
         if not moved:
             return
         was, now = moved[0]
-        fact = f"The learning rate was restored as {was:g} and is {now:g} now, though no known scheduler moved"
-        early = [scheduler for known in self._early if (scheduler := known()) is not None]
+        fact = f"The learning rate was restored as {was:g} and is {now:g} now, though no known scheduler has stepped"
+        early = [scheduler for known in self._schedulers_at_attach if (scheduler := known()) is not None]
         if any(s not in early for s in schedulers_of(LiveObjects(collect=False), self.optimizers)):
             raise LateError(
                 f"{fact}: an LR scheduler was built after attach and reset it. Build the scheduler before attach, or "
                 'pass it: attach(..., state={"scheduler": scheduler}).'
             )
-        if self._options_follow:
+        if self._options_are_compared:
             return
         log.warning(
-            "lightck: %s. Where the loop sets it, or an object that is no torch LRScheduler, all is well; a "
-            "scheduler that was built after attach has started over: build it before",
+            "lightck: %s. If the loop sets it, or an object that is no torch LRScheduler, nothing is wrong. A "
+            "scheduler that was built after attach has started over: build it before attach",
             fact,
         )
 
     def _check_schedulers(self, optimizers: list[Optimizer]) -> None:
         known = {id(o) for o in self.objects.values()}
         watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
-        for collect in (False, True):  # one that is only waiting for collection is no reason to stop a training
+        for collect in (False, True):  # garbage must not stop a training
             found = schedulers_of(LiveObjects(collect=collect), watched) if watched else []
             late = [s for s in found if id(s) not in known]
             if not late:

@@ -1,10 +1,10 @@
-"""What a session does for its loaders: a boundary at each ``next()``, and the restored random state."""
+"""The session's side of its loaders: a boundary at each ``next()``, and the restored random state."""
 
 from __future__ import annotations
 
 import threading
 
-from lightck.dataloader.batch import Read
+from lightck.dataloader.batch import TensorReads
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import LoaderHost, Pass
 from lightck.errors import SessionError
@@ -14,17 +14,18 @@ from lightck.state.rng import RngState
 
 
 class LoaderEvents(LoaderHost):
-    """Of one session. Where it is closed, or belongs to the parent process, its loaders are plain loaders."""
+    """Receives the events of one session's loaders. After the session is closed, and in a forked child, it ignores
+    them."""
 
     def __init__(self, steps: Steps) -> None:
-        self._steps, self._turn = steps, steps.turn
+        self._steps, self._session_lock = steps, steps.session_lock
 
     @property
     def updates(self) -> int:
         return self._steps.boundary.step
 
     def loader_next(self, loader: SessionLoader) -> None:
-        self._turn.take(lambda: self._next(loader))
+        self._session_lock.run_if_open(lambda: self._next(loader))
 
     def _next(self, loader: SessionLoader) -> None:
         steps, model = self._steps, self._steps.model
@@ -32,47 +33,49 @@ class LoaderEvents(LoaderHost):
         steps.capture.positions.fetches(loader)
         if steps.commits.paused:
             return
-        if steps.steps_on not in (None, threading.get_ident()):
+        if steps.step_thread not in (None, threading.get_ident()):
             raise SessionError(
-                f"loader {loader.name!r}: next() was called on another thread than optimizer.step(). It is where a "
-                "version closes, and the training would change it meanwhile. Iterate in the training loop; let the "
-                "DataLoader fetch ahead: num_workers=, prefetch_factor=."
+                f"loader {loader.name!r}: next() was called on another thread than optimizer.step(). next() "
+                "closes a checkpoint, and the training would change it meanwhile. Iterate in the training loop; let "
+                "the DataLoader fetch ahead: num_workers=, prefetch_factor=."
             )
         if loader.in_eval and not loader.is_training:
-            return  # an evaluation: the version stays open until the training goes on
+            return  # an evaluation: the checkpoint stays open until the training continues
         with steps.meter.stall("next"):
             steps.commits.raise_failure()
-            if steps.top is not None:
-                steps.top.fetches(loader)
+            if steps.loop_top is not None:
+                steps.loop_top.fetches(loader)
             steps.event(Event.NEXT)
             steps.commits.guard(steps.pipeline.poll)
 
-    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: Read) -> None:
-        """At each batch, and nothing in it minds another thread: so it takes no turn."""
-        if not self._turn.is_live or self._steps.commits.paused or (loader.in_eval and not loader.is_training):
+    def loader_gave(
+        self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: TensorReads
+    ) -> None:
+        """Called for each batch. It does not take the session's lock, because it is safe on any thread."""
+        if not self._session_lock.is_live or self._steps.commits.paused or (loader.in_eval and not loader.is_training):
             return
-        self._steps.follows.gave(loader.name, of, batch, checksum, read)
+        self._steps.continuation.batch_given(loader.name, of, batch, checksum, read)
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
-        """An evaluation with swapped weights may follow, so the copies end first."""
-        self._turn.take(lambda: self._pass_ended(loader))
+        """Wait for the copies at the end of a pass, because an evaluation with swapped weights may follow."""
+        self._session_lock.run_if_open(lambda: self._pass_ended(loader))
 
     def _pass_ended(self, loader: SessionLoader) -> None:
         steps = self._steps
         steps.capture.positions.pass_ended(loader)
         if loader.is_training and not (loader.in_eval or steps.commits.paused):
-            steps.follows.pass_ended()
+            steps.continuation.pass_ended()
         if steps.commits.failure is None:
             with steps.meter.stall("pass ended"):
-                steps.commits.guard(steps.pipeline.copies_done)
+                steps.commits.guard(steps.pipeline.wait_for_copies)
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        return self._turn.take(lambda: self._restored_rng(loader, pass_))
+        return self._session_lock.run_if_open(lambda: self._restored_rng(loader, pass_))
 
     def _restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         resumed = self._steps.resumed
         if resumed is None or self.updates > resumed.step:
-            return None  # the training went on from it without a loader
+            return None  # an update was made since the restore, without a loader
         state = resumed.take_rng(loader, pass_)
         for other in self._steps.capture.loaders if state is not None and resumed.closed_by_next else ():
             other.put_back()

@@ -1,18 +1,18 @@
-"""What a loop moves at its top, before the point at which a checkpoint closes: it is moved once more after a resume.
+"""Finds what a loop changes at its top, before the point at which a checkpoint closes: a resume changes it once more.
 
-Where neither a session loader nor ``end_step()`` says where a step ends, a checkpoint closes at the model's next
-forward (or, where that never fires, at the next step of the optimizer). What the loop does between its top and that
-point, as advancing an object in ``state=`` or shrinking the weights by hand, is in the checkpoint then, and the resumed
-loop does it again. At a boundary alone this cannot be told from what belongs to the end of an iteration, as
-``scheduler.step()``. So it is looked for at three occasions only, and nothing is read after them:
+Without a session loader or ``end_step()``, a checkpoint closes at the model's next forward (or, if that hook never
+fires, at the next step of the optimizer). If the loop changes something between its top and that point, such as an
+object in ``state=`` or weights that it shrinks, the checkpoint contains the change, and the resumed loop makes it
+again. One boundary alone cannot distinguish that from work at the end of an iteration, such as ``scheduler.step()``. So
+the check compares state on three occasions only, and reads nothing after them:
 
-*After a restore* of a checkpoint that closed there: what changes until the loop comes to that point again was changed
-twice. Behind ``end_step()`` and ``flush()`` a loop rightly does again what comes after them.
+*After a restore* of a checkpoint that closed at such a point: what changes until the loop reaches that point again was
+changed twice. After ``end_step()`` and ``flush()`` a loop rightly repeats what comes after them.
 
 *In a fresh run*: what changes both before the first such point and between the first update and the next such point.
 
-*In a resume in the middle of a pass over a session loader*: what changes until the loop takes that pass up again. An
-epoch's top comes before it, and was done before the kill too.
+*In a resume in the middle of a pass over a session loader*: what changes until the loop continues that pass. The top of
+the epoch comes before it, and ran before the kill too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from lightck.errors import listed
 from lightck.events import Event
 from lightck.hooks.boundary import Boundary
 from lightck.session.capture import Capture
-from lightck.session.state_marks import Marks, by_object, by_options, by_state, by_tensors, moved, named, options_name
+from lightck.session.state_marks import (
+    Marks,
+    changed_names,
+    object_marks,
+    optimizer_label,
+    optimizer_state_mark,
+    option_marks,
+    options_label,
+    tensor_marks,
+)
 from lightck.state.storable import is_loader
 
 if TYPE_CHECKING:
@@ -32,61 +41,62 @@ if TYPE_CHECKING:
     from lightck.dataloader.passes import Pass
 
 log = logging.getLogger("lightck")
-_CURE = "Call session.end_step() as the last statement of the loop, or change it right behind the update"
+_CURE = "Call session.end_step() as the last statement of the loop, or make the change right after the update"
 _POINTS = (Event.FORWARD, Event.PRE_STEP)
 _WHERE = {Event.FORWARD: "the model's training forward", Event.PRE_STEP: "the step of the optimizer"}
 
 
-class LoopTop:
-    """Of one session, until one of its methods returns False: nothing is left to look for."""
+class LoopTopCheck:
+    """The check of one session. ``reaches`` returns False when nothing is left to check."""
 
     def __init__(self, capture: Capture, restored: tuple[str, int] | None) -> None:
-        """``restored``: what closed the checkpoint that was restored, and its step."""
+        """``restored``: the event that closed the restored checkpoint, and its step; None in a fresh run."""
         self._capture = capture
         self._step = 0 if restored is None else restored[1]
         self._closed_by = next((event for event in _POINTS if restored and event.value == restored[0]), None)
-        self._before = self._held()
+        self._before = self._marks()
         self._point: Event | None = None
-        self._suspects: set[str] = set()
+        self._candidates: set[str] = set()
         self._updated: Marks | None = None
         self._restored = restored is not None
         self._states = self._optimizer_states() if self._restored and capture.positions.any_live else {}
         self._fetched_in: Pass | None = None
 
     def reaches(self, event: Event, boundary: Boundary) -> bool:
-        """A training forward or a step begins, which may close a checkpoint."""
+        """A training forward or a step begins, which may close a checkpoint. Returns whether the check goes on."""
         if self._closed_by is not None:
             return self._after_restore(event)
         if boundary.explicit or self._capture.loaders:
             return False
         if self._point is None:
             if event is Event.FORWARD and boundary.optimizers > 1:
-                return True  # with several a forward closes nothing
+                return True  # with several optimizers a forward closes nothing
             self._point = event
-            options = {options_name(view) for view in self._capture.optimizers}  # set by the step in many a loop: right
-            self._suspects = set(self._moved(self._before, event)) - options
-            return bool(self._suspects)
+            # Many loops set options from the step number before each update, which a resumed loop may repeat.
+            options = {options_label(view) for view in self._capture.optimizers}
+            self._candidates = set(self._changed(self._before, event)) - options
+            return bool(self._candidates)
         if self._updated is None or not boundary.is_due(event):
             return True
         if event is self._point:
-            self._tell_fresh(self._moved(self._updated, event))
+            self._warn_fresh_run(self._changed(self._updated, event))
         return False
 
     def fetches(self, loader: SessionLoader) -> None:
-        """``next()`` on a session loader. The first one of each pass counts: one before the loop may be a look. Options
-        of optimizers are not compared here, since a loop may set them once more behind it."""
-        pass_ = loader.held_pass
+        """Check at the first ``next()`` of a restored pass. It is repeated for each pass, since one before the loop may
+        only inspect a batch. Options of optimizers are not compared: a loop may set them again after ``next()``."""
+        pass_ = loader.current_pass
         if not self._restored or pass_ is None or not (pass_.restored and pass_.trained) or pass_ is self._fetched_in:
             return
         self._fetched_in = pass_
-        options = {options_name(view) for view in self._capture.optimizers}
-        names = self._steady([name for name in self._moved(self._before, Event.FORWARD) if name not in options])
-        names += moved(self._states, self._optimizer_states())
+        options = {options_label(view) for view in self._capture.optimizers}
+        names = self._repeatable([name for name in self._changed(self._before, Event.FORWARD) if name not in options])
+        names += changed_names(self._states, self._optimizer_states())
         if names:
             self._restored = False
             log.warning(
                 "lightck: %s changed between the restore and the first next() of loader %r, which goes on in "
-                "the middle of a pass. An epoch's top comes before it, and was passed in the interrupted run "
+                "the middle of a pass. The top of the epoch comes before it, and ran in the interrupted run "
                 "too: its changes are made twice, and the training does not go on as the interrupted one would "
                 "have. Make them at the epoch's end, or only where a pass begins (if loader.start == 0)",
                 listed(names),
@@ -94,15 +104,15 @@ class LoopTop:
             )
 
     def updated(self, boundary: Boundary) -> None:
-        """An update was made: the last one before a checkpoint closes, as far as one can know."""
+        """An update was made, which the next checkpoint may follow."""
         self._restored = False
         if self._point is not None and boundary.is_due(Event.PRE_STEP):
-            self._updated = self._held(self._suspects)
+            self._updated = self._marks(self._candidates)
 
     def _after_restore(self, event: Event) -> bool:
         if event is not self._closed_by:
             return event is Event.FORWARD
-        names = self._steady(self._moved(self._before, event))
+        names = self._repeatable(self._changed(self._before, event))
         if names:
             log.warning(
                 "lightck: %s changed between the restore and %s. The checkpoint of step %d closed there, so it "
@@ -115,48 +125,51 @@ class LoopTop:
             )
         return False
 
-    def _tell_fresh(self, names: list[str]) -> None:
-        steady = self._steady(names)
-        if steady:
+    def _warn_fresh_run(self, names: list[str]) -> None:
+        changed = self._repeatable(names)
+        if changed:
             assert self._point is not None
             log.warning(
                 "lightck: %s changed before %s for the first update, and again between that update and the "
                 "next such point, where a checkpoint closes. If the loop changes it at its top, the "
                 "checkpoint holds that already, and a resumed loop changes it once more (which does no harm "
                 "where it is set to what depends on the step alone). %s",
-                listed(steady),
+                listed(changed),
                 _WHERE[self._point],
                 _CURE,
             )
 
-    def _moved(self, before: Marks, event: Event) -> list[str]:
-        """What is not as it was. A forward moves buffers: before a step those are saved as they were after the update
-        before."""
-        names = moved(before, self._held(set(before)))
+    def _changed(self, before: Marks, event: Event) -> list[str]:
+        """Names whose marks changed. At a step buffers do not count: a forward changes them, and the checkpoint has
+        those of the update before."""
+        names = changed_names(before, self._marks(set(before)))
         return names if event is Event.FORWARD else [name for name in names if name not in self._buffers()]
 
-    def _steady(self, names: list[str]) -> list[str]:
-        """Without objects that answer otherwise each time that they are asked, as with the time of day."""
-        changes = moved(self._held(set(names)), self._held(set(names)))
+    def _repeatable(self, names: list[str]) -> list[str]:
+        """Leave out objects whose ``state_dict()`` differs at every call, as with the time of day."""
+        changes = changed_names(self._marks(set(names)), self._marks(set(names)))
         return [name for name in names if name not in changes]
 
     def _optimizer_states(self) -> Marks:
-        return {f"the state of {named(view)}": by_state(view) for view in self._capture.optimizers}
+        return {
+            f"the state of {optimizer_label(view)}": optimizer_state_mark(view) for view in self._capture.optimizers
+        }
 
     def _buffers(self) -> set[str]:
         return {live.name.removeprefix("model/") for live in self._capture.model.buffers()}
 
-    def _held(self, names: set[str] | None = None) -> Marks:
-        """What tensors of the model, objects in ``state=`` and optimizers' options hold now. ``names``: of those only.
-        Loaders among the objects are saved as they were right after the update, so what they give is given again."""
+    def _marks(self, names: set[str] | None = None) -> Marks:
+        """Marks of the model's tensors, the objects in ``state=`` and the optimizers' options. ``names``: only of
+        these.
+        Loaders are left out: they are saved as they were right after the update, so their batches are repeated."""
         marks: Marks = {}
         for name, obj in self._capture.objects.items():
             if not is_loader(obj) and (names is None or f"state[{name!r}]" in names):
-                marks |= by_object(name, obj)
+                marks |= object_marks(name, obj)
         for view in self._capture.optimizers:
-            if names is None or options_name(view) in names:
-                marks |= by_options(view)
-        return marks | by_tensors(
+            if names is None or options_label(view) in names:
+                marks |= option_marks(view)
+        return marks | tensor_marks(
             live
             for live in self._capture.model.tensors(None)
             if names is None or live.name.removeprefix("model/") in names

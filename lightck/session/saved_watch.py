@@ -1,9 +1,9 @@
-"""Whether anything is being saved: a watch from the first training forward to ``close()``.
+"""Warns if nothing of a training is being saved, from the first training forward to ``close()``.
 
-A checkpoint closes only after an update that lightck knows of. A loop without an optimizer object makes none, one whose
-second optimizer never steps completes no round of all, and a session whose model was built again sees nothing at all.
-Each of these trains on as if all were well. The watch counts iterations in which nothing closed; where they are no
-proof (gradients may be accumulated, a GradScaler may skip), it compares what the parameters hold.
+A checkpoint closes only after an update that lightck detects. A loop without an optimizer object makes none; with a
+second optimizer that never steps, no round is complete; and a session whose model was built again sees no call at all.
+Each of these trains on without an error. The watch counts iterations in which no checkpoint closed. If such iterations
+have other explanations (accumulated gradients, a GradScaler that skips), it compares the parameters.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from torch.optim import Optimizer
 
 from lightck.hooks.boundary import Boundary
 from lightck.session.capture import Capture
-from lightck.session.state_marks import Marks, by_tensors, moved
+from lightck.session.state_marks import Marks, changed_names, tensor_marks
 
 log = logging.getLogger("lightck")
 MANY = 100
-"""Iterations without a checkpoint that are reason to ask why: more than are accumulated or skipped in a row."""
+"""Iterations without a checkpoint before a check: more than any loop accumulates or skips in a row."""
 MANY_EXPLICIT = 1000
-"""The same where a run before this one called ``end_step()``: it may do so once in an epoch."""
+"""The same if an earlier run called ``end_step()``, which it may do once in an epoch."""
 _FIRST = 8
-"""Forwards and calls of ``end_step()`` whose parameters are compared."""
+"""The first forwards, or calls of ``end_step()``, at which parameters are compared."""
 _TWIN_STEPS = 10
+"""Steps of one optimizer of another model, from which on that model is compared with this session's."""
 _FOREIGN = 4
-"""Updates by optimizers that have no parameter of this model, until which its parameters have to change."""
+"""Updates by optimizers without a parameter of this model, after which its parameters must have changed."""
 _NO_OPTIMIZER = (
-    "no optimizer is followed: none was found or passed that has a parameter of this model. So nothing says when an "
-    "update is made"
+    "no optimizer is followed: none was found or passed that has a parameter of this model. So lightck does not know "
+    "when an update is made"
 )
 _CURE = (
     "Build the optimizer over this model's parameters before attach, or pass it: attach(..., optimizer=opt). In a loop "
@@ -42,28 +43,30 @@ _CURE = (
 
 
 class SavedWatch:
-    """Of one session. What it finds is said in one warning, and ``problem`` is what ``close()`` raises."""
+    """The watch of one session. It warns once; ``problem`` is the message that ``close()`` raises."""
 
     def __init__(self, capture: Capture, boundary: Boundary, follow_live: Callable[[], bool]) -> None:
-        """``follow_live``: look for an optimizer of this model among live objects, and follow it. Whether there is."""
+        """``follow_live``: finds an optimizer of this model among live objects and follows it; returns whether there is
+        one."""
         self._capture, self._boundary, self._follow_live = capture, boundary, follow_live
         self._idle = 0  # training forwards since the last update
         self._ended = 0  # end_step() in this session
         self._idle_ended = 0  # the same since the last update
         self._is_alive = False  # a training forward or an update was seen
         self._elsewhere = 0  # steps of optimizers that have no parameter of this model
-        self._last_one: weakref.ref[Optimizer] | None = None  # of them
-        self._by_one = 0  # its steps in a row
+        self._last_elsewhere: weakref.ref[Optimizer] | None = None  # the last of these optimizers
+        self._steps_in_a_row = 0  # of the last one
         self._twin = False
         self._before: Marks = {}
         self._at_end: Marks = {}
         self._is_reported = self._is_looked_for = False
-        self._of_others = -1  # updates by optimizers that have no parameter of this model; -1: they have
+        self._foreign_updates = -1
+        """Updates by followed optimizers without a parameter of this model; -1: not counted."""
 
     # -- what the session reports ------------------------------------------------------------------------
 
     def training_forward(self) -> None:
-        """A training forward of the root begins."""
+        """A training forward of the root module begins."""
         self._is_alive = True
         self._idle += 1
         if self._boundary.optimizers:
@@ -73,15 +76,15 @@ class SavedWatch:
 
     def updated(self) -> None:
         """A followed optimizer made an update."""
-        if not self._is_alive and self._drives_nothing():
-            self._of_others = 0
+        if not self._is_alive and self._have_no_parameter_here():
+            self._foreign_updates = 0
         self._is_alive = True
         self._idle = self._idle_ended = 0
-        if 0 <= self._of_others < _FOREIGN:
+        if 0 <= self._foreign_updates < _FOREIGN:
             self._compare_updates()
 
     def end_step(self) -> bool:
-        """Whether this call counts as an update: no optimizer is followed."""
+        """``end_step()`` was called. Returns whether it counts as an update, because no optimizer is followed."""
         self._ended += 1
         self._idle_ended += 1
         if not self._boundary.optimizers and self._ended == 1:
@@ -98,30 +101,31 @@ class SavedWatch:
         return True
 
     def before_step(self, index: int) -> None:
-        """Before an update of the optimizer ``index``, behind the boundary that this may be."""
+        """The optimizer ``index`` is about to make an update; a checkpoint that this event closes is closed already."""
         n = self._boundary.pending(index)
         if n < MANY or self._is_reported:
             return
         if self._boundary.explicit and n >= MANY_EXPLICIT and not self._ended:
-            self._tell(
+            self._warn(
                 f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from "
                 "then on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the "
                 "last statement of the loop"
             )
         elif not self._boundary.explicit and self._boundary.optimizers > 1:
-            self._tell_round(index, n)
+            self._warn_incomplete_round(index, n)
 
     def step_elsewhere(self, optimizer: Optimizer) -> None:
-        """An optimizer steps that has no parameter of this model, and belongs to no open session."""
+        """An optimizer steps that has no parameter of this model and is followed by no open session."""
         self._elsewhere += 1
-        if self._last_one is None or self._last_one() is not optimizer:
-            self._last_one, self._by_one = weakref.ref(optimizer), 0
-        self._by_one += 1
-        steps = self._by_one  # copies of the model with optimizers of their own, as clients have, make few each
+        if self._last_elsewhere is None or self._last_elsewhere() is not optimizer:
+            self._last_elsewhere, self._steps_in_a_row = weakref.ref(optimizer), 0
+        self._steps_in_a_row += 1
+        # Copies of the model with optimizers of their own, as in federated learning, make few steps each.
+        steps = self._steps_in_a_row
         if not (self._is_alive or self._ended or self._is_reported) and _TWIN_STEPS <= steps < 2 * _TWIN_STEPS:
             self._twin = self._is_twin(optimizer)
             if self._twin:
-                self._tell(
+                self._warn(
                     f"{type(optimizer).__name__} made {steps} updates of a model with parameters of the same "
                     "shapes, and the model of this session was neither called nor updated since attach. A model that "
                     "is built again (a notebook cell that was run again) is not the one that is saved: close this "
@@ -129,7 +133,7 @@ class SavedWatch:
                 )
 
     def problem(self) -> str | None:
-        """What ``close()`` raises: training went on, and nothing of it is saved."""
+        """The message that ``close()`` raises if the model was trained and nothing was saved; else None."""
         if self._twin and not self._is_alive and not self._ended:
             return (
                 "Nothing was saved: the model of this session was neither called nor updated since attach, while "
@@ -137,9 +141,9 @@ class SavedWatch:
             )
         if self._boundary.optimizers or self._ended or self._idle < 2:
             return None
-        changed = moved(self._before, self._params())
+        changed = changed_names(self._before, self._params())
         if not (changed or self._has_gradients() or self._elsewhere):
-            return None  # the model was only called
+            return None  # the model was called but not trained
         fact = f" ({_some(changed)} changed)" if changed else ""
         return f"Nothing was saved of {self._idle} training forwards{fact}: {_NO_OPTIMIZER}. {_CURE}."
 
@@ -150,26 +154,26 @@ class SavedWatch:
         if n == 1:
             self._before = self._params()
         elif not self._is_reported and (n <= _FIRST or n == MANY):
-            changed = moved(self._before, self._params())
+            changed = changed_names(self._before, self._params())
             is_sure = n == MANY or (not self._is_looked_for and (changed or self._elsewhere > 1))
             if is_sure and not self._look_for_optimizer():
                 fact = f"{_some(changed)} changed" if changed else f"{n} training forwards ran"
-                self._tell(f"{fact}, and {_NO_OPTIMIZER}, nothing is saved, and close() will be an error. {_CURE}")
+                self._warn(f"{fact}, and {_NO_OPTIMIZER}, nothing is saved, and close() will be an error. {_CURE}")
 
     def _look_for_optimizer(self) -> bool:
-        """Once. Whether there is one that was made after attach, followed from here on or not."""
+        """Search once for an optimizer that was made after attach. Returns whether there is one, followed or not."""
         if self._is_looked_for:
             return False
         self._is_looked_for = True
         return self._follow_live()
 
     def _compare_ends(self) -> None:
-        """An ``end_step()`` that counts as an update, with none before it: gradients are no part of a checkpoint."""
-        now = by_tensors(self._capture.model.tensors(None))
-        is_same = bool(self._at_end) and self._at_end.keys() == now.keys() and not moved(self._at_end, now)
+        """Warn about an ``end_step()`` without an update: a checkpoint holds no accumulated gradients."""
+        now = tensor_marks(self._capture.model.tensors(None))
+        is_same = bool(self._at_end) and self._at_end.keys() == now.keys() and not changed_names(self._at_end, now)
         self._at_end = now if self._ended < _FIRST // 2 else {}
         if is_same and not self._is_reported and self._has_gradients():
-            self._tell(
+            self._warn(
                 "end_step() was called twice, no optimizer is followed, and the model did not change in between "
                 "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
                 "gradients: where they are accumulated, a resume loses those of the batches before. Call it after "
@@ -179,24 +183,24 @@ class SavedWatch:
     # -- an optimizer is followed ------------------------------------------------------------------------
 
     def _idle_iterations(self, n: int) -> None:
-        """So many without an update, which accumulation explains as long as the parameters stay as they are."""
+        """Check after ``n`` iterations without an update: accumulation explains them unless parameters change."""
         if n == MANY:
             self._before = self._params()
         elif n == MANY + 1 and not self._is_reported:
-            changed = moved(self._before, self._params())
+            changed = changed_names(self._before, self._params())
             if changed:
                 classes = ", ".join(view.class_name for view in self._capture.optimizers)
-                self._tell(
+                self._warn(
                     f"{MANY} iterations passed without a step of {classes}, and {_some(changed)} changed between the "
                     "last two. An update that lightck does not see closes no checkpoint, so nothing is saved. Step "
                     "that optimizer, or, where the loop updates by hand, attach(..., optimizer=[]) and call "
                     "session.end_step() after each update"
                 )
 
-    def _tell_round(self, index: int, n: int) -> None:
+    def _warn_incomplete_round(self, index: int, n: int) -> None:
         roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})  # which make updates
         names = [self._named(root) for root in roots if not self._boundary.pending(root)]
-        self._tell(
+        self._warn(
             f"{self._named(index)} made {n} updates since a checkpoint closed, and {' and '.join(names)} none. With "
             f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass those "
             "that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last statement of "
@@ -208,19 +212,23 @@ class SavedWatch:
         names = [name for view in views for name, _ in view.params]
         return f"{views[0].class_name if views else 'an optimizer'} of {_some(names)}"
 
-    def _drives_nothing(self) -> bool:
-        """The optimizers that were passed have no parameter of this model. They may have masters of its parameters,
-        which the loop copies into it."""
+    def _have_no_parameter_here(self) -> bool:
+        """Whether the followed optimizers have no parameter of this model. They may update master copies that the loop
+        copies into the model."""
         params = [name for view in self._capture.optimizers for name, _ in view.params]
         return bool(params) and all(name.startswith("outside/") for name in params)
 
     def _compare_updates(self) -> None:
-        self._of_others += 1
-        if self._of_others == 1:
+        self._foreign_updates += 1
+        if self._foreign_updates == 1:
             self._before = self._params()
-        elif self._of_others == _FOREIGN and not self._is_reported and not moved(self._before, self._params()):
+        elif (
+            self._foreign_updates == _FOREIGN
+            and not self._is_reported
+            and not changed_names(self._before, self._params())
+        ):
             classes = ", ".join(view.class_name for view in self._capture.optimizers)
-            self._tell(
+            self._warn(
                 f"{classes} made {_FOREIGN} updates, has no parameter of this model, and no parameter of this model "
                 "changed meanwhile. It was built over another model, or over parameters that were replaced since, so "
                 "the training of that is not saved. Build it over model.parameters() of the model that is attached"
@@ -229,7 +237,7 @@ class SavedWatch:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _params(self) -> Marks:
-        return by_tensors(live for live in self._capture.model.tensors(None) if live.role == "param")
+        return tensor_marks(live for live in self._capture.model.tensors(None) if live.role == "param")
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for p in self._capture.model.model.parameters())
@@ -240,7 +248,7 @@ class SavedWatch:
         followed = _shapes(p for view in self._capture.optimizers if not view.wraps for _, p in view.params)
         return bool(theirs) and theirs in (ours, followed)
 
-    def _tell(self, fact: str) -> None:
+    def _warn(self, fact: str) -> None:
         self._is_reported = True
         log.warning("lightck: %s", fact)
 

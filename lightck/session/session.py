@@ -1,6 +1,6 @@
-"""What a user holds of a training that is saved: where it stands, what it waits for, and its end.
+"""The session object of a user: its properties, its calls, and its end.
 
-At the end closed versions commit, threads end, and the pool is given up last.
+At the end the closed checkpoints are committed, the threads end, and the pool's lock is released last.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightck.dataloader.replay import wants_skip
 from lightck.errors import NothingSavedError, SessionError
 from lightck.events import Event
 from lightck.hooks.own_hooks import Handle, remove
-from lightck.interrupts import deferred, resumed
+from lightck.interrupts import deferred, retry_interrupted
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.profiler.recording import Recording, Traces
 from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
-from lightck.sessions import living
+from lightck.sessions import existing
 from lightck.stats import Stats
 from lightck.tiers.pin import Hold, Pin
 
@@ -36,47 +36,48 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _in_turn(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """One thread at a time is inside the session."""
+def _exclusive(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+    """Hold the session's lock during a method."""
 
     @wraps(method)
     def called(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._steps.turn:
+        with self._steps.session_lock:
             return method(self, *args, **kwargs)
 
     return called
 
 
 class Session:
-    """Made by :func:`lightck.attach`; a context manager. Leaving it normally commits the current step.
+    """One training that is saved, made by :func:`lightck.attach`; a context manager that commits the current step at
+    its end, unless an exception leaves it.
 
-    Whatever goes wrong in the background reaches the training loop at its next step, and again at ``close``.
+    An error in the background is raised in the training loop at its next step, and again at ``close``.
     """
 
     def __init__(self, steps: Steps, lock: PoolLock, found: Mapping[str, str]) -> None:
-        """Made by ``attach`` alone."""
+        """Called by ``attach`` only."""
         self.found: Mapping[str, str] = dict(found)
-        """What attach found by itself: name -> class."""
+        """What attach found by itself: name -> class name."""
         self._steps, self._pipeline = steps, steps.pipeline
         self._loaders = LoaderEvents(steps)
         self._traces = Traces(steps.events, steps.pipeline.events, steps.pipeline.engine, steps.meter)
         self._finalizer = weakref.finalize(self, _end, steps.pipeline, lock, steps.hooks.handles)
         self._finalizer.atexit = False
         steps.session = self
-        living.add(steps)
+        existing.add(steps)
 
     # -- what a user reads -------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Updates made, skipped ones not counted. With several optimizers: rounds in which each stepped."""
-        self._steps.follows.counted.is_asked = True
+        """Updates so far, without skipped ones. With several optimizers: rounds in which each has stepped."""
+        self._steps.continuation.loop_counter.is_asked = True
         return self._steps.boundary.step
 
     @property
     def iteration(self) -> int:
-        """Boundaries passed: iterations of the loop, skipped updates included."""
-        self._steps.follows.counted.is_asked = True
+        """Boundaries so far: iterations of the loop, including those whose update was skipped."""
+        self._steps.continuation.loop_counter.is_asked = True
         return self._steps.boundary.iteration
 
     @property
@@ -86,29 +87,30 @@ class Session:
 
     @property
     def done(self) -> bool:
-        """Whether the training has come to its end: ``close(done=True)`` was said at this step, in any run."""
+        """Whether the training is finished: ``close(done=True)`` was called at this step, in this run or an earlier
+        one."""
         return self._steps.commits.is_done
 
     @property
     def committed(self) -> int | None:
-        """Newest step that is durable in the pool, or None. What background work failed at is not raised here."""
-        if self._steps.turn.is_live:
+        """Newest step that is durable in the pool, or None. Errors of background work are not raised here."""
+        if self._steps.session_lock.is_live:
             return self._pipeline.newest_committed()
         return self._pipeline.committed
 
     @property
     def durability(self) -> Durability:
-        """What the committed versions survive, with the evidence."""
+        """Which failures the committed checkpoints survive, with the evidence."""
         return self._pipeline.durability
 
     @property
     def paused_reason(self) -> str | None:
-        """Why nothing is committed now (``pause_on_nonfinite``), or None."""
-        finite = self._steps.commits.beside.finite
-        return finite.reason if finite is not None else None
+        """The reason why nothing is committed at present (``pause_on_nonfinite``), or None."""
+        nonfinite_check = self._steps.commits.participants.nonfinite_check
+        return nonfinite_check.reason if nonfinite_check is not None else None
 
     def stats(self) -> Stats:
-        """The session's counters as of now."""
+        """The present values of the session's counters."""
         return self._steps.meter.snapshot(
             engine_cpu_seconds=self._pipeline.engine.cpu_seconds,
             committed=self.committed,
@@ -121,40 +123,42 @@ class Session:
     ) -> SessionLoader:
         """Wrap a training loader so that each ``next()`` is a boundary and a resume continues at its position.
 
-        Call it once for each, before the loop, and in the same order in every run, or give each loader a ``name``.
+        Call it once per loader, before the loop, and in the same order in every run, or give each loader a ``name``.
 
         Args:
             loader: a DataLoader, a loader with ``state_dict`` and ``load_state_dict``, or any other iterable.
-            name: under which its position is saved, and found again; by default its number.
-            anew: begin its pass at the beginning, where the checkpoint lies in the middle of one.
-            replay: how a resume in mid-pass passes over what was given before: ``"fetch"`` fetches and drops it;
-                ``"skip"`` fetches the last batch only, which is right where a dataset has no state of its own and draws
-                nothing in workers.
+            name: the name under which its position is saved and restored; by default its number.
+            anew: start a new pass even if the checkpoint is in the middle of one.
+            replay: how a resume in mid-pass skips the batches before its position: ``"fetch"`` fetches and drops them;
+                ``"skip"`` fetches the last one only, which is exact if the dataset has no state of its own and draws no
+                random numbers in workers.
 
         Raises:
-            DriftError: the checkpoint lies in mid-pass, and the loader was built otherwise.
+            DriftError: the checkpoint is in mid-pass, and the loader was built with other arguments.
             CorruptPoolError: the saved position is damaged.
-            SessionError: the session is closed, the name is taken, or it has none and comes after a pass of another;
-                or ``replay="skip"`` for another loader than a DataLoader over a map-style dataset.
+            SessionError: the session is closed; the name is taken; the loader has no name and another one has begun a
+                pass; or ``replay="skip"`` is passed for anything but a DataLoader over a map-style dataset.
         """
         self._check_usable()
         skips = wants_skip(loader, replay)
         key = name_of(loader, name, self._steps.capture.loaders)
         positions = self._steps.capture.positions
-        restored = positions.of(key, anew)
+        restored = positions.restored_for(key, anew)
         wrapped = SessionLoader(
             loader, self._loaders, key, restored, not positions.any_live, anew, self._steps.capture.objects, skips
         )
         self._steps.capture.loaders.append(wrapped)
-        positions.wrapped(wrapped)
+        positions.loader_wrapped(wrapped)
         return wrapped
 
     # -- what a user calls -------------------------------------------------------------------------------
 
-    @_in_turn
+    @_exclusive
     def end_step(self) -> None:
-        """Close the version here: the last statement of the loop. From the first call on, only this, ``flush`` and
-        ``close`` are boundaries. Where no optimizer is followed it counts as the update."""
+        """Close the checkpoint of this step: call it as the last statement of the loop.
+
+        From the first call on, only this, ``flush`` and ``close`` are boundaries. If no optimizer is followed, each
+        call counts as an update."""
         self._check_usable()
         with self._steps.meter.stall("end_step"):
             self._steps.commits.raise_failure()
@@ -164,49 +168,51 @@ class Session:
             else:
                 self._steps.updated_by_hand()
 
-    @_in_turn
+    @_exclusive
     def flush(self, timeout: float | None = None) -> int | None:
-        """Commit the current step too, and return it. ``FlushTimeoutError`` after ``timeout`` seconds (inf: never)."""
+        """Commit the current step and return it. Raises ``FlushTimeoutError`` after ``timeout`` seconds (None or
+        infinity: never)."""
         self._check_usable()
         if self._steps.commits.paused:
-            raise SessionError("flush() inside paused(): the weights are not the training's now. Leave paused() first.")
+            raise SessionError(
+                "flush() was called inside paused(), where the weights may be swapped. Leave paused() first."
+            )
         self._steps.partial_update.refuse_boundary()
         with self._steps.meter.stall("flush"):
             self._steps.commits.raise_failure()
             self._steps.commit_current(timeout)
         return self._pipeline.committed
 
-    @_in_turn
+    @_exclusive
     def pin(self) -> Pin:
-        """Commit the current step, as ``flush`` does, and hold its version in the pool until the pin is released.
+        """Commit the current step, as ``flush`` does, and hold its checkpoint in the pool until the pin is released.
 
-        ``recover(path, step=pin.step)`` gives it, now and after a crash. The first pin may move the pool to a larger
-        file. With ``pause_on_nonfinite`` the last good version is held.
+        ``recover(path, step=pin.step)`` returns it, now and after a crash. The first pin may move the pool to a larger
+        file. With ``pause_on_nonfinite`` the last checkpoint with finite values is held.
         """
         self.flush()
-        beside = self._steps.commits.beside
+        participants = self._steps.commits.participants
         with self._steps.meter.stall("pin"):
             pinned: list[Hold] = []
-            self._steps.commits.guard(lambda: pinned.append(beside.pin(self._pipeline)))
+            self._steps.commits.guard(lambda: pinned.append(participants.pin(self._pipeline)))
         self._check_usable()
-        return Pin(pinned[0], beside.holds.release)
+        return Pin(pinned[0], participants.holds.release)
 
-    @_in_turn
+    @_exclusive
     def close(self, *, done: bool = False) -> None:
         """Commit the current step, end the threads, release the pool. A second call does nothing.
 
-        ``done``: keep in the pool that the training has come to its end: ``session.done`` says so after the next
-        attach. Raises the error of background work that failed, after everything was released, or
-        ``NothingSavedError``.
+        ``done``: record in the pool that the training is finished: ``session.done`` is True after the next attach.
+        Raises, after everything was released, an error of background work, or ``NothingSavedError``.
         """
         if not self.is_open:
             return
         problem = None
         try:
             if self._steps.partial_update:
-                log.warning("lightck: closed between backward() and step(): what was not committed before is not saved")
-            elif not self._steps.turn.is_forked and self._steps.commits.failure is None:
-                self._steps.follows.ended()
+                log.warning("lightck: the session was closed between backward() and step(): the open step is not saved")
+            elif not self._steps.session_lock.is_forked and self._steps.commits.failure is None:
+                self._steps.continuation.ended()
                 with self._steps.meter.stall("close"):
                     self._steps.capture.is_done = done or self.done
                     self._steps.commit_current(None, also_step_0=False)
@@ -222,9 +228,10 @@ class Session:
             raise NothingSavedError(problem)
 
     def trace(self, path: str | os.PathLike[str], *, steps: int | None = 20, overwrite: bool = False) -> Recording:
-        """Record what the next ``steps`` steps do (None: until it is closed), for Perfetto and ``lightck trace``.
+        """Record the next ``steps`` steps (None: until it is closed), for Perfetto and ``lightck trace``.
 
-        Ends by itself; as a context manager or by its ``close`` earlier. A failure of it never stops the training.
+        The recording ends by itself, or earlier by its ``close`` or as a context manager. Its errors never stop the
+        training.
         """
         self._check_usable()
         about = {"medium": str(self.durability), "interval": self._steps.commits.cadence.interval}
@@ -232,10 +239,10 @@ class Session:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """For weights that are swapped and swapped back (EMA for evaluation): no boundary and no copy meanwhile."""
+        """A block in which weights may be swapped and swapped back (EMA for evaluation): no boundary, and no copies."""
         self._check_usable()
-        with self._steps.turn, self._steps.meter.stall("paused"):
-            self._steps.commits.guard(self._pipeline.copies_done)
+        with self._steps.session_lock, self._steps.meter.stall("paused"):
+            self._steps.commits.guard(self._pipeline.wait_for_copies)
         self._steps.commits.paused += 1
         try:
             yield
@@ -252,16 +259,16 @@ class Session:
         else:
             self.abandon()
 
-    @_in_turn
+    @_exclusive
     def abandon(self) -> None:
-        """Finish the closed versions, drop the open one: after an exception, or at exit."""
+        """End the session after an exception, or at exit: commit the closed checkpoints, and drop the open one."""
         if self.is_open:
             self._release()
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still followed and saved: neither ``close`` nor ``abandon`` was called."""
-        return self._steps.turn.is_open
+        """Whether neither ``close`` nor ``abandon`` was called."""
+        return self._steps.session_lock.is_open
 
     def __repr__(self) -> str:
         state = "" if self.is_open else ", closed"
@@ -274,32 +281,32 @@ class Session:
 
     def _check_usable(self) -> None:
         if not self.is_open:
-            raise SessionError("This session is closed. Its pool is released. Attach again to go on.")
-        if self._steps.turn.is_forked:
+            raise SessionError("This session is closed, and its pool is released. Attach again to go on.")
+        if self._steps.session_lock.is_forked:
             raise SessionError("This session belongs to the parent process. A forked child cannot use it.")
 
     def _release(self) -> None:
         self._traces.end()
-        self._steps.turn.is_open = False
+        self._steps.session_lock.is_open = False
         self._finalizer()
         self._steps.forget()
 
 
 def _end(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
-    """Once, by ``close`` or by garbage collection. A collector runs anywhere, also on a thread that is waited for here:
-    then on another one."""
-    if pipeline.is_here:
+    """End a session once, from ``close`` or from the garbage collector. The collector may run on a thread of the
+    pipeline, which this function waits for: then a new thread does the work."""
+    if pipeline.on_background_thread:
         threading.Thread(target=_end_here, args=(pipeline, lock, handles), name="lightck-end").start()
     else:
         _end_here(pipeline, lock, handles)
 
 
 def _end_here(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
-    """A handler that raises (Ctrl-C) may end the wait for copies, and nothing else: who has the lock next must find
-    nobody that writes."""
+    """End a session on this thread. A signal handler that raises (Ctrl-C) may end the wait for copies only: when the
+    lock is released, nothing may write to the pool any more."""
     remove(handles)
     with deferred(), ExitStack() as last:
         last.callback(lock.release)
         last.callback(pipeline.close)
         if not pipeline.engine.is_forked:
-            resumed(pipeline.finish_quietly)
+            retry_interrupted(pipeline.finish_quietly)

@@ -1,7 +1,7 @@
-"""What tensors and objects hold at one moment, as marks that can be compared with those of another moment.
+"""Marks of tensors and objects: compact values that differ if the content differs.
 
-This reads bytes, so it is for a few moments of a training and never for every step. Tensors on a device are not read:
-their version counters are compared, and a write that moves none stays unseen there.
+Marks read bytes, so they are for a few moments of a training and never for every step. The mark of a tensor on a device
+is its version counter and address: a write that moves no version counter is not detected there.
 """
 
 from __future__ import annotations
@@ -23,63 +23,64 @@ _BLOCK = 1 << 20
 
 Mark = tuple[object, ...]
 Marks = dict[str, Mark]
-"""Name -> mark. What could not be read has none."""
+"""Name -> mark. What cannot be read is left out."""
 
 
-def by_tensors(lives: Iterable[Live]) -> Marks:
-    """Of parameters and buffers, each under the first of its names."""
+def tensor_marks(lives: Iterable[Live]) -> Marks:
+    """Marks of parameters and buffers, each under the first of its names."""
     marks = {live.name.removeprefix("model/"): _mark(live.tensor) for live in lives if live.alias is None}
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 
-def by_object(name: str, obj: Any) -> Marks:
-    """Of an object in ``state``: what its ``state_dict()`` gives, large tensors included. The global generators are
-    as before, whatever it draws. Empty where it cannot be read or stored now."""
+def object_marks(name: str, obj: Any) -> Marks:
+    """The mark of an object in ``state``: of its ``state_dict()``, large tensors included. Empty if that cannot be read
+    or stored now. Random numbers that it draws do not change the global generators."""
     large: list[torch.Tensor] = []
     try:
-        with rng.shielded():
+        with rng.preserved():
             state = obj.state_dict()
             if isinstance(obj, LRScheduler):
                 state = _epoch_of(state)
             packed = values.pack(state, path=name, large=lambda _, tensor: large.append(tensor))
         return {f"state[{name!r}]": (_digest(packed), *map(_mark, large))}
-    except Exception:  # it is the user's code, which may refuse to answer now: the boundary asks again, and raises
+    except Exception:  # the user's code may fail here; the boundary calls it again, and raises
         return {}
 
 
 def _epoch_of(state: object) -> object:
-    """Of a scheduler and those in it, where they stand. ``step(epoch)`` sets the rest anew at each iteration, and
-    counts that it was called."""
+    """The position of a scheduler and of the schedulers in it. The rest of its state changes at each
+    ``step(epoch)``."""
     if not isinstance(state, dict) or "last_epoch" not in state:
         return state
     return state["last_epoch"], [_epoch_of(each) for each in state.get("_schedulers") or ()]
 
 
-def by_options(view: OptimizerView) -> Marks:
-    """Of an optimizer's options (lr, betas, ...)."""
+def option_marks(view: OptimizerView) -> Marks:
+    """The mark of an optimizer's options (lr, betas, ...)."""
     try:
-        return {options_name(view): (_digest(values.pack(view.groups(), path="options")),)}
+        return {options_label(view): (_digest(values.pack(view.groups(), path="options")),)}
     except Exception:
         return {}
 
 
-def by_state(view: OptimizerView) -> Mark:
+def optimizer_state_mark(view: OptimizerView) -> Mark:
     """Of the tensors of an optimizer's state, by their names."""
     marks = {live.name: _mark(live.tensor) for live in view.state_tensors() if live.alias is None}
     return "state", *sorted(marks.items(), key=lambda item: item[0])
 
 
-def options_name(view: OptimizerView) -> str:
-    return f"the options of {named(view)}"
+def options_label(view: OptimizerView) -> str:
+    return f"the options of {optimizer_label(view)}"
 
 
-def named(view: OptimizerView) -> str:
-    """Its class, and its number where it is not the first: two may be of one class."""
+def optimizer_label(view: OptimizerView) -> str:
+    """The class of an optimizer, and its number if it is not the first: two may have one class."""
     return view.class_name + (f" {view.index}" if view.index else "")
 
 
-def moved(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[str]:
-    """Names of what held something else before. What was read in another way (moved to a device) is passed over."""
+def changed_names(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[str]:
+    """Names whose marks differ. A tensor that moved to a device, or back, is left out: its marks are of another
+    kind."""
     both = [(name, before[name], mark) for name, mark in now.items() if name in before]
     return [name for name, was, mark in both if was != mark and type(was[0]) is type(mark[0])]
 
@@ -93,6 +94,6 @@ def _mark(tensor: torch.Tensor) -> Mark | None:
         return version_counter_of(tensor), address_of(tensor)
     if not has_memory(tensor):
         return None
-    if not tensor.is_contiguous():  # in the order of its elements: channels_last changes no value
+    if not tensor.is_contiguous():  # in the order of its elements, so that channels_last changes no mark
         tensor = tensor.detach().contiguous()
     return checksums(staged(tensor), _BLOCK).tobytes(), str(tensor.dtype), tuple(tensor.shape)

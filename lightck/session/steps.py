@@ -1,7 +1,7 @@
-"""What a session does at each event of a training: the last of its step listeners, and the one that acts.
+"""What a session does at each step event: the last of its step listeners, and the one that acts.
 
-``Boundary`` says which event closes a version; ``Capture`` reads the state; ``Commits`` has it saved. Each version is
-"the state from which step *t + 1* starts".
+``Boundary`` says which event closes a checkpoint; ``Capture`` reads the state; ``Commits`` saves it. Each
+checkpoint is "the state from which step *t + 1* starts".
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from lightck.dataloader.positions import Positions
-from lightck.events import Event, StepEvents, StepListener, Turn
-from lightck.following.comparison import Comparison, Counted, Follows, Recorder
+from lightck.events import Event, SessionLock, StepEvents, StepListener
+from lightck.following.comparison import Comparison, Continuation, LoopCounterCheck, Recorder
 from lightck.following.update_parts import UpdateParts
 from lightck.hooks.boundary import BY_HAND, Boundary
 from lightck.hooks.hooks import Hooks
@@ -25,11 +25,11 @@ from lightck.hooks.layers import PartialUpdate
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
 from lightck.session.capture import Capture
-from lightck.session.commits import Beside, Commits, deadline_in
-from lightck.session.discover import Found, drives, late, live_optimizers, positions, updating
+from lightck.session.commits import CommitParticipants, Commits, deadline_after
+from lightck.session.discover import Found, count_updating, drives, follow_late, live_optimizers, positions
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Cadence
-from lightck.session.loop_top import LoopTop
+from lightck.session.loop_top import LoopTopCheck
 from lightck.session.saved_watch import SavedWatch
 from lightck.sessions import OpenSession, is_followed
 from lightck.state.optimizer_wrappers import ScalerWatch
@@ -39,10 +39,11 @@ log = logging.getLogger("lightck")
 
 
 class Steps(StepListener):
-    """Of one session. Its parts are open to the rest of the room, and to nobody else."""
+    """The step listener of one session. Its attributes are for ``session/`` only."""
 
     session: OpenSession
-    """What the user holds: kept alive here, as this is by the hooks of the model."""
+    """The user's object. The hooks of the model keep this listener alive, and this attribute keeps the session
+    alive."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Steps(StepListener):
         capture: Capture,
         pipeline: Pipeline,
         meter: Meter,
-        beside: Beside,
+        participants: CommitParticipants,
         *,
         cadence: Cadence,
         resumed: Resumed | None,
@@ -60,7 +61,7 @@ class Steps(StepListener):
     ) -> None:
         self._model = weakref.ref(model)
         self.capture, self.pipeline, self.meter, self.resumed = capture, pipeline, meter, resumed
-        self.turn = Turn()
+        self.session_lock = SessionLock()
         self._first_step: FirstStep | None = first_step
         done_at = None
         if resumed is not None:
@@ -68,68 +69,72 @@ class Steps(StepListener):
             capture.persistent.had_started = resumed.persistent_started
             done_at = resumed.step if resumed.done else None
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
-        self.boundary = Boundary(updating(found.optimizers), *start)
-        self.follows = _follows(found, capture, pipeline, resumed, strict_data)
-        recorder = self.follows.recorder
-        self.commits = Commits(capture, pipeline, self.boundary, cadence, recorder, meter, self.turn, beside, done_at)
+        self.boundary = Boundary(count_updating(found.optimizers), *start)
+        self.continuation = _continuation_of(found, capture, pipeline, resumed, strict_data)
+        recorder = self.continuation.recorder
+        self.commits = Commits(
+            capture, pipeline, self.boundary, cadence, recorder, meter, self.session_lock, participants, done_at
+        )
         self.watch = SavedWatch(capture, self.boundary, self._follow_live)
-        self.top: LoopTop | None = LoopTop(capture, None if resumed is None else (resumed.event, resumed.step))
+        self.loop_top: LoopTopCheck | None = LoopTopCheck(
+            capture, None if resumed is None else (resumed.event, resumed.step)
+        )
         self._declines_optimizers = found.declined
-        self.steps_on: int | None = None
-        """The thread that steps."""
+        self.step_thread: int | None = None
+        """The thread on which the optimizer steps."""
         self._reported_step = self.boundary.step
         self._is_forward_known = False
-        """The model's forward hook fires, or it was said that it does not."""
+        """Whether the model's forward hook has fired, or the log says that it does not."""
         self._scalers = ScalerWatch(capture.objects)
         self.partial_update = PartialUpdate()
-        self.events = StepEvents(self.turn)
+        self.events = StepEvents(self.session_lock)
         self.events.add(self)
         self.hooks = Hooks(self.events, model, found.optimizers)
 
-    # -- what is asked of it -----------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module | None:
-        """None where it is gone."""
+        """The model, or None after it was collected."""
         return self._model()
 
     @property
     def updates(self) -> int:
-        """Updates made. Unlike ``Session.step`` this is not what a loop asks, so it is not noted that one did."""
+        """Updates so far. Unlike ``Session.step``, reading it does not count as the loop asking for its step."""
         return self.boundary.step
 
     def follows_optimizer(self, optimizer: object) -> bool:
-        """Whether its steps are updates of this session."""
-        return self.hooks.follow(optimizer)
+        """Whether the session follows this optimizer."""
+        return self.hooks.follows(optimizer)
 
     def forget(self) -> None:
-        """After the end: nothing of the user's is kept alive."""
+        """Drop all references to the user's objects after the end."""
         self.capture.forget()
         self.hooks.forget()
-        self.follows.forget()
-        self._first_step = self.top = None
+        self.continuation.forget()
+        self._first_step = self.loop_top = None
 
     # -- an update ---------------------------------------------------------------------------------------
 
     def before_step(self, index: int, by_hand: bool, has_gradients: bool, in_backward: bool = False) -> None:
-        """``in_backward``: before the first layer of a layer-wise update."""
+        """``in_backward``: called before the first layer of a layer-wise update."""
         self.capture.devices.refuse_capture("An optimizer's step")
         with self.meter.stall("before the update"):
             self.commits.raise_failure()
             if not in_backward:
                 self.commits.raise_keep_failure()
                 self.partial_update.raise_deferred()
-                self.steps_on = threading.get_ident()
+                self.step_thread = threading.get_ident()
             if by_hand:
                 self.capture.stepped_by_hand(index)
             self._check_first_step()
-            self._reaches(Event.PRE_STEP)
+            self._check_loop_top(Event.PRE_STEP)
             if self.boundary.is_due(Event.PRE_STEP):
                 self.event(Event.PRE_STEP)
-                self._tell_no_forward()
+                self._log_no_forward()
             if not self.commits.paused:
                 self.watch.before_step(index)
-                self.follows.before_update(index if has_gradients else None)
+                self.continuation.before_update(index if has_gradients else None)
             self.capture.before_update(index)
 
     def gate(self) -> None:
@@ -141,38 +146,38 @@ class Steps(StepListener):
         with self.meter.stall("after the update"):
             self.boundary.updated(index)
             self.watch.updated()
-            if self.top is not None:
-                self.top.updated(self.boundary)
+            if self.loop_top is not None:
+                self.loop_top.updated(self.boundary)
             self._scalers.stepped()
             self.partial_update.end(index)
-            self.capture.before_update(index)  # again: a closure makes its gradients inside the step
+            self.capture.before_update(index)  # again: a closure computes its gradients inside the step
             self.capture.after_update()
             self.capture.positions.updated()
-        self._tell_step_ended()
+        self._report_step_ended()
 
-    def _tell_step_ended(self) -> None:
-        """Once for each update, where it is counted: with several optimizers that may be where a version closes."""
+    def _report_step_ended(self) -> None:
+        """Report an update once, when it is counted; with several optimizers that may be when a checkpoint closes."""
         if self.boundary.step != self._reported_step:
             self._reported_step = self.boundary.step
             self.events.step_ended(self._reported_step)
 
     def after_step_hooks(self) -> None:
         with self.meter.stall("after the update"):
-            self.capture.after_update()  # what is read provisionally comes after the user's own hooks
+            self.capture.after_update()  # read again, because the user's own hooks belong to the update
 
     def skipped_step(self, index: int) -> None:
         self.meter.skipped += 1
         self.partial_update.end(index)
 
     def updated_by_hand(self) -> None:
-        """An update of a loop in which no optimizer is followed. No hook comes before the next one, so the gate is
+        """An update of a loop in which no optimizer is followed. No hook precedes the next update, so the gate is
         here."""
-        self.steps_on = threading.get_ident()
+        self.step_thread = threading.get_ident()
         self._check_first_step()
-        self.follows.before_update(None)
+        self.continuation.before_update(None)
         self.boundary.updated(BY_HAND)
         self.capture.positions.updated()
-        self.capture.devices.note_updates()
+        self.capture.devices.add_update_streams()
         self.event(Event.END_STEP)
         self.commits.guard(self.pipeline.gate)
         self.events.update_begins()
@@ -182,13 +187,14 @@ class Steps(StepListener):
     def layers_begin(self, index: int) -> None:
         self.partial_update.defer(lambda: self.before_step(index, False, False, in_backward=True))
         while not self.partial_update.defer(self.gate):
-            pass  # a version was given up; there may be others
-        self.commits.guard(self.pipeline.eager.drop)  # what an update without a boundary began is of no version
+            pass  # a checkpoint was dropped; there may be others
+        # Eager copies of an update that no boundary followed belong to no checkpoint.
+        self.commits.guard(self.pipeline.eager.drop)
         self.partial_update.begin(index)
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
-        step, is_last = self.boundary.step + 1, self.boundary.optimizers == 1  # another may write them still
-        if is_last and not self.commits.paused and self.commits.cadence.foresees(step, self.commits.saved_step):
+        step, is_last = self.boundary.step + 1, self.boundary.optimizers == 1  # another optimizer may still write them
+        if is_last and not self.commits.paused and self.commits.cadence.will_be_due(step, self.commits.saved_step):
             with self.meter.stall("layer updated"):
                 self.commits.guard(lambda: self.pipeline.copy_eagerly(tensors))
 
@@ -203,29 +209,29 @@ class Steps(StepListener):
         self._is_forward_known = True
         with self.meter.stall("forward begins"):
             self.watch.training_forward()
-            self._reaches(Event.FORWARD)
+            self._check_loop_top(Event.FORWARD)
             if self.commits.failure is None:
-                self.follows.recorder.forward(inputs, self.boundary.is_due(Event.PRE_STEP))
+                self.continuation.recorder.forward(inputs, self.boundary.is_due(Event.PRE_STEP))
                 self.commits.guard(self.pipeline.forward_begins)
                 self.event(Event.FORWARD)
             if self.resumed is not None:
                 self.resumed.forward_begins(self.capture.numbers)
-            self.follows.forward(inputs)
+            self.continuation.forward(inputs)
 
-    def _tell_no_forward(self) -> None:
-        """At an update that had to close the last version itself."""
+    def _log_no_forward(self) -> None:
+        """Log once, at an update that had to close the last checkpoint itself, that no forward hook fires."""
         if not (self._is_forward_known or self.boundary.explicit):
             self._is_forward_known = True
             log.info(
                 "lightck: the model's forward hook does not fire (compiled before attach, or never called "
-                "itself): versions close at the optimizer's step, and their copies are waited for there. "
+                "itself): checkpoints close at the optimizer's step, and their copies are waited for there. "
                 "session.loader() or session.end_step() closes them earlier"
             )
 
     def forward_ended(self) -> None:
         with self.meter.stall("forward ended"):
             if self.commits.failure is None:
-                self.commits.guard(self.pipeline.poll)  # copies that are done need not wait for the gate
+                self.commits.guard(self.pipeline.poll)  # release checkpoints whose copies are done before the gate
 
     # -- optimizers made after attach --------------------------------------------------------------------
 
@@ -237,23 +243,24 @@ class Steps(StepListener):
             if not is_followed(optimizer):
                 self.watch.step_elsewhere(optimizer)
             return
-        new = late(optimizer, {id(p) for view in self.capture.optimizers for _, p in view.params})
+        new = follow_late(optimizer, {id(p) for view in self.capture.optimizers for _, p in view.params})
         self.capture.add_optimizers(new)
-        self.boundary.optimizers += updating(new)
+        self.boundary.optimizers += count_updating(new)
         self.hooks.add(new)
 
     def _follow_live(self) -> bool:
-        """Follow what was made after attach and has not stepped yet. Whether there is any, followed or declined."""
+        """Follow optimizers that were made after attach and have not stepped yet. Returns whether there is any,
+        followed or declined."""
         model = self.model
         found = () if model is None else live_optimizers(model)
         for optimizer in () if self._declines_optimizers else found:
             self.unknown_optimizer(optimizer)
         return bool(found)
 
-    # -- what may close a version ------------------------------------------------------------------------
+    # -- what may close a checkpoint ---------------------------------------------------------------------
 
     def event(self, event: Event) -> None:
-        """Close the version where this event does."""
+        """Close the checkpoint if this event closes one, and save it if it is due."""
         if self.commits.paused:
             return
         self.capture.devices.join_updates()
@@ -262,23 +269,23 @@ class Steps(StepListener):
             self.boundary.passed_without_update(event, is_skip)
             return
         if event is Event.FORWARD and self.capture.mid_batch.holds_batch(self.boundary.step):
-            return  # it may only be looked at
+            return  # the batch may be taken for inspection only
         self.partial_update.refuse_boundary()
         step = self.boundary.close(event)
         self._scalers.skipped()
         self.commits.closed(event, step)
-        self._tell_step_ended()
+        self._report_step_ended()
 
     def commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
-        """Close the version here, and bring it to its commit."""
-        deadline = deadline_in(timeout)
+        """Close the checkpoint of the current step, and commit it."""
+        deadline = deadline_after(timeout)
         self.event(Event.FLUSH)
         self.commits.commit(timeout, deadline, also_step_0=also_step_0)
 
-    def _reaches(self, event: Event) -> None:
-        """A point at which a version may close, and before it closes: what the loop moves before it."""
-        if self.top is not None and not self.commits.paused and not self.top.reaches(event, self.boundary):
-            self.top = None
+    def _check_loop_top(self, event: Event) -> None:
+        """Check, before a checkpoint may close, what the loop changed at its top."""
+        if self.loop_top is not None and not self.commits.paused and not self.loop_top.reaches(event, self.boundary):
+            self.loop_top = None
 
     def _check_first_step(self) -> None:
         if self._first_step is not None:
@@ -286,12 +293,14 @@ class Steps(StepListener):
             self._first_step = None
 
 
-def _follows(found: Found, capture: Capture, pipeline: Pipeline, resumed: Resumed | None, strict_data: bool) -> Follows:
-    """What follows the versions that are saved, and after a resume whether it is what followed before."""
+def _continuation_of(
+    found: Found, capture: Capture, pipeline: Pipeline, resumed: Resumed | None, strict_data: bool
+) -> Continuation:
+    """Record how the training continues after each checkpoint, and compare it after a resume."""
     parts = UpdateParts(capture.optimizers)
     comparison, step = None, 0
     if resumed is not None:
         step, is_same = resumed.step, resumed.same_conditions
         comparison = Comparison(step, resumed.recorded, is_strict=strict_data, same_bits=is_same, parts=parts)
-    counted = Counted(step, capture.loaders, by_itself=bool(found.state.keys() - found.found.keys()))
-    return Follows(Recorder(pipeline.store_next, parts), comparison, counted)
+    loop_counter = LoopCounterCheck(step, capture.loaders, by_itself=bool(found.state.keys() - found.classes.keys()))
+    return Continuation(Recorder(pipeline.store_next_batch, parts), comparison, loop_counter)

@@ -1,1 +1,2 @@
-"""What a checkpoint holds: live tensors by name, small state as bytes, random states, optimizers and wrappers."""
+"""The state that a checkpoint holds: tensors by name, small state as bytes, random states, optimizers and their
+wrappers."""

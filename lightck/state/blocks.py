@@ -1,7 +1,7 @@
-"""Blocks of tensors in memory, and their checksums: so that writes are found which move no version counter.
+"""Checksums of tensors in memory, block by block, which find writes that no version counter counts.
 
-One native call reads many blocks. ``Turn`` says which are read now: a budget of bytes for each checkpoint, so that all
-of a small model is read every time, and of a large one the next blocks in order.
+One native call reads many blocks. ``RoundRobin`` chooses the blocks to read now. Each checkpoint has a budget of bytes:
+a small model is read whole every time, and of a large model the next blocks in order are read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from lightck._native import check, ffi, lib
 
 BUDGET_NBYTES = 1 << 20
-"""Bytes that are read for each checkpoint beside its copies: one block of the largest size."""
+"""Bytes that are read for each checkpoint in addition to its copies: one block of the largest size."""
 WHOLE_CHECKPOINTS = 3
-"""After attach so many checkpoints are compared whole: what a loop does at every step is found there."""
+"""So many checkpoints after attach are compared whole, which finds what a loop does at every step."""
 
-_AT_ONCE = 4096  # blocks that are looked at for one budget: of very many tiny ones
+_CANDIDATES_MAX = 4096  # blocks that are considered for one budget, for models with very many tiny tensors
 
 ALL = slice(None)
 Positions = npt.NDArray[np.int64]
@@ -29,15 +29,18 @@ Checksums = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Parallel arrays, one item per block: address and length in memory, the position of its tensor among those that
-    were given, and the position of its checksum among the checksums of all of them."""
+    """Blocks of tensors, as parallel arrays with one item per block.
+
+    addresses, nbytes: where the block lies in memory, and its length. owners: index of its tensor in the sequence given
+    to ``of``. checksum_positions: index of its checksum in the array of all checksums.
+    """
 
     addresses: npt.NDArray[np.uint64]
     nbytes: npt.NDArray[np.uint64]
     owners: Positions
-    places: Positions
+    checksum_positions: Positions
     total: int
-    """Bytes of all of them."""
+    """Bytes of all blocks together."""
 
     @classmethod
     def of(
@@ -47,7 +50,8 @@ class Blocks:
         starts: Sequence[int] | npt.NDArray[np.int64],
         block: int,
     ) -> Blocks:
-        """``starts``: where the checksums of each tensor begin. Tensors have at least one byte."""
+        """Split tensors into blocks of ``block`` bytes. ``starts``: index of each tensor's first checksum. Each tensor
+        has at least one byte."""
         begin, size = np.asarray(addresses, np.uint64), np.asarray(nbytes, np.uint64)
         count = -(-size.astype(np.int64) // block)
         owners = np.repeat(np.arange(len(count)), count)
@@ -64,8 +68,8 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.owners)
 
-    def and_then(self, other: Blocks) -> Blocks:
-        """Both, where the owners of ``other`` are counted on from ours."""
+    def concatenated(self, other: Blocks) -> Blocks:
+        """Return the blocks of both, with the owners of ``other`` numbered after those of this object."""
         if not len(other) or not len(self):
             return self if len(self) else other
         first = int(self.owners[-1]) + 1
@@ -73,12 +77,12 @@ class Blocks:
             np.concatenate((self.addresses, other.addresses)),
             np.concatenate((self.nbytes, other.nbytes)),
             np.concatenate((self.owners, other.owners + first)),
-            np.concatenate((self.places, other.places)),
+            np.concatenate((self.checksum_positions, other.checksum_positions)),
             self.total + other.total,
         )
 
     def checksums(self, chosen: Positions | slice = ALL) -> Checksums:
-        """Unseeded CRC-32C of these blocks, read now, without the GIL."""
+        """Compute the unseeded CRC-32C of the chosen blocks from memory, without the GIL."""
         addresses, nbytes = self.addresses[chosen], self.nbytes[chosen]
         out = np.zeros(len(addresses), np.uint32)
         status = lib.lck_crc32c_each(
@@ -91,21 +95,24 @@ class Blocks:
         return out
 
 
-class Turn:
-    """Which blocks are read next."""
+class RoundRobin:
+    """Chooses the blocks to read next, in turn."""
 
     def __init__(self) -> None:
         self._next = 0
 
-    def take(self, blocks: Blocks, budget: int | None) -> tuple[Positions | slice, bool]:
-        """The next blocks, ``budget`` bytes of them and at least one (None: all), and whether this came round to the
-        first one again. `ALL` where that is all."""
+    def next_blocks(self, blocks: Blocks, budget: int | None) -> tuple[Positions | slice, bool]:
+        """Return the next blocks and whether this call reached the last block.
+
+        budget: bytes to read, at least one block; None for all blocks. The first result is `ALL` if all blocks are
+        chosen.
+        """
         if budget is None or blocks.total <= budget:
             self._next = 0
             return ALL, True
         n = len(blocks)
         start = self._next if self._next < n else 0
-        order = np.arange(start, start + min(n, _AT_ONCE)) % max(n, 1)
+        order = np.arange(start, start + min(n, _CANDIDATES_MAX)) % max(n, 1)
         ends = np.cumsum(blocks.nbytes[order])
         order = order[: max(int(np.searchsorted(ends, budget, side="right")), 1)]
         stop = start + len(order)
@@ -117,7 +124,7 @@ NO_BLOCKS = Blocks.of([], [], [], BUDGET_NBYTES)
 
 
 def checksums(tensor: torch.Tensor, block: int) -> npt.NDArray[np.uint32]:
-    """Unseeded CRC-32C of every block of a tensor's bytes, read now, without the GIL."""
+    """Compute the unseeded CRC-32C of every block of a tensor's bytes from memory, without the GIL."""
     nbytes = tensor.numel() * tensor.element_size()
     out = np.zeros(-(-nbytes // block), np.uint32)
     if nbytes:

@@ -1,7 +1,7 @@
-"""What a script had built when it attached: options of its optimizers and schedulers, and which parameters are frozen.
+"""What a script built before it attached: options of its optimizers and schedulers, and which parameters are frozen.
 
-A version keeps it beside the state itself. So a resume can tell what somebody changed in the script from what moved
-during the training: the first is what the script built then and builds now, the second is in the state.
+A checkpoint keeps this record beside the state. A resume compares the record with what the script builds now, and so
+distinguishes options that somebody edited in the script from options that changed during the training.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from lightck.state.values import typed
 
 
 @dataclass(slots=True)
-class Built:
-    """groups: for each optimizer the options of its groups. states: for each, how many parameters had state already.
-    schedulers: name -> state. frozen: names of the model's parameters that needed no gradient."""
+class BuildRecord:
+    """What one script built.
+
+    groups: for each optimizer the options of its groups. states: for each optimizer, how many parameters had state
+    already. schedulers: name -> state. frozen: names of the model's parameters that needed no gradient.
+    """
 
     groups: list[list[dict[str, object]]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
@@ -34,8 +37,8 @@ class Built:
         return values.pack(value, path="options at attach")
 
     @classmethod
-    def parse(cls, packed: object) -> Built:
-        """Raises ``CorruptPoolError``."""
+    def parse(cls, packed: object) -> BuildRecord:
+        """Read what `pack` wrote. Raises ``CorruptPoolError``."""
         raw = typed(values.unpack(typed(packed, bytes)), dict)
         if raw.keys() != {"groups", "states", "schedulers", "frozen"}:
             raise CorruptPoolError("its small state is malformed (options at attach)")
@@ -47,40 +50,43 @@ class Built:
         return cls(groups, states, schedulers, [typed(name, str) for name in typed(raw["frozen"], list)])
 
 
-class BuiltNow:
-    """Of the script that attaches now; as bytes for the small state, and which parameters are frozen since."""
+class CurrentBuild:
+    """The build record of the script that attaches now, as bytes for the small state, and the parameters that are
+    frozen now."""
 
     def __init__(self, model: ModelView, views: Sequence[OptimizerView], objects: Mapping[str, object]) -> None:
         schedulers = {name: dict(obj.state_dict()) for name, obj in objects.items() if isinstance(obj, LRScheduler)}
-        self._set(Built(schedulers=schedulers, frozen=frozen_names(model.tensors(None))))
+        self._set(BuildRecord(schedulers=schedulers, frozen=frozen_names(model.tensors(None))))
         self.add(views)
 
-    def _set(self, built: Built) -> None:
+    def _set(self, built: BuildRecord) -> None:
         self._at_attach = built.frozen
         self._token: object = None
-        """Of the roster that was asked: itself it would keep the tensors alive."""
+        """Token of the tensor list that was examined last. A reference to the list itself would keep its tensors
+        alive."""
         self._frozen: list[str] | None = None
         try:
             self.packed: bytes | None = built.pack()
-        except StateValueError:  # said by its path when it is to be saved
+        except StateValueError:  # the first checkpoint raises it with the path of the value
             self.packed = None
 
     def add(self, views: Sequence[OptimizerView]) -> None:
-        """Optimizers, as they are built."""
+        """Add optimizers, with the options that they have now."""
         if self.packed is not None:
-            built = Built.parse(self.packed)
+            built = BuildRecord.parse(self.packed)
             built.groups += [view.groups() for view in views]
             built.states += [len(view.optimizer.state) for view in views]
             self._set(built)
 
-    def is_from(self, built: Built | None) -> None:
-        """The script restored a checkpoint before it attached: what it had built is what that one knows."""
+    def use_record(self, built: BuildRecord | None) -> None:
+        """Take over the record of a checkpoint that the script restored before it attached: the live objects hold
+        restored options, not the ones that the script built."""
         if built is not None:
             self._set(built)
 
     def frozen_since(self, tensor_list: TensorList | None, model: ModelView) -> list[str] | None:
-        """Names of the parameters that are frozen now; None where they are the same as at attach. Where
-        ``tensor_list`` is that of an earlier checkpoint, nothing changed."""
+        """Return the names of the parameters that are frozen now, or None if they are the same as at attach.
+        ``tensor_list``: the current list; nothing changed if it is the list of an earlier checkpoint."""
         if tensor_list is None or tensor_list.token is not self._token:
             frozen = frozen_names(model.tensors(None) if tensor_list is None else tensor_list.lives)
             self._frozen = None if frozen == self._at_attach else frozen
@@ -89,6 +95,6 @@ class BuiltNow:
 
 
 def frozen_names(lives: Sequence[Live]) -> list[str]:
-    """Names in the model of the parameters that need no gradient."""
+    """Return the sorted names, in the model, of the parameters that need no gradient."""
     params = [live for live in lives if live.role == "param" and live.name.startswith("model/")]
     return sorted(live.name.removeprefix("model/") for live in params if not live.tensor.requires_grad)

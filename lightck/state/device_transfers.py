@@ -1,8 +1,8 @@
-"""How the bytes of tensors on a device get into host memory while the device goes on computing.
+"""Copies of tensors from a device to host memory while the device goes on computing.
 
-A ``DeviceTransfer`` is one device's way out. It has a stream of its own: what is sent there takes its time beside the
-computation, and whoever updates such a tensor waits until it has arrived. What the very next kernels will change
-(buffers) is sent in the order of the computation instead. Nothing here waits for the whole device.
+A ``DeviceTransfer`` copies from one device, on a stream of its own. Such a copy runs in parallel with the computation,
+so an update of the tensor has to wait until the copy has arrived. A copy of a tensor that the next kernels change (a
+buffer) is enqueued on the stream of the computation instead. Nothing here waits for the whole device.
 """
 
 from __future__ import annotations
@@ -17,67 +17,68 @@ from lightck.errors import SessionError
 from lightck.pool.format.layout import is_dense
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Host memory (bytes, as long as the tensor) and the tensor that goes there."""
+"""Host memory (as many bytes as the tensor has) and the tensor to copy there."""
 
 
 class Arrival(Protocol):
-    """A point in a stream."""
+    """A point in a stream, which a thread can wait for."""
 
     def synchronize(self) -> None:
-        """Wait, without the GIL, until the device has passed it."""
+        """Wait, without the GIL, until the device has passed this point."""
 
 
 class DeviceTransfer(Protocol):
-    """One device's way out."""
+    """Copies from one device."""
 
     def mark(self) -> Arrival:
-        """All that the computation was told to do so far."""
+        """Return the point behind all work that is enqueued for the computation now."""
 
     def send(self, pairs: Sequence[Pair], after: Arrival) -> Arrival:
-        """Beside the computation, but not before ``after`` has passed. The tensors must not change until it arrives."""
+        """Copy in parallel with the computation, after ``after`` has passed. The tensors must not change until the
+        copies arrive."""
 
     def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
-        """In the order of the computation: what it is told to do from now on may change the tensors."""
+        """Copy in the order of the computation: work that is enqueued later may change the tensors."""
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        """Bytes of a tensor as they are now, whatever the computation still has to do."""
+        """Return bytes of a tensor as they are now, without waiting for pending work of the computation."""
 
-    def copy_within(self, pairs: Sequence[Pair]) -> None:
-        """As ``send_in_order``, into memory on the device itself."""
+    def copy_on_device(self, pairs: Sequence[Pair]) -> None:
+        """As ``send_in_order``, to memory on the same device."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device can write to by itself."""
+        """Allocate host memory that the device can write to directly."""
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
-        """Memory on the device."""
+        """Allocate memory on the device."""
 
     def free_nbytes(self) -> int:
-        """How much of it could be had now."""
+        """Return how many bytes of device memory could be allocated now."""
 
     def register(self, memory: torch.Tensor) -> None:
-        """From here on the device may write to this memory by itself. Raises ``RuntimeError`` where it cannot."""
+        """Let the device write to this host memory directly. Raises ``RuntimeError`` if it cannot."""
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """It is not the device's any more. Nothing is on its way there."""
+        """Undo `register`. No copy to this memory may be pending."""
 
-    def enter(self) -> None:
-        """Called on a thread before it sends."""
+    def bind_thread(self) -> None:
+        """Select this device for the calling thread. To be called on a thread before it sends."""
 
-    def note_update(self) -> None:
-        """The stream that is current here has been told to update."""
+    def add_update_stream(self) -> None:
+        """Remember the current stream as one on which an update was enqueued."""
 
     def join_updates(self) -> None:
-        """What the stream that is current here is told from now on comes after all that streams with updates were told
-        so far: after the updates, and after what followed them (a scaler's scale)."""
+        """Make the current stream wait for everything that is enqueued now on streams with updates: the updates, and
+        the work after them (a GradScaler's scale)."""
 
     def is_capturing(self) -> bool:
-        """Whether what the stream that is current here is told is recorded for a graph, and not done."""
+        """Whether work on the current stream is captured in a graph instead of executed."""
 
-    def give_back(self) -> None:
-        """Host memory that was got here and is not held any more goes back to the system."""
+    def release_host_memory(self) -> None:
+        """Return host memory of `memory` that is unused now to the operating system."""
 
 
-def lies_dense(tensor: torch.Tensor) -> bool:
+def is_dense_tensor(tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory is one dense run of its bytes, in some order of dimensions."""
     if tensor.is_conj() or tensor.is_neg():
         return False
@@ -85,51 +86,53 @@ def lies_dense(tensor: torch.Tensor) -> bool:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor on its device: as they lie where it lies dense, else those of a contiguous copy."""
-    return _as_bytes(tensor.detach()) if lies_dense(tensor) else bytes_in_order(tensor)
+    """Return the bytes of a tensor on its device: a view if its memory is dense, otherwise the bytes of a contiguous
+    copy."""
+    return _as_bytes(tensor.detach()) if is_dense_tensor(tensor) else bytes_in_order(tensor)
 
 
 def bytes_in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's elements on its device, in the order of their indices."""
+    """Return the bytes of a tensor's elements on its device, in the order of their indices."""
     return _as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def _as_bytes(dense: torch.Tensor) -> torch.Tensor:
-    """``view`` alone refuses a dimension of one element whose stride is not 1, which counts as contiguous."""
+    """View a dense tensor as bytes. ``view`` alone refuses a dimension of one element whose stride is not 1, although
+    such a tensor counts as contiguous."""
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class CudaTransfer:
-    """Of a CUDA (or ROCm) device."""
+    """Copies from one CUDA (or ROCm) device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._updated_on: dict[torch.cuda.Stream, None] = {}
-        """Streams that made the updates of this version, the last one last."""
+        """Streams that made the updates of this step, the last one last."""
         self._is_joined = True
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Arrival:
-        return self._passed(self._computation())
+        return self._record_event(self._update_stream())
 
     def send(self, pairs: Sequence[Pair], after: Any) -> Arrival:
         self._stream.wait_event(after)
-        return self._sent(self._stream, pairs)
+        return self._enqueue_copies(self._stream, pairs)
 
     def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
-        arrival = self._sent(self._computation(), pairs)
-        self._hold_back(arrival)
+        arrival = self._enqueue_copies(self._update_stream(), pairs)
+        self._delay_next_writes(arrival)
         return arrival
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             return raw(tensor)[start : None if nbytes is None else start + nbytes].to("cpu")
 
-    def copy_within(self, pairs: Sequence[Pair]) -> None:
-        stream = self._computation()
+    def copy_on_device(self, pairs: Sequence[Pair]) -> None:
+        stream = self._update_stream()
         with torch.no_grad(), torch.cuda.stream(stream):
             torch._foreach_copy_([target for target, _ in pairs], [raw(tensor) for _, tensor in pairs])
-        self._hold_back(self._passed(stream))
+        self._delay_next_writes(self._record_event(stream))
 
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -138,7 +141,7 @@ class CudaTransfer:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def free_nbytes(self) -> int:
-        # Not by what is allocated now: at a boundary the activations of the next step are not there yet.
+        # The peak, and not what is allocated now: at a boundary the next step's activations do not exist yet.
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + unused
 
@@ -148,10 +151,10 @@ class CudaTransfer:
     def unregister(self, memory: torch.Tensor) -> None:
         _registered.remove(memory, self._device)
 
-    def enter(self) -> None:
-        torch.cuda.set_device(self._device)  # else a new thread makes itself a context on the first device
+    def bind_thread(self) -> None:
+        torch.cuda.set_device(self._device)  # otherwise CUDA makes a context on device 0 for a new thread
 
-    def note_update(self) -> None:
+    def add_update_stream(self) -> None:
         if self._is_joined:
             self._updated_on, self._is_joined = {}, False
         stream = torch.cuda.current_stream(self._device)
@@ -168,45 +171,45 @@ class CudaTransfer:
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def give_back(self) -> None:
-        # torch keeps pinned memory that is free for whoever wants some next. It has no public name for this.
+    def release_host_memory(self) -> None:
+        # torch caches free pinned memory, and has no public function that empties this cache.
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is not None:
             empty()
 
-    def _computation(self) -> torch.cuda.Stream:
-        """The stream of the last update. Another one may be current at a boundary, that of the next forward perhaps,
-        which has joined the updates: what it was told so far comes before."""
+    def _update_stream(self) -> torch.cuda.Stream:
+        """Return the stream of the last update, after letting it wait for the current stream. Another stream may be
+        current at a boundary: that of the next forward, for example, which has joined the updates."""
         current = torch.cuda.current_stream(self._device)
         last = next(reversed(self._updated_on), current)
         if last != current:
             last.wait_stream(current)
         return last
 
-    def _hold_back(self, arrival: torch.cuda.Event) -> None:
-        """Whoever computes the next forward may change what is on its way."""
+    def _delay_next_writes(self, arrival: torch.cuda.Event) -> None:
+        """Let the streams that may compute the next forward wait for the copies, because it may change the tensors."""
         for stream in {torch.cuda.current_stream(self._device), *self._updated_on}:
             stream.wait_event(arrival)
 
-    def _sent(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> torch.cuda.Event:
+    def _enqueue_copies(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> torch.cuda.Event:
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
                 for target, tensor in pairs:
                     target.copy_(raw(tensor), non_blocking=True)
         except BaseException:
-            self._passed(stream).synchronize()  # nothing stays under way that nobody knows of
+            self._record_event(stream).synchronize()  # so that no copy is pending that the caller does not know of
             raise
-        return self._passed(stream)
+        return self._record_event(stream)
 
-    def _passed(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        # Waits asleep: a processor is worth more to the loader.
+    def _record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        # A blocking event lets the waiting thread sleep, which leaves its processor to the data loader.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
 
 class _Registered:
-    """Memory that all CUDA devices may write to; who registers it second finds it registered."""
+    """Host memory that all CUDA devices may write to. Several users may register the same memory."""
 
     _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 
@@ -228,14 +231,14 @@ class _Registered:
                 self._call(device, "cudaHostUnregister", address)
 
     def _call(self, device: torch.device, name: str, *args: int) -> None:
-        """Raises ``RuntimeError``."""
+        """Call a function of the CUDA runtime. Raises ``RuntimeError`` if it fails."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device):  # else it makes itself a context on the first one
+        with torch.cuda.device(device):  # otherwise CUDA makes a context on device 0
             status = getattr(runtime, name)(*args)
             if int(status) != 0:
                 with suppress(RuntimeError):
-                    # The runtime keeps the error of this thread for whoever looks next, which would be the user's next
-                    # kernel. Here it is looked at, and is gone.
+                    # The runtime keeps the error and reports it at the thread's next call, which would be the user's
+                    # next kernel. This call fetches and clears it.
                     torch.ones(1, device=device)
                 raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(status)}")
 
@@ -245,7 +248,7 @@ _transfers: dict[torch.device, DeviceTransfer] = {}
 
 
 def transfer_of(tensor: torch.Tensor) -> DeviceTransfer | None:
-    """The way out of a tensor's device; None where it has none but ``.to("cpu")``."""
+    """Return the transfer of a tensor's device, or None if lightck can only use ``.to("cpu")``."""
     if not tensor.is_cuda:
         return None
     device = tensor.device
@@ -255,54 +258,57 @@ def transfer_of(tensor: torch.Tensor) -> DeviceTransfer | None:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor that nobody is about to change, beside the computation."""
+    """Return the bytes of a tensor on the host, read in parallel with the computation. Nothing may change the tensor
+    meanwhile."""
     transfer = transfer_of(tensor)
     return tensor if transfer is None else transfer.read(tensor)
 
 
 class Devices:
-    """The devices that a session's tensors are on, and in what order they do what a boundary needs. What another
-    session does on a device is not its matter.
+    """The devices of one session's tensors, and the order of their work at a boundary.
 
-    A device does later what it is told now, on several streams. A version is what the *updates* made: so their streams
-    are noted at each update, and joined by whatever stream is current at the boundary, before anything is read there.
+    A device executes work later than it is enqueued, and on several streams. A checkpoint holds the result of the
+    *updates*. So the streams of all updates are remembered, and at the boundary the current stream waits for them
+    before anything is read. Work of other sessions on the same device is not considered.
     """
 
     def __init__(self) -> None:
         self._transfers: list[DeviceTransfer] = []
 
-    def look(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are the session's tensors now. Before the first update, so that it is noted."""
+    def set_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Set the session's tensors. To be called before the first update, so that its stream is remembered."""
         transfers = (transfer_of(tensor) for tensor in tensors)
         self._transfers = list(dict.fromkeys(transfer for transfer in transfers if transfer is not None))
 
-    def note_updates(self) -> None:
-        """After an optimizer's step, on the thread that made it."""
+    def add_update_streams(self) -> None:
+        """Remember the current streams. To be called after an optimizer's step, on its thread."""
         for transfer in self._transfers:
-            transfer.note_update()
+            transfer.add_update_stream()
 
     def join_updates(self) -> None:
-        """At a boundary, before anything is read: another stream may be current than that of the update."""
+        """Make the current streams wait for the updates. To be called at a boundary before anything is read, because
+        another stream than that of the update may be current."""
         for transfer in self._transfers:
             transfer.join_updates()
 
     def refuse_capture(self, what: str) -> None:
-        """Raises ``SessionError`` where what is called now is recorded for a CUDA graph, and not done."""
+        """Raise ``SessionError`` if the current call is captured for a CUDA graph instead of executed. ``what``: the
+        call, for the message."""
         if any(transfer.is_capturing() for transfer in self._transfers):
             raise SessionError(
-                f"{what} is being captured in a CUDA graph. Its replays run no Python, so lightck would see none of "
-                "them and save nothing. Capture forward and backward only, after session.flush(), and leave "
-                "optimizer.step() outside (torch.cuda.make_graphed_callables does so)."
+                f"{what} is being captured in a CUDA graph. Replays of a graph run no Python, so lightck would "
+                "notice none of them and save nothing. Capture forward and backward only, after session.flush(), and "
+                "leave optimizer.step() outside (torch.cuda.make_graphed_callables does so)."
             )
 
     def is_captured(self, is_idle: Callable[[], bool]) -> bool:
-        """Whether this forward is recorded for a CUDA graph: no boundary, then. Raises ``SessionError`` where a version
-        is due or under way: to wait for it would end the capture."""
+        """Whether the current forward is captured for a CUDA graph, and so is no boundary. Raises ``SessionError`` if a
+        checkpoint is due or in flight, because waiting for it would end the capture."""
         if not any(transfer.is_capturing() for transfer in self._transfers):
             return False
         if not is_idle():
             raise SessionError(
-                "A forward pass is being captured in a CUDA graph while a version is being saved: what that waits for "
-                "would end the capture. Call session.flush() right before the capture."
+                "A forward pass is being captured in a CUDA graph while a checkpoint is being saved. Saving it waits "
+                "for the device, which would end the capture. Call session.flush() right before the capture."
             )
         return True

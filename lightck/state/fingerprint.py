@@ -1,4 +1,5 @@
-"""What decides whether a resumed training has the same bits, beside its state: machine, versions, threads."""
+"""What decides, beside the state, whether a resumed training computes the same bits: machine, software versions,
+threads."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from lightck.state import values
 
 
 def fingerprint() -> dict[str, object]:
-    """What a bit-identical continuation depends on besides the state itself. Nobody changes the dict."""
+    """Return what a bit-identical continuation depends on beside the state. The caller must not change the dict."""
     return _fingerprint(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), _cuda())
 
 
 @lru_cache(maxsize=1)
 def _fingerprint(threads: int, is_deterministic: bool, cuda: str | None) -> dict[str, object]:
-    return values.Constant(
+    return values.ConstantDict(
         torch=str(torch.__version__),
         python=".".join(map(str, sys.version_info[:3])),
         machine=platform.machine(),
@@ -32,7 +33,8 @@ def _fingerprint(threads: int, is_deterministic: bool, cuda: str | None) -> dict
 
 
 def _vendor() -> str | None:
-    """Of the processor: torch draws a dropout's mask otherwise on Intel's, with the same instructions."""
+    """Return the vendor of the processor: torch draws a dropout mask differently on Intel's, with the same instruction
+    set."""
     with suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             name, _, value = line.partition(":")
@@ -42,7 +44,7 @@ def _vendor() -> str | None:
 
 
 def _cuda() -> str | None:
-    """None where CUDA is not used."""
+    """Return the CUDA device and versions, or None if CUDA is not used."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     version = torch.version.cuda or torch.version.hip

@@ -1,7 +1,7 @@
-"""The live tensors of a training: where each one lives now, under which name, and how it may be copied.
+"""The live tensors of a training: where each one lies now, its name, and how it may be copied.
 
-``ModelView`` follows a module tree, ``OptimizerView`` one optimizer. Both look their tensors up anew at every boundary
-(a parameter may be replaced, ``p.data`` may be), and both name tensors as a user knows them. They read no bytes.
+``ModelView`` follows a module tree, ``OptimizerView`` one optimizer. Both find their tensors again at every boundary,
+because a parameter or its ``.data`` may be replaced, and both use the names that a user knows. They read no bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 
 from lightck.errors import StateValueError
 from lightck.pool.format.layout import Entry
-from lightck.state.device_transfers import lies_dense
-from lightck.state.optimizer_wrappers import Place, has_own_state, inner_of, places
+from lightck.state.device_transfers import is_dense_tensor
+from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
 from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_script, refuse_unstorable
 
 _WRAPPERS = {
@@ -26,12 +26,13 @@ _WRAPPERS = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
 }
-"""Classes that come and go between runs, and the child that they wrap: its name is no part of a parameter's."""
+"""Wrapper classes that a run may use or not, and the attribute of the module that they wrap. This attribute is no part
+of a parameter's name."""
 
 
 @dataclass(slots=True)
 class Live:
-    """One tensor as it is at this moment, and the dict that it was found in."""
+    """One tensor as it is now, and the dict (``home``, ``key``) that holds it."""
 
     name: str
     role: str
@@ -41,16 +42,17 @@ class Live:
     layer: int = -1
     alias: str | None = None
     is_frozen: bool = False
-    """A parameter that no optimizer step changes: it counts as a buffer until it has proved that it rests."""
+    """A parameter that no optimizer step changes. A strategy may leave it out of a slot that already holds its
+    bytes."""
 
-    def is_home(self) -> bool:
-        """Whether the tensor is still the one that its module or optimizer holds."""
+    def is_current(self) -> bool:
+        """Whether its module or optimizer still holds this tensor."""
         return self.home is None or self.home.get(self.key) is self.tensor
 
 
 def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module under every name, as "" or "name.": without the wrappers (DDP, torch.compile, ...). Raises
-    ``StateValueError`` where a module lies within itself."""
+    """Return every module under each of its names, as a prefix ("" or "name.") without wrappers (DDP, torch.compile,
+    ...). Raises ``StateValueError`` if a module contains itself."""
     found: list[tuple[str, nn.Module]] = []
     todo: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", model, ())]
     wraps: dict[type, str | None] = {}
@@ -67,24 +69,25 @@ def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
             if child is None:
                 continue
             if any(child is one for one in path):
-                raise _within_itself(f"{prefix}{key}", child)
-            is_wrapped = key == wraps[kind] and not _would_be_two(module, key, child, path)
+                raise _contains_itself(f"{prefix}{key}", child)
+            is_wrapped = key == wraps[kind] and not _has_name_clash(module, key, child, path)
             todo.append((prefix if is_wrapped else f"{prefix}{key}.", child, path))
     return found
 
 
-def _within_itself(name: str, module: nn.Module) -> StateValueError:
+def _contains_itself(name: str, module: nn.Module) -> StateValueError:
     return StateValueError(
-        f"The module {name!r} ({type(module).__name__}) lies within itself: it is a child of one of its own children, "
-        "so its parameters have names without end. Keep a reference to a parent where torch does not register it: in a "
-        "list or tuple, or by object.__setattr__."
+        f"The module {name!r} ({type(module).__name__}) contains itself: it is a child of one of its own children, "
+        "so its parameters would have infinitely long names. Keep a reference to a parent where torch does not "
+        "register it: in a list or tuple, or by object.__setattr__."
     )
 
 
-def _would_be_two(wrapper: nn.Module, key: str, child: nn.Module, path: tuple[nn.Module, ...]) -> bool:
-    """Whether something of a wrapper's own would have the name of something that it wraps, without the prefix."""
+def _has_name_clash(wrapper: nn.Module, key: str, child: nn.Module, path: tuple[nn.Module, ...]) -> bool:
+    """Whether a tensor of the wrapper itself and one of the wrapped module would get the same name without the
+    prefix."""
     if len(wrapper._modules) == 1 and not wrapper._parameters and not wrapper._buffers:
-        return False  # as nearly always
+        return False  # the common case
     own = set(_own_names(wrapper))
     for other, sibling in wrapper._modules.items():
         if other != key and sibling is not None and not any(sibling is one for one in path):
@@ -126,17 +129,18 @@ class ModelView:
                 self.extra.append((f"{dot}_extra_state", module))
 
     def refresh(self) -> bool:
-        """Follow modules that were added, removed or replaced since the last look. Whether there were any."""
+        """Follow modules that were added, removed or replaced since the last call. Return whether there were any."""
         changed = any(_children(module) != seen for module, seen in self._shape_of_tree)
         if changed:
             self._build()
         return changed
 
     def tensors(self, trained: frozenset[int] | set[int] | None) -> list[Live]:
-        """Every tensor once; a second name of the same tensor, or of the same memory, as an alias. ``trained``: ids of
-        parameters that an optimizer updates; None where nobody asks which of them rest."""
-        firsts: dict[int, Live] = {}
-        places: dict[int, Live] = {}
+        """Return every tensor once; a second name of the same tensor or the same memory is marked as an alias.
+        ``trained``: ids of the parameters that an optimizer updates, or None if the caller does not need
+        ``is_frozen``."""
+        by_id: dict[int, Live] = {}
+        by_address: dict[int, Live] = {}
         lives: list[Live] = []
         for home, key, name, role, layer in self._homes:
             tensor = home.get(key)
@@ -145,14 +149,14 @@ class ModelView:
             live = Live(name, role, tensor, home, key, layer)
             if role == "param" and trained is not None:
                 live.is_frozen = id(tensor) not in trained or not tensor.requires_grad
-            first = firsts.setdefault(id(tensor), live)
+            first = by_id.setdefault(id(tensor), live)
             if first is live:
                 address = address_of(tensor)
-                first = places.setdefault(address, live) if address else live
+                first = by_address.setdefault(address, live) if address else live
             if first is not live and (first.tensor is tensor or _is_same_memory(first.tensor, tensor)):
                 live.alias = first.alias or first.name
             lives.append(live)
-        _wake_shared(lives)
+        _unfreeze_shared(lives)
         return lives
 
     @property
@@ -160,7 +164,7 @@ class ModelView:
         return bool(self._buffer_homes)
 
     def buffers(self) -> Iterator[Live]:
-        """Persistent buffers, each tensor once."""
+        """Yield persistent buffers, each tensor once."""
         seen: set[int] = set()
         for home, key, name, role, layer in self._buffer_homes:
             tensor = home.get(key)
@@ -169,26 +173,26 @@ class ModelView:
                 yield Live(name, role, tensor, home, key, layer)
 
     def buffers_or_none(self) -> list[torch.Tensor | None]:
-        """What each place of a persistent buffer holds."""
+        """Return what each place of a persistent buffer holds."""
         return [home.get(key) for home, key, _, _, _ in self._buffer_homes]
 
     def refuse_hidden_state(self) -> None:
-        """Raises ``StateValueError`` for a module with state that is none of parameter, buffer and extra state."""
+        """Raise ``StateValueError`` for a module with state that is no parameter, buffer or extra state."""
         known = {name.removeprefix("model/") for _, _, name, _, _ in self._homes} | {name for name, _ in self.extra}
         refuse_hidden_state(clean_prefixes(self.model), known)
 
     def vacant_buffers(self) -> Iterator[tuple[str, dict[str, object], str]]:
-        """Buffers that are registered as None now: name, and where they belong."""
+        """Yield the name and place of each buffer that is None now."""
         for home, key, name, _, _ in self._buffer_homes:
             if home.get(key) is None:
                 yield name, home, key
 
     def vacant(self) -> list[tuple[dict[str, object], str]]:
-        """Places of parameters and buffers that hold None now."""
+        """Return the places of parameters and buffers that hold None now."""
         return [(home, key) for home, key, _, _, _ in self._homes if home.get(key) is None]
 
     def names_by_id(self) -> dict[int, str]:
-        """id of each parameter -> its (first) name."""
+        """Return id -> first name of each parameter."""
         names: dict[int, str] = {}
         for home, key, name, role, _ in self._homes:
             if role == "param" and home.get(key) is not None:
@@ -197,7 +201,7 @@ class ModelView:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """0 where the tensor has no memory of its own (empty, sparse, meta, a wrapper)."""
+    """Return the address of the tensor's memory, or 0 if it has none of its own (empty, sparse, meta, a wrapper)."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):
@@ -205,7 +209,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors at the same address are the same bytes, read in the same way."""
+    """Whether two tensors at the same address are the same bytes, interpreted in the same way."""
     return (one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()) == (
         other.dtype,
         other.shape,
@@ -215,8 +219,8 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _wake_shared(lives: list[Live]) -> None:
-    """A still parameter in a storage that an update writes to, under whatever name, does not rest."""
+def _unfreeze_shared(lives: list[Live]) -> None:
+    """Clear ``is_frozen`` of a parameter whose storage an update writes to under another name."""
     if any(live.is_frozen for live in lives):
         written = {storage_of(live.tensor) for live in lives if not live.is_frozen} - {0}
         for live in lives:
@@ -225,7 +229,7 @@ def _wake_shared(lives: list[Live]) -> None:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Where its storage begins; 0 where it has none."""
+    """Return the address of the tensor's storage, or 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):
@@ -233,7 +237,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> object:
-    """What keeps the tensor's bytes where they are. The tensor alone does not: after ``p.data = ...`` it has others."""
+    """Return the object that keeps the tensor's bytes in place. The tensor alone does not: after ``p.data = ...`` it
+    has other bytes."""
     return tensor.untyped_storage()
 
 
@@ -242,17 +247,21 @@ def _children(module: nn.Module) -> tuple[object, ...]:
 
 
 class OptimizerView:
-    """One optimizer: its parameters by name, its groups' options, its state."""
+    """One optimizer: its parameters by name, the options of its groups, its state."""
 
     def __init__(
-        self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], place: Place, root: int
+        self, index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], role: WrapperRole, root: int
     ) -> None:
-        """``root``: the update that its steps belong to. Where it ``wraps`` another one, that one's state has the names
-        of the parameters."""
+        """Create the view of ``optimizer``.
+
+        index: number of the view. names: id -> name of the model's parameters. role: whether it wraps, or is wrapped
+        by, another optimizer; the state of a wrapper is not saved under the names of the parameters. root: index of the
+        optimizer whose step counts as its update.
+        """
         self.index = index
         self.root = root
-        self.wraps = place.wraps
-        self.is_wrapped = place.is_wrapped
+        self.wraps = role.wraps
+        self.is_wrapped = role.is_wrapped
         self.optimizer = optimizer
         self._had: set[int] = set()
         self.refresh(names)
@@ -262,7 +271,7 @@ class OptimizerView:
         return type(self.optimizer).__name__
 
     def refresh(self, names: dict[int, str]) -> None:
-        """Take up parameters that were added or replaced."""
+        """Include parameters that were added or replaced."""
         self.names: list[list[str]] = []
         self.params: list[tuple[str, torch.Tensor]] = []
         self._shape = self._group_shape()
@@ -283,13 +292,14 @@ class OptimizerView:
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
 
     def outside(self) -> Iterator[Live]:
-        """Parameters that belong to the optimizer and not to the model."""
+        """Yield parameters that belong to the optimizer and not to the model."""
         for name, p in self.params:
             if name.startswith("outside/"):
                 yield Live(name, "param", p, None, None, is_frozen=not p.requires_grad)
 
     def state_tensors(self) -> Iterator[Live]:
-        """Tensors that lie directly in ``optimizer.state[p]``; one that several parameters share as an alias."""
+        """Yield tensors that lie directly in ``optimizer.state[p]``; a tensor that several parameters share is yielded
+        again as an alias."""
         if self.wraps:
             return
         state = self.optimizer.state
@@ -305,8 +315,9 @@ class OptimizerView:
                     yield Live(full, "optimizer", value, home, key, alias=None if one == full else one)
 
     def state_values(self, params: Sequence[tuple[str, torch.Tensor]] | None = None) -> dict[str, object]:
-        """The rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value. All of it, for a
-        wrapper; what is no dict as it is. ``params``: those that have any, where that is known."""
+        """Return the rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value. For a
+        wrapper that is all of the state; a state that is no dict is returned as it is. ``params``: the parameters that
+        have such values, if known."""
         state = self.optimizer.state
         values: dict[str, object] = {}
         for name, p in self.params if params is None or self.wraps else params:
@@ -322,37 +333,39 @@ class OptimizerView:
         return values
 
     def rest(self) -> dict[Any, object]:
-        """What lies in ``optimizer.state`` under keys that are no tensors."""
+        """Return what ``optimizer.state`` holds under keys that are no tensors."""
         return {k: v for k, v in self.optimizer.state.items() if not isinstance(k, torch.Tensor)}
 
     def refuse_nameless(self) -> None:
-        """Raises ``StateValueError`` for state under a tensor that never was a parameter: nothing would find it."""
+        """Raise ``StateValueError`` for state under a tensor that never was a parameter, because it has no name to be
+        saved under."""
         for key in self.optimizer.state:
             if isinstance(key, torch.Tensor) and id(key) not in self._had:
                 raise StateValueError(
                     f"{self.class_name} keeps state under a tensor of shape {list(key.shape)} that is in none of its "
-                    "param_groups. State is saved by the name of its parameter, and this one has none. Key it by a "
-                    "parameter or a string, or delete it (del optimizer.state[tensor])."
+                    "param_groups. State is saved under the name of its parameter, and this tensor has no name. Use a "
+                    "parameter or a string as the key, or delete the state (del optimizer.state[tensor])."
                 )
 
     def groups(self) -> list[dict[str, object]]:
-        """The options of each group (lr, betas, ...), without its parameters."""
+        """Return the options of each group (lr, betas, ...), without its parameters."""
         return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
 
 def optimizer_views(
     optimizers: Sequence[Any], names: dict[int, str], *, views: int = 0, followed: int = 0
 ) -> list[OptimizerView]:
-    """A view of each optimizer that has state of its own, numbered after those that there are already."""
+    """Return a view of each optimizer that has state of its own. ``views``, ``followed``: how many views and followed
+    optimizers exist already; the new ones are numbered after them."""
     found: list[OptimizerView] = []
-    for optimizer, place in zip(optimizers, places(optimizers), strict=True):
+    for optimizer, role in zip(optimizers, wrapper_roles(optimizers), strict=True):
         if not inner_of(optimizer) or has_own_state(optimizer):
-            found.append(OptimizerView(views + len(found), optimizer, names, place, followed + place.root))
+            found.append(OptimizerView(views + len(found), optimizer, names, role, followed + role.root))
     return found
 
 
 def is_direct(key: object, value: object) -> bool:
-    """A tensor under a key that can be part of an entry's name."""
+    """Whether the value is a tensor under a key that can be part of an entry's name."""
     return isinstance(value, torch.Tensor) and type(key) is str and "/" not in key
 
 
@@ -361,12 +374,12 @@ def state_name(param: str, key: object) -> str:
 
 
 def entry_of(live: Live) -> Entry:
-    """The extent that a tensor needs. Raises ``StateValueError`` for one that cannot be stored."""
+    """Return the table entry of a tensor. Raises ``StateValueError`` for a tensor that cannot be stored."""
     tensor = live.tensor
     refuse_unstorable(live.name, tensor)
     shape = tuple(tensor.shape)
     stride = tuple(tensor.stride())
-    if not lies_dense(tensor):
+    if not is_dense_tensor(tensor):
         stride = contiguous_stride(shape)
     nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
     return Entry(
@@ -383,13 +396,13 @@ def entry_of(live: Live) -> Entry:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether there are bytes of its own kind behind it, which another tensor may share."""
+    """Whether the tensor has bytes in memory, which another tensor may share."""
     return tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's own memory is one dense run of its bytes on the CPU: it can be copied from there."""
-    return tensor.is_cpu and lies_dense(tensor)
+    """Whether the tensor's memory is one dense run of its bytes on the CPU, which can be copied directly."""
+    return tensor.is_cpu and is_dense_tensor(tensor)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -401,11 +414,11 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def staged(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it on the CPU where its own memory cannot be copied as it is: in its own order of
-    dimensions where it lies dense, else contiguous."""
+    """Return the tensor, or a copy on the CPU if its memory cannot be copied directly. The copy of a dense tensor has
+    the same order of dimensions; any other copy is contiguous."""
     tensor = tensor.detach()
     if is_plain(tensor):
         return tensor
-    if lies_dense(tensor):
+    if is_dense_tensor(tensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
     return tensor.resolve_conj().resolve_neg().to("cpu").contiguous()

@@ -1,10 +1,11 @@
-"""Whole numbers that modules keep as plain attributes and change at each step: they are in no checkpoint.
+"""Whole numbers that modules keep as plain attributes and change at each step, and that no checkpoint restores.
 
-The pointer of a queue, a counter: a resumed module has the one that it was built with. Which numbers change is looked
-for at the first checkpoints and then ever more seldom, since it means to walk through all modules. The values of those
-go into each checkpoint, and a resume compares them when the model's first training forward begins: by then a loop that
-sets them itself has set them. (What changes now and then is no such number, as the longest input so far; and one with a
-fraction, as a temperature, is in the gradients of the first update, or was kept to be looked at.)
+The pointer of a queue or a counter are examples: a resumed module has the value that it was built with. A walk through
+all modules finds the numbers that change; because it takes time, it happens at the first checkpoints and then more and
+more rarely. The values of the numbers that change are part of each checkpoint. A resume compares them when the model's
+first training forward begins; a loop that sets such numbers itself has set them by then. Numbers that change only now
+and then (the longest input so far) are left out. Floats, such as a temperature, are left out too: a float that matters
+changes the gradients of the first update.
 """
 
 from __future__ import annotations
@@ -19,50 +20,53 @@ from lightck.errors import listed
 
 log = logging.getLogger("lightck")
 _ALWAYS = 3
-"""Checkpoints at which all modules are looked through; behind them those whose number is a power of two."""
+"""All modules are walked through at so many first checkpoints, and after those at each one whose number is a power of
+two."""
 _LARGEST = 2**63
 
 
-class Numbers:
-    """Of one session's model. Names with an underscore in front are modules' own business (torchmetrics counts so)."""
+class ModuleNumbers:
+    """The numbers of one session's model. Names that begin with an underscore are private to modules and left out
+    (torchmetrics keeps counters in such attributes)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._checkpoints = self._signatures = 0
+        self._n_checkpoints = self._n_samples = 0
         self._last = {name: home[key] for name, home, key in _numbers(model)}
         self._changes: dict[str, int] = {}
-        """At how many looks a number was another one than at the look before."""
+        """Name -> at how many samples the number differed from the sample before."""
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
 
     def now(self) -> dict[str, int]:
-        """At a checkpoint: the values of those that change, by ``module.attribute``."""
-        self._checkpoints += 1
-        n = self._checkpoints
+        """Return the values of the numbers that change, by ``module.attribute``. To be called at each checkpoint."""
+        self._n_checkpoints += 1
+        n = self._n_checkpoints
         if n <= _ALWAYS or n & (n - 1) == 0:
-            self._look()
-        often = [name for name, count in self._changes.items() if 2 * count > self._signatures]
+            self._sample()
+        often = [name for name, count in self._changes.items() if 2 * count > self._n_samples]
         found = ((name, *self._homes[name]) for name in often)
         return {name: home[key] for name, home, key in found if _is_number(home.get(key))}
 
-    def _look(self) -> None:
-        self._signatures += bool(self._changes)
+    def _sample(self) -> None:
+        self._n_samples += bool(self._changes)
         for name, home, key in _numbers(self._model):
             if self._last.get(name, home[key]) != home[key]:
-                self._signatures += not self._changes  # those before the first change say nothing
+                self._n_samples += not self._changes  # samples before the first change do not count
                 self._changes[name] = self._changes.get(name, 0) + 1
                 self._homes[name] = home, key
             self._last[name] = home[key]
 
     def compare(self, saved: Mapping[str, int], step: int) -> None:
-        """Before the first training forward of a resume from ``step``."""
+        """Warn about numbers that differ from those of the checkpoint of ``step``. To be called before the first
+        training forward of a resume."""
         now = {name: home[key] for name, home, key in _numbers(self._model) if name in saved}
         other = [f"{name} is {value} and was {saved[name]}" for name, value in now.items() if value != saved[name]]
         if other:
             log.warning(
-                "lightck: Numbers that modules keep as plain attributes are in no checkpoint, and at the first "
-                "training forward after the resume they are not what they were at step %d: %s. Where the "
-                "training depends on one, make it a buffer (register_buffer), or set it from session.step; a "
-                "name with an underscore in front is passed over",
+                "lightck: No checkpoint restores numbers that modules keep as plain attributes, and at the first "
+                "training forward after the resume they are not what they were at step %d: %s. If the "
+                "training depends on one, make it a buffer (register_buffer), or set it from session.step. To "
+                "exclude one from this check, begin its name with an underscore",
                 step,
                 listed(other),
             )

@@ -1,9 +1,9 @@
-"""Optimizers inside optimizers: what a wrapper (SAM, Lookahead, a container of several) consists of.
+"""Optimizers that contain other optimizers (SAM, Lookahead, a container of several).
 
 A wrapper holds other optimizers as attributes and shares their parameters. Each optimizer that has state or step hooks
-of its own is *followed*; wrappers that only pass calls on (Accelerate's) are not. An *update* is one step of the
-outermost followed optimizer whose hooks run. Nothing is read here but attributes, and nothing is changed. A GradScaler
-(``ScalerWatch``) may skip updates.
+of its own is *followed*; a wrapper that only forwards calls (Accelerate's) is not. An *update* is one step of the
+outermost followed optimizer whose hooks run. This module reads attributes and changes nothing. ``ScalerWatch`` finds
+updates that a GradScaler skips.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 from lightck.errors import UnsupportedError
 
 _DEPTH = 4
-"""How far wrappers are followed inside wrappers, and containers inside an attribute."""
+"""How many levels of wrappers inside wrappers, and of containers inside an attribute, are searched."""
 
 
 def followed(optimizers: Iterable[object]) -> tuple[Any, ...]:
-    """Every optimizer to follow, a wrapper before what it wraps. Raises ``TypeError`` and ``UnsupportedError``."""
+    """Return every optimizer to follow, a wrapper before the optimizers that it contains. Raises ``TypeError`` and
+    ``UnsupportedError``."""
     given = {id(o): o for o in optimizers}
-    wrapped: set[int] = set().union(*(inside(o) - {key} for key, o in given.items()))
+    wrapped: set[int] = set().union(*(wrapped_ids(o) - {key} for key, o in given.items()))
     found = tuple({id(o): o for key, top in given.items() if key not in wrapped for o in _members(top, ())}.values())
     for optimizer in found:
         refuse_unsupported(optimizer)
@@ -39,7 +40,7 @@ def _members(optimizer: object, outside: tuple[int, ...]) -> list[object]:
         if not isinstance(optimizer, Optimizer) or not has_hooks(optimizer):
             raise TypeError(
                 f"optimizer= is of type {type(optimizer).__name__}, which has no step hooks. lightck follows "
-                "torch.optim.Optimizer and its subclasses. Pass that object, or the one that it wraps."
+                "torch.optim.Optimizer and its subclasses. Pass such an object, or the one that this object wraps."
             )
         return [optimizer]
     found = [m for one in inner for m in _members(one, (*outside, id(optimizer)))]
@@ -52,13 +53,13 @@ def refuse_unsupported(optimizer: object) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError(
             f"{type(optimizer).__name__} is not supported: it takes sparse gradients only, and lightck follows, and "
-            "lays its pool out for, updates by dense ones. Make the embedding dense (sparse=False) and use "
+            "lays its pool out for, updates by dense gradients. Make the embedding dense (sparse=False) and use "
             "torch.optim.Adam or AdamW."
         )
 
 
 def inner_of(optimizer: object) -> list[object]:
-    """The optimizers that this one holds as an attribute, or in a list, tuple or dict that is one."""
+    """Return the optimizers that this one holds as an attribute, or in a list, tuple or dict that is an attribute."""
     found: dict[int, object] = {}
     for value in _attributes(optimizer).values():
         many = list(value.values()) if isinstance(value, dict) else value
@@ -69,7 +70,7 @@ def inner_of(optimizer: object) -> list[object]:
 
 
 def _is_optimizer(value: object) -> bool:
-    return issubclass(type(value), Optimizer)  # and not isinstance: a lazy proxy must not be woken up
+    return issubclass(type(value), Optimizer)  # unlike isinstance, this does not evaluate a lazy proxy
 
 
 def _attributes(value: object) -> dict[str, object]:
@@ -82,20 +83,20 @@ def has_hooks(optimizer: object) -> bool:
 
 
 def _steps_with_hooks(optimizer: object) -> bool:
-    """Whether torch wrapped its ``step``: a subclass that never calls ``super().__init__`` has none."""
+    """Whether torch wrapped its ``step`` with hooks: not for a subclass that never calls ``super().__init__``."""
     return has_hooks(optimizer) and bool(getattr(getattr(type(optimizer), "step", None), "hooked", False))
 
 
 def has_own_state(optimizer: object) -> bool:
-    """Whether it keeps its state in a dict of its own, and not in that of an optimizer that it wraps."""
+    """Whether it keeps its state in a dict of its own, and not in the dict of an optimizer that it contains."""
     state = getattr(optimizer, "state", None)
     if not isinstance(state, Mapping) or not hasattr(optimizer, "param_groups"):
         return False
     return all(getattr(one, "state", None) is not state for one in inner_of(optimizer))
 
 
-def inside(optimizer: object) -> set[int]:
-    """ids of the optimizers that lie inside this one, at any depth."""
+def wrapped_ids(optimizer: object) -> set[int]:
+    """Return the ids of the optimizers that this one contains, at any depth."""
     found: set[int] = set()
     todo = inner_of(optimizer)
     while todo:
@@ -107,36 +108,38 @@ def inside(optimizer: object) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an optimizer stands among those that are followed. Positions are in their list."""
+class WrapperRole:
+    """The role of one followed optimizer among wrappers. Numbers are indices in the list of followed optimizers."""
 
     outermost: int
     root: int
-    """Whose step is an update of it: its own, or that of the outermost wrapper that has hooks."""
+    """The optimizer whose step is an update of this one: itself, or its outermost wrapper that has hooks."""
     wraps: bool
     is_wrapped: bool
     steps: bool
-    """Whether it makes updates: one inside a root does not, nor does a wrapper that has no hooks."""
+    """Whether its steps are updates. Those of an optimizer inside a root are not, nor those of a wrapper without
+    hooks."""
 
 
-def places(optimizers: Sequence[object]) -> list[Place]:
+def wrapper_roles(optimizers: Sequence[object]) -> list[WrapperRole]:
+    """Return the role of each optimizer."""
     positions = {id(o): i for i, o in enumerate(optimizers)}
-    nests = [[positions[key] for key in inside(o) - {id(o)} if key in positions] for o in optimizers]
+    wrapped = [[positions[key] for key in wrapped_ids(o) - {id(o)} if key in positions] for o in optimizers]
     hooked = list(map(_steps_with_hooks, optimizers))
-    outermost, root = list(range(len(nests))), list(range(len(nests)))
-    for i in sorted(range(len(nests)), key=lambda i: len(nests[i])):  # the outermost last: it has the last word
-        for inside_of in nests[i]:
-            outermost[inside_of] = i
-            root[inside_of] = i if hooked[i] else root[inside_of]
+    outermost, root = list(range(len(wrapped))), list(range(len(wrapped)))
+    for i in sorted(range(len(wrapped)), key=lambda i: len(wrapped[i])):  # the outermost is last and overrides
+        for inner_index in wrapped[i]:
+            outermost[inner_index] = i
+            root[inner_index] = i if hooked[i] else root[inner_index]
     return [
-        Place(outermost[i], root[i], bool(nest), outermost[i] != i, root[i] == i and (hooked[i] or not nest))
-        for i, nest in enumerate(nests)
+        WrapperRole(outermost[i], root[i], bool(inner), outermost[i] != i, root[i] == i and (hooked[i] or not inner))
+        for i, inner in enumerate(wrapped)
     ]
 
 
-def loose_tensors(optimizer: object, known: Collection[int]) -> list[str]:
-    """Attributes that hold tensors outside ``state`` and ``param_groups``: nothing saves them. ``known``: ids of
-    tensors that are saved elsewhere."""
+def unsaved_tensors(optimizer: object, known: Collection[int]) -> list[str]:
+    """Return attributes that hold tensors outside ``state`` and ``param_groups``, which nothing saves. ``known``: ids
+    of tensors that are saved elsewhere."""
     saved = {"state", "param_groups", "defaults"}
     own = set(known) | {id(t) for part in saved for t in _tensors_in(getattr(optimizer, part, None), 5)}
     attributes = {k: v for k, v in _attributes(optimizer).items() if k not in saved and not _is_optimizer(v)}
@@ -152,8 +155,8 @@ def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 class ScalerWatch:
-    """What the enabled GradScalers among the objects of ``state`` tell of skipped updates, looked at once per boundary:
-    with an unfused optimizer one that skips calls no step, and only its state moves."""
+    """Detects updates that GradScalers among the objects of ``state`` skip, once per boundary. With an unfused
+    optimizer, a scaler that skips an update calls no step, and only its own state changes."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = objects
@@ -162,18 +165,18 @@ class ScalerWatch:
         self.skipped()
 
     def stepped(self) -> None:
-        """An optimizer stepped."""
+        """Record that an optimizer made a step."""
         self._stepped = True
 
     def skipped(self) -> bool:
-        """Whether one was updated since the last look without a step in between."""
-        scalers = enabled(self._objects).values()
+        """Whether a scaler was updated since the last call without an optimizer step in between."""
+        scalers = enabled_scalers(self._objects).values()
         seen = tuple((float(scaler.get_scale()), int(scaler._get_growth_tracker())) for scaler in scalers)
         stepped, self._stepped = self._stepped, False
-        moved, self._seen = seen != self._seen, seen
-        return moved and not stepped and bool(seen)
+        has_changed, self._seen = seen != self._seen, seen
+        return has_changed and not stepped and bool(seen)
 
 
-def enabled(objects: Mapping[str, object]) -> dict[str, torch.amp.GradScaler]:
-    """The GradScalers that scale, by name."""
+def enabled_scalers(objects: Mapping[str, object]) -> dict[str, torch.amp.GradScaler]:
+    """Return the enabled GradScalers, by name."""
     return {n: obj for n, obj in objects.items() if isinstance(obj, torch.amp.GradScaler) and obj.is_enabled()}

@@ -1,13 +1,13 @@
-"""Which state an optimizer will have, before its first step: so that the pool can be laid out at attach.
+"""Predicts the state that an optimizer will have before its first step, so that the pool can be laid out at attach.
 
-A scratch instance of the optimizer's own class steps once on tiny stand-ins: for each kind of parameter (dtype, number
-of dimensions, options of its group) one tensor whose sizes are different primes. The shapes of the state that appears
-are then read as functions of the parameter's shape. Hooks and RNG are shielded; where anything fails the answer is
-None, and the layout is made at the first boundary instead.
+A scratch instance of the optimizer's class makes one step on tiny stand-ins. Each kind of parameter (dtype, number of
+dimensions, options of its group) has one stand-in, a tensor whose sizes are different primes. The shapes of the state
+that appears are then read as functions of the parameter's shape. User hooks do not run, and random states are
+preserved. If anything fails the result is None, and the pool is laid out at the first boundary instead.
 
-Only torch's own code is run like that. What the constructor or the step of another class does beside its state (a
-counter on the class, a buffer that its groups share, a file, a collective call) would change the training by attaching
-to it, and nothing here could take it back. So for other classes the answer is None too.
+Only torch's own optimizers are run in this way. The constructor or the step of another class may do more than create
+state (change a counter of the class, a buffer that its groups share, a file, make a collective call). That would change
+the training, and could not be undone. For other classes the result is None.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from lightck.state.storable import dtype_name
 log = logging.getLogger("lightck")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
-# How one dimension of a state tensor follows from its parameter: dimension i of it, or a constant size.
+# How a size of a state tensor follows from its parameter: its dimension i, its numel, or a constant size.
 _Rule = tuple[str, int]
 _Rules = tuple[torch.dtype, torch.device, tuple[_Rule, ...]]
 
 
 def predict(view: OptimizerView) -> list[Entry] | None:
-    """Entries for the state of every parameter of this optimizer; None where they cannot be foreseen."""
+    """Return entries for the state of every parameter of this optimizer, or None if they cannot be predicted."""
     try:
-        with rng.shielded():
+        with rng.preserved():
             return list(_predict(view))
     except Exception as err:
         log.info(
-            "lightck: the state of %s cannot be foreseen (%s); the pool is laid out at the first boundary",
+            "lightck: the state of %s cannot be predicted (%s); the pool is laid out at the first boundary",
             view.class_name,
             err,
         )
@@ -52,7 +52,7 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
         raise ValueError("it wraps another optimizer")
     foreign = _foreign_code(type(view.optimizer))
     if foreign is not None:
-        raise ValueError(f"{foreign} is not torch's own code, which alone is tried out")
+        raise ValueError(f"{foreign} is not torch's own code, and only that is run on trial")
     groups, stand_ins = _stand_ins(view)
     make: Any = type(view.optimizer)
     scratch: torch.optim.Optimizer = make(groups)
@@ -65,21 +65,21 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
 
 
 def _foreign_code(kind: type) -> str | None:
-    """The first class or method of an optimizer's class that is none of torch's, by name."""
+    """Return the name of the first class or method of an optimizer's class that is not torch's, or None."""
     for one in kind.__mro__[:-1]:
-        if not _is_torchs(one.__module__):
+        if not _is_torch_module(one.__module__):
             return one.__qualname__
         for name, value in vars(one).items():
             layer = getattr(value, "__func__", value)
-            while layer is not None:  # what a decorator, or somebody's patch, was put around
-                if not _is_torchs(getattr(layer, "__globals__", {}).get("__name__", "torch")):
+            while layer is not None:  # the functions that a decorator or a patch wraps
+                if not _is_torch_module(getattr(layer, "__globals__", {}).get("__name__", "torch")):
                     return f"{one.__qualname__}.{name}"
                 layer = getattr(layer, "__wrapped__", None)
     return None
 
 
-def _is_torchs(module: str) -> bool:
-    """``typing_extensions``: torch marks methods as deprecated by it."""
+def _is_torch_module(module: str) -> bool:
+    """Whether a module is part of torch; ``typing_extensions`` counts, because torch marks deprecated methods by it."""
     return module.partition(".")[0] in ("torch", "typing_extensions")
 
 
@@ -103,8 +103,8 @@ def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, object]], dict[tuple
 
 
 def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """``step`` without torch's global hooks, which are the user's. They run around each ``step`` in the chain of
-    ``super().step()``, so they are taken out and put back."""
+    """Call ``step`` without torch's global hooks, which belong to the user. Each ``step`` in the chain of
+    ``super().step()`` runs them, so they are removed and added again afterwards."""
     module = sys.modules[torch.optim.Optimizer.__module__]
     registries = [getattr(module, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
     held = [dict(registry) for registry in registries]
@@ -149,7 +149,7 @@ def _entry(
     name: str, p: torch.Tensor, key: object, dtype: torch.dtype, device: torch.device, dims: tuple[_Rule, ...]
 ) -> Entry:
     shape = tuple(_size(p, kind, n) for kind, n in dims)
-    # torch's optimizers make such state with preserve_format; should one not, its first version gets another extent.
+    # torch's optimizers create such state with preserve_format. Other state gets a new extent at its first checkpoint.
     stride = tuple(p.stride()) if shape == tuple(p.shape) and _is_dense(p) else contiguous_stride(shape)
     nbytes = dtype.itemsize
     for size in shape:

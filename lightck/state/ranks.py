@@ -1,4 +1,4 @@
-"""Trainings of several processes: one of them may be attached, and its pool holds its state alone."""
+"""Trainings of several processes: only rank 0 may be attached, and its pool holds only its own state."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from lightck.errors import UnsupportedError
 log = logging.getLogger("lightck")
 
 
-def of_several() -> tuple[int, int] | None:
-    """Rank and number of ranks, where this process is in a process group of several; else None."""
+def rank_and_world_size() -> tuple[int, int] | None:
+    """Return rank and number of ranks if this process is one of several in a process group, else None."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
     return dist.get_rank(), dist.get_world_size()
 
 
-def is_one_of_several() -> bool:
-    """Warns where this is the first of several ranks. Raises ``UnsupportedError`` on the others: with a pool for each
-    rank they would resume at different steps, and nothing would say so."""
-    place = of_several()
+def check_rank() -> bool:
+    """Return whether this process is one of several ranks, and warn if it is rank 0. Raises ``UnsupportedError`` on
+    other ranks: with one pool each, ranks could resume at different steps without notice."""
+    place = rank_and_world_size()
     if place is None:
         return False
     rank, n_ranks = place
     if rank:
         raise UnsupportedError(
-            f"This process is rank {rank} of {n_ranks}. lightck saves single processes: ranks with a pool each would "
+            f"This process is rank {rank} of {n_ranks}. lightck saves single processes: ranks with one pool each could "
             "resume at different steps after a kill. Attach on rank 0 only, and give the other ranks its model and "
             "optimizer at the start (docs/ranks.md has the lines)."
         )
     log.warning(
-        "lightck: this process is rank 0 of %d, and the pool holds its state alone. At the start the other ranks have "
-        "to be given its model and optimizer; their random states and the positions of their loaders are not restored "
+        "lightck: this process is rank 0 of %d, and the pool holds only its own state. At the start, give the other "
+        "ranks its model and optimizer; their random states and the positions of their loaders are not restored "
         "(docs/ranks.md)",
         n_ranks,
     )

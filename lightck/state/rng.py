@@ -1,8 +1,8 @@
 """The random state of a process: python, numpy's global generator, torch on the CPU and on every CUDA device in use.
 
-``capture`` takes raw objects and converts nothing, since it runs at every step; ``to_value`` makes them storable and
-``from_value`` checks what was stored before any generator sees it. Generators that a program made for itself
-(``torch.Generator``, ``numpy.random.Generator``) are not in here.
+``capture`` takes raw objects and converts nothing, because it runs at every step. ``to_value`` makes them storable, and
+``from_value`` checks stored values before it passes any to a generator. Generators that a program creates itself
+(``torch.Generator``, ``numpy.random.Generator``) are not included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PYTHON_VERSION = 3
 _PYTHON_WORDS = struct.Struct("<625I")
 _MAX_CUDA_BYTES = 4096
 _MAX_CUDA_DEVICES = 1024
-# numpy's setters do not check these positions, and a wrong one makes the generator read beyond its buffer.
+# numpy's setters do not check these positions, and with a wrong one the generator reads beyond its buffer.
 _NUMPY_POSITIONS = {
     "MT19937": ("pos", 624),
     "Philox": ("buffer_pos", 4),
@@ -39,10 +39,11 @@ _NUMPY_POSITIONS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RngState:
-    """The global generators at one moment.
+    """The state of the global generators at one moment.
 
-    python: what ``random.getstate()`` gave. numpy: what ``numpy.random.get_state(legacy=False)`` gave. torch: uint8,
-    1-d, on the CPU. cuda: (index of the device, uint8, 1-d, on the CPU) for each device, empty where CUDA was not used.
+    python: the result of ``random.getstate()``. numpy: the result of ``numpy.random.get_state(legacy=False)``. torch:
+    uint8, 1-d, on the CPU. cuda: (device index, uint8 tensor, 1-d, on the CPU) for each device; empty if CUDA was not
+    used.
     """
 
     python: tuple[Any, ...]
@@ -51,19 +52,19 @@ class RngState:
     cuda: tuple[tuple[int, Tensor], ...] = ()
 
     def restore(self) -> None:
-        """Set every generator. Devices that this machine does not have are passed over.
+        """Set every generator. States of devices that this machine does not have are skipped.
 
         Raises:
             CorruptPoolError: a device refuses its state.
         """
-        # CUDA first: only it can still refuse, and then nothing else was changed.
+        # CUDA is first, because only CUDA can still refuse its state, and then nothing else has changed.
         _restore_cuda(self.cuda)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.torch)
 
     def to_value(self) -> dict[str, object]:
-        """The same as data for ``values.pack``: a dict of bytes, ints, floats and small numpy arrays."""
+        """Return the state as data for ``values.pack``: a dict of bytes, ints, floats and small numpy arrays."""
         return {
             "python": [_PYTHON_WORDS.pack(*self.python[1]), self.python[2]],
             "numpy": self.numpy,
@@ -73,10 +74,10 @@ class RngState:
 
     @classmethod
     def from_value(cls, value: object) -> RngState:
-        """The inverse of `to_value`.
+        """Read what `to_value` returned.
 
         Raises:
-            CorruptPoolError: the value is none that `to_value` gives, or a generator would refuse it.
+            CorruptPoolError: the value is malformed, or a generator would refuse it.
         """
         if type(value) is not dict or set(value) != {"python", "numpy", "torch", "cuda"}:
             raise _corrupt("its parts are not python, numpy, torch and cuda")
@@ -89,7 +90,8 @@ class RngState:
 
 
 def capture() -> RngState:
-    """The state of all global generators now. Draws nothing, starts no CUDA context, waits for no device."""
+    """Return the state of all global generators now, without drawing, starting a CUDA context or waiting for a
+    device."""
     return RngState(
         random.getstate(),
         np.random.get_state(legacy=False),
@@ -99,8 +101,8 @@ def capture() -> RngState:
 
 
 @contextmanager
-def shielded() -> Iterator[RngState]:
-    """Put all global generators back at the end, also after an exception. Yields the state that will be put back."""
+def preserved() -> Iterator[RngState]:
+    """Restore all global generators at the end, also after an exception. Yields the state that will be restored."""
     before = capture()
     try:
         yield before
@@ -127,7 +129,7 @@ def _restore_cuda(states: tuple[tuple[int, Tensor], ...]) -> None:
 
 
 def _corrupt(reason: str) -> CorruptPoolError:
-    return CorruptPoolError(f"the saved random state is damaged: {reason}; recover an older version")
+    return CorruptPoolError(f"the saved random state is damaged: {reason}; recover an older checkpoint")
 
 
 def _read_python(value: object) -> tuple[object, ...]:
@@ -166,10 +168,10 @@ def _try_numpy(name: str, value: dict[str, Any]) -> None:
         if type(key) is not np.ndarray or key.shape != (624,) or key.dtype != np.uint32:
             raise _corrupt("numpy's part has a wrong size")
     if type(value.get("has_gauss")) is not int or type(value.get("gauss")) is not float:
-        raise _corrupt("numpy's part lacks its second normal number")
+        raise _corrupt("numpy's part lacks its cached normal number")
     try:
         np.random.RandomState(getattr(np.random, name)(0)).set_state(value)
-    except Exception as error:  # the setters are written for trusted input and raise whatever they stumble over
+    except Exception as error:  # the setters expect trusted input and raise errors of any kind
         raise _corrupt(f"numpy refuses its part ({error})") from error
 
 
@@ -213,30 +215,32 @@ def _references() -> int:
 
 
 class ForkWatch:
-    """Whether an update lies within ``torch.random.fork_rng()``, whose random state is thrown away behind it.
+    """Detects updates inside ``torch.random.fork_rng()``, which discards the random state at its end.
 
-    A version that a forward closes holds the random state of right after the update, since the loop's own draws (the
-    next batch) come behind it. After an update in such a block that is another state than the loop goes on with, and
-    nothing in the state itself says so. The block is a suspended generator, which holds its function and code: so their
-    counts of references, which cost nothing to ask, tell whether there is one.
+    A checkpoint that a forward closes holds the random state of right after the update, because the loop's own draws
+    (the next batch) come later. After an update inside such a block the loop goes on with another random state, and
+    nothing in the saved state shows that. The block is a suspended generator, which holds references to its function
+    and code. So their reference counts, which are cheap to read, show whether there is such a block.
 
-    Made at attach: a block that is open then surrounds the whole training, and does no harm."""
+    Create it at attach: a block that is open then surrounds the whole training, and is harmless.
+    """
 
     def __init__(self) -> None:
         self._at_attach = _references()
-        self._is_mid_batch = False
+        self._is_inside_fork = False
         self._is_reported = False
 
     def updated(self) -> None:
-        self._is_mid_batch = _references() > self._at_attach
+        self._is_inside_fork = _references() > self._at_attach
 
     def closed_later(self) -> None:
-        """By a forward or the next update: the version holds the random state of right after its update. Warns once."""
-        if self._is_mid_batch and not self._is_reported:
+        """Warn once if the last update was made inside such a block. To be called when a forward or the next update
+        closes the checkpoint, which then holds the random state of right after its update."""
+        if self._is_inside_fork and not self._is_reported:
             self._is_reported = True
             log.warning(
-                "lightck: an update was made within torch.random.fork_rng(), and its checkpoint is closed by "
-                "the next forward: it holds the random state of the end of the update, which the block threw "
-                "away. A resume would draw other random numbers. Put session.end_step() behind the block, or "
-                "iterate over session.loader(loader)"
+                "lightck: an update was made within torch.random.fork_rng(), and the next forward closes its "
+                "checkpoint. The checkpoint holds the random state right after the update, which the block "
+                "discards at its end, so a resume would draw other random numbers. Call session.end_step() "
+                "after the block, or iterate over session.loader(loader)"
             )

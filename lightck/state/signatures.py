@@ -1,11 +1,11 @@
-"""How many tensors look, asked of all at once: loops that run in C, since these questions come at every step.
+"""Signatures of tensors: whether a tensor is the same one, in the same memory, without reading its bytes.
 
-Nothing here reads a tensor's bytes. Values are compared one at a time: a list of as many shapes would set off the
-garbage collector.
+These checks run at every step, so loops over many tensors run in C. Values are compared one at a time, because a list
+of as many shapes would trigger the garbage collector.
 
-Naming every tensor anew costs microseconds for each, and for thousands of steps nothing comes or goes. So a
-``TensorList`` keeps the tensors that one boundary found, and the next boundary asks whether they are all the same.
-Invariant: where anything differs, ``holds`` returns False, and everything is named anew.
+Finding and naming every tensor again takes microseconds for each, and usually no tensor appears or disappears for
+thousands of steps. So a ``TensorList`` keeps the tensors that one boundary found, and the next boundary checks whether
+they are all the same. Invariant: if anything differs, ``is_unchanged`` returns False, and all tensors are named again.
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ _shape, _dtype, _version = attrgetter("shape"), attrgetter("dtype"), attrgetter(
 
 
 def all_same(now: Iterable[object], before: Sequence[object]) -> bool:
-    """Whether these are the same objects. As many of them: the caller has made sure of that."""
+    """Whether these are the same objects. Both have to be of the same length."""
     return all(map(is_, now, before))
 
 
 def all_equal(now: Iterable[object], before: Sequence[object]) -> bool:
-    """The same for values."""
+    """Whether these are equal values. Both have to be of the same length."""
     return all(map(eq, now, before))
 
 
 def version_counter_of(tensor: torch.Tensor) -> int:
-    """Its version counter; 0 for one that was made under ``inference_mode``, to which torch counts no writes."""
+    """Return torch's count of in-place writes to a tensor; 0 for one made under ``inference_mode``, whose writes torch
+    does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-Reading = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+MemoryLayout = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
 
 
-def reading_of(tensor: torch.Tensor) -> Reading:
-    """Where the bytes of a tensor begin, and how they are read: shape, stride, dtype, conjugated, negated. ``.data =``
-    can change any of it alone, on the same object."""
+def memory_layout_of(tensor: torch.Tensor) -> MemoryLayout:
+    """Return where the bytes of a tensor begin and how they are interpreted: shape, stride, dtype, conjugated, negated.
+    Assigning ``.data`` can change any of these on the same object."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-class Signatures:
-    """The readings of tensors. Raises what ``data_ptr`` raises where one has no memory.
+class MemoryLayouts:
+    """The memory layouts of tensors, to compare later. The constructor raises what ``data_ptr`` raises for a tensor
+    without memory.
 
-    Only complex tensors are asked whether they are conjugated or negated: a real one that is negated is a part of a
-    complex one, which never lies dense, and of such a tensor a copy is made at each version.
+    Only complex tensors are asked whether they are conjugated or negated. A negated real tensor is a part of a complex
+    one, is never dense, and so is copied at each checkpoint.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -61,23 +63,23 @@ class Signatures:
         self._dtypes = list(map(_dtype, tensors))
         has_complex = any(dtype.is_complex for dtype in set(self._dtypes))
         self._complex = [tensor for tensor in tensors if tensor.is_complex()] if has_complex else []
-        self._readings = list(map(reading_of, self._complex))
+        self._layouts = list(map(memory_layout_of, self._complex))
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         return (
             all_equal(map(torch.Tensor.data_ptr, self.tensors), self.addresses)
             and all_equal(map(_shape, self.tensors), self.shapes)
             and all_equal(map(torch.Tensor.stride, self.tensors), self._strides)
             and all_same(map(_dtype, self.tensors), self._dtypes)
-            and all_equal(map(reading_of, self._complex), self._readings)
+            and all_equal(map(memory_layout_of, self._complex), self._layouts)
         )
 
     def changed(self) -> set[int]:
-        """Positions of those that do not hold."""
+        """Return the indices of the tensors whose memory layout changed."""
         was = zip(self.addresses, self.shapes, self._strides, self._dtypes, strict=True)
-        now = map(reading_of, self.tensors)
-        turned = map(reading_of, self._complex)
-        other = {id(t) for t, a, b in zip(self._complex, turned, self._readings, strict=True) if a != b}
+        now = map(memory_layout_of, self.tensors)
+        turned = map(memory_layout_of, self._complex)
+        other = {id(t) for t, a, b in zip(self._complex, turned, self._layouts, strict=True) if a != b}
         return {
             i
             for i, (tensor, a, b) in enumerate(zip(self.tensors, now, was, strict=True))
@@ -86,27 +88,28 @@ class Signatures:
 
 
 class VersionCounters:
-    """Version counters of tensors: what torch counts of the writes to them."""
+    """The version counters of tensors, to compare later."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._of: Callable[[torch.Tensor], int] = _version
         try:
-            self.checkpoints = list(map(self._of, tensors))
-        except RuntimeError:  # one of them has none: asking each before would cost at every step
+            self.counters = list(map(self._of, tensors))
+        except RuntimeError:  # an inference tensor has none; checking each one first would take time at every step
             self._of = version_counter_of
-            self.checkpoints = list(map(self._of, tensors))
+            self.counters = list(map(self._of, tensors))
 
-    def hold(self) -> bool:
-        return all_equal(map(self._of, self._tensors), self.checkpoints)
+    def are_unchanged(self) -> bool:
+        return all_equal(map(self._of, self._tensors), self.counters)
 
     def changed(self) -> set[int]:
-        """Positions of those that do not hold."""
-        return {i for i, moved in enumerate(map(ne, map(self._of, self._tensors), self.checkpoints)) if moved}
+        """Return the indices of the tensors whose version counter changed."""
+        return {i for i, has_changed in enumerate(map(ne, map(self._of, self._tensors), self.counters)) if has_changed}
 
 
-class Places:
-    """Which tensor each module or optimizer holds under which key. KeyError from ``hold`` where a key is gone."""
+class Registrations:
+    """Which tensor each module or optimizer holds under which key. ``are_unchanged`` raises ``KeyError`` if a key is
+    missing."""
 
     def __init__(self, lives: Sequence[Live]) -> None:
         housed = [live for live in lives if live.home is not None]
@@ -114,64 +117,64 @@ class Places:
         self._keys = [live.key for live in housed]
         self._tensors = [live.tensor for live in housed]
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         return all_same(map(getitem, self._homes, self._keys), self._tensors)
 
 
 _grads = attrgetter("requires_grad")
-_UNASKABLE = (KeyError, TypeError, RuntimeError, NotImplementedError, ValueError)
-"""What a tensor without memory of its own answers, or a place that is gone."""
+_UNREADABLE = (KeyError, TypeError, RuntimeError, NotImplementedError, ValueError)
+"""Errors of a tensor that has no memory of its own, or of a place that no longer exists."""
 
 
 class TensorList:
-    """``lives`` as one boundary found them: identity, address, shape, stride, dtype and ``requires_grad`` of every
-    tensor, and what every place that was empty holds. Made by ``tensor_list_of``."""
+    """The tensors as one boundary found them: identity, address, shape, stride, dtype and ``requires_grad`` of each,
+    and which places were empty. Made by ``tensor_list_of``."""
 
     def __init__(
         self, lives: list[Live], vacant: Sequence[tuple[dict[str, object], str]], views: Sequence[OptimizerView]
     ) -> None:
         self.lives = lives
         self.token = object()
-        """Tells this roster from every other, for who must not keep an optimizer alive."""
+        """Identifies this list, for an object that must not keep its tensors alive."""
         self._vacant = list(vacant)
-        self._places = Places(lives)
-        self._signatures = Signatures([live.tensor for live in lives])
+        self._registrations = Registrations(lives)
+        self._layouts = MemoryLayouts([live.tensor for live in lives])
         self._params = [live.tensor for live in lives if live.role == "param"]
         self._grads = list(map(_grads, self._params))
-        self._storages = (
-            list(map(storage_of, self._signatures.tensors)) if any(live.is_frozen for live in lives) else None
-        )
+        self._storages = list(map(storage_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
         self._states = [_StateSignature(view) for view in views]
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
-        """By index of the view: the parameters whose state is not only tensors, to be read at every boundary."""
+        """Index of the optimizer view -> parameters whose state is not only tensors, and has to be read at every
+        boundary."""
 
-    def holds(self) -> bool:
-        """Whether naming everything anew would find just this."""
+    def is_unchanged(self) -> bool:
+        """Whether finding and naming all tensors again would give the same list."""
         try:
             return (
-                self._places.hold()
+                self._registrations.are_unchanged()
                 and not any(home.get(key) is not None for home, key in self._vacant)
-                and self._signatures.hold()
+                and self._layouts.are_unchanged()
                 and all_same(map(_grads, self._params), self._grads)
-                and (self._storages is None or all_equal(map(storage_of, self._signatures.tensors), self._storages))
-                and all(signature.holds() for signature in self._states)
+                and (self._storages is None or all_equal(map(storage_of, self._layouts.tensors), self._storages))
+                and all(signature.is_unchanged() for signature in self._states)
             )
-        except _UNASKABLE:
+        except _UNREADABLE:
             return False
 
 
 def tensor_list_of(
     lives: list[Live], vacant: Sequence[tuple[dict[str, object], str]], views: Sequence[OptimizerView]
 ) -> TensorList | None:
-    """None where some tensor cannot be asked all of it: then everything is named anew each time."""
+    """Return the list, or None if some tensor has no complete signature: then all tensors are named again at each
+    boundary."""
     try:
         return TensorList(lives, vacant, views)
-    except _UNASKABLE:
+    except _UNREADABLE:
         return None
 
 
 class _StateSignature:
-    """Which parameters an optimizer holds state for, and in which dicts."""
+    """For which parameters an optimizer holds state, and in which dicts, to compare later."""
 
     def __init__(self, view: OptimizerView) -> None:
         self.view = view
@@ -183,7 +186,7 @@ class _StateSignature:
         self._mixed = [state[p] for _, p in self.with_values]
         self._directs = list(map(_n_direct, self._mixed))
 
-    def holds(self) -> bool:
+    def is_unchanged(self) -> bool:
         state = self.view.optimizer.state
         return (
             len(state) == len(self._keys)
@@ -204,13 +207,14 @@ def _n_direct(home: object) -> int:
 
 @dataclass(slots=True)
 class ClosedStep:
-    """A version as capture hands it to the pipeline."""
+    """A closed step as capture passes it to the pipeline."""
 
     step: int
     iteration: int
     lives: list[Live]
     state: bytes
-    at_boundary: frozenset[str] = frozenset()
+    copied_at_boundary: frozenset[str] = frozenset()
     """Names of tensors that must not be left to background copies."""
     tensor_list: TensorList | None = None
-    """Its tensors are the first of ``lives``; where it is that of an earlier version, they look as they did then."""
+    """The list whose tensors are the first ones of ``lives``. If it is the list of an earlier checkpoint, these tensors
+    have the same signatures as then."""

@@ -1,10 +1,10 @@
-"""What can be saved: plain tensors whose bytes are all there is to them. Everything else is refused by name.
+"""What can be saved: plain tensors, which are completely described by their bytes. Other tensors are refused by name.
 
-``refuse_unstorable`` looks at one tensor, ``refuse_hidden_state`` at the modules: what a module puts into its
-``state_dict`` beside parameters, buffers and extra state would be lost without a word. ``check_objects`` looks at what
-is passed in ``state=``, ``is_key`` at keys of dicts and items of sets in the small state. Reads no bytes.
+``refuse_unstorable`` checks one tensor. ``refuse_hidden_state`` checks modules: what a module writes into its
+``state_dict`` beside parameters, buffers and extra state would silently be lost. ``check_objects`` checks the objects
+of ``state=``, and ``is_key`` keys of dicts and items of sets in the small state. Nothing here reads bytes.
 
-One table (``ITEM_NBYTES``) says which dtypes can be stored: one that a later torch brings is refused until it has a
+One table (``ITEM_NBYTES``) lists the dtypes that can be stored. A new dtype of a later torch is refused until it has a
 line there.
 """
 
@@ -25,7 +25,8 @@ _NAMES = {item: name for name, item in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name without ``torch.``, e.g. ``bfloat16``. ValueError for a dtype that cannot be stored."""
+    """Return torch's name without ``torch.``, e.g. ``bfloat16``. Raises ``ValueError`` for a dtype that cannot be
+    stored."""
     try:
         return _NAMES[dtype]
     except KeyError:
@@ -33,7 +34,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`. ValueError if there is no such dtype in this torch."""
+    """Return the dtype of a name of `dtype_name`. Raises ``ValueError`` if this torch has no such dtype."""
     try:
         return DTYPES[name]
     except (KeyError, TypeError):
@@ -44,36 +45,37 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 _PLAIN_TENSORS = frozenset((torch.Tensor, nn.Parameter))
-"""Types that are neither lazy nor wrappers: to look whether others are takes longer than all else here."""
+"""Types that are neither lazy nor wrappers. The check of other types takes longer than all other checks here."""
 
-_KEEP_OUT = "or keep it out of what is saved (a buffer with persistent=False) and build it anew in each run"
+_KEEP_OUT = "or keep it out of what is saved (a buffer with persistent=False) and create it again in each run"
 
 
-def refuse_unstorable(name: str, tensor: torch.Tensor, fate: str = "stored") -> None:
-    """Raises ``StateValueError`` for a tensor that a pool cannot hold. ``fate``: what it was to be."""
+def refuse_unstorable(name: str, tensor: torch.Tensor, action: str = "stored") -> None:
+    """Raise ``StateValueError`` for a tensor that a pool cannot hold. ``action``: what the tensor was to be, for the
+    message."""
     if not is_name(name):
         raise StateValueError(
-            f"The tensor {name[:60]!r}... cannot be stored: its name has more than {NAME_NBYTES_MAX} bytes, or a NUL "
-            "in it. A name joins the keys on the way to a tensor. Use shorter keys."
+            f"The tensor {name[:60]!r}... cannot be stored: its name has more than {NAME_NBYTES_MAX} bytes, or "
+            "contains a NUL. A name joins the keys that lead to a tensor. Use shorter keys without NUL."
         )
-    why = why_not(tensor)
+    why = unstorable_reason(tensor)
     if why is not None:
-        raise StateValueError(f"The tensor {name!r} cannot be {fate}: {why[0]}. {why[1]}.")
+        raise StateValueError(f"The tensor {name!r} cannot be {action}: {why[0]}. {why[1]}.")
 
 
 def refuse_script(prefix: str, module: nn.Module) -> None:
-    """Raises ``StateValueError`` for TorchScript, which hands out its parameters by name only."""
+    """Raise ``StateValueError`` for TorchScript, which gives access to its parameters by name only."""
     if isinstance(module, torch.jit.ScriptModule):
         raise StateValueError(
             f"The module {prefix.rstrip('.') or type(module).__name__!r} is TorchScript. Its parameters lie outside of "
-            "Python, and cannot be followed from step to step. Train the module that it was made of, with "
-            "torch.compile where speed is wanted, and script it when the training is over."
+            "Python, and cannot be followed from step to step. Train the original module, with torch.compile "
+            "for speed, and script it after the training."
         )
 
 
-def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """Reason and cure, where a tensor is more, or less, than an array of plain bytes in memory."""
-    if type(tensor) not in _PLAIN_TENSORS and (why := _why_not_type(tensor)):
+def unstorable_reason(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Return reason and cure if a tensor is not simply an array of plain bytes in memory, else None."""
+    if type(tensor) not in _PLAIN_TENSORS and (why := _reason_by_type(tensor)):
         return why
     if tensor.is_nested:
         return "it is a nested tensor, a list of tensors of several shapes", f"Keep its parts apart, {_KEEP_OUT}"
@@ -83,16 +85,16 @@ def why_not(tensor: torch.Tensor) -> tuple[str, str] | None:
         cure = f"Give it memory (model.to_empty) and fill it before attach, {_KEEP_OUT}"
         return "it is on the meta device and has no bytes", cure
     if tensor.dtype not in _NAMES:
-        return _why_not_dtype(tensor.dtype)
+        return _reason_by_dtype(tensor.dtype)
     if tensor.numel() and not _is_backed(tensor):
         return (
             "its storage was freed or is smaller than its shape",
-            "Attach, and close versions (session.end_step()), where the tensor has its memory",
+            "Call attach and session.end_step() while the tensor has its memory",
         )
     return None
 
 
-def _why_not_type(tensor: torch.Tensor) -> tuple[str, str] | None:
+def _reason_by_type(tensor: torch.Tensor) -> tuple[str, str] | None:
     kind = type(tensor)
     if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         return "it is lazy and has no shape yet", "Call the model once on a batch, build its optimizer, then attach"
@@ -109,7 +111,7 @@ def _why_not_type(tensor: torch.Tensor) -> tuple[str, str] | None:
     )
 
 
-def _why_not_dtype(dtype: torch.dtype) -> tuple[str, str]:
+def _reason_by_dtype(dtype: torch.dtype) -> tuple[str, str]:
     name = str(dtype).removeprefix("torch.")
     if name.startswith(("qint", "quint")):
         return (
@@ -122,7 +124,7 @@ def _why_not_dtype(dtype: torch.dtype) -> tuple[str, str]:
 
 
 def _is_backed(tensor: torch.Tensor) -> bool:
-    """Whether the storage reaches as far as the tensor does: FSDP and friends free it behind live tensors."""
+    """Whether the storage has bytes for the whole tensor: FSDP and others free storages of live tensors."""
     begin, held = tensor.storage_offset(), tensor.untyped_storage().nbytes()
     if tensor.is_contiguous():
         return held >= (begin * tensor.element_size() if begin else 0) + tensor.nbytes
@@ -131,7 +133,7 @@ def _is_backed(tensor: torch.Tensor) -> bool:
 
 
 def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str]) -> None:
-    """Raises ``StateValueError`` where a module's own ``_save_to_state_dict`` writes what is not ``known``."""
+    """Raise ``StateValueError`` if a module's own ``_save_to_state_dict`` writes names that are not ``known``."""
     for dot, module in modules:
         if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
             continue
@@ -141,13 +143,13 @@ def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str
         if hidden:
             raise StateValueError(
                 f"The module {dot.rstrip('.') or 'at the root'} ({type(module).__name__}) keeps {', '.join(hidden[:3])}"
-                " outside of its parameters and buffers, and writes it by a _save_to_state_dict of its own. lightck "
-                "saves parameters, buffers and extra state, so it would be lost. Register it as a buffer, or give it "
-                "out by get_extra_state() and set_extra_state()."
+                " outside of its parameters and buffers, and writes it in its own _save_to_state_dict. lightck "
+                "saves parameters, buffers and extra state only, so it would be lost. Register it as a buffer, or "
+                "implement get_extra_state() and set_extra_state()."
             )
 
 
-# -- keys, which are hashed by their value, to the bottom --------------------------------------------------------------
+# -- keys of dicts and items of sets ----------------------------------------------------------------------------------
 
 NUMPY_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 NUMPY_SCALARS: dict[type, str] = {np.dtype(code).type: np.dtype(code).str for code in NUMPY_CODES}
@@ -156,20 +158,21 @@ _SCALARS = frozenset((*PLAIN, int, str, *NUMPY_SCALARS))
 _GROUPS = frozenset((tuple, frozenset))
 COLLIDING_MAX = 100
 INT_NBYTES_MAX = 1700
-"""Python makes no text of an int of more than 4300 digits, and an error or a report may have to name one."""
+"""Python converts no int of more than 4300 digits to text, and an error or a report may have to print one."""
 
 
 def is_key(value: object) -> bool:
-    """Whether a value may be a key."""
+    """Whether a value can be a key: it is hashed by its value, and so is everything in it."""
     kind = type(value)
     return kind in _SCALARS or (kind in _GROUPS and all(map(is_key, value)))  # type: ignore[call-overload]
 
 
-def collide(keys: Collection[object]) -> bool:
-    """Whether so many keys have a hash that another one has too that no program made them by chance.
+def has_many_collisions(keys: Collection[object]) -> bool:
+    """Whether more hashes of keys collide than can happen by chance.
 
-    Python's hash of numbers is known, so that anybody can make as many different keys of one hash as he likes, and a
-    dict of them takes a time that grows with the square of their number: to be asked before a dict is made."""
+    Python's hash of numbers is public, so anybody can choose many different keys with one hash, and building a dict of
+    n of them takes O(n^2). To be called on untrusted keys before a dict is built.
+    """
     return len(keys) > COLLIDING_MAX and len(keys) - len(set(map(hash, keys))) > COLLIDING_MAX
 
 
@@ -177,24 +180,28 @@ def collide(keys: Collection[object]) -> bool:
 
 
 def class_name_of(obj: object) -> str:
-    """Without its module, which may move. A lazy module's is that of what it becomes."""
+    """Return the name of an object's class, without its module, which may change; for a lazy module, the class that it
+    becomes."""
     kind = type(obj)
     return str((getattr(kind, "cls_to_become", None) or kind).__name__)
 
 
 def is_loader(obj: object) -> bool:
-    """Whether an object in ``state`` gives out batches: its position has to be read right after the update.
+    """Whether an object in ``state`` yields batches, so that its position has to be read right after the update.
 
-    DataLoaders, samplers and iterable datasets of torch, and what looks like one: it iterates, and is an iterator or
-    has a dataset or a batch size. A history of losses iterates too, and is none."""
+    DataLoaders, samplers and iterable datasets of torch do, and any object that iterates and is an iterator or has a
+    dataset or a batch size. A history of losses only iterates, and is no loader.
+    """
     if isinstance(obj, (DataLoader, Sampler, IterableDataset)):
         return True
-    looks = any(hasattr(obj, name) for name in ("__next__", "dataset", "batch_size", "batch_sampler"))
-    return hasattr(type(obj), "__iter__") and (looks or "IterableDataset" in {c.__name__ for c in type(obj).__mro__})
+    has_signs = any(hasattr(obj, name) for name in ("__next__", "dataset", "batch_size", "batch_sampler"))
+    return hasattr(type(obj), "__iter__") and (
+        has_signs or "IterableDataset" in {c.__name__ for c in type(obj).__mro__}
+    )
 
 
 def check_objects(objects: Mapping[str, object]) -> None:
-    """Refuse what cannot be saved, at attach. Raises ``StateValueError`` by path."""
+    """Refuse, at attach, objects that cannot be saved. Raises ``StateValueError`` with the object's path."""
     for name, obj in objects.items():
         if not isinstance(name, str) or not name or "/" in name:
             raise StateValueError(

@@ -1,8 +1,9 @@
-"""The small state of a version as bytes: MessagePack and thirteen extension types (docs/format.md, "Small state").
+"""The small state of a checkpoint as bytes: MessagePack and thirteen extension types (docs/format.md, "Small state").
 
-What is packed comes back with its exact types, order and float bits, or is refused by its path when it is packed. What
-is unpacked is untrusted: damage ends in ``CorruptPoolError``, and no size is believed before the bytes are there. No
-code and no class is ever stored or looked up, and large tensors go elsewhere: only their name is kept here.
+A packed value is unpacked with its exact types, order and float bits; a value for which this is impossible is refused,
+with its path, when it is packed. Unpacking does not trust its input: damage raises ``CorruptPoolError``, and no size is
+trusted before that many bytes are present. No code and no class is ever stored or looked up. Large tensors are stored
+elsewhere, and only their names are part of these bytes.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from lightck.state.storable import (
     NUMPY_CODES,
     NUMPY_SCALARS,
     PLAIN,
-    collide,
     dtype_name,
+    has_many_collisions,
     is_key,
-    why_not,
+    unstorable_reason,
 )
 
 T = TypeVar("T")
 STATE_VERSION = 1
-"""Of what the small state consists of."""
+"""Version of the set of parts that the small state consists of."""
 TUPLE, DICT, ORDERED_DICT, COUNTER, DEFAULT_DICT, SET, DEQUE = 1, 2, 3, 4, 5, 6, 7
 BIG_INT, ARRAY, SCALAR, TENSOR, LARGE_TENSOR, FROZENSET = 8, 9, 10, 11, 12, 13
 MAX_DEPTH = 32
-"""Containers in containers, the outermost included."""
+"""Maximum nesting of containers, the outermost included."""
 MAX_DIMS = 64
 _NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in NUMPY_CODES for order in "<>"}
 _SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
-_LEAF = MAX_DEPTH + 1  # of what can hold nothing else: an extension in an extension in one would never end
+_LEAF = MAX_DEPTH + 1  # depth of values that contain no others; it stops endless extensions in extensions
 _MANY = 16
-"""Items from which on it pays to look whether all are of one type."""
+"""From this number of items on, a check whether all are of one type saves time."""
 
 
 # --------------------------------------------------------------------------------------------------- packing
@@ -66,8 +67,8 @@ def pack(
             these types, nested up to 32 deep.
         path: where the value lies, e.g. ``state/ema``; starts the paths in errors and the names of large tensors.
         large: called with (path, tensor) for each tensor of ``large_nbytes`` or more, in order; only the path is
-            stored. The tensor is the caller's own object, on its device and in its layout. Paths are unique:
-            where keys join to the same path, ``#2`` and so on is put behind.
+            stored. The tensor is the caller's own object, on its device and in its layout. Paths are unique: ``#2``
+            and so on is appended to a path that keys joined to before.
 
     Raises:
         StateValueError: something cannot be stored; the message names its path and type.
@@ -75,25 +76,27 @@ def pack(
     return _Packer(path, large, large_nbytes).encode(value)
 
 
-class Constant(dict[Any, object]):
-    """A dict that nobody changes, nor what lies in it: it is packed once. On disk, and when read back, it is a dict."""
+class ConstantDict(dict[Any, object]):
+    """A dict that nobody changes, including its contents, and that is packed only once. It is stored, and unpacked, as
+    a dict."""
 
     __slots__ = ("packed",)
     packed: bytes | None
 
 
-class Repeated:
-    """Packs one value at many checkpoints, anew only where it is another one than at the checkpoint before."""
+class CachedPacker:
+    """Packs one value at many checkpoints, and encodes it again only if it changed."""
 
     def __init__(self) -> None:
         self._writer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_tuple_only)
         self._last: tuple[bytes | None, bytes] = None, b""
-        """What was seen, and what it is packed as: set at once, so that a signal never parts them."""
+        """The value's fast encoding and its packed form, assigned together so that a signal handler never sees only
+        one."""
 
     def pack(self, value: object, *, path: str) -> bytes:
-        """As `pack`. Raises ``StateValueError``; not where bytes became an equal ``bytearray`` or ``memoryview``."""
+        """As `pack`. Raises ``StateValueError``, except where bytes became an equal ``bytearray`` or ``memoryview``."""
         try:
-            now = self._writer.pack(value)  # exact in types, order and bits; our own types are errors here
+            now = self._writer.pack(value)  # exact in types, order and bits; a type that needs an extension raises
         except (TypeError, ValueError, OverflowError, RecursionError):
             return pack(value, path=path)
         seen, packed = self._last
@@ -110,7 +113,7 @@ def _tuple_only(value: object) -> msgpack.ExtType:
 
 
 class _Packer:
-    """Encodes values, innermost first. ``_path`` says where we are, and costs nothing until an error asks for it."""
+    """Encodes values, innermost first. ``_path`` is the current path, which is joined only for an error."""
 
     __slots__ = ("_large", "_large_nbytes", "_names", "_native", "_path", "_writer")
 
@@ -125,7 +128,7 @@ class _Packer:
     def encode(self, value: object) -> bytes:
         handler = _ENCODE.get(type(value))
         if handler is None:
-            raise self.refused(value, _why_not(value))
+            raise self.refused(value, _refusal_reason(value))
         try:
             return handler(self, value)
         except OverflowError as error:
@@ -150,7 +153,7 @@ class _Packer:
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         return StateValueError(
             f"{self.path()} is a {name} that cannot be stored: {why}. A checkpoint keeps plain data and never code or "
-            "classes: let state_dict() give numbers, strings, tensors, or lists and dicts of them, or leave it out."
+            "classes: let state_dict() return numbers, strings, tensors, or lists and dicts of them, or leave it out."
         )
 
     def path(self) -> str:
@@ -161,7 +164,7 @@ class _Packer:
             return self._native(value)
         nbytes = value.bit_length() // 8 + 1
         if nbytes > INT_NBYTES_MAX:
-            raise self.refused(value, f"it has more than {INT_NBYTES_MAX} bytes, more than Python prints")
+            raise self.refused(value, f"it has more than {INT_NBYTES_MAX} bytes, which Python cannot print")
         return self.ext(BIG_INT, self.plain(value.to_bytes(nbytes, "little", signed=True)))
 
     def text(self, value: str) -> bytes:
@@ -184,25 +187,25 @@ class _Packer:
     def sequence(self, values: Collection[object]) -> bytes:
         if len(values) >= _MANY and set(map(type, values)) == {str}:
             self._check_depth(values)
-            with contextlib.suppress(ValueError):  # the slow way says which of them is no text
+            with contextlib.suppress(ValueError):  # the general path below reports which item is no text
                 return self._native(list(values))
         items = self.items(values)
         return self.header(len(items)) + b"".join(items)
 
     def pairs(self, value: Mapping[object, object]) -> bytes:
         self._check_depth(value)
-        if collide(value):
+        if has_many_collisions(value):
             raise self.refused(value, "its keys have the same hash")
         path, out = self._path, [self.header(len(value))]
         for key, item in value.items():
             if not is_key(key):
-                raise self.refused(value, f"a key of it is a {type(key).__qualname__}, which is not equal by value")
+                raise self.refused(value, f"a key of it is a {type(key).__qualname__}, which does not compare by value")
             path.append(key)
             out += (_PAIR, self.encode(key), self.encode(item))
             path.pop()
         return b"".join(out)
 
-    def constant(self, value: Constant) -> bytes:
+    def constant(self, value: ConstantDict) -> bytes:
         packed = getattr(value, "packed", None)
         if packed is None:
             packed = value.packed = self.ext(DICT, self.pairs(value))
@@ -211,8 +214,10 @@ class _Packer:
     def members(self, value: Collection[object]) -> bytes:
         for item in value:
             if not is_key(item):
-                raise self.refused(value, f"an item of it is a {type(item).__qualname__}, which is not equal by value")
-        if collide(value):
+                raise self.refused(
+                    value, f"an item of it is a {type(item).__qualname__}, which does not compare by value"
+                )
+        if has_many_collisions(value):
             raise self.refused(value, "its items have the same hash")
         # Sorted, so that equal sets give equal bytes whatever the hash seed.
         return self.header(len(value)) + b"".join(sorted(self.items(value)))
@@ -234,7 +239,7 @@ class _Packer:
         return self.ext(SCALAR, _PAIR + self._native(NUMPY_SCALARS[type(value)]) + self._native(value.tobytes()))
 
     def tensor(self, value: torch.Tensor) -> bytes:
-        why = why_not(value)
+        why = unstorable_reason(value)
         if why is not None:
             raise self.refused(value, f"{why[0]} ({why[1]})")
         dtype = dtype_name(value.dtype)
@@ -263,10 +268,10 @@ class _Packer:
         return ctypes.string_at(dense.data_ptr(), nbytes) if nbytes else b""
 
 
-def _why_not(value: object) -> str:
+def _refusal_reason(value: object) -> str:
     for kind in (torch.Tensor, np.ndarray, *_ENCODE):
         if isinstance(value, kind):
-            return f"it is a subclass of {kind.__qualname__}, and what it adds would be lost"
+            return f"it is a subclass of {kind.__qualname__}, and what the subclass adds would be lost"
     return "lightck does not keep objects of this type"
 
 
@@ -283,7 +288,7 @@ _ENCODE: dict[type, Callable[[_Packer, Any], bytes]] = {
     list: _Packer.sequence,
     tuple: lambda packer, value: packer.ext(TUPLE, packer.sequence(value)),
     dict: lambda packer, value: packer.ext(DICT, packer.pairs(value)),
-    Constant: _Packer.constant,
+    ConstantDict: _Packer.constant,
     OrderedDict: lambda packer, value: packer.ext(ORDERED_DICT, packer.pairs(value)),
     Counter: lambda packer, value: packer.ext(COUNTER, packer.pairs(value)),
     defaultdict: _encode_default_dict,
@@ -306,10 +311,10 @@ def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) 
 
     Args:
         data: the bytes of exactly one value.
-        tensor: gives the large tensor of a name; LookupError where there is none. Its other errors pass through.
+        tensor: returns the large tensor of a name; raises LookupError if there is none. Its other errors pass through.
 
     Raises:
-        CorruptPoolError: the bytes are no packed value, or name a large tensor that is not there, or one twice.
+        CorruptPoolError: the bytes are no packed value, or name a large tensor that is missing, or one twice.
     """
     reader = _Reader(bytes(data), tensor)
     value = reader.value(0)
@@ -318,20 +323,21 @@ def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) 
 
 
 def typed(value: object, kind: type[T]) -> T:
-    """A value of this very type, unpacked from the small state. Raises ``CorruptPoolError`` where it is of another."""
+    """Return a value unpacked from the small state if it is of exactly this type. Raises ``CorruptPoolError``
+    otherwise."""
     if type(value) is not kind or not isinstance(value, kind):
         raise CorruptPoolError(f"its small state is malformed ({kind.__name__} expected)")
     return value
 
 
 def _corrupt(reason: str) -> CorruptPoolError:
-    return CorruptPoolError(f"the small state is damaged: {reason}; recover an older version")
+    return CorruptPoolError(f"the small state is damaged: {reason}; recover an older checkpoint")
 
 
 class _Reader:
-    """A strict reader of one MessagePack value. Written here, since msgpack's own believes the sizes in headers.
+    """A strict reader of one MessagePack value, because the msgpack library trusts the sizes in headers.
 
-    ``_end`` bounds the extension that is being read; ``depth`` counts the containers around a value.
+    ``_end`` is the end of the extension that is being read; ``depth`` counts the containers around a value.
     """
 
     __slots__ = ("_data", "_end", "_pos", "_seen", "_tensor")
@@ -406,7 +412,7 @@ class _Reader:
 
     def _extension(self, size: int, depth: int) -> object:
         code = self._take(1)[0]
-        read = _RAISE.get(code)
+        read = _DECODE.get(code)
         if read is None or depth >= _LEAF:
             raise _corrupt(f"extension type {code} is not known here")
         outer, self._end = self._end, self._pos + size
@@ -417,7 +423,7 @@ class _Reader:
         self._end = outer
         return value
 
-    # What the extensions hold. ``sequence`` counts as one container, as it did when it was packed.
+    # Payloads of the extensions. ``sequence`` counts as one container, as in the packer.
 
     def sequence(self, depth: int) -> list[object]:
         return self._list(self._count(), depth)
@@ -435,14 +441,14 @@ class _Reader:
             if not is_key(keys[-1]):
                 raise _corrupt(f"a {type(keys[-1]).__qualname__} is the key of a dict")
             items.append(self.value(depth + 1))
-        out = dict(zip(keys, items, strict=True)) if not collide(keys) else {}
+        out = dict(zip(keys, items, strict=True)) if not has_many_collisions(keys) else {}
         if len(out) != count:
             raise _corrupt("a dict has a key twice, or too many of one hash")
         return out
 
     def members(self, depth: int) -> list[object]:
         items = self.sequence(depth)
-        if not all(map(is_key, items)) or collide(items) or len(set(items)) != len(items):
+        if not all(map(is_key, items)) or has_many_collisions(items) or len(set(items)) != len(items):
             raise _corrupt("a set holds an item twice, or one that cannot be in a set")
         return items
 
@@ -469,23 +475,23 @@ class _Reader:
         name = self.exactly(str)
         if self._tensor is None:
             raise _corrupt(f"it names the large tensor {name!r} where none can be")
-        if name in self._seen:  # each has a name of its own, and each name is memory
+        if name in self._seen:  # each tensor has its own name, and allocates memory
             raise _corrupt(f"it names the large tensor {name!r} twice")
         self._seen.add(name)
         try:
             return self._tensor(name)
         except LookupError:
-            raise _corrupt(f"the large tensor {name!r} is not in the version") from None
+            raise _corrupt(f"the large tensor {name!r} is not in the checkpoint") from None
 
 
-def _raise_big_int(reader: _Reader, _depth: int) -> int:
+def _decode_big_int(reader: _Reader, _depth: int) -> int:
     raw = reader.exactly(bytes)
     if len(raw) > INT_NBYTES_MAX:
         raise _corrupt(f"an int has {len(raw)} bytes")
     return int.from_bytes(raw, "little", signed=True)
 
 
-def _raise_deque(reader: _Reader, depth: int) -> deque[object]:
+def _decode_deque(reader: _Reader, depth: int) -> deque[object]:
     reader.fields(2)
     limit = reader.value(_LEAF)
     items = reader.sequence(depth)
@@ -510,7 +516,7 @@ def _array_fields(
     return dtype, shape, bytearray(raw)
 
 
-def _raise_array(reader: _Reader, _depth: int) -> npt.NDArray[np.generic]:
+def _decode_array(reader: _Reader, _depth: int) -> npt.NDArray[np.generic]:
     dtype, shape, raw = _array_fields(reader, _NUMPY_DTYPES, "numpy array")
     try:
         return np.frombuffer(raw, dtype).reshape(shape)
@@ -518,7 +524,7 @@ def _raise_array(reader: _Reader, _depth: int) -> npt.NDArray[np.generic]:
         raise _corrupt(f"numpy cannot make an array of shape {shape} ({error})") from None
 
 
-def _raise_scalar(reader: _Reader, _depth: int) -> object:
+def _decode_scalar(reader: _Reader, _depth: int) -> object:
     reader.fields(2)
     dtype = _SCALAR_DTYPES.get(reader.exactly(str))
     raw = reader.exactly(bytes)
@@ -527,12 +533,12 @@ def _raise_scalar(reader: _Reader, _depth: int) -> object:
     return np.frombuffer(raw, dtype)[0]
 
 
-def _raise_tensor(reader: _Reader, _depth: int) -> torch.Tensor:
+def _decode_tensor(reader: _Reader, _depth: int) -> torch.Tensor:
     dtype, shape, raw = _array_fields(reader, DTYPES, "tensor")
     try:
         if not raw:
             return torch.empty(shape, dtype=dtype)
-        # The clone is memory of torch's own, aligned and resizable.
+        # The clone has memory that torch allocated, which is aligned and resizable.
         return torch.frombuffer(raw, dtype=torch.uint8).clone().view(dtype).reshape(shape)
     except (RuntimeError, ValueError, OverflowError, TypeError) as error:
         raise _corrupt(f"torch cannot make a tensor of shape {shape} ({error})") from None
@@ -550,7 +556,7 @@ _SIZED: dict[int, tuple[int, Callable[[_Reader, int, int], object]]] = {
     **{0xD9 + index: (1 << index, _Reader._text) for index in range(3)},
     **{0xDC + index: (2 << index, _Reader._list) for index in range(2)},
 }
-_RAISE: dict[int, Callable[[_Reader, int], object]] = {
+_DECODE: dict[int, Callable[[_Reader, int], object]] = {
     TUPLE: lambda reader, depth: tuple(reader.sequence(depth)),
     DICT: _Reader.pairs,
     ORDERED_DICT: lambda reader, depth: OrderedDict(reader.pairs(depth)),
@@ -558,10 +564,10 @@ _RAISE: dict[int, Callable[[_Reader, int], object]] = {
     DEFAULT_DICT: lambda reader, depth: defaultdict(None, reader.pairs(depth)),
     SET: lambda reader, depth: set(reader.members(depth)),
     FROZENSET: lambda reader, depth: frozenset(reader.members(depth)),
-    DEQUE: _raise_deque,
-    BIG_INT: _raise_big_int,
-    ARRAY: _raise_array,
-    SCALAR: _raise_scalar,
-    TENSOR: _raise_tensor,
+    DEQUE: _decode_deque,
+    BIG_INT: _decode_big_int,
+    ARRAY: _decode_array,
+    SCALAR: _decode_scalar,
+    TENSOR: _decode_tensor,
     LARGE_TENSOR: _Reader.large,
 }

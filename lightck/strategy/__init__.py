@@ -1,1 +1,1 @@
-"""Which bytes a checkpoint holds."""
+"""Strategies: which bytes a checkpoint holds."""

@@ -1,4 +1,4 @@
-"""The whole state in each checkpoint, so that each is complete in itself."""
+"""The strategy that saves the whole state in each checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FullState:
-    """Every version is complete in itself: parameters, buffers, optimizer state and all small state."""
+    """Every checkpoint is complete in itself: parameters, buffers, optimizer state and all small state."""
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-        """All tensors; of those that no update touches only what the slot does not hold already."""
-        single = [one for table in tables for one in table.single]
-        unchanged = tuple(one for one in single if one[0].is_frozen and slot.is_stored(*one))
+        """Plan all tensors, except frozen ones whose bytes the slot already holds."""
+        undecided = [one for table in tables for one in table.undecided]
+        unchanged = tuple(one for one in undecided if one[0].is_frozen and slot.is_stored(*one))
         left_out = {record.number for _, record in unchanged}
-        now = tuple(one for one in single if one[1].number not in left_out)
-        return WritePlan(closed_step, tuple(tables), now, unchanged)
+        at_boundary = tuple(one for one in undecided if one[1].number not in left_out)
+        return WritePlan(closed_step, tuple(tables), at_boundary, unchanged)

@@ -1,1 +1,1 @@
-"""Checkpoints that are held, and those that are kept beyond the pool."""
+"""Checkpoints that stay: held in their slots, or exported to files beside the pool."""

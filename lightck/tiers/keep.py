@@ -1,9 +1,9 @@
-"""History beside the pool: every so often a committed version is exported to a folder, in the background.
+"""Retention (``keep=``): every so often a committed checkpoint is exported to a folder, in the background.
 
-A version that is due is held in its slot and read by a thread of its own, verified as it is read, into a safetensors
-file that appears complete or not at all. The training thread starts it and never waits for it, but when the pool moves
-to a new file and at the end. The thread has normal priority: it runs Python, and an idle one would hold the interpreter
-lock while a busy machine lets it starve. Files that this module did not write are never touched.
+A checkpoint that is due is held in its slot. A separate thread reads and verifies it, and writes a safetensors file
+that appears complete or not at all. The training thread starts the export and waits for it only at a relayout of the
+pool and at close. The export thread has normal priority: it runs Python, and a thread of idle priority could hold the
+interpreter lock while a busy machine gives it no processor. Files that this module did not write are never touched.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightck.tiers.pin import Hold, Holds
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _MARK = "lightck_kept_by"
 _HEADER_NBYTES_MAX = 100_000_000
-"""As in the safetensors library."""
+"""The limit of the safetensors library."""
 _BY_HAND = (
     "keep= writes safetensors files only. Attach without it, and export when you want to: "
     'lightck.export_checkpoint(lightck.recover(pool_path), file, format="torch").'
@@ -45,46 +45,48 @@ _BY_HAND = (
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which versions ``attach(..., keep=...)`` exports, as ``step-00001000.safetensors`` and so on."""
+    """Which checkpoints ``attach(..., keep=...)`` exports, as ``step-00001000.safetensors`` and so on."""
 
     _: KW_ONLY
     every: int
-    """An export is due each time that many updates were made: at 1000, 2000 and so on for ``every=1000``. It is taken
-    from the first version committed then (or, where one is still running, after that)."""
+    """The number of updates between exports: for ``every=1000`` an export is due at 1000, 2000 and so on. It is made of
+    the first checkpoint that is committed from then on, after an earlier export has ended."""
     to: str | os.PathLike[str]
-    """The folder; it is made where its parent exists."""
+    """The folder; it is created if its parent exists."""
     last: int | None = None
-    """How many exports of this pool stay in the folder, the newest written; None: all of them."""
+    """How many exports of this pool stay in the folder, the newest ones; None: all of them."""
     what: str = "model"
-    """``"model"``, or ``"all"``: optimizer, state and random states too."""
+    """What an export contains: ``"model"``, or ``"all"`` (optimizer, state and random states too)."""
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"Keep(every={self.every!r}): it is a number of updates, an int of at least 1.")
+            raise ValueError(f"Keep(every={self.every!r}): `every` is a number of updates, an int of at least 1.")
         if self.last is not None and (type(self.last) is not int or self.last < 1):
-            raise ValueError(f"Keep(last={self.last!r}): it is a number of files, an int of at least 1, or None.")
+            raise ValueError(f"Keep(last={self.last!r}): `last` is a number of files, an int of at least 1, or None.")
         check_what(self.what)
 
 
-def refuse_unkept(keep: Keep, entries: Iterable[Entry]) -> None:
-    """Raises ``StateValueError`` for a tensor that could not be exported: told before the training, not at the first
-    export."""
+def refuse_unexportable(keep: Keep, entries: Iterable[Entry]) -> None:
+    """Raise ``StateValueError`` before the training for a tensor that could not be exported later."""
     for entry in entries:
         if keep.what == "all" or entry.name.startswith("model/"):
             check_dtype(entry.name, entry.dtype, _BY_HAND)
 
 
-class Keeper(CommitListener):
-    """The exports of one session: a listener that exports what is due."""
+class Retention(CommitListener):
+    """The exports of one session: a listener that exports checkpoints when they are due."""
 
     def __init__(self, keep: Keep, pool_path: str, meter: Meter, holds: Holds) -> None:
-        """Makes the folder and removes what a kill left there. Raises ``KeepError``. The pool's lock is held."""
+        """Create the folder and remove a temporary file that a killed process left there. Raises ``KeepError``. The
+        caller holds the pool's lock."""
         self._keep = keep
         self._folder = Path(os.path.abspath(keep.to))
         self._mark = blake2b(os.fsencode(os.path.realpath(pool_path)), digest_size=8).hexdigest()
+        """Identifies the exports of this pool, in the metadata of the files."""
         self._temporary = self._folder / f".lightck-{self._mark}.tmp"
         self._meter, self._holds = meter, holds
         self._last = self._newest = 0
+        """The step of the last export that was begun, and the newest committed step."""
         self._thread: threading.Thread | None = None
         self._hold: Hold | None = None
         self._failure: KeepError | None = None
@@ -99,19 +101,23 @@ class Keeper(CommitListener):
             if not os.access(self._folder, os.W_OK | os.X_OK):
                 raise PermissionError(13, os.strerror(13))
         except OSError as err:
-            raise _error(f"Versions cannot be kept in {str(self._folder)!r}", err.strerror or str(err), err) from err
+            raise self._folder_error(err) from err
+
+    def _folder_error(self, err: OSError) -> KeepError:
+        fact = f"Checkpoints cannot be exported to {str(self._folder)!r} (keep=)"
+        return _error(fact, err.strerror or str(err), err)
 
     def adopted(self, writer: PoolWriter, step: int) -> None:
-        """Go on counting where the exports up to this step left off. Raises ``KeepError``."""
+        """Continue the count of steps from the newest export up to this step. Raises ``KeepError``."""
         try:
             self._last = max((at for at, _ in self._own() if at <= step), default=0)
         except OSError as err:
-            raise _error(f"Versions cannot be kept in {str(self._folder)!r}", err.strerror or str(err), err) from err
+            raise self._folder_error(err) from err
         self._newest = step
 
     @property
-    def is_here(self) -> bool:
-        """The caller is on the thread of an export."""
+    def called_from_own_thread(self) -> bool:
+        """Whether the caller runs on the export thread."""
         return self._thread is threading.current_thread()
 
     # -- on the training thread --------------------------------------------------------------------------
@@ -130,16 +136,16 @@ class Keeper(CommitListener):
         self._collect()
 
     def closing(self, writer: PoolWriter | None) -> None:
-        """Finish what is running and what is due. In a forked child, where there is no thread, nothing happens."""
+        """Wait for a running export and make one that is due. In a forked child, which has no thread, do nothing."""
         if os.getpid() != self._pid:
             return
         self.stop_reading()
         if writer is not None and writer.slots.protected is not None and self._is_due(self._newest):
-            self._start(writer, self._newest, here=True)  # an interpreter that ends starts no threads
+            self._start(writer, self._newest, here=True)  # an interpreter that shuts down cannot start threads
             self._collect()
 
     def raise_failure(self, *, at_close: bool) -> None:
-        """Once at a step for each export that failed; at close where no later one went well."""
+        """Raise the failure of an export: once at a step, and again at close if no later export succeeded."""
         failure = self._failure
         if failure is not None and (at_close or not self._is_reported):
             self._is_reported = True
@@ -149,8 +155,8 @@ class Keeper(CommitListener):
         return step // self._keep.every > self._last // self._keep.every
 
     def _start(self, writer: PoolWriter, step: int, *, here: bool = False) -> None:
-        """Export the newest version, on a thread of its own or ``here``. What fails is the failure of this step's
-        export, and not of the training; it is not tried again."""
+        """Export the newest checkpoint, on a new thread or, with ``here``, on this one. An error fails this export,
+        which is not tried again, and not the training."""
         self._last = step
         try:
             self._hold = hold = self._holds.take(writer)
@@ -166,7 +172,8 @@ class Keeper(CommitListener):
 
     def _failed(self, step: int, err: Exception) -> None:
         reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
-        self._is_reported, self._failure = False, _error(f"Step {step} could not be kept", reason, err)
+        fact = f"The checkpoint of step {step} could not be exported (keep=)"
+        self._is_reported, self._failure = False, _error(fact, reason, err)
 
     def _collect(self) -> None:
         self._thread = None
@@ -174,10 +181,10 @@ class Keeper(CommitListener):
             self._holds.release(self._hold)
             self._hold = None
 
-    # -- on the thread -----------------------------------------------------------------------------------
+    # -- on the export thread ----------------------------------------------------------------------------
 
     def _run_named(self, reader: PoolReader, record: CommitRecord) -> None:
-        with contextlib.suppress(OSError):  # for top and perf: before 3.14 Python names its threads for itself only
+        with contextlib.suppress(OSError):  # for top and perf: before 3.14 Python does not name threads in the kernel
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("lightck-keep")
         self._run(reader, record)
 
@@ -196,7 +203,7 @@ class Keeper(CommitListener):
     def _export(self, reader: PoolReader, record: CommitRecord) -> None:
         path = self._folder / f"step-{record.step:08d}.safetensors"
         if os.path.lexists(path) and not self._is_own(path):
-            raise ExportError(f"{str(path)!r} exists, and was not written by this training")
+            raise ExportError(f"{str(path)!r} exists already, and was not written by this training")
         stored = reader.checkpoint(record)
         chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _BY_HAND)
         chosen.metadata[_MARK] = self._mark
@@ -226,13 +233,13 @@ class Keeper(CommitListener):
             return False
         try:
             return _metadata(path).get(_MARK) == self._mark
-        except (OSError, ValueError, RecursionError):  # JSON may be as deep as somebody likes
+        except (OSError, ValueError, RecursionError):  # the JSON of a foreign file may be nested too deeply
             return False
 
 
 def _metadata(path: Path) -> dict[str, object]:
-    """What a safetensors file says of itself. Not by safe_open, which maps the file for that: where there is no memory
-    for it, it raises what it likes and leaves a descriptor open."""
+    """The metadata of a safetensors file. Not read with ``safe_open``, which maps the whole file: if memory is short,
+    it raises various errors and leaves a descriptor open."""
     with path.open("rb") as file:
         nbytes = int.from_bytes(file.read(8), "little")
         if nbytes > min(_HEADER_NBYTES_MAX, os.fstat(file.fileno()).st_size - 8):
@@ -243,10 +250,10 @@ def _metadata(path: Path) -> dict[str, object]:
 
 
 def _error(fact: str, reason: str, err: BaseException) -> KeepError:
-    look = "" if isinstance(err, StateValueError) else "Look at the folder (space, owner). "  # which has said its cure
+    cure = "" if isinstance(err, StateValueError) else "Check the folder (space, owner). "  # that error names its cure
     error = KeepError(
-        f"{fact}: {reason.rstrip('.')}. The pool and its versions are intact, and earlier exports are as they were. "
-        f"{look}The next export is tried when it is due: a loop that catches this and calls step() again goes on."
+        f"{fact}: {reason.rstrip('.')}. The pool and its checkpoints are intact, and earlier exports are unchanged. "
+        f"{cure}The next export is tried when it is due: a loop that catches this error and calls step() again goes on."
     )
     error.errno = getattr(err, "errno", None)
     error.__cause__ = err

@@ -1,7 +1,8 @@
-"""Versions that are held: their slots are not handed out, and a new pool file takes them along.
+"""Held checkpoints: their slots are not overwritten, and a relayout carries them over to the new pool file.
 
-A *hold* is on one committed version of the open pool. ``Pin`` is the user's handle on one; ``keep=`` holds the version
-that it exports. Invariant: two slots beside the held ones stay for the training, so nobody waits for a release.
+A *hold* is on one committed checkpoint of the open pool. ``Pin`` is the user's handle on a hold; ``keep=`` holds the
+checkpoint that it exports. Invariant: besides the held slots two slots stay for the training, so the training never
+waits for a release.
 """
 
 from __future__ import annotations
@@ -29,61 +30,63 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """One version that stays. ``line`` changes when the pool moves to a new file."""
+    """One held checkpoint. A relayout of the pool changes its ``record``."""
 
     step: int
     record: CommitRecord
     is_pin: bool = False
-    made_at: int = 0
-    """The generation in which the training made it. When the pool moves it gets another one."""
+    original_generation: int = 0
+    """The generation with which the training wrote it. A relayout gives it another generation."""
 
 
 class Holds(CommitListener):
-    """All holds of a session: a listener that takes them along to a new file, and a decision about slots.
-
-    Every thread may release; the rest is the training thread's.
-    """
+    """All holds of a session: a listener that carries them over at a relayout, and a commit decision that protects
+    their slots. Any thread may call ``release``; all other methods are called on the training thread."""
 
     def __init__(self) -> None:
         self._held: list[Hold] = []
-        self._carried: list[tuple[Hold, StoredCheckpoint]] = []
-        self._moving: list[tuple[Hold, CommitRecord]] = []
+        self._to_carry: list[tuple[Hold, StoredCheckpoint]] = []
+        """During a relayout: the held checkpoints in the old file."""
+        self._carried: list[tuple[Hold, CommitRecord]] = []
+        """During a relayout: the held checkpoints that are committed in the new file."""
         self._new: PoolWriter | None = None
-        """While the pool moves: what is to come along, what lies in the new file already, and that file."""
+        """During a relayout: the writer of the new file."""
         self._lock = threading.Lock()
 
     @property
     def pins(self) -> int:
-        """How many of them are the user's."""
+        """How many of the holds are pins of the user."""
         return sum(hold.is_pin for hold in self._held)
 
     def slots_for_a_pin(self, spare: int) -> int:
-        """How many slots a pool has to have for one pin more; ``spare`` of them for ``keep=``."""
+        """How many slots a pool needs for one more pin, if ``spare`` slots are for ``keep=``. Raises
+        ``SessionError``."""
         needed = 2 + self.pins + 1 + spare
         if needed > SLOTS_MAX:
             raise SessionError(
-                f"{self.pins} versions are pinned, and a pool has at most {SLOTS_MAX} slots: the training needs the "
-                "others. Release a pin, or export a version: lightck.export_checkpoint()."
+                f"No further checkpoint can be pinned: {self.pins} are pinned, a pool has at most {SLOTS_MAX} slots, "
+                "and the training needs the others. Release a pin, or export a checkpoint: "
+                "lightck.export_checkpoint()."
             )
         return needed
 
     def take(self, writer: PoolWriter, *, is_pin: bool = False) -> Hold:
-        """Hold the version in the protected slot: the newest that the writer knows to be committed."""
-        assert writer.slots.protected is not None, "a version was committed"
+        """Hold the checkpoint in the protected slot: the newest one that the writer knows to be committed."""
+        assert writer.slots.protected is not None, "a checkpoint was committed"
         slot = writer.slots.slots[writer.slots.protected]
         record = _commit_record_of(writer, slot.index, slot.generation)
-        hold = Hold(record.step, record, is_pin, slot.made_at or record.payload_generation)
+        hold = Hold(record.step, record, is_pin, slot.original_generation or record.payload_generation)
         with self._lock:
             self._held.append(hold)
         return hold
 
     def release(self, hold: Hold) -> None:
-        """A second release does nothing."""
+        """End the hold. A second call does nothing."""
         with self._lock:
             if hold in self._held:
                 self._held.remove(hold)
 
-    # -- a decision about slots
+    # -- the commit decision
 
     def may_commit(self, closed_step: object) -> bool:
         return True
@@ -91,10 +94,10 @@ class Holds(CommitListener):
     def held(self, writer: PoolWriter) -> frozenset[int]:
         with self._lock:
             if writer is self._new:
-                return frozenset(record.slot for _, record in self._moving)
+                return frozenset(record.slot for _, record in self._carried)
             return frozenset(hold.record.slot for hold in self._held)
 
-    # -- a listener
+    # -- the listener
 
     def struck(self, slots: Sequence[int]) -> None:
         with self._lock:
@@ -103,41 +106,41 @@ class Holds(CommitListener):
         pinned = sorted(hold.step for hold in gone if hold.is_pin)
         if pinned:
             log.warning(
-                "lightck: the pinned checkpoints of steps %s are struck: they hold old bytes of a tensor that was "
-                "written unannounced",
+                "lightck: the pinned checkpoints of steps %s are struck (made unreadable): they hold old bytes of a "
+                "tensor that was written in a way that moves no version counter of torch",
                 ", ".join(map(str, pinned)),
             )
 
-    def to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
-        """The held versions, oldest first. Raises ``CorruptPoolError`` where one cannot be read any more."""
-        self._carried = []
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
+        """The held checkpoints, oldest first. Raises ``CorruptPoolError`` if one cannot be read."""
+        self._to_carry = []
         for hold in sorted(self._held, key=lambda h: h.record.generation):
             try:
-                self._carried.append((hold, old.reader.checkpoint(hold.record)))
+                self._to_carry.append((hold, old.reader.checkpoint(hold.record)))
             except DamagedError as err:
                 raise _damaged(hold, err) from err
-        return [stored for _, stored in self._carried]
+        return [stored for _, stored in self._to_carry]
 
     def carry(self, new: PoolWriter) -> None:
-        """Each once. The slot that it gets is held from then on."""
+        """Commit each held checkpoint once in the new file, and hold its slot there."""
         self._new = new
         done: dict[int, CommitRecord] = {}
-        for hold, stored in self._carried:
+        for hold, stored in self._to_carry:
             generation = stored.header.generation
             if generation not in done:
                 done[generation] = _carry(stored, hold, new, self.held(new))
             with self._lock:
-                self._moving.append((hold, done[generation]))
+                self._carried.append((hold, done[generation]))
 
-    def moved(self, new: PoolWriter) -> None:
+    def relayout_done(self, new: PoolWriter) -> None:
         with self._lock:
-            for hold, record in self._moving:
+            for hold, record in self._carried:
                 hold.record = record
-        self.not_moved()
+        self.relayout_failed()
 
-    def not_moved(self) -> None:
+    def relayout_failed(self) -> None:
         with self._lock:
-            self._carried, self._moving, self._new = [], [], None
+            self._to_carry, self._carried, self._new = [], [], None
 
     def closed(self) -> None:
         with self._lock:
@@ -145,7 +148,7 @@ class Holds(CommitListener):
 
 
 def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: frozenset[int]) -> CommitRecord:
-    """Verified as it is read."""
+    """Verify a held checkpoint as it is read, and commit it in the new file. Returns its new commit record."""
     numbers = _numbers(stored, writer)
     try:
         tensors = load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
@@ -153,36 +156,37 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
         raise _damaged(hold, err) from err
     plan = _plan(stored, numbers, tensors)
     slot = writer.slots.choose(held)
-    assert slot is not None, "a new pool has room for what is held"
+    assert slot is not None, "a new pool has a slot for each held checkpoint"
     pending = writer.begin(plan, slot, tensors)
     pending.job.release()
     pending.job.wait(ENDED)
     recorded = stored.reader.next_batches(stored.record)
     if recorded is not None:
-        writer.store_next(slot, pending.record.generation, recorded)
+        writer.store_next_batch(slot, pending.record.generation, recorded)
     writer.committed(pending)
-    slot.made_at = hold.made_at
+    slot.original_generation = hold.original_generation
     pending.job.forget()
     return _commit_record_of(writer, slot.index, pending.record.generation)
 
 
 def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> CommitRecord:
-    """The newest line of what a slot holds, read back. Raises ``PoolIOError`` where the medium lost it."""
+    """The newest commit record of a slot's checkpoint, read from the pool. Raises ``PoolIOError`` if it is lost."""
     commit_log, here = writer.reader.commit_log(), (slot, generation)
     records = [record for record in commit_log.records.values() if (record.slot, record.payload_generation) == here]
     if not records:
-        raise io_error(f"The newest version in the pool {writer.reader.path!r} cannot be read back", errno.EIO)
+        raise io_error(f"The newest checkpoint in the pool {writer.reader.path!r} cannot be read back", errno.EIO)
     return max(records, key=lambda record: record.generation)
 
 
 def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
-    """Places for its tensors. The training's own keep theirs, and do not count as having grown."""
-    mine, grew = dict(writer.numbers), set(writer.grew)
-    other = [entry for entry in stored.entries.values() if not writer.fits(entry)]
+    """Record numbers in the new file for the tensors of a held checkpoint. The tensors of the training keep their
+    numbers and do not count as grown."""
+    own, grew = dict(writer.numbers), set(writer.resized)
+    other = [entry for entry in stored.entries.values() if not writer.has_extent_for(entry)]
     if other:
         writer.add(other, set(stored.entries))
     numbers = {name: writer.numbers[name] for name in stored.entries}
-    writer.numbers, writer.grew = writer.numbers | mine, grew
+    writer.numbers, writer.resized = writer.numbers | own, grew
     return numbers
 
 
@@ -202,15 +206,15 @@ def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, 
 
 def _damaged(hold: Hold, err: DamagedError) -> CorruptPoolError:
     return CorruptPoolError(
-        f"The pool needs a new file, and the version of step {hold.step} that is held cannot be taken along: {err}. "
-        "The newest version is intact. Release the pin, and look at the health of the pool's medium.",
+        f"The pool must move to a new file, and the checkpoint of step {hold.step}, which is held, cannot be carried "
+        f"over: {err}. The newest checkpoint is intact. Release the pin, and check the health of the pool's medium.",
         (str(err),),
     )
 
 
 class Pin:
-    """Made by ``Session.pin()``: the version of ``step`` stays in the pool until ``release()``, the end of the ``with``
-    block or the end of the session."""
+    """The handle that ``Session.pin()`` returns: the checkpoint of ``step`` stays in the pool until ``release()``, the
+    end of the ``with`` block or the end of the session."""
 
     def __init__(self, hold: Hold, release: Callable[[Hold], None]) -> None:
         self._hold = hold
@@ -222,7 +226,7 @@ class Pin:
         return self._hold.step
 
     def release(self) -> None:
-        """Give the slot back. A second call does nothing."""
+        """Release the slot. A second call does nothing."""
         self._release(self._hold)
 
     def __enter__(self) -> Pin:

@@ -1,10 +1,10 @@
-/* copy.c: a copy of any length to any place, from kernels that know whole lines only. */
+/* copy.c: copies of any length and alignment, built on kernels that copy whole cache lines only. */
 #include <string.h>
 
 #include "internal.h"
 
-/* Part of a line, by ordinary stores. Without the barrier a compiler may read the source a second time, and
- * then checksum and stored bytes could differ. */
+/* Copy part of a line by ordinary stores. Without the barrier the compiler may read the source twice, and checksum and
+ * stored bytes could differ. */
 static uint32_t copy_part(uint32_t state, void *dst, const void *src, size_t nbytes)
 {
     unsigned char part[LCK_LINE];

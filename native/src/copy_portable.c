@@ -1,4 +1,4 @@
-/* copy_portable.c: the kernel set of plain C. Its stores go through the caches, so they need a write-back. */
+/* copy_portable.c: the kernel set in plain C. Its stores go through the caches, so they need a write-back. */
 #include <string.h>
 
 #include "internal.h"

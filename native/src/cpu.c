@@ -1,4 +1,4 @@
-/* cpu.c: what this processor can do, chosen once at load; write-back and fence. */
+/* cpu.c: detect the processor's features and choose kernels once at load; write-back and fence. */
 #include <string.h>
 
 #include "internal.h"
@@ -76,7 +76,7 @@ static void find_features(void)
         features |= AVX512;
 }
 
-/* Best first. The names with a dash reach what a better processor would pass over: for tests. */
+/* Best first. The names with a dash select variants that a better processor would not choose: for tests. */
 static const struct choice {
     const char *name;
     const struct kernel *kernel;
@@ -158,7 +158,7 @@ int32_t lck_write_back_set(const char *name)
 
 #endif
 
-/* At load, before any thread can call in: the tables need no locks afterwards. */
+/* Runs at load, before any thread can call the library, so the tables need no locks. */
 __attribute__((constructor)) static void library_init(void)
 {
     crc_init();

@@ -111,7 +111,7 @@ uint32_t lck_crc32c_words(const void *data, const int64_t *numbers, uint64_t cou
 {
     const struct kernel *kernel = kernel_current();
     uint32_t state = UINT32_MAX;
-    uint64_t words[64]; /* whole lines at a time, which kernels are fast at */
+    uint64_t words[64]; /* the kernels need whole lines */
     for (uint64_t done = 0, n; done < count; done += n) {
         n = count - done < 64 ? count - done : 64;
         for (uint64_t i = 0; i < n; i++)
@@ -129,7 +129,7 @@ static uint64_t splitmix64(uint64_t x)
     return x ^ x >> 31;
 }
 
-/* The word with each number in it that is a negative zero made zero; `size`: of a number, 0 for none. */
+/* Replace each negative zero in the word by zero; `size`: bytes of a floating-point number, 0 for other data. */
 static uint64_t without_negative_zeros(uint64_t word, uint64_t size)
 {
     if (size != 2 && size != 4 && size != 8)
@@ -147,7 +147,7 @@ uint32_t lck_crc32c_spread(const void *data, uint64_t nbytes, uint64_t size, uin
     uint32_t state = UINT32_MAX;
     for (uint64_t k = 0; k < chosen; k++) {
         uint64_t begin = whole * k / chosen, gap = whole * (k + 1) / chosen - begin;
-        uint64_t number = begin + splitmix64(k) % gap; /* not the first of each gap: that may keep step with rows */
+        uint64_t number = begin + splitmix64(k) % gap; /* random in each gap: a fixed stride may match the row length */
         memcpy(&word, (const unsigned char *)data + 8 * number, 8);
         word = without_negative_zeros(word, size);
         state = crc32c_update(state, &word, 8);

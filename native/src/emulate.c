@@ -1,14 +1,14 @@
-/* emulate.c: another memory's speed, for benches and tests on ordinary machines. What is slower than the emulated memory
- * is not made faster, and nothing is promised beyond what the file is.
+/* emulate.c: emulate the speed of another memory, for benches and tests on ordinary machines. A medium slower than
+ * the emulated memory does not become faster, and durability does not change.
  *
- * A bucket is the time at which the emulated memory is free again. Who transfers bytes takes the time that they last,
- * from then or from now on, and returns when it is over: threads share the bandwidth, and idle time is no credit. */
+ * A bucket holds the time at which the emulated memory is free again. A transfer reserves its duration from then
+ * (or from now) on and returns at its end: threads share the bandwidth, and idle time gives no credit. */
 #include <errno.h>
 #include <time.h>
 
 #include "internal.h"
 
-/* Below it a sleep would be late by more than it lasts. */
+/* For shorter waits a sleep would overshoot by more than its length. */
 #define SPIN_NS ((uint64_t)50 * 1000)
 
 static struct {
@@ -38,7 +38,7 @@ void emulate_open(struct shape *shape)
 
 /* ---- buckets ----------------------------------------------------------------------------------------- */
 
-/* When a transfer of nbytes that wants to begin now is over. */
+/* Reserve a transfer of nbytes from now on; returns the time of its end. */
 uint64_t bucket_take(struct bucket *bucket, uint64_t now, uint64_t nbytes, uint64_t bps)
 {
     uint64_t lasts = (uint64_t)((double)nbytes * 1e9 / (double)bps);
@@ -49,7 +49,7 @@ uint64_t bucket_take(struct bucket *bucket, uint64_t now, uint64_t nbytes, uint6
     return over;
 }
 
-/* The memory moves whole units: a part of one costs as much. */
+/* The number of bytes in the whole units that a transfer touches. */
 uint64_t whole_units(uint64_t off, uint64_t nbytes, uint64_t unit)
 {
     if (unit == 0 || nbytes == 0)

@@ -12,8 +12,8 @@
 
 enum { PROCESSORS = 1 << 16 };
 
-/* A sleeper counts itself before it compares `pulse` (in the kernel), a pulse changes it before it looks for
- * sleepers: either the sleeper sees the change or it is woken. */
+/* A sleeper increments `sleepers` before the kernel compares `pulse`, and engine_pulse changes `pulse` before it reads
+ * `sleepers`: either the sleeper sees the change, or it is woken. */
 void engine_pulse(lck_engine *engine)
 {
     atomic_fetch_add(&engine->pulse, 1);
@@ -28,7 +28,7 @@ void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns)
     atomic_fetch_sub(&engine->sleepers, 1);
 }
 
-/* Training keeps the processors; what is left over copies. */
+/* Copy threads use only processor time that the training leaves. */
 static void become_idle(void)
 {
 #if defined(__linux__)
@@ -38,7 +38,7 @@ static void become_idle(void)
 #endif
 }
 
-/* Where this is not permitted (it takes CAP_SYS_NICE, or a limit on niceness), they stay as they are. */
+/* Without CAP_SYS_NICE or a suitable RLIMIT_NICE the priorities stay unchanged, and it returns false. */
 static bool set_idle(lck_engine *engine, bool idle)
 {
 #if defined(__linux__)
@@ -54,16 +54,16 @@ static bool set_idle(lck_engine *engine, bool idle)
 #endif
 }
 
-void engine_hurry(lck_engine *engine)
+void engine_raise_priority(lck_engine *engine)
 {
-    if (atomic_fetch_add(&engine->hurrying, 1) == 0 && !atomic_load(&engine->never_hurries) &&
+    if (atomic_fetch_add(&engine->urgent_waiters, 1) == 0 && !atomic_load(&engine->cannot_raise_priority) &&
         !set_idle(engine, false))
-        atomic_store(&engine->never_hurries, true);
+        atomic_store(&engine->cannot_raise_priority, true);
 }
 
-void engine_calm(lck_engine *engine)
+void engine_restore_priority(lck_engine *engine)
 {
-    if (atomic_fetch_sub(&engine->hurrying, 1) == 1 && !atomic_load(&engine->never_hurries))
+    if (atomic_fetch_sub(&engine->urgent_waiters, 1) == 1 && !atomic_load(&engine->cannot_raise_priority))
         (void)set_idle(engine, true);
 }
 
@@ -130,12 +130,13 @@ int32_t lck_engine_run_on(lck_engine *engine, const uint32_t *processors, uint64
 #endif
 }
 
-/* A handler of the program must not run on a thread that may not get a processor for seconds. */
+/* The workers block signals: a handler of the program must not run on a thread that may get no processor for
+ * seconds. */
 static int32_t start_workers(lck_engine *engine, uint32_t threads)
 {
     sigset_t all, before;
     sigfillset(&all);
-    sigdelset(&all, SIGBUS); /* a fault that is blocked ends the process: see guard.c */
+    sigdelset(&all, SIGBUS); /* a blocked SIGBUS of a fault would end the process: see guard.c */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = 0;
     while (error == 0 && engine->threads < threads) {
@@ -200,7 +201,7 @@ static void fail_held(lck_engine *engine, uint64_t ticket)
     job_leave(job);
 }
 
-/* All that are not released first: one of them would keep later, released ones from committing. */
+/* End the jobs that are not released first: they would keep later, released ones from committing. */
 static void end_jobs(lck_engine *engine)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {

@@ -1,4 +1,4 @@
-/* entry.c: job entries: finding them, holding them, moving them from phase to phase. */
+/* entry.c: job entries: find them, access them safely, change their phase. */
 #include "internal.h"
 
 uint64_t blocks_of(uint64_t nbytes, uint64_t block) { return nbytes / block + (nbytes % block != 0); }
@@ -16,7 +16,7 @@ uint64_t first_beyond(const uint64_t *ends, uint64_t count, uint64_t block)
     return low;
 }
 
-/* See struct job: count first, look afterwards. */
+/* See struct job: increment users first, then check the word. */
 bool job_enter(struct job *job, uint64_t ticket)
 {
     atomic_fetch_add(&job->users, 1);
@@ -53,7 +53,7 @@ bool job_move(lck_engine *engine, struct job *job, uint64_t ticket, enum phase f
     return true;
 }
 
-/* The first failure is the one that is told. */
+/* Only the first failure is kept. */
 void job_fail(struct job *job, int32_t status)
 {
     uint64_t error = status == LCK_ESYS ? (uint64_t)(uint32_t)lck_last_errno() : 0;

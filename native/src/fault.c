@@ -1,11 +1,11 @@
-/* fault.c: failures and kills on request. Disarmed, each costs one relaxed load. */
+/* fault.c: inject failures and kills for tests. While disarmed, each check costs one relaxed load. */
 #include <signal.h>
 #include <string.h>
 
 #include "internal.h"
 
 struct countdown {
-    _Atomic uint64_t left; /* passings until it strikes, this one included; 0: disarmed */
+    _Atomic uint64_t left; /* passings until it triggers, this one included; 0: disarmed */
     _Atomic int32_t error;
 };
 
@@ -17,7 +17,7 @@ static const char *const site_names[KILL_SITES] = {
     [KILL_BODY] = "body",     [KILL_WORD] = "word",   [KILL_ACK] = "ack",
 };
 
-/* True for exactly one of the threads that pass, however many do at once. */
+/* True for exactly one of the threads that pass, also if several pass at once. */
 static bool strikes(struct countdown *countdown)
 {
     uint64_t left = atomic_load_explicit(&countdown->left, memory_order_relaxed);

@@ -1,7 +1,7 @@
-/* fetch.c: many verified reads at once, on several threads: after a crash nothing else needs the processors.
+/* fetch.c: many verified reads on several threads: during a recovery nothing else needs the processors.
  *
- * Blocks are claimed in order. After a bad one the claimed ones before it are still read to their end, so which block
- * is named does not depend on the threads. No two reads may share memory at dst. */
+ * Blocks are claimed in order. After a bad block, the claimed blocks before it are read to their end, so the reported
+ * block does not depend on the threads. The dst of two reads must not overlap. */
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -50,13 +50,13 @@ static void *fetch_thread(void *argument)
 {
     struct fetch *fetch = argument;
     unsigned char *buffer = malloc(fetch->from.block);
-    if (buffer != NULL) /* else the others do its part */
+    if (buffer != NULL) /* without memory, the other threads do the work */
         fetch_blocks(fetch, buffer);
     free(buffer);
     return NULL;
 }
 
-/* The calling thread works too; where no thread can be had it works alone. */
+/* The calling thread works too; if no thread can be started, it works alone. */
 static int32_t fetch_all(struct fetch *fetch, uint32_t threads)
 {
     pthread_t others[FETCH_THREADS];

@@ -1,12 +1,12 @@
-/* guard.c: a store to a mapped page that is not there any more (the file was truncated, the medium cannot give the page)
- * is an error of that store and not the end of the process. Everybody else's SIGBUS goes where it went before. */
+/* guard.c: turn a SIGBUS in a store to a missing mapped page (the file was truncated, the medium failed) into an
+ * error of that store instead of the end of the process. Any other SIGBUS goes to the previous handler. */
 #include <pthread.h>
 #include <signal.h>
 #include <ucontext.h>
 
 #include "internal.h"
 
-/* The guard that this thread is in. Initial-exec: a handler must not be the one that allocates a thread's variable. */
+/* The guard that this thread has entered. Initial-exec: a signal handler must not allocate a thread-local variable. */
 static _Thread_local struct guard *volatile entered __attribute__((tls_model("initial-exec")));
 static struct sigaction before;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -26,18 +26,18 @@ void guard_leave(void)
     entered = NULL;
 }
 
-/* What would have happened without us. */
+/* Do what would have happened without this handler. */
 static void pass_on(int number, siginfo_t *info, void *context)
 {
     if ((before.sa_flags & SA_SIGINFO) != 0) {
         before.sa_sigaction(number, info, context);
     } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
         before.sa_handler(number);
-    } else if (info->si_code > 0) { /* a fault: raised again on return, since nobody mended it */
+    } else if (info->si_code > 0) { /* a fault: the kernel raises it again on return */
         signal(number, SIG_DFL);
     } else if (before.sa_handler == SIG_DFL) { /* sent by kill() */
         signal(number, SIG_DFL);
-        raise(number); /* comes when this handler returns */
+        raise(number); /* delivered when this handler returns */
     }
 }
 
@@ -46,7 +46,7 @@ static void on_bus_error(int number, siginfo_t *info, void *context)
     struct guard *guard = entered;
     if (guard != NULL && info->si_code > 0 && (uintptr_t)info->si_addr - guard->start < guard->nbytes) {
         entered = NULL;
-        pthread_sigmask(SIG_SETMASK, &((ucontext_t *)context)->uc_sigmask, NULL); /* siglongjmp leaves it as it is here */
+        pthread_sigmask(SIG_SETMASK, &((ucontext_t *)context)->uc_sigmask, NULL); /* siglongjmp does not restore it */
         siglongjmp(guard->back, 1);
     }
     pass_on(number, info, context);

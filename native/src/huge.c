@@ -1,11 +1,12 @@
-/* huge.c: huge pages: address space that they fit into, and a new file on tmpfs that has them.
+/* huge.c: huge pages: reserve aligned address space, and allocate huge pages for a new file on tmpfs.
  *
- * In small pages a read costs as much again for finding each page as for its bytes. The kernel gives tmpfs huge ones by
- * a mount option that hardly anybody sets, or where it is asked page by page, since 6.1 (MADV_COLLAPSE): the first bytes
- * of each are allocated, and the rest is collapsed around them. It has to be done before anything is in the file: the
- * kernel locks the page meanwhile, and whoever stores to it would wait.
+ * With small pages a read spends as much time on finding each page as on its bytes. The kernel uses huge pages on
+ * tmpfs with a mount option that is rarely set, or since 6.1 on request (MADV_COLLAPSE): the first byte of each
+ * huge page is allocated, and the kernel collapses the rest around it. This must be done while the file is empty:
+ * the kernel locks the page meanwhile, and a thread that stores to it would wait.
  *
- * An optimisation: where it fails the file has small pages from there on. No byte is stored: the mapping is read-only. */
+ * This is an optimisation: after a failure the rest of the file has small pages. Nothing is stored: the mapping is
+ * read-only. */
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -39,11 +40,11 @@ void *huge_reserve(uint64_t nbytes)
 #define MADV_COLLAPSE 25
 #endif
 
-/* One call of madvise: each makes all processors hand over pages that they hold back. */
+/* Bytes per call of madvise: each call makes all processors flush their cached free pages. */
 #define WINDOW ((uint64_t)64 << 20)
 enum { HUGE_THREADS = 8 };
 
-/* Bytes from `off` on, in whole huge pages. `view` maps them. */
+/* A range of the file from `off` on, in whole huge pages, mapped at `view`. */
 struct range {
     int fd;
     uint64_t off, nbytes;
@@ -68,7 +69,7 @@ static bool collapse_window(struct range *range, uint64_t from, uint64_t nbytes)
     return madvise(range->view + from, nbytes, MADV_COLLAPSE) == 0;
 }
 
-/* Where one window fails (memory is short of huge pages, the kernel does not know how) the others are not tried. */
+/* If one window fails (no huge pages left, an older kernel), the others are not tried. */
 static void *claim_windows(void *argument)
 {
     struct range *range = argument;
@@ -85,7 +86,7 @@ static void *claim_windows(void *argument)
     }
 }
 
-/* Signals are for the threads of the program: the others block them. */
+/* The helper threads block all signals, so that handlers run on the program's own threads. */
 static void collapse(struct range *range, uint32_t threads)
 {
     pthread_t others[HUGE_THREADS];
@@ -115,7 +116,7 @@ uint64_t lck_huge(int32_t fd, uint64_t off, uint64_t nbytes, uint32_t threads)
     if (range.nbytes == 0 || off % HUGE_PAGE != 0 || off > INT64_MAX || nbytes > INT64_MAX - off ||
         !is_on_tmpfs(fd))
         return 0;
-    if (!allocate_byte(fd, off + nbytes - 1)) /* the file has this size from here on */
+    if (!allocate_byte(fd, off + nbytes - 1)) /* extends the file */
         return 0;
     range.view = huge_reserve(range.nbytes);
     if (range.view == MAP_FAILED)

@@ -19,7 +19,7 @@
 #define LCK_LIKELY(x) __builtin_expect(!!(x), 1)
 #define LCK_UNLIKELY(x) __builtin_expect(!!(x), 0)
 
-enum { LCK_LINE = 64 };                 /* bytes of a cache line, of a slot header and of a commit line */
+enum { LCK_LINE = 64 }; /* bytes of a cache line, and of a slot header and a commit record */
 #define LCK_MAX_BLOCK ((uint64_t)1 << 20)
 
 /* ---- status.c ---------------------------------------------------------------------------------------- */
@@ -37,7 +37,7 @@ uint32_t crc32c_xpow(uint32_t n);
 /* ---- kernels: copy.c, copy_portable.c, copy_x86.c, cpu.c ---------------------------------------------- */
 
 /* A kernel set works on whole lines: dst is 64-aligned (src is not), nbytes a multiple of 64. Each source byte is
- * loaded once, and what is stored is what went into the checksum: the source may change while it is read. */
+ * loaded once, so the checksum covers exactly the stored bytes, even if the source changes while it is read. */
 struct kernel {
     const char *name;
     uint32_t (*copy)(uint32_t state, void *dst, const void *src, size_t nbytes);
@@ -74,9 +74,9 @@ void kill_point(enum kill_site site);
 
 /* ---- guard.c ----------------------------------------------------------------------------------------- */
 
-/* Between enter and leave a SIGBUS of this thread inside the range goes back to the sigsetjmp(guard.back, 0) that stands
- * before the enter, and the guard is left. No lock may be held meanwhile. (0: the mask is put back by the handler, so that
- * a store costs no system call.) */
+/* Between guard_enter and guard_leave, a SIGBUS of this thread in the range returns to the sigsetjmp(guard.back, 0)
+ * before guard_enter, and the guard is left. No lock may be held meanwhile. (0: the handler restores the signal
+ * mask, so that a store costs no system call.) */
 struct guard {
     sigjmp_buf back;
     uintptr_t start;
@@ -92,7 +92,7 @@ void guard_leave(void);
 struct trace {
     _Atomic bool on;
     pthread_mutex_t lock; /* all below */
-    bool lost;            /* an event did not fit into memory: the trace is not to be trusted */
+    bool lost;            /* there was no memory for an event: the trace is incomplete */
     lck_event *events;
     uint64_t count, capacity;
     unsigned char *data;
@@ -110,24 +110,24 @@ static inline bool trace_on(struct trace *trace)
 
 /* ---- extent.c ---------------------------------------------------------------------------------------- */
 
-/* Their bytes together; LCK_EINVAL where they are no extents of any file. */
+/* The total length of the extents; LCK_EINVAL if they are impossible. */
 int32_t extents_total(const lck_extent *extents, uint64_t count, uint64_t *nbytes);
-/* The number of the one that holds pool offset off, and where in it; count where none does. */
+/* The index of the extent that contains pool offset off, and the offset in it; count if none does. */
 uint64_t extents_find(const lck_extent *extents, uint64_t count, uint64_t off, uint64_t *inside);
 
 /* ---- read.c ------------------------------------------------------------------------------------------ */
 
-/* A pool, as reads of it see it. */
+/* The pool that is read from. */
 struct read_from {
     int fd;
     const lck_extent *extents;
     uint64_t count, block, uuid_lo, uuid_hi;
 };
 
-/* LCK_EINVAL for what is no pool, and no read. */
+/* LCK_EINVAL for invalid arguments. */
 int32_t read_check(const struct read_from *from);
 int32_t read_check_one(const lck_read *what);
-/* One block of a read, by way of the buffer. Where it is not right, no byte of it stays in dst. The caller fences. */
+/* Read and verify one block, through the buffer. If it fails, none of its bytes stay in dst. The caller fences. */
 int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t index, unsigned char *buffer);
 
 /* ---- emulate.c --------------------------------------------------------------------------------------- */
@@ -136,14 +136,14 @@ struct bucket {
     _Atomic uint64_t free_at; /* clock_ns() at which the emulated memory is free again */
 };
 
-/* What a medium emulates; all 0 where nothing. */
+/* The speed that a medium emulates; all 0 for none. */
 struct shape {
     uint64_t write_bps, fence_ns, unit;
     struct bucket writes;
 };
 
 void emulate_open(struct shape *shape);
-/* When a transfer that begins now is over; 0 where reads are not emulated. */
+/* The time at which a transfer that begins now ends; 0 if reads are not emulated. */
 uint64_t emulate_write(struct shape *shape, uint64_t off, uint64_t nbytes);
 uint64_t emulate_read(uint64_t off, uint64_t nbytes);
 void emulate_wait(uint64_t time);
@@ -155,8 +155,8 @@ uint64_t whole_units(uint64_t off, uint64_t nbytes, uint64_t unit);
 
 #define HUGE_PAGE ((uint64_t)2 << 20) /* bytes of a huge page */
 
-/* Address space, without memory, that begins at a huge page, so that extents that lie apart in a file can lie back to
- * back in it, and its huge pages are used. MAP_FAILED where there is none. */
+/* Reserve address space, without memory, aligned to a huge page: extents that are apart in a file are mapped there
+ * back to back, and huge pages can be used. MAP_FAILED on failure. */
 void *huge_reserve(uint64_t nbytes);
 
 /* ---- medium.c ---------------------------------------------------------------------------------------- */
@@ -168,12 +168,12 @@ struct lck_medium {
     uint32_t tier;
     int fd;    /* for fdatasync; -1 where the tier needs none */
     pid_t pid; /* the process in which the mapping exists */
-    _Atomic bool lost; /* pages of it are not there: from then on every copy and every sync fails */
+    _Atomic bool lost; /* a store met a missing page: every later copy and sync fails */
     struct trace trace;
     struct shape shape;
 };
 
-/* The same as lck_m_..., for callers that have checked handle and range. */
+/* The functions lck_m_... without checks, for callers that have checked handle and range. */
 void medium_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes);
 void medium_store8(lck_medium *medium, uint64_t off, uint64_t value);
 int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
@@ -181,7 +181,7 @@ void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
 void medium_fence(lck_medium *medium);
 int32_t medium_sync(lck_medium *medium);
 void medium_mark(lck_medium *medium, uint32_t mark, uint64_t value);
-int32_t medium_line(lck_medium *medium, uint64_t off, const void *line);
+int32_t medium_commit_record(lck_medium *medium, uint64_t off, const void *record);
 
 static inline int32_t medium_check(const lck_medium *medium)
 {
@@ -207,7 +207,7 @@ uint64_t clock_ns(void); /* monotonic */
 
 enum { ENGINE_JOBS = 32, ENGINE_THREADS = 64, ENGINE_POPULATES = 4 };
 
-/* Phases of an entry: those of the interface, and inner ones. */
+/* Phases of a job: those of the interface, and internal ones. */
 enum phase {
     PHASE_FREE = 0,
     PHASE_COPYING = LCK_JOB_COPYING,
@@ -215,27 +215,27 @@ enum phase {
     PHASE_COMMITTED = LCK_JOB_COMMITTED,
     PHASE_FAILED = LCK_JOB_FAILED,
     PHASE_DROPPED = LCK_JOB_DROPPED,
-    PHASE_BUILDING = 6, /* its submitter is at work: nobody else touches it, later jobs wait for it */
-    PHASE_SEALING = 7   /* one thread writes manifest and line */
+    PHASE_BUILDING = 6, /* being submitted: only the submitter accesses it, and later jobs wait for it */
+    PHASE_SEALING = 7   /* one thread writes manifest and commit record */
 };
 
 enum verdict { VERDICT_OPEN, VERDICT_RELEASED, VERDICT_DROPPED };
 
-/* An entry is static in its engine. `word` holds ticket and phase together, so whoever reads it sees a phase and
- * the job that it belongs to at one moment. Who reads or writes anything else in an entry counts itself in `users`
- * first and looks at `word` again (job_enter); a submitter re-initialises an entry only if, after it set
- * PHASE_BUILDING, `users` is 0. All of these are sequentially consistent: one of the two sees the other. */
+/* Job entries are a fixed array of the engine. `word` holds ticket and phase together, so one load gives a consistent
+ * pair. A thread that accesses anything else in an entry first increments `users` and then checks `word` again
+ * (job_enter); a submitter re-initialises an entry only if `users` is 0 after it set PHASE_BUILDING. All these accesses
+ * are sequentially consistent, so one of the two threads sees the other. */
 struct job {
     _Atomic uint64_t word; /* ticket << 4 | phase; 0: free */
     _Atomic uint32_t users;
-    _Atomic uint32_t waiters;  /* threads that will seal this job and all before it */
+    _Atomic uint32_t waiters;  /* waiting threads that will seal this job and all before it */
     _Atomic uint32_t verdict;
-    _Atomic bool held;         /* its queue is not to be touched yet */
-    _Atomic uint64_t failure;  /* errno << 32 | (uint32) status of what failed first; 0: nothing did */
+    _Atomic bool held;         /* its sources are not complete: no block may be claimed yet */
+    _Atomic uint64_t failure;  /* errno << 32 | (uint32) status of the first failure; 0: none */
     _Atomic uint64_t next;     /* first block that is not claimed */
-    _Atomic uint64_t done;     /* blocks copied and fenced, or given up */
+    _Atomic uint64_t done;     /* blocks copied and fenced, or skipped */
     _Atomic uint64_t nbytes, nbytes_helped, blocks;
-    /* Written under PHASE_BUILDING only. The arrays are kept from job to job: steady state allocates nothing. */
+    /* Written in PHASE_BUILDING only. Later jobs reuse the arrays, so that no memory is allocated per checkpoint. */
     lck_medium *medium;
     lck_commit commit;
     lck_copy *copies;          /* the queued ones */
@@ -244,10 +244,10 @@ struct job {
     uint64_t total;            /* queued blocks */
 };
 
-/* A mapping whose pages are being touched. Same protocol as struct job: users first, then look at medium. */
+/* A mapping whose pages are being touched. Same protocol as struct job: increment users, then check medium. */
 struct populate {
     _Atomic(lck_medium *) medium;
-    _Atomic(lck_medium *) owner; /* the one that it was begun for last; never followed */
+    _Atomic(lck_medium *) owner; /* the medium that it was started for last; never dereferenced */
     _Atomic uint32_t users;
     _Atomic uint64_t next;
 };
@@ -255,12 +255,13 @@ struct populate {
 struct lck_engine {
     pid_t pid;
     uint32_t threads;
-    /* `pulse` changes after everything that a parked thread may wait for; `sleepers` saves the system call. */
+    /* `pulse` is incremented after every change that a parked thread may wait for; `sleepers` counts parked threads, so
+     * that no system call is made if there are none. */
     _Atomic uint32_t pulse;
     _Atomic uint32_t sleepers;
     _Atomic bool stop;
-    _Atomic uint32_t hurrying; /* threads that wait for what only workers can do */
-    _Atomic bool never_hurries;
+    _Atomic uint32_t urgent_waiters; /* threads that wait for blocks that workers have claimed */
+    _Atomic bool cannot_raise_priority;
     _Atomic bool passive; /* OpenMP's threads are to wait passively while a job is copied: openmp.c */
     _Atomic bool spans_on;
     _Atomic(struct span_queue *) spans; /* made at the first start; freed with the engine */
@@ -271,7 +272,7 @@ struct lck_engine {
     pthread_t workers[ENGINE_THREADS];
     pthread_t team;
     _Atomic bool has_team; /* `team` is there */
-    _Atomic bool no_room;  /* for a thread of OpenMP's: no other try is made */
+    _Atomic bool no_room;  /* no further OpenMP thread could be started: not tried again */
 };
 
 static inline int32_t engine_check(const lck_engine *engine)
@@ -283,10 +284,10 @@ static inline int32_t engine_check(const lck_engine *engine)
 
 void engine_pulse(lck_engine *engine);
 void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns);
-/* Between these the workers run at normal priority: somebody waits for blocks that they have claimed, and at idle
- * priority they might not get a processor for as long as others keep it busy. */
-void engine_hurry(lck_engine *engine);
-void engine_calm(lck_engine *engine);
+/* Between these two calls the workers run at normal priority: a thread waits for blocks that they have claimed, and at
+ * idle priority they might get no processor for as long as other threads keep it busy. */
+void engine_raise_priority(lck_engine *engine);
+void engine_restore_priority(lck_engine *engine);
 
 /* -- work.c: what workers and waiting threads do -- */
 
@@ -296,12 +297,12 @@ enum role {
     ROLE_SEALER  /* copies and seals */
 };
 
-/* Do one piece of work for the jobs with tickets up to `upto`, oldest first; false if there was none. */
+/* Copy one block or seal one job, of the jobs with tickets up to `upto`, oldest first; false if there was no work. */
 bool work_once(lck_engine *engine, uint64_t upto, enum role role);
-/* Copy all blocks of these on the calling thread, fenced. */
+/* Copy the blocks of all copies with these flags on the calling thread, and fence. */
 int32_t work_copy_now(lck_engine *engine, struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags);
 void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket);
-/* Let a drop that came in the meantime take effect on a copied job. */
+/* If a copied job was dropped meanwhile, end it. */
 void work_settle(lck_engine *engine, struct job *job, uint64_t ticket);
 
 /* -- entry.c: entries, phases, references -- */
@@ -315,15 +316,15 @@ static inline bool phase_ended(enum phase phase)
     return phase == PHASE_COMMITTED || phase == PHASE_FAILED || phase == PHASE_DROPPED;
 }
 
-struct job *job_find(lck_engine *engine, uint64_t ticket); /* entered; NULL if unknown */
+struct job *job_find(lck_engine *engine, uint64_t ticket); /* after job_enter; NULL if unknown */
 bool job_enter(struct job *job, uint64_t ticket);
 void job_leave(struct job *job);
 enum phase job_phase(struct job *job);
 bool job_move(lck_engine *engine, struct job *job, uint64_t ticket, enum phase from, enum phase to);
 void job_fail(struct job *job, int32_t status);
-int32_t job_failure(struct job *job); /* its status; lck_last_errno follows */
+int32_t job_failure(struct job *job); /* its status; also sets lck_last_errno */
 uint64_t blocks_of(uint64_t nbytes, uint64_t block);
-/* Which of the things whose blocks end, counted together, at these ends (ascending, at least one) has this block. */
+/* The index of the item that contains this block; ends[i] is the number of blocks of items 0..i (at least one item). */
 uint64_t first_beyond(const uint64_t *ends, uint64_t count, uint64_t block);
 
 /* -- openmp.c -- */
@@ -340,7 +341,7 @@ void span_start(struct span *span);
 void span_end(lck_engine *engine, const struct span *span, uint32_t kind, uint64_t generation, uint64_t tensor,
               uint64_t nbytes, bool helped);
 
-/* Whether a span has begun: then it is to be ended. */
+/* Begin a span if recording is on. If it returns true, the caller must call span_end. */
 static inline bool span_begin(lck_engine *engine, struct span *span)
 {
     if (LCK_LIKELY(!atomic_load_explicit(&engine->spans_on, memory_order_acquire)))

@@ -1,12 +1,12 @@
-/* job.c: a version from its submission to its end, as the caller sees it. */
+/* job.c: the public operations on a job, from its submission to its end. */
 #include <string.h>
 
 #include "internal.h"
 
-/* Waiting threads look again at least this often. */
-#define LOOK_NS ((uint64_t)5 * 1000 * 1000)
+/* Waiting threads check again at least this often. */
+#define RECHECK_NS ((uint64_t)5 * 1000 * 1000)
 
-/* The interface does not know the inner phases: a job that is being sealed is a copied one. */
+/* Internal phases are not part of the interface: a job that is being sealed is reported as copied. */
 static uint32_t outer_state(enum phase phase)
 {
     return phase == PHASE_SEALING ? LCK_JOB_COPIED : (uint32_t)phase;
@@ -23,7 +23,7 @@ static int32_t find(lck_engine *engine, uint64_t ticket, struct job **job)
 
 /* ---- waiting ----------------------------------------------------------------------------------------- */
 
-/* True when there is nothing more to wait for; *status then says how it went. */
+/* True if the wait is over; *status is then its result. */
 static bool reached(struct job *job, uint32_t until, int32_t *status)
 {
     switch (job_phase(job)) {
@@ -36,11 +36,11 @@ static bool reached(struct job *job, uint32_t until, int32_t *status)
     }
 }
 
-/* The caller's thread copies and, as a sealer, seals; what others have begun it waits for. */
+/* The calling thread copies and, as a sealer, seals; it waits for blocks that other threads have claimed. */
 static int32_t wait_for(lck_engine *engine, struct job *job, uint64_t ticket, uint32_t until, uint64_t deadline)
 {
     enum role role = until == LCK_JOB_COPIED ? ROLE_HELPER : ROLE_SEALER;
-    bool hurrying = false;
+    bool priority_raised = false;
     int32_t status = LCK_ETIMEDOUT;
     for (;;) {
         uint32_t seen = atomic_load(&engine->pulse);
@@ -52,19 +52,19 @@ static int32_t wait_for(lck_engine *engine, struct job *job, uint64_t ticket, ui
             break;
         if (work_once(engine, ticket, role))
             continue;
-        if (!hurrying)
-            engine_hurry(engine);
-        hurrying = true;
+        if (!priority_raised)
+            engine_raise_priority(engine);
+        priority_raised = true;
         uint64_t left = deadline - now;
-        engine_park(engine, seen, left < LOOK_NS ? left : LOOK_NS);
+        engine_park(engine, seen, left < RECHECK_NS ? left : RECHECK_NS);
     }
-    if (hurrying)
-        engine_calm(engine);
+    if (priority_raised)
+        engine_restore_priority(engine);
     return status;
 }
 
-/* Workers leave the sealing to this thread for as long as it counts in `waiters`; the pulse at the end hands it
- * back to them. */
+/* Workers leave the sealing to this thread while it is counted in `waiters`; the pulse at the end wakes them to do
+ * it. */
 static int32_t wait_for_commit(lck_engine *engine, struct job *job, uint64_t ticket, uint64_t deadline)
 {
     if (atomic_load(&job->verdict) == VERDICT_OPEN && !phase_ended(job_phase(job)))
@@ -93,7 +93,7 @@ int32_t lck_job_wait(lck_engine *engine, uint64_t ticket, uint32_t until, uint32
     return status;
 }
 
-/* ---- sources that come later --------------------------------------------------------------------------- */
+/* ---- held jobs --------------------------------------------------------------------------------------- */
 
 int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome)
 {
@@ -114,7 +114,7 @@ int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome)
 
 /* ---- verdicts ---------------------------------------------------------------------------------------- */
 
-/* One of release and drop, whichever is first; the other finds the verdict given. */
+/* Set the verdict; false if a release or a drop came first. */
 static bool give_verdict(struct job *job, uint32_t verdict)
 {
     uint32_t open = VERDICT_OPEN;
@@ -143,13 +143,13 @@ int32_t lck_job_release(lck_engine *engine, uint64_t ticket)
     return status;
 }
 
-/* Only the blocks under way are waited for; helping with other jobs would make that longer. */
+/* Wait for the blocks being copied, without helping with other jobs, which would take longer. */
 static void wait_for_end(lck_engine *engine, struct job *job)
 {
-    engine_hurry(engine);
+    engine_raise_priority(engine);
     for (uint32_t seen = atomic_load(&engine->pulse); !phase_ended(job_phase(job)); seen = atomic_load(&engine->pulse))
-        engine_park(engine, seen, LOOK_NS);
-    engine_calm(engine);
+        engine_park(engine, seen, RECHECK_NS);
+    engine_restore_priority(engine);
 }
 
 static int32_t drop(lck_engine *engine, struct job *job, uint64_t ticket)

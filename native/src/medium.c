@@ -39,8 +39,8 @@ static bool whole_pages(const lck_extent *extents, uint64_t count)
 
 static bool writes_back(uint32_t tier) { return tier == LCK_TIER_PM || tier == LCK_TIER_PM_EMULATED; }
 
-/* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to. Where it is
- * not granted a sync would promise too much, so there is no way round it. */
+/* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to. Without it
+ * a sync would not guarantee durability, so it is required. */
 static int map_flags(uint32_t tier)
 {
     bool synced = tier == LCK_TIER_PM || tier == LCK_TIER_PM_EADR;
@@ -52,7 +52,7 @@ static void *map_at(void *address, int fd, const lck_extent *extent, uint32_t ti
     return mmap(address, extent->nbytes, PROT_READ | PROT_WRITE, MAP_FIXED | map_flags(tier), fd, (off_t)extent->off);
 }
 
-/* A child that inherited the mapping could write into the pool of a parent that goes on. */
+/* A forked child that inherited the mapping could write into the pool of its parent. */
 static int32_t keep_from_children(void *address, uint64_t nbytes)
 {
     if (madvise(address, nbytes, MADV_DONTFORK) != 0)
@@ -61,7 +61,7 @@ static int32_t keep_from_children(void *address, uint64_t nbytes)
     return LCK_OK;
 }
 
-/* device-dax wants addresses of its own alignment, up to 1 GiB, which the kernel knows best. */
+/* device-dax needs addresses of its own alignment, up to 1 GiB: the kernel chooses one. */
 static int32_t map_device(lck_medium *medium, int fd, const lck_extent *extents, uint64_t count)
 {
     if (count != 1)
@@ -163,8 +163,8 @@ uint64_t lck_medium_address(const lck_medium *medium)
 
 /* ---- operations -------------------------------------------------------------------------------------- */
 
-/* A store that meets a page that is not there ends half-way. Its version never commits: what follows every store, a
- * copy or a sync, fails from then on. */
+/* A store that hits a missing page is incomplete. Its checkpoint never commits, because every later copy and sync
+ * of the medium fails. */
 static void lose(lck_medium *medium) { atomic_store(&medium->lost, true); }
 
 static bool is_lost(lck_medium *medium) { return LCK_UNLIKELY(atomic_load(&medium->lost)); }
@@ -221,8 +221,8 @@ void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes)
         trace_record(&medium->trace, LCK_EV_FLUSH, off, nbytes, NULL);
 }
 
-/* A streamed line is on its way already; what went through the caches is not: all of it if the kernel does not
- * stream, else the parts of lines at both ends. */
+/* Flush what went through the caches: everything if the kernel does not stream, else the partial lines at both ends.
+ * Streamed lines need no flush. */
 static void flush_copied(lck_medium *medium, const struct kernel *kernel, uint64_t off, uint64_t nbytes)
 {
     uint64_t end = off + nbytes;
@@ -263,8 +263,8 @@ static uint32_t sum_guarded(lck_medium *medium, uint64_t off, uint64_t nbytes)
     return sum;
 }
 
-/* Without src a device has stored the bytes, into memory or into caches: they are read back for the checksum, and all of
- * them are written back like any store. A trace sees that store here, later than it came; nothing reads the slot in
+/* Without src, a device has stored the bytes into memory or caches: they are read for the checksum, and all cache lines
+ * are written back as after a store. A trace records that store here, later than it happened; nothing reads the slot in
  * between. */
 int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
 {
@@ -305,7 +305,7 @@ void medium_fence(lck_medium *medium)
         trace_record(&medium->trace, LCK_EV_FENCE, 0, 0, NULL);
 }
 
-/* Not repeated, not even after EINTR: a second fdatasync may succeed although the first lost pages. */
+/* fdatasync is never repeated, not even after EINTR: a second one may succeed although the first lost pages. */
 int32_t medium_sync(lck_medium *medium)
 {
     fence(medium);
@@ -327,12 +327,12 @@ void medium_mark(lck_medium *medium, uint32_t mark, uint64_t value)
         trace_record(&medium->trace, LCK_EV_MARK, mark, value, NULL);
 }
 
-/* The first word makes the line valid, so it must not be able to arrive before the body. */
-int32_t medium_line(lck_medium *medium, uint64_t off, const void *line)
+/* The first word makes the record valid, so it must never become durable before the body. */
+int32_t medium_commit_record(lck_medium *medium, uint64_t off, const void *record)
 {
     uint64_t word;
-    memcpy(&word, line, sizeof word);
-    medium_store(medium, off + 8, (const unsigned char *)line + 8, LCK_LINE - 8);
+    memcpy(&word, record, sizeof word);
+    medium_store(medium, off + 8, (const unsigned char *)record + 8, LCK_LINE - 8);
     medium_flush(medium, off + 8, LCK_LINE - 8);
     medium_fence(medium);
     kill_point(KILL_BODY);
@@ -345,7 +345,7 @@ int32_t medium_line(lck_medium *medium, uint64_t off, const void *line)
     return status;
 }
 
-/* ---- the same, checked ------------------------------------------------------------------------------- */
+/* ---- public operations, with checks ------------------------------------------------------------------ */
 
 static int32_t check_range(const lck_medium *medium, uint64_t off, uint64_t nbytes)
 {
@@ -417,12 +417,12 @@ int32_t lck_m_mark(lck_medium *medium, uint32_t mark, uint64_t value)
     return status;
 }
 
-int32_t lck_m_commit_record(lck_medium *medium, uint64_t off, const void *line)
+int32_t lck_m_commit_record(lck_medium *medium, uint64_t off, const void *record)
 {
     int32_t status = check_range(medium, off, LCK_LINE);
     if (status != LCK_OK)
         return status;
-    if (line == NULL || off % LCK_LINE != 0)
+    if (record == NULL || off % LCK_LINE != 0)
         return LCK_EINVAL;
-    return medium_line(medium, off, line);
+    return medium_commit_record(medium, off, record);
 }

@@ -1,11 +1,11 @@
-/* openmp.c: OpenMP's threads wait passively while versions are copied.
+/* openmp.c: make OpenMP's threads wait passively while checkpoints are copied.
  *
- * A thread of GNU OpenMP that waits for its team spins for some milliseconds before it sleeps. To a copy thread of idle
- * priority its processor looks busy, though it does nothing. libgomp has a rule for this (do_spin, in its
- * config/linux/wait.h): while it has more threads than there are processors, one that waits spins a hundred rounds only.
- * A copy thread is one more that could run, and libgomp is told so in its own terms: while a job is being copied, a
- * thread here keeps a team of two, which does nothing. What is computed, and by how many threads, stays the same. (In a
- * child that is forked meanwhile libgomp goes on counting one more: it sleeps a little sooner there.) */
+ * A thread of GNU OpenMP that waits for its team spins for some milliseconds before it sleeps. Meanwhile a copy
+ * thread of idle priority does not get that processor. libgomp has a rule (do_spin, in its config/linux/wait.h):
+ * while it manages more threads than there are processors, a waiting thread spins only a hundred rounds. To trigger
+ * this rule, a thread of this file keeps an OpenMP team of two, which does nothing, while a job is being copied.
+ * What is computed, and by how many threads, does not change. (A child that is forked meanwhile keeps the higher
+ * count: its threads sleep a little sooner.) */
 #include "internal.h"
 
 #if defined(__linux__)
@@ -28,20 +28,20 @@ typedef void parallel_fn(void (*work)(void *), void *arg, unsigned threads, unsi
 typedef int pause_fn(int kind);
 
 static pthread_mutex_t find_lock = PTHREAD_MUTEX_INITIALIZER;
-/* Written once, before the first thread that reads it is started. */
+/* Written once, before the first thread that reads it starts. */
 static struct {
     parallel_fn *parallel;
-    pause_fn *pause; /* ends the calling thread's own team, and no other */
+    pause_fn *pause; /* ends the calling thread's own team and no other */
 } api;
 
-/* That of the library which `library` uses: a process may have several. */
+/* Look up a symbol in the GNU OpenMP that `library` uses: a process may contain several. */
 static void *symbol(void *library, const char *name)
 {
     Dl_info info;
     void *found = dlsym(library, name);
     bool gnu = found != NULL && dladdr(found, &info) != 0 && info.dli_fname != NULL &&
                strstr(info.dli_fname, "libgomp") != NULL;
-    return gnu ? found : NULL; /* others have functions of these names too, and rules of their own */
+    return gnu ? found : NULL; /* other OpenMP libraries have functions of these names, but not this rule */
 }
 
 static bool find(const char *library)
@@ -58,7 +58,7 @@ static bool find(const char *library)
     } else {
         dlclose(handle);
     }
-    return found; /* then the handle is kept: the library must stay */
+    return found; /* if found, the handle stays open, so that the library stays loaded */
 }
 
 int32_t lck_openmp_find(const char *library)
@@ -82,7 +82,7 @@ static bool copies_under_way(lck_engine *engine)
 static void nothing(void *arg) { (void)arg; }
 
 struct probe {
-    pthread_mutex_t *end; /* locked until it may end */
+    pthread_mutex_t *end; /* locked until the thread may end */
     pid_t tid;
 };
 
@@ -95,7 +95,7 @@ static void *probe(void *arg)
     return NULL;
 }
 
-/* A thread that was joined counts against limits until the kernel has taken it down. */
+/* Wait until the kernel has removed a joined thread, which counts against limits until then. */
 static bool is_taken_down(pid_t tid)
 {
     const struct timespec nap = {.tv_nsec = NAP_NS};
@@ -107,8 +107,8 @@ static bool is_taken_down(pid_t tid)
     return !there;
 }
 
-/* libgomp ends the process where it cannot start a thread (a limit on threads, or on memory). It needs one: it is asked
- * only where there was room for two at once, a moment before. */
+/* libgomp ends the process if it cannot start a thread (a limit on threads or memory). It needs one thread here;
+ * therefore this function first checks that two threads can be started at once. */
 static bool room_for_a_thread(void)
 {
     pthread_mutex_t end = PTHREAD_MUTEX_INITIALIZER;
@@ -135,7 +135,7 @@ static bool make_team(void)
     return room;
 }
 
-/* At normal priority: at idle priority it would come too late where it is needed. It never copies. */
+/* This thread runs at normal priority, because at idle priority it would act too late. It never copies. */
 static void *keep_team(void *arg)
 {
     lck_engine *engine = arg;

@@ -1,5 +1,5 @@
-/* pmdk.c: PMDK's libpmemobj, found at run time, as far as it is the container of a pool: create, open, a root object, a
- * few large objects, close. It is never called between open and close; the pool's bytes go through medium.c. */
+/* pmdk.c: PMDK's libpmemobj, loaded at run time, as the container of a pool: create, open, a root object, a few large
+ * objects, close. It is never called between open and close; the pool's bytes go through medium.c. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdio.h>
@@ -41,7 +41,7 @@ static struct {
 
 enum { API_MAJOR = 2, API_MINOR = 4 }; /* of 1.12.1, and of all since */
 
-/* ---- what it has to say ------------------------------------------------------------------------------- */
+/* ---- messages ----------------------------------------------------------------------------------------- */
 
 static _Thread_local char message[512];
 
@@ -53,7 +53,7 @@ static int32_t missing(const char *why)
     return LCK_EMISSING;
 }
 
-/* To be called right after the call that failed. */
+/* Call it right after the call that failed. */
 static int32_t failed(void)
 {
     int error = errno != 0 ? errno : EIO;
@@ -66,7 +66,7 @@ static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER;
 static char log_text[4096];
 static size_t log_used;
 
-/* Called by libpmemobj, on any thread, while it holds locks of its own: so only kept here. What does not fit is lost. */
+/* libpmemobj calls this on any thread while it holds its own locks, so the text is only stored. Excess text is lost. */
 static void keep_log(int level, const char *file, unsigned line, const char *function, const char *text)
 {
     (void)level;
@@ -118,7 +118,7 @@ static bool resolve_all(void *library)
            resolve(library, "pmemobj_ctl_set", &api.ctl_set) && resolve(library, "pmemobj_errormsg", &api.errormsg);
 }
 
-/* Releases from 2.1 on write to stderr and syslog unless they are told not to. */
+/* Releases from 2.1 on write to stderr and syslog unless a log function is set. */
 static void route_log(void)
 {
     if (api.log_set_function == NULL || api.log_set_threshold == NULL)
@@ -127,7 +127,7 @@ static void route_log(void)
         keep_log(0, NULL, 0, NULL, "libpmemobj does not let its messages be redirected");
 }
 
-/* Never closed again: its destructors would run on whatever thread came last. */
+/* The library is never unloaded: its destructors would run on an arbitrary thread. */
 static int32_t load(const char *name)
 {
     void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
@@ -156,7 +156,7 @@ int32_t lck_pmdk_load(const char *name)
 /* ---- pools -------------------------------------------------------------------------------------------- */
 
 struct lck_pmdk {
-    unsigned char *pool; /* also where libpmemobj has mapped the file */
+    unsigned char *pool; /* libpmemobj's handle, which is the address of its mapping of the file */
     uint64_t nbytes;
     pid_t pid;
 };
@@ -176,8 +176,8 @@ static int32_t check_place(const lck_pmdk *pmdk, uint64_t off, uint64_t nbytes)
     return off <= pmdk->nbytes && nbytes <= pmdk->nbytes - off ? LCK_OK : LCK_EINVAL;
 }
 
-/* The mapping holds libpmemobj's lock on the file: a child that inherited it would go on holding the pool when its
- * parent is gone. */
+/* The mapping holds libpmemobj's lock on the file: a child that inherited it would keep the pool locked after its
+ * parent has ended. */
 static int32_t keep_from_children(lck_pmdk *pmdk)
 {
     if (madvise(pmdk->pool, pmdk->nbytes, MADV_DONTFORK) == 0) {
@@ -217,8 +217,8 @@ int32_t lck_pmdk_open(const char *path, const char *layout, uint64_t nbytes, uin
     return LCK_OK;
 }
 
-/* libpmemobj in the child still knows the pool by its address, which is free there: a pool of the child's own would be
- * mapped to it and refused as known. */
+/* In the child, libpmemobj has the pool registered under its address, where nothing is mapped. Occupy that address:
+ * otherwise a pool that the child opens could be mapped there and refused as already open. */
 int32_t lck_pmdk_forked(const lck_pmdk *pmdk)
 {
     if (pmdk == NULL)

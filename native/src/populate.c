@@ -1,4 +1,4 @@
-/* populate.c: touch the pages of a mapping in the background. An optimisation: every failure just ends it. */
+/* populate.c: touch the pages of a mapping in the background. An optimisation: any failure only ends it. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -8,11 +8,11 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-/* Small, because the kernel holds the address space's lock (for reading) during a step, and a thread of idle
- * priority may lose the processor in the midst of it while the training waits in mmap. */
+/* Steps are small, because the kernel holds the address space's lock (for reading) during a step, and a thread of idle
+ * priority may lose the processor meanwhile, while the training waits in mmap. */
 enum { STEP = 256 << 10, WAIT_NS = 200000 };
 
-/* For kernels before 5.14. Adding nothing, atomically, is safe while others store to the same page. */
+/* For kernels before 5.14. An atomic OR with 0 is safe while other threads store to the same page. */
 static void touch(unsigned char *start, uint64_t nbytes)
 {
     struct guard guard;
@@ -63,7 +63,7 @@ bool populate_step(lck_engine *engine)
     return worked;
 }
 
-/* Only with the lock of submitters: free entries are filled by one thread at a time. */
+/* The caller holds submit_lock, so that one thread at a time takes a free entry. */
 static bool start(struct populate *populate, lck_medium *medium)
 {
     if (atomic_load(&populate->medium) != NULL || atomic_load(&populate->users) != 0)
@@ -107,8 +107,8 @@ static bool has_job_on(lck_engine *engine, const lck_medium *medium)
     return false;
 }
 
-/* An entry of another medium has users for as long as that one is populated, seconds perhaps: nothing to wait for. It
- * is begun for another one only when it has none. */
+/* Do not wait for users of an entry that belongs to another medium: they may stay for seconds. An entry changes its
+ * owner only while it has no users. */
 static void stop(struct populate *populate, lck_medium *medium)
 {
     lck_medium *expected = medium;

@@ -1,4 +1,4 @@
-/* prewrite.c: zeros over allocated space, before a pool is mapped. Ends with the file's space written, not durable. */
+/* prewrite.c: write zeros over allocated space before a pool is mapped. The zeros are not made durable. */
 #include <errno.h>
 #include <stdlib.h>
 

@@ -1,9 +1,9 @@
-/* seal.c: the words that begin and end a version: slot header, manifest, commit line (docs/format.md). */
+/* seal.c: write what begins and ends a checkpoint: slot header, manifest, commit record (docs/format.md). */
 #include <string.h>
 
 #include "internal.h"
 
-enum { KIND_VERSION = 1 };
+enum { KIND_CHECKPOINT = 1 };
 
 struct header {
     uint64_t generation;
@@ -13,7 +13,7 @@ struct header {
     uint64_t check;
 };
 
-struct line {
+struct commit_record {
     uint64_t generation, incarnation, step, payload_generation, manifest_hash;
     uint32_t manifest_nbytes;
     uint8_t kind, slot, manifest_index, zero;
@@ -22,18 +22,18 @@ struct line {
 };
 
 _Static_assert(sizeof(struct header) == LCK_LINE, "slot header");
-_Static_assert(sizeof(struct line) == LCK_LINE, "commit line");
-_Static_assert(offsetof(struct header, check) == 56 && offsetof(struct line, check) == 56, "check");
-_Static_assert(offsetof(struct line, kind) == 44, "kind");
+_Static_assert(sizeof(struct commit_record) == LCK_LINE, "commit record");
+_Static_assert(offsetof(struct header, check) == 56 && offsetof(struct commit_record, check) == 56, "check");
+_Static_assert(offsetof(struct commit_record, kind) == 44, "kind");
 
-/* All checks of metadata begin with the pool's uuid: a line or header of another pool is not valid here. */
+/* All checksums of metadata include the pool's uuid: a commit record or header of another pool is not valid here. */
 static uint64_t check_of(const lck_commit *commit, const void *data, uint64_t nbytes)
 {
     const uint64_t uuid[2] = {commit->uuid_lo, commit->uuid_hi};
     return lck_crc64(lck_crc64(0, uuid, sizeof uuid), data, nbytes);
 }
 
-/* From here on no older line can call this slot's bytes its own. */
+/* From here on no older commit record is valid for this slot. */
 void seal_header(lck_medium *medium, const lck_commit *commit)
 {
     struct header header = {.generation = commit->generation, .slot = commit->slot};
@@ -57,7 +57,7 @@ static int32_t write_manifest(struct job *job)
     return LCK_OK;
 }
 
-/* Every copying thread fenced its own stores; the sync makes payload and manifest durable before the line. */
+/* Every copying thread fenced its own stores; the sync makes payload and manifest durable before the commit record. */
 static int32_t sync_payload(struct job *job)
 {
     int32_t status = medium_sync(job->medium);
@@ -66,25 +66,25 @@ static int32_t sync_payload(struct job *job)
     return status;
 }
 
-static int32_t write_line(struct job *job)
+static int32_t write_commit_record(struct job *job)
 {
     const lck_commit *commit = &job->commit;
-    struct line line = {
+    struct commit_record record = {
         .generation = commit->generation,
         .incarnation = commit->incarnation,
         .step = commit->step,
         .payload_generation = commit->generation,
         .manifest_hash = check_of(commit, (const void *)(uintptr_t)commit->image, commit->image_nbytes),
         .manifest_nbytes = (uint32_t)commit->image_nbytes,
-        .kind = KIND_VERSION,
+        .kind = KIND_CHECKPOINT,
         .slot = (uint8_t)commit->slot,
         .manifest_index = (uint8_t)commit->manifest_index,
     };
-    line.check = check_of(commit, &line, offsetof(struct line, check));
-    return medium_line(job->medium, commit->record_off, &line);
+    record.check = check_of(commit, &record, offsetof(struct commit_record, check));
+    return medium_commit_record(job->medium, commit->record_off, &record);
 }
 
-static int32_t part(lck_engine *engine, struct job *job, uint32_t kind, int32_t (*step)(struct job *), uint64_t nbytes,
+static int32_t timed(lck_engine *engine, struct job *job, uint32_t kind, int32_t (*step)(struct job *), uint64_t nbytes,
                     bool helped)
 {
     struct span span;
@@ -97,18 +97,18 @@ static int32_t part(lck_engine *engine, struct job *job, uint32_t kind, int32_t 
 
 int32_t seal_job(lck_engine *engine, struct job *job, bool helped)
 {
-    if (job->commit.flags & LCK_PART) /* its bytes are copied and fenced; another job commits them */
+    if (job->commit.flags & LCK_PART) /* a partial job: its bytes are fenced, and a later job commits them */
         return LCK_OK;
     uint64_t nbytes = job->commit.image_nbytes;
-    int32_t status = part(engine, job, LCK_SPAN_MANIFEST, write_manifest, nbytes, helped);
+    int32_t status = timed(engine, job, LCK_SPAN_MANIFEST, write_manifest, nbytes, helped);
     if (status == LCK_OK)
-        status = part(engine, job, LCK_SPAN_SYNC, sync_payload, 0, helped);
+        status = timed(engine, job, LCK_SPAN_SYNC, sync_payload, 0, helped);
     if (status != LCK_OK)
         return status;
     atomic_fetch_add(&job->nbytes, nbytes);
     if (helped)
         atomic_fetch_add(&job->nbytes_helped, nbytes);
-    status = part(engine, job, LCK_SPAN_COMMIT_RECORD, write_line, LCK_LINE, helped);
+    status = timed(engine, job, LCK_SPAN_COMMIT_RECORD, write_commit_record, LCK_LINE, helped);
     if (status == LCK_OK)
         medium_mark(job->medium, LCK_MARK_ACK, job->commit.generation);
     return status;

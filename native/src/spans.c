@@ -1,7 +1,7 @@
-/* spans.c: who copied and sealed what, and when: for a picture of a training, while somebody asks for one.
+/* spans.c: record which thread copied and sealed what, and when, for traces of a training.
  *
- * A bounded queue with a turn number per cell. Producers are copy threads and waiting threads; the consumer is one at a
- * time. Nobody waits for anybody: where the queue is full, or a producer of idle priority stopped in the middle of a
+ * A bounded queue with a turn number per cell. Producers are copy threads and waiting threads; there is one
+ * consumer at a time. No thread waits: if the queue is full, or a producer of idle priority was interrupted in a
  * cell, later spans are counted as dropped and never overwrite others. */
 #include <stdlib.h>
 #include <sys/syscall.h>
@@ -50,7 +50,7 @@ static struct span_cell *claim(struct span_queue *queue, uint64_t *position)
         if (turn == *position) {
             if (atomic_compare_exchange_weak(&queue->head, position, *position + 1))
                 return cell;
-        } else if (turn < *position) { /* not taken yet since the last time round */
+        } else if (turn < *position) { /* the consumer has not taken the cell's previous span yet */
             return NULL;
         } else {
             *position = atomic_load(&queue->head);

@@ -1,4 +1,4 @@
-/* status.c: statuses, and what lets Python refuse a library that it was not written for. */
+/* status.c: status codes, and the numbers by which Python refuses a library of another interface. */
 #include "internal.h"
 
 static _Thread_local int32_t last_errno;
@@ -27,7 +27,7 @@ uint32_t lck_sizeof(uint32_t id)
     }
 }
 
-/* cffi lays these out by itself from the same text: no padding, so no rule to disagree on. */
+/* cffi computes the layout of these structs from the header: without padding the two cannot differ. */
 _Static_assert(sizeof(lck_copy) == 40, "lck_copy");
 _Static_assert(sizeof(lck_commit) == 144, "lck_commit");
 _Static_assert(sizeof(lck_job_info) == 40, "lck_job_info");

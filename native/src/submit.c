@@ -1,4 +1,4 @@
-/* submit.c: begin a version. */
+/* submit.c: start a checkpoint. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,7 +15,7 @@ static bool commit_fits(const lck_medium *medium, const lck_commit *commit)
                  commit->crcs_off % 4 == 0 && commit->crcs_off <= commit->image_nbytes &&
                  commit->crcs_count <= (commit->image_nbytes - commit->crcs_off) / 4;
     bool block = commit->block > 0 && commit->block % 256 == 0 && commit->block <= LCK_MAX_BLOCK;
-    /* Generation 0 means "no line here". */
+    /* Generation 0 means that there is no commit record. */
     bool names = commit->generation != 0 && commit->slot <= UINT8_MAX && commit->manifest_index <= 1 &&
                  (commit->flags & ~(uint32_t)(LCK_PART | LCK_FOLLOWS | LCK_HELD)) == 0;
     return places && image && block && names;
@@ -42,7 +42,7 @@ static bool copies_fit(const lck_medium *medium, const lck_commit *commit, const
 
 /* ---- the entry --------------------------------------------------------------------------------------- */
 
-/* An entry that a worker still holds is passed over: waiting for a thread of idle priority may take long. */
+/* Skip an entry that a worker is accessing: waiting for a thread of idle priority may take long. */
 static bool take(struct job *job, uint64_t ticket)
 {
     if (atomic_load(&job->word) != 0)
@@ -54,7 +54,7 @@ static bool take(struct job *job, uint64_t ticket)
     return false;
 }
 
-/* Under the lock a ticket is drawn and seen in one: a later job cannot overlook an earlier one. */
+/* The lock makes taking a ticket and publishing its entry one operation, so that later jobs see all earlier ones. */
 static struct job *take_entry(lck_engine *engine, uint64_t *ticket)
 {
     struct job *found = NULL;

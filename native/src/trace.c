@@ -1,7 +1,7 @@
-/* trace.c: a record of what the medium did, in an order that agrees with what each thread could know.
+/* trace.c: record the operations of a medium, in an order consistent with what each thread could observe.
  *
- * An event is recorded after its operation and before the call returns, so if one thread's operation was over
- * before another's began, their events stand in that order. */
+ * An event is recorded after its operation and before the call returns. So if one thread's operation ended before
+ * another's began, their events are in that order. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -110,7 +110,7 @@ int32_t lck_trace_stop(lck_medium *medium)
     return status;
 }
 
-/* Reading is const to the caller; the lock is not part of what it sees. */
+/* Casts const away: a reader takes the lock, but changes nothing that the caller can see. */
 static struct trace *trace_of(const lck_medium *medium)
 {
     return medium_check(medium) == LCK_OK ? &((lck_medium *)(uintptr_t)medium)->trace : NULL;

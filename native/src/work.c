@@ -16,7 +16,7 @@ static void put_checksum(struct job *job, const lck_copy *copy, uint64_t index, 
         memcpy((unsigned char *)(uintptr_t)commit->raw_crcs + 4 * at, &crc, 4);
 }
 
-/* Whoever calls this fences before it reports the block as done: a fence orders the stores of its own processor only. */
+/* The caller fences before it reports the block as done: a fence orders only the stores of its own processor. */
 static int32_t copy_block(lck_engine *engine, struct job *job, const lck_copy *copy, uint64_t index, bool helped)
 {
     struct span span;
@@ -61,7 +61,7 @@ int32_t work_copy_now(lck_engine *engine, struct job *job, const lck_copy *copie
     bool spanned = span_begin(engine, &span);
     uint64_t before = atomic_load_explicit(&job->nbytes, memory_order_relaxed);
     int32_t status = copy_flagged(engine, job, copies, count, flags);
-    medium_fence(job->medium); /* one for all: thousands of small tensors would wait for as many */
+    medium_fence(job->medium); /* one fence for all: thousands of small tensors would be slow with one each */
     if (spanned)
         span_end(engine, &span, LCK_SPAN_NOW, job->commit.generation, 0,
                  atomic_load_explicit(&job->nbytes, memory_order_relaxed) - before, false);
@@ -76,7 +76,7 @@ void work_settle(lck_engine *engine, struct job *job, uint64_t ticket)
         job_move(engine, job, ticket, PHASE_COPIED, PHASE_DROPPED);
 }
 
-/* The thread that brings `done` to the total ends the copying; every store before is then fenced. */
+/* The thread that brings `done` to the total ends the copying; all stores are fenced by then. */
 static void report_done(lck_engine *engine, struct job *job, uint64_t ticket, uint64_t blocks)
 {
     if (blocks == 0 || atomic_fetch_add(&job->done, blocks) + blocks != job->total)
@@ -86,7 +86,7 @@ static void report_done(lck_engine *engine, struct job *job, uint64_t ticket, ui
     work_settle(engine, job, ticket);
 }
 
-/* Takes all blocks that nobody claimed, and reports them as done without copying them. */
+/* Claim all unclaimed blocks and report them as done without copying them. */
 void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket)
 {
     uint64_t claimed = atomic_exchange(&job->next, job->total);
@@ -98,7 +98,7 @@ static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum
 {
     if (atomic_load(&job->held))
         return false;
-    if (atomic_load(&job->next) >= job->total) /* keeps the counter from growing for ever */
+    if (atomic_load(&job->next) >= job->total) /* keeps the counter from growing without limit */
         return false;
     uint64_t block = atomic_fetch_add(&job->next, 1);
     if (block >= job->total)
@@ -128,8 +128,8 @@ static bool earlier_unended(lck_engine *engine, uint64_t ticket)
     return false;
 }
 
-/* A thread that waits for this job or a later one runs at normal priority and seals sooner. Whoever stops waiting
- * pulses afterwards, so what is left to it is never forgotten. */
+/* Whether to leave the sealing to a thread that waits for this job or a later one: it runs at normal priority and seals
+ * sooner. A thread that stops waiting pulses afterwards, so that a worker seals what it left. */
 static bool left_to_waiter(lck_engine *engine, uint64_t ticket)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {
@@ -140,7 +140,7 @@ static bool left_to_waiter(lck_engine *engine, uint64_t ticket)
     return false;
 }
 
-/* Whether some part of the version that this job commits is missing. */
+/* Whether a partial job of the checkpoint that this job commits failed or was dropped. */
 static bool lacks_part(lck_engine *engine, const struct job *job)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {
@@ -174,7 +174,7 @@ static bool try_seal(lck_engine *engine, struct job *job, uint64_t ticket, enum 
 
 /* ---- choice ------------------------------------------------------------------------------------------ */
 
-/* The oldest job with after < ticket <= upto on which there may be work; entered. */
+/* The oldest job with after < ticket <= upto on which there may be work; the caller must call job_enter. */
 static struct job *oldest(lck_engine *engine, uint64_t after, uint64_t upto, uint64_t *ticket)
 {
     struct job *found = NULL;

@@ -1,4 +1,4 @@
-/* The engine: order of commits, ends of jobs, and the fences that stand between copies and the line. */
+/* The engine: order of commits, ends of jobs, and the fences between copies and the commit record. */
 #include <dirent.h>
 #include <errno.h>
 #include <pthread.h>
@@ -31,8 +31,8 @@ enum {
 
 static const uint64_t nbytes_of[TENSORS] = {100, 300000, BLOCK, 0, 250001};
 
-/* One version: its sources, image and request. */
-struct version {
+/* One checkpoint: its sources, image and request. */
+struct checkpoint {
     uint64_t generation, ticket;
     unsigned char *source[TENSORS];
     unsigned char image[IMAGE];
@@ -65,7 +65,7 @@ static void teardown(void)
 static uint64_t slot_off(uint64_t generation) { return SLOT0 + generation % SLOTS * SLOT_NBYTES; }
 static uint64_t record_off(uint64_t generation) { return RING + generation % 16 * 256; }
 
-static void fill_copies(struct version *v, uint32_t flags)
+static void fill_copies(struct checkpoint *v, uint32_t flags)
 {
     uint32_t crc_index = 0;
     uint64_t dst = slot_off(v->generation) + PAYLOAD;
@@ -78,9 +78,9 @@ static void fill_copies(struct version *v, uint32_t flags)
     CHECK(crc_index <= CRCS);
 }
 
-static struct version *version_new(uint64_t generation, uint32_t flags)
+static struct checkpoint *checkpoint_new(uint64_t generation, uint32_t flags)
 {
-    struct version *v = calloc(1, sizeof *v);
+    struct checkpoint *v = calloc(1, sizeof *v);
     CHECK(v != NULL);
     v->generation = generation;
     for (uint64_t i = 0; i < TENSORS; i++) {
@@ -99,33 +99,33 @@ static struct version *version_new(uint64_t generation, uint32_t flags)
     return v;
 }
 
-static void version_free(struct version *v)
+static void checkpoint_free(struct checkpoint *v)
 {
     for (int i = 0; i < TENSORS; i++)
         free(v->source[i]);
     free(v);
 }
 
-static void submit(struct version *v)
+static void submit(struct checkpoint *v)
 {
     CHECK_EQ(lck_job_submit(engine, medium, v->copies, TENSORS, &v->commit, &v->ticket), LCK_OK);
 }
 
-static lck_job_info info(struct version *v)
+static lck_job_info info(struct checkpoint *v)
 {
     lck_job_info out;
     CHECK_EQ(lck_job_info_get(engine, v->ticket, &out), LCK_OK);
     return out;
 }
 
-static int32_t wait_until(struct version *v, uint32_t until)
+static int32_t wait_until(struct checkpoint *v, uint32_t until)
 {
     return lck_job_wait(engine, v->ticket, until, LONG_MS);
 }
 
-static void forget(struct version *v) { CHECK_EQ(lck_job_forget(engine, v->ticket), LCK_OK); }
+static void forget(struct checkpoint *v) { CHECK_EQ(lck_job_forget(engine, v->ticket), LCK_OK); }
 
-static void run(struct version *v)
+static void run(struct checkpoint *v)
 {
     submit(v);
     CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
@@ -147,7 +147,7 @@ static uint64_t check_of(const void *data, uint64_t nbytes)
     return lck_crc64(lck_crc64(0, uuid, 16), data, nbytes);
 }
 
-static void check_header(struct version *v)
+static void check_header(struct checkpoint *v)
 {
     unsigned char header[64], zeros[24] = {0};
     read_back(fd, header, 64, v->commit.header_off);
@@ -158,7 +158,7 @@ static void check_header(struct version *v)
     CHECK(u64_at(header + 56) == check_of(header, 56));
 }
 
-static void check_line(struct version *v)
+static void check_commit_record(struct checkpoint *v)
 {
     unsigned char line[64];
     read_back(fd, line, 64, v->commit.record_off);
@@ -172,14 +172,14 @@ static void check_line(struct version *v)
     CHECK(u64_at(line + 56) == check_of(line, 56));
 }
 
-static int has_line(struct version *v)
+static int has_commit_record(struct checkpoint *v)
 {
     unsigned char line[64];
     read_back(fd, line, 64, v->commit.record_off);
     return u64_at(line) == v->generation;
 }
 
-static void check_payload(struct version *v)
+static void check_payload(struct checkpoint *v)
 {
     static unsigned char got[300001];
     for (int i = 0; i < TENSORS; i++) {
@@ -197,11 +197,11 @@ static void check_payload(struct version *v)
     }
 }
 
-static void check_version(struct version *v)
+static void check_version(struct checkpoint *v)
 {
     unsigned char image[IMAGE];
     check_header(v);
-    check_line(v);
+    check_commit_record(v);
     check_payload(v);
     read_back(fd, image, IMAGE, v->commit.manifest_off);
     CHECK(memcmp(image, v->image, IMAGE) == 0);
@@ -238,7 +238,7 @@ static int ordered_before(uint64_t from, uint64_t to)
     return 0;
 }
 
-/* Copies into the slot of the line stored at `word` since the slot's header, and the line's own body. */
+/* Copies into the slot of the commit record stored at `word` since the slot header, and the body of that record. */
 static void check_fences_before(uint64_t word, uint64_t generation)
 {
     uint64_t slot = slot_off(generation), header = 0, body = 0;
@@ -289,7 +289,7 @@ static void test_many(uint32_t threads)
 {
     setup(threads);
     for (uint64_t g = 1; g <= 40; g++) {
-        struct version *v = version_new(g, 0);
+        struct checkpoint *v = checkpoint_new(g, 0);
         if (g % 3 == 0)
             v->copies[1].flags = LCK_NOW;
         run(v);
@@ -302,7 +302,7 @@ static void test_many(uint32_t threads)
         check_version(v);
         forget(v);
         CHECK_EQ(lck_job_forget(engine, v->ticket), LCK_ESTATE);
-        version_free(v);
+        checkpoint_free(v);
     }
     take_trace();
     CHECK_EQ(check_trace_order(), 40);
@@ -314,7 +314,7 @@ static void test_many(uint32_t threads)
 static void test_unattended(void)
 {
     setup(2);
-    struct version *v = version_new(1, 0);
+    struct checkpoint *v = checkpoint_new(1, 0);
     submit(v);
     CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
     CHECK_EQ(lck_job_release(engine, v->ticket), LCK_ESTATE);
@@ -322,14 +322,14 @@ static void test_unattended(void)
         usleep(500);
     check_version(v);
     CHECK_EQ(info(v).nbytes_helped, 0);
-    version_free(v);
+    checkpoint_free(v);
     teardown();
 }
 
 static void test_order(void)
 {
     setup(2);
-    struct version *a = version_new(1, 0), *b = version_new(2, 0);
+    struct checkpoint *a = checkpoint_new(1, 0), *b = checkpoint_new(2, 0);
     submit(a);
     submit(b);
     CHECK_EQ(wait_until(b, LCK_JOB_COPIED), LCK_OK);
@@ -337,7 +337,7 @@ static void test_order(void)
     CHECK_EQ(lck_job_release(engine, b->ticket), LCK_OK);
     CHECK_EQ(lck_job_wait(engine, b->ticket, LCK_JOB_COMMITTED, SHORT_MS), LCK_ETIMEDOUT);
     CHECK_EQ(info(b).state, LCK_JOB_COPIED);
-    CHECK(!has_line(b));
+    CHECK(!has_commit_record(b));
     CHECK_EQ(lck_job_release(engine, a->ticket), LCK_OK);
     CHECK_EQ(wait_until(b, LCK_JOB_COMMITTED), LCK_OK);
     CHECK_EQ(info(a).state, LCK_JOB_COMMITTED);
@@ -345,15 +345,15 @@ static void test_order(void)
     check_version(b);
     take_trace();
     CHECK_EQ(check_trace_order(), 2);
-    version_free(a);
-    version_free(b);
+    checkpoint_free(a);
+    checkpoint_free(b);
     teardown();
 }
 
 static void test_drop(void)
 {
     setup(2);
-    struct version *a = version_new(1, 0), *b = version_new(2, 0);
+    struct checkpoint *a = checkpoint_new(1, 0), *b = checkpoint_new(2, 0);
     submit(a);
     submit(b);
     CHECK_EQ(lck_job_release(engine, b->ticket), LCK_OK);
@@ -365,18 +365,18 @@ static void test_drop(void)
     CHECK_EQ(lck_job_release(engine, a->ticket), LCK_EDROPPED);
     CHECK_EQ(lck_job_drop(engine, b->ticket), LCK_ESTATE);
     CHECK_EQ(wait_until(b, LCK_JOB_COMMITTED), LCK_OK);
-    CHECK(!has_line(a));
+    CHECK(!has_commit_record(a));
     check_version(b);
     forget(a);
-    version_free(a); /* nothing reads the sources any more */
-    struct version *c = version_new(5, 0);
+    checkpoint_free(a); /* nothing reads the sources any more */
+    struct checkpoint *c = checkpoint_new(5, 0);
     submit(c);
     CHECK_EQ(wait_until(c, LCK_JOB_COPIED), LCK_OK);
     CHECK_EQ(lck_job_drop(engine, c->ticket), LCK_OK); /* copied already */
     CHECK_EQ(info(c).state, LCK_JOB_DROPPED);
-    CHECK(!has_line(c));
-    version_free(b);
-    version_free(c);
+    CHECK(!has_commit_record(c));
+    checkpoint_free(b);
+    checkpoint_free(c);
     teardown();
 }
 
@@ -386,14 +386,14 @@ static void test_drop_skips(void)
     setup(1);
     int skipped = 0;
     for (int attempt = 0; attempt < 50 && !skipped; attempt++) {
-        struct version *v[8];
+        struct checkpoint *v[8];
         for (int i = 0; i < 8; i++)
-            submit(v[i] = version_new((uint64_t)(i + 1), 0));
+            submit(v[i] = checkpoint_new((uint64_t)(i + 1), 0));
         for (int i = 7; i >= 0; i--) {
             CHECK_EQ(lck_job_drop(engine, v[i]->ticket), LCK_OK);
             skipped |= info(v[i]).blocks < 138;
             forget(v[i]);
-            version_free(v[i]);
+            checkpoint_free(v[i]);
         }
     }
     CHECK(skipped);
@@ -403,7 +403,7 @@ static void test_drop_skips(void)
 static void test_now(void)
 {
     setup(2);
-    struct version *v = version_new(1, 0);
+    struct checkpoint *v = checkpoint_new(1, 0);
     v->copies[4].flags = LCK_NOW;
     submit(v);
     unsigned char was = v->source[4][77];
@@ -414,20 +414,20 @@ static void test_now(void)
     CHECK_EQ(wait_until(v, LCK_JOB_COMMITTED), LCK_OK);
     check_version(v);
     forget(v);
-    version_free(v);
-    v = version_new(2, LCK_NOW); /* nothing left for the workers */
+    checkpoint_free(v);
+    v = checkpoint_new(2, LCK_NOW); /* nothing left for the workers */
     submit(v);
     CHECK_EQ(info(v).state, LCK_JOB_COPIED);
     CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
     CHECK_EQ(wait_until(v, LCK_JOB_COMMITTED), LCK_OK);
     check_version(v);
-    version_free(v);
+    checkpoint_free(v);
     take_trace();
     CHECK_EQ(check_trace_order(), 2);
     teardown();
 }
 
-static void expect_failure(struct version *v, int error)
+static void expect_failure(struct checkpoint *v, int error)
 {
     CHECK_EQ(wait_until(v, LCK_JOB_COMMITTED), LCK_ESYS);
     CHECK_EQ(lck_last_errno(), error);
@@ -441,49 +441,49 @@ static void expect_failure(struct version *v, int error)
 static void test_faults(void)
 {
     setup(2);
-    struct version *v = version_new(1, 0);
+    struct checkpoint *v = checkpoint_new(1, 0);
     CHECK_EQ(lck_fault(LCK_OP_COPY, 5, EIO), LCK_OK);
     submit(v);
     CHECK_EQ(wait_until(v, LCK_JOB_COPIED), LCK_ESYS);
     CHECK_EQ(lck_job_release(engine, v->ticket), LCK_ESYS);
     expect_failure(v, EIO);
-    CHECK(!has_line(v));
-    version_free(v);
+    CHECK(!has_commit_record(v));
+    checkpoint_free(v);
 
-    v = version_new(2, LCK_NOW); /* fails inside submit: nothing is queued */
+    v = checkpoint_new(2, LCK_NOW); /* fails inside submit: nothing is queued */
     CHECK_EQ(lck_fault(LCK_OP_COPY, 3, ENOSPC), LCK_OK);
     CHECK_EQ(lck_job_submit(engine, medium, v->copies, TENSORS, &v->commit, &v->ticket), LCK_ESYS);
     CHECK_EQ(lck_last_errno(), ENOSPC);
-    version_free(v);
+    checkpoint_free(v);
 
-    v = version_new(3, 0);
+    v = checkpoint_new(3, 0);
     CHECK_EQ(lck_fault(LCK_OP_SYNC, 1, EIO), LCK_OK); /* payload and manifest */
     submit(v);
     CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
     expect_failure(v, EIO);
-    CHECK(!has_line(v));
-    version_free(v);
+    CHECK(!has_commit_record(v));
+    checkpoint_free(v);
 
-    v = version_new(4, 0);
-    CHECK_EQ(lck_fault(LCK_OP_SYNC, 2, EIO), LCK_OK); /* the line */
+    v = checkpoint_new(4, 0);
+    CHECK_EQ(lck_fault(LCK_OP_SYNC, 2, EIO), LCK_OK); /* the commit record */
     submit(v);
     CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
     expect_failure(v, EIO);
-    version_free(v);
+    checkpoint_free(v);
 
-    v = version_new(5, 0);
+    v = checkpoint_new(5, 0);
     CHECK_EQ(lck_fault(LCK_OP_COPY, 1, EIO), LCK_OK);
     submit(v);
     CHECK_EQ(wait_until(v, LCK_JOB_COPIED), LCK_ESYS);
     CHECK_EQ(info(v).state, LCK_JOB_FAILED);
     CHECK_EQ(lck_job_drop(engine, v->ticket), LCK_OK);
     forget(v);
-    version_free(v);
+    checkpoint_free(v);
 
-    v = version_new(6, 0);
+    v = checkpoint_new(6, 0);
     run(v);
     check_version(v);
-    version_free(v);
+    checkpoint_free(v);
     take_trace();
     for (uint64_t i = 0; i < event_count; i++)
         if (events[i].kind == LCK_EV_MARK && events[i].off == LCK_MARK_ACK)
@@ -495,19 +495,19 @@ static void test_faults(void)
 static void test_failure_skips(void)
 {
     setup(1);
-    struct version *v = version_new(1, 0);
+    struct checkpoint *v = checkpoint_new(1, 0);
     CHECK_EQ(lck_fault(LCK_OP_COPY, 5, EIO), LCK_OK);
     submit(v);
     while (info(v).state == LCK_JOB_COPYING)
         usleep(200);
     CHECK_EQ(info(v).state, LCK_JOB_FAILED);
     CHECK_EQ(info(v).blocks, 4);
-    version_free(v);
+    checkpoint_free(v);
     teardown();
 }
 
 /* The first `n` tensors as a part, the others as the job that commits. */
-static void submit_split(struct version *v, uint64_t n, uint64_t *part)
+static void submit_split(struct checkpoint *v, uint64_t n, uint64_t *part)
 {
     lck_commit begun = v->commit;
     begun.flags = LCK_PART;
@@ -528,19 +528,19 @@ static void test_parts(uint32_t threads)
 {
     setup(threads);
     for (uint64_t g = 1; g <= 9; g++) {
-        struct version *v = version_new(g, 0);
+        struct checkpoint *v = checkpoint_new(g, 0);
         uint64_t part;
         submit_split(v, g % TENSORS, &part);
         CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
         CHECK_EQ(lck_job_wait(engine, part, LCK_JOB_COPIED, LONG_MS), LCK_OK);
         CHECK_EQ(lck_job_wait(engine, v->ticket, LCK_JOB_COMMITTED, SHORT_MS), LCK_ETIMEDOUT);
-        CHECK(!has_line(v)); /* the part is not released */
+        CHECK(!has_commit_record(v)); /* the part is not released */
         CHECK_EQ(lck_job_release(engine, part), LCK_OK);
         CHECK_EQ(wait_until(v, LCK_JOB_COMMITTED), LCK_OK);
         check_version(v);
         CHECK_EQ(lck_job_forget(engine, part), LCK_OK);
         forget(v);
-        version_free(v);
+        checkpoint_free(v);
     }
     take_trace();
     CHECK_EQ(check_trace_order(), 9);
@@ -553,7 +553,7 @@ static void test_lost_part(void)
 {
     setup(1);
     for (uint64_t g = 1; g <= 2; g++) {
-        struct version *v = version_new(g, 0);
+        struct checkpoint *v = checkpoint_new(g, 0);
         uint64_t part;
         if (g == 1)
             CHECK_EQ(lck_fault(LCK_OP_COPY, 3, EIO), LCK_OK);
@@ -564,17 +564,17 @@ static void test_lost_part(void)
             CHECK_EQ(lck_job_drop(engine, part), LCK_OK);
         (void)lck_job_release(engine, v->ticket);
         CHECK(wait_until(v, LCK_JOB_COMMITTED) != LCK_OK);
-        CHECK(!has_line(v));
+        CHECK(!has_commit_record(v));
         CHECK_EQ(info(v).state, LCK_JOB_FAILED);
         CHECK_EQ(lck_job_forget(engine, part), LCK_OK);
         forget(v);
-        version_free(v);
+        checkpoint_free(v);
     }
     teardown();
 }
 
 /* As a device fills it: the sources get their bytes after the submit. */
-static void take_sources(struct version *v, unsigned char **kept)
+static void take_sources(struct checkpoint *v, unsigned char **kept)
 {
     for (int i = 0; i < TENSORS; i++) {
         kept[i] = malloc(nbytes_of[i] + 1);
@@ -584,7 +584,7 @@ static void take_sources(struct version *v, unsigned char **kept)
     }
 }
 
-static void give_sources(struct version *v, unsigned char **kept)
+static void give_sources(struct checkpoint *v, unsigned char **kept)
 {
     for (int i = 0; i < TENSORS; i++) {
         memcpy(v->source[i], kept[i], nbytes_of[i]);
@@ -596,7 +596,7 @@ static void test_held(uint32_t threads)
 {
     setup(threads);
     for (uint64_t g = 1; g <= 6; g++) {
-        struct version *v = version_new(g, 0);
+        struct checkpoint *v = checkpoint_new(g, 0);
         unsigned char *kept[TENSORS];
         take_sources(v, kept);
         v->commit.flags = LCK_HELD;
@@ -611,7 +611,7 @@ static void test_held(uint32_t threads)
         check_version(v);
         forget(v);
         CHECK_EQ(lck_job_start(engine, v->ticket, LCK_OK), LCK_ESTATE);
-        version_free(v);
+        checkpoint_free(v);
     }
     teardown();
 }
@@ -631,7 +631,7 @@ static void test_placed(uint32_t threads)
     setup(threads);
     unsigned char *base = (unsigned char *)(uintptr_t)lck_medium_address(medium);
     CHECK(base != NULL);
-    struct version *v = version_new(1, LCK_PLACED);
+    struct checkpoint *v = checkpoint_new(1, LCK_PLACED);
     for (int i = 0; i < TENSORS; i++)
         v->copies[i].src = 0;
     v->commit.flags = LCK_HELD;
@@ -654,7 +654,7 @@ static void test_placed(uint32_t threads)
     }
     CHECK_EQ(stored, info(v).nbytes - IMAGE);
     forget(v);
-    version_free(v);
+    checkpoint_free(v);
     teardown();
 }
 
@@ -662,33 +662,33 @@ static void test_placed(uint32_t threads)
 static void test_held_for_ever(void)
 {
     setup(1);
-    struct version *dropped = version_new(1, 0), *left = version_new(2, 0), *good = version_new(3, 0);
+    struct checkpoint *dropped = checkpoint_new(1, 0), *left = checkpoint_new(2, 0), *good = checkpoint_new(3, 0);
     dropped->commit.flags = left->commit.flags = LCK_HELD;
     submit(dropped);
     CHECK_EQ(lck_job_drop(engine, dropped->ticket), LCK_OK);
     CHECK_EQ(info(dropped).state, LCK_JOB_DROPPED);
     CHECK_EQ(info(dropped).blocks, 0);
     CHECK_EQ(lck_job_start(engine, dropped->ticket, LCK_OK), LCK_EDROPPED);
-    struct version *failed = version_new(5, 0);
+    struct checkpoint *failed = checkpoint_new(5, 0);
     failed->commit.flags = LCK_HELD;
     submit(failed);
     CHECK_EQ(lck_job_start(engine, failed->ticket, LCK_ESTATE), LCK_OK);
     CHECK_EQ(wait_until(failed, LCK_JOB_COPIED), LCK_ESTATE);
     CHECK_EQ(info(failed).blocks, 0);
     CHECK_EQ(lck_job_drop(engine, failed->ticket), LCK_OK);
-    version_free(failed);
+    checkpoint_free(failed);
     submit(left);
     CHECK_EQ(lck_job_release(engine, left->ticket), LCK_OK);
     submit(good);
     CHECK_EQ(lck_job_release(engine, good->ticket), LCK_OK);
     CHECK_EQ(lck_engine_close(engine), LCK_OK);
     engine = NULL;
-    CHECK(!has_line(dropped));
-    CHECK(!has_line(left));
-    CHECK(has_line(good));
-    version_free(dropped);
-    version_free(left);
-    version_free(good);
+    CHECK(!has_commit_record(dropped));
+    CHECK(!has_commit_record(left));
+    CHECK(has_commit_record(good));
+    checkpoint_free(dropped);
+    checkpoint_free(left);
+    checkpoint_free(good);
     teardown();
 }
 
@@ -703,7 +703,7 @@ static void test_arguments(void)
     CHECK_EQ(lck_engine_run_on(NULL, processors, 1), LCK_EINVAL);
     CHECK_EQ(lck_engine_run_on(engine, processors, 0), LCK_EINVAL);
     CHECK_EQ(lck_engine_run_on(engine, processors, 2), LCK_EINVAL);
-    struct version *v = version_new(1, 0);
+    struct checkpoint *v = checkpoint_new(1, 0);
     lck_commit good = v->commit;
     uint64_t ticket;
 #define REFUSED(field, value)                                                                                \
@@ -738,16 +738,16 @@ static void test_arguments(void)
     CHECK_EQ(lck_job_wait(engine, 0, LCK_JOB_COPIED, 0), LCK_ESTATE);
     CHECK_EQ(lck_job_wait(engine, 99, 1, 0), LCK_EINVAL);
     CHECK_EQ(lck_trace_count(medium), 0);
-    version_free(v);
+    checkpoint_free(v);
     teardown();
 }
 
 static void test_busy_and_close(void)
 {
-    struct version *v[33];
+    struct checkpoint *v[33];
     setup(2);
     for (uint64_t i = 0; i < 33; i++)
-        v[i] = version_new(i + 1, 0);
+        v[i] = checkpoint_new(i + 1, 0);
     for (int i = 0; i < 32; i++)
         submit(v[i]);
     CHECK_EQ(lck_job_submit(engine, medium, v[32]->copies, TENSORS, &v[32]->commit, &v[32]->ticket), LCK_EBUSY);
@@ -757,8 +757,8 @@ static void test_busy_and_close(void)
     CHECK_EQ(lck_engine_close(engine), LCK_OK); /* commits the released two, drops the others */
     engine = NULL;
     for (int i = 0; i < 33; i++) {
-        CHECK_EQ(has_line(v[i]), i == 9 || i == 14);
-        version_free(v[i]);
+        CHECK_EQ(has_commit_record(v[i]), i == 9 || i == 14);
+        checkpoint_free(v[i]);
     }
     teardown();
 }
@@ -774,13 +774,13 @@ static void test_populate(void)
 {
     setup(2);
     CHECK_EQ(lck_engine_populate(engine, medium), LCK_OK);
-    struct version *v = version_new(1, 0);
+    struct checkpoint *v = checkpoint_new(1, 0);
     run(v); /* copies come first */
     while (pages_present(fd) < SIZE)
         usleep(500);
     check_version(v); /* and are not disturbed */
     CHECK_EQ(lck_engine_quiesce(engine, medium), LCK_OK);
-    version_free(v);
+    checkpoint_free(v);
     teardown();
 
     setup(1); /* stopped on the way */
@@ -798,7 +798,7 @@ static _Atomic int ended;
 
 static void *waiter(void *arg)
 {
-    struct version *v = arg;
+    struct checkpoint *v = arg;
     for (;;) {
         int32_t status = lck_job_wait(engine, v->ticket, LCK_JOB_COPIED, 1);
         if (status == LCK_OK || status == LCK_EDROPPED)
@@ -824,10 +824,10 @@ static void test_storm(void)
     setup(3);
     uint64_t generation = 0, committed = 0;
     for (int round = 0; round < ROUNDS; round++) {
-        struct version *v[AT_ONCE];
+        struct checkpoint *v[AT_ONCE];
         pthread_t threads[AT_ONCE];
         for (int i = 0; i < AT_ONCE; i++) {
-            v[i] = version_new(++generation, 0);
+            v[i] = checkpoint_new(++generation, 0);
             submit(v[i]);
             CHECK_EQ(pthread_create(&threads[i], NULL, waiter, v[i]), 0);
         }
@@ -841,7 +841,7 @@ static void test_storm(void)
                 committed++;
             }
             forget(v[i]);
-            version_free(v[i]);
+            checkpoint_free(v[i]);
         }
     }
     take_trace();
@@ -908,14 +908,14 @@ static void test_hurry(void)
     atomic_store(&watching, true);
     CHECK_EQ(pthread_create(&watcher, NULL, watch, &worker), 0);
     for (uint64_t g = 1; g <= 20 && (g == 1 || (permitted && atomic_load(&hurried) == 0)); g++) {
-        struct version *v = version_new(g, 0);
+        struct checkpoint *v = checkpoint_new(g, 0);
         CHECK_EQ(lck_job_submit(engine, medium, &v->copies[2], 1, &v->commit, &v->ticket), LCK_OK);
         usleep(10000); /* the worker has claimed its one block by now, mostly */
         CHECK_EQ(wait_until(v, LCK_JOB_COPIED), LCK_OK);
         CHECK_EQ(sched_getscheduler(worker), SCHED_IDLE);
         CHECK_EQ(lck_job_drop(engine, v->ticket), LCK_OK);
         forget(v);
-        version_free(v);
+        checkpoint_free(v);
     }
     CHECK((atomic_load(&hurried) > 0) == permitted);
     atomic_store(&watching, false);
@@ -929,7 +929,7 @@ static void test_hurry(void)
 static void test_fork(void)
 {
     setup(1);
-    struct version *v = version_new(1, 0);
+    struct checkpoint *v = checkpoint_new(1, 0);
     submit(v);
     pid_t child = fork();
     CHECK(child >= 0);
@@ -954,11 +954,12 @@ static void test_fork(void)
     CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
     CHECK_EQ(wait_until(v, LCK_JOB_COMMITTED), LCK_OK);
     check_version(v);
-    version_free(v);
+    checkpoint_free(v);
     teardown();
 }
 
-/* A version killed at `site`: is its line there? Runs before any thread exists in this process. */
+/* Whether the commit record of a checkpoint that is killed at `site` is valid. Runs before any thread exists in
+ * this process. */
 static int line_after_kill(const char *site, uint64_t nth)
 {
     int file = open_memory(SIZE);
@@ -967,7 +968,7 @@ static int line_after_kill(const char *site, uint64_t nth)
     if (child == 0) {
         medium = open_medium(file, SIZE, LCK_TIER_CACHE);
         CHECK_EQ(lck_engine_open(2, &engine), LCK_OK);
-        struct version *v = version_new(1, 0);
+        struct checkpoint *v = checkpoint_new(1, 0);
         CHECK_EQ(lck_kill(site, nth), LCK_OK);
         run(v);
         _exit(0);

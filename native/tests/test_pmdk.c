@@ -1,5 +1,5 @@
-/* libpmemobj as a container: made, held, opened again; what it refuses is told; a forked child has no part in it. Skipped
- * (status 77) where it is not installed, unless LIGHTCK_REQUIRE_PMDK=1. */
+/* libpmemobj as a container: made, held, opened again; what it refuses is told; a forked child has no part in it.
+ * Skipped (status 77) where it is not installed, unless LIGHTCK_REQUIRE_PMDK=1. */
 #include <errno.h>
 #include <sys/wait.h>
 

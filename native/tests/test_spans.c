@@ -34,7 +34,7 @@ static void teardown(void)
     close(fd);
 }
 
-/* One version from its submission to its commit. now: all of it is copied inside the submission. */
+/* One checkpoint from its submission to its commit. now: all tensors are copied inside the submission. */
 static void run(bool now)
 {
     generation++;

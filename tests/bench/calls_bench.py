@@ -1,4 +1,4 @@
-"""The ``lightck`` command in this process; ``lightck bench`` with the bench of this checkout."""
+"""Calls of ``lightck`` in this process; ``lightck bench`` runs the bench of this checkout."""
 
 from __future__ import annotations
 

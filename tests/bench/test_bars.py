@@ -1,4 +1,4 @@
-"""The bars' file, and how kept results are held to it."""
+"""The file of the bars, and how kept results are compared with them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def grown(**more: Any) -> dict[str, Any]:
 
 
 def checked(folder: Any) -> dict[str, dict[str, Any]]:
-    """``--check --json``: "bar of" -> what it says."""
+    """``--check --json`` as a map: "bar of" -> its entry."""
     done = call("bench", "--check", "--results", folder, "--json")
     facts = json.loads(done.stdout)
     assert done.exit_code == (0 if facts["ok"] else 1)
@@ -99,7 +99,7 @@ def test_a_bar_that_says_nothing_is_refused(change, tmp_path):
 
 
 def test_every_row_that_a_bar_asks_for_is_in_a_table():
-    """What the bars need is what the tables measure: each ``over`` finds its result among keys of planned rows."""
+    """The tables measure what the bars need: each ``over`` has a result among the planned rows."""
     plan = Plan(rivals=("torch.save", "dcp.save", "dcp.async_save"))
     planned = {(row.measure, row.key) for table in TABLES.values() for row in table.rows(plan)}
     kept = filled(None)
@@ -125,7 +125,7 @@ def test_check_holds_the_results_to_the_bars(tmp_path):
 
 
 def test_what_equal_steps_differ_by_too_reaches_no_bar(tmp_path):
-    """On a busy machine a difference of 1 % says nothing where equal steps differ by 12 %."""
+    """A difference of 1 % means nothing on a busy machine where equal steps differ by 12 %."""
     kept = filled(tmp_path)
     one = step_row(share=0.01)
     one["result"]["difference"] |= {"same_low": -0.07, "same_high": 0.05}
@@ -185,16 +185,16 @@ def test_memory_is_that_with_a_checkpoint_in_flight_where_it_is_known(tmp_path):
         result = {**kept.rows("memory")[f"gpt2 {saver}"]["result"], "in_flight_bytes": flying}
         kept.keep("memory", f"gpt2 {saver}", row(result, saver=saver))
         assert missed(tmp_path) == ([] if saver == "nothing" else ["memory gpt2"]), "both rows have to know"
-    assert checked(tmp_path)["memory gpt2"]["note"] == "0.0 MB, with a version in flight 104.9 MB"
+    assert checked(tmp_path)["memory gpt2"]["note"] == "0.0 MB, with an in-flight checkpoint 104.9 MB"
 
 
 def test_a_row_that_lacks_something_is_an_error_and_no_bar_that_is_missed(tmp_path):
-    """A load that was not measured is not left out of the worst of the loads."""
+    """If one load was not measured, the worst of the loads is unknown."""
     kept = filled(tmp_path)
     kept.keep("recovery", "gpt2", row({"of_memcpy": 0.9, "faster_than": {"torch.load": 5.0}}))
     done = call("bench", "--check", "--results", tmp_path)
     assert done.exit_code == 2
-    assert "A kept row for 'recovery-of-torch' is not as lightck bench keeps it (KeyError: 'torch.load mmap')" in (
+    assert "A kept row for 'recovery-of-torch' has missing or wrong values (KeyError: 'torch.load mmap')" in (
         done.stderr
     )
 
@@ -225,8 +225,8 @@ def test_what_the_windows_were_is_said(tmp_path):
     for name in ("direct", "difference", "stall"):
         assert checked(tmp_path)[f"{name} gpt2"]["note"].endswith("20 pairs; 3 windows unsettled")
     note = checked(tmp_path)["stall-of-rivals torch.save"]["note"]
-    reported = "(20 and 10 pairs; 3 and 0 windows unsettled; plain steps 1.00 s and 1.20 s)"
-    assert f"gpt2 100.00 x {reported}" in note
+    note_text = "(20 and 10 pairs; 3 and 0 windows unsettled; plain steps 1.00 s and 1.20 s)"
+    assert f"gpt2 100.00 x {note_text}" in note
     kept.keep("steps", "gpt2 torch.save", step_row(stall=0.1, cpu=1.0, step=1.09))
     assert "plain steps" not in checked(tmp_path)["stall-of-rivals torch.save"]["note"]
 
@@ -249,7 +249,7 @@ def test_a_bar_that_the_worse_ends_of_its_intervals_miss_holds_and_is_not_shown(
     assert found["difference gpt2"]["end"] == 0.06
     done = call("bench", "--check", "--results", tmp_path)
     assert done.exit_code == 0
-    assert f"4 hold by their values and not at the worse ends of their intervals: {', '.join(names)}." in done.stdout
+    assert f"4 hold by their values, but not at the worse ends of their intervals: {', '.join(names)}." in done.stdout
 
 
 def test_the_worse_end_is_never_over_less_than_our_own_cpu(tmp_path):
@@ -278,5 +278,5 @@ def test_check_says_how_many_rows_are_of_other_code(tmp_path):
     facts = json.loads(call("bench", "--check", "--results", tmp_path, "--json").stdout)
     assert (facts["rows_looked_at"], facts["other_code"], facts["unknown_code"]) == (49, 1, 47)
     assert call("bench", "--check", "--results", tmp_path).stdout.splitlines()[-1] == (
-        "Of the 49 rows looked at 1 were taken with other code than this, 47 with code that was not noted."
+        "Of the 49 rows used, 1 were measured with other code than this, 47 with unknown code."
     )

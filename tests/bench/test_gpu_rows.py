@@ -1,4 +1,4 @@
-"""Rows for a CUDA device: there where one is, and said to be missing where none is."""
+"""Rows for a CUDA device: planned if the machine has one, and reported as missing if not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_without_a_device_nothing_is_measured_and_nothing_fails(folder):
         measure("gpu", {"workload": "vgg16", "size": "small", "saver": "lightck", "pairs": 1, "device": "cuda"}, "")
 
 
-def test_each_method_out_of_a_device_has_its_rows_and_a_saver(monkeypatch):
+def test_each_transfer_method_has_its_rows_and_a_saver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert set(METHODS) == set(STAGING)
     keys = [row.key for row in TABLES["gpu"].rows(Plan())]
@@ -48,7 +48,7 @@ def test_each_method_out_of_a_device_has_its_rows_and_a_saver(monkeypatch):
 
 @pytest.fixture
 def transfer(monkeypatch: pytest.MonkeyPatch) -> SlowTransfer:
-    """All tensors are on one device, made of CPU tensors, whose copies are slower than a step."""
+    """A fake device that holds all tensors (they are CPU tensors), and whose copies take longer than a step."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
     slow = SlowTransfer(1, seconds=0.2)
     slow_transfers.install(monkeypatch, lambda tensor: slow)
@@ -56,7 +56,7 @@ def transfer(monkeypatch: pytest.MonkeyPatch) -> SlowTransfer:
 
 
 class _Watched(Lightck):
-    """Notes at each window's end whether the saved version was committed."""
+    """Records at each window's end whether the saved checkpoint was committed."""
 
     def __init__(self, staging: str) -> None:
         super().__init__("file", staging)
@@ -69,7 +69,7 @@ class _Watched(Lightck):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_of_a_checkpoint_falls_on_the_plain_window_after_it(method, folder, transfer, monkeypatch):
-    """With a slot more a version goes on after the update."""
+    """With one more slot a checkpoint may outlast the update."""
     monkeypatch.setattr(loop, "WARM_UP", 1)
     training, saver = Training(workload("vgg16", "small")), _Watched(method)
     found = loop.run(training, saver, str(folder), 3)
@@ -85,8 +85,8 @@ def test_a_row_of_three_slots_counts_the_bytes_of_its_checkpoints(folder, transf
     assert found["nbytes"] <= found["written_bytes"] < 1.2 * found["nbytes"]
 
 
-def test_windows_count_when_the_method_out_of_a_device_is_chosen(folder, transfer):
-    """It is after nine versions: later than the warm-up of five."""
+def test_windows_count_once_the_transfer_method_is_chosen(folder, transfer):
+    """The choice is made after nine checkpoints, later than the warm-up of five."""
     settled: list[bool] = []
 
     class Saver(Lightck):

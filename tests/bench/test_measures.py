@@ -1,4 +1,4 @@
-"""Every measure at a small size: what it says is complete, and what does not load back right is no result."""
+"""Every measure at a small size: its result is complete, and a state that does not load back right is an error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_windows_take_turns_and_each_saves_what_it_says(span, folder):
     training, saver = Training(workload("vgg16", "small")), Lightck()
     found = run(training, saver, str(folder), 2, span)
     assert [w.saved for w in found.all] == [False, True, False, True, False]
-    assert all((w.costs.written_bytes > 0) == w.saved for w in found.all), "nothing of a version is left for the next"
+    assert all((w.costs.written_bytes > 0) == w.saved for w in found.all), "a checkpoint ends in its window"
     check(training, saver, str(folder))
 
 
@@ -77,7 +77,7 @@ def test_a_rival_saves_in_the_windows_that_say_so(folder):
 
 
 def test_what_a_saver_tries_out_is_over_before_windows_count(folder):
-    """It ends in the 7th pair; the one that begins it anew in a counted window is told."""
+    """The trial ends in the 7th pair; a counted window that begins another one is reported."""
     windows: list[bool] = []
 
     class Saver(savers.Driven):
@@ -216,7 +216,7 @@ def test_a_memcpy_on_threads_is_shown_where_a_row_has_it():
 
 def test_a_load_that_leaves_a_tensor_out_is_no_recovery(folder, monkeypatch):
     monkeypatch.setattr(recovery_module, "_recovered", lambda training, pool: None)
-    with pytest.raises(BenchError, match="lightck does not give back what was saved"):
+    with pytest.raises(BenchError, match="lightck does not load what was saved"):
         measure("recovery", {**TINY, "rounds": 1}, str(folder))
 
 
@@ -234,7 +234,7 @@ def test_bandwidth(backend, folder, request):
 @pytest.mark.parametrize("saver", ["nothing", "lightck", "torch.save"])
 def test_memory(saver, folder):
     found = measure("memory", {**TINY, "saver": saver, "steps": 4}, str(folder))
-    slack = 1 << 20  # they are asked one after the other
+    slack = 1 << 20  # they are read one after the other
     assert found["peak_bytes"] + slack > found["settled_bytes"] > 10**7
     files = found["peak_with_files_bytes"] - found["peak_bytes"]
     assert files > -slack
@@ -242,8 +242,8 @@ def test_memory(saver, folder):
     assert ("attach_seconds" in found) == (saver == "lightck")
 
 
-def test_memory_is_looked_at_while_a_checkpoint_is_in_flight(folder, monkeypatch):
-    """What is held from the boundary to the update is in none of the looks after it."""
+def test_memory_is_sampled_while_a_checkpoint_is_in_flight(folder, monkeypatch):
+    """Memory that is used only from the boundary to the update is in none of the samples after the update."""
 
     class Holds(InPlace):
         held = b""
@@ -341,7 +341,7 @@ def test_a_rival_that_is_not_installed_is_named(monkeypatch):
 
 
 def test_a_rival_saves_at_every_call_whatever_its_own_rule_is(folder):
-    """CheckFreq would choose how often."""
+    """By its own rule CheckFreq would choose how often it saves."""
     training, saver = Training(workload("vgg16", "small")), make("CheckFreq")
     run(training, saver, str(folder), 1)
     check(training, saver, str(folder))

@@ -1,4 +1,4 @@
-"""Pictures of the kept results; without matplotlib, what to install."""
+"""Plots of the kept results; without matplotlib, an error that says what to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as files, as Markdown, and as what a cut-off run goes on from."""
+"""Results as files and as Markdown, and runs that continue from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MANY = Row("many", "tiny", {"tensors": 20, "steps": 3, "layers": 3})
 
 
 def made(seconds: float = 1e-6) -> dict[str, object]:
-    """A row of many as it is kept."""
+    """A kept row of the measure ``many``."""
     result = {
         "tensors": 20,
         "seconds_per_tensor": seconds,
@@ -106,7 +106,7 @@ def test_a_row_of_other_numbers_is_an_error_where_it_is_shown(tmp_path):
     Results(tmp_path).keep("many", "one", {**made(), "result": {"tensors": "many"}})
     done = call("bench", "many", "--show", "--results", tmp_path)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "A kept row for 'many' is not as lightck bench keeps it (ValueError" in done.stderr
+    assert "A kept row for 'many' has missing or wrong values (ValueError" in done.stderr
 
 
 def test_a_number_that_is_none_is_not_kept(tmp_path):
@@ -172,7 +172,7 @@ def test_a_row_that_fails_says_why(folder):
 
 @contextlib.contextmanager
 def running(folder: Path, *before: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A run that has begun its row."""
+    """Start a run, and wait until it has begun its row."""
     bench = ["-m", "lightck", "bench", "--checkout", str(ROOT), "many", "--small", "--pool-dir", str(folder)]
     words = [*before, sys.executable, *bench]
     environment = {**os.environ, "PYTHONPATH": str(Path(str(lightck.__file__)).parents[1])}
@@ -195,7 +195,7 @@ def test_a_run_that_is_ended_leaves_nothing(by, folder):
 
 
 def runs(pid: int) -> bool:
-    """A dead one may wait for a parent to ask for it."""
+    """Whether the process runs: a dead one may still be a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -212,7 +212,7 @@ def test_what_is_measured_ends_with_the_run_and_its_folder_goes_with_the_next(fo
         time.sleep(0.01)
     assert not any(map(runs, measuring))
     assert list(folder.iterdir()), "nobody was left to remove it"
-    Results(tmp_path).keep("many", "full", made())  # all rows are kept: none is measured
+    Results(tmp_path).keep("many", "full", made())  # all rows are kept, so none is measured
     done = call("bench", "many", "--pool-dir", folder, "--disk-dir", tmp_path, "--results", tmp_path)
     assert "of runs that were killed" in done.stderr
     assert not list(folder.iterdir())
@@ -220,8 +220,8 @@ def test_what_is_measured_ends_with_the_run_and_its_folder_goes_with_the_next(fo
 
 def test_a_row_whose_run_is_gone_is_not_measured(folder):
     order = {"measure": "many", "options": {}, "folder": str(folder), "threads": 1, "out": "", "parent": 2**22 + 1}
-    status, output_of = rows._ran(json.dumps(order), str(folder), rows._environment())
-    assert (status, output_of.strip()) == (1, "The process that started this one is gone.")
+    status, errors = rows._ran(json.dumps(order), str(folder), rows._environment())
+    assert (status, errors.strip()) == (1, "The parent process of this row has ended. Start the bench again.")
 
 
 def test_only_what_is_surely_stale_is_removed(folder):
@@ -292,7 +292,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words", ["bench many flat --small", "bench many flat --small --json"])
 def test_an_interrupted_look_shows_the_rows_that_it_has(tmp_path, monkeypatch, words):
-    """They are kept nowhere, and took minutes."""
+    """These results are kept in no file and took minutes."""
     measured: list[str] = []
 
     def run(row: Row, place: Place) -> dict[str, object]:
@@ -315,14 +315,14 @@ def test_a_row_that_was_measured_with_other_options_is_no_row_that_is_done(tmp_p
     kept = {"options": {"tensors": 100_000, "steps": 15, "layers": 1_000}}
     Results(tmp_path).keep("many", "full", {**made(), **kept})
     done = call("bench", "many", "--results", tmp_path)
-    output_of = (
-        "not measured anew (--again does): the kept row many 'full' has steps 15 and not 30, threads 1 and not 2"
+    message = (
+        "not measured again without --again: the kept row many 'full' has steps 15 and not 30, threads 1 and not 2"
     )
-    assert (done.exit_code, output_of in done.stderr) == (0, True), done.stderr
+    assert (done.exit_code, message in done.stderr) == (0, True), done.stderr
     Results(tmp_path).keep("many", "full", {**made(), "options": {**kept["options"], "steps": 30}})
     done = call("bench", "many", "--results", tmp_path, "--threads", 1)
     assert "0 rows to measure, 1 kept already" in done.stderr
-    assert "not measured anew" not in done.stderr
+    assert "not measured again" not in done.stderr
 
 
 def test_a_name_that_no_row_has_is_an_error(tmp_path):
@@ -374,11 +374,11 @@ def test_the_project_s_results_are_written_out_beside_them(place, title):
 
 def test_the_readme_tells_what_was_measured():
     readme = (ROOT / "README.md").read_text()
-    assert output_of(ROOT / "bench" / "results") in readme
+    assert table_of(ROOT / "bench" / "results") in readme
 
 
-def output_of(kept: Path) -> str:
-    """The table of the README."""
+def table_of(kept: Path) -> str:
+    """The text of the table in a README.md."""
     steps, recovery = (Results(kept).rows(measure) for measure in ("steps", "recovery"))
     titles = {
         "resnet18": "ResNet-18",

@@ -1,4 +1,4 @@
-"""Every way of saving that the benches compare saves and loads exactly, through the seam that the benches use."""
+"""Every rival saves and loads exactly, through the interface that the bench uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 def run(name: str, folder: str, options: dict[str, object]) -> tuple[int, int, list[str], str, str]:
-    """Train, save at each step, load into fresh objects: (reported, loaded step, digests, loaded digest, live one)."""
+    """Train, save at each step, load into new objects: (reported, loaded step, digests, loaded digest, live digest)."""
     torch.set_num_threads(1)
     model, optimizer = subject.build()
     rival = rivals.named(name, **options)
@@ -88,13 +88,13 @@ def test_checkfreq_by_its_own_rule_saves_and_loads_exactly(folder):
 
 
 class _OnDevice(torch.Tensor):
-    """A CPU tensor that says that it is on a CUDA device."""
+    """A CPU tensor that pretends to be on a CUDA device."""
 
     is_cuda = True
 
 
 def test_checkfreq_copies_out_of_a_device_beside_the_training(monkeypatch):
-    """On a stream of its own, after what was marked, into the same buffers again, with one wait."""
+    """The snapshot uses its own stream, starts after the mark, reuses its buffers, and waits once."""
     from bench.rivals import checkfreq
 
     calls: list[str] = []

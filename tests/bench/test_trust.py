@@ -1,4 +1,4 @@
-"""The comparison of bench/trust.py, small: its injectors hit, its verdicts are right, and lightck stands them."""
+"""bench/trust.py with few trials: the faults hit, the outcomes are right, and lightck loads nothing wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """Two rows, by the command itself: it forks, which a process that runs tests had better not."""
+    """Two rows, made by the command in a process of its own, since it forks."""
     out = tmp_path_factory.mktemp("trust")
     command = [
         sys.executable,
@@ -48,12 +48,12 @@ def test_lightck_gives_nothing_wrong_and_loses_nothing_that_it_reported(result):
     row = result["lightck"]
     assert row["kills"]["outcomes"] == {"exact": 4}
     assert set(row["flips"]["outcomes"]) <= {"harmless", "fell back"}
-    assert "fell back" in row["flips"]["outcomes"], "no flip hit the newest version"
+    assert "fell back" in row["flips"]["outcomes"], "no flip hit the newest checkpoint"
     assert set(row["cuts"]["outcomes"]) <= {"harmless", "fell back", "refused"}
 
 
 def test_the_same_flips_find_what_is_not_checked(result):
-    """torch.load of torch 2.13 takes what it reads: were this to change, the table would be told anew."""
+    """torch.load of torch 2.13 does not verify payload. If that changes, the table has to be made again."""
     row = result["torch.save"]
     assert row["flips"]["outcomes"]["wrong"] > 30
     example = row["flips"]["examples"]["wrong"][0]
@@ -70,7 +70,7 @@ def facts(**other: object) -> dict[str, object]:
 
 
 def test_what_was_played_before_keeps_its_machine_and_date(tmp_path):
-    """The oldest files have them once for all rows, and the seed in a row."""
+    """The oldest files hold the conditions once for all rows, and the seed in each row."""
     old = facts()
     seed = old.pop("seed")
     played = [
@@ -86,10 +86,10 @@ def test_what_was_played_before_keeps_its_machine_and_date(tmp_path):
     assert lightck["taken"] == {"kills": now, "flips": facts()}
     assert (lightck["kills"]["trials"], lightck["use"]) == (9, "otherwise")
     assert other["taken"] == {"kills": facts(), "flips": facts()}
-    reported = (tmp_path / "trust.md").read_text()
+    text = (tmp_path / "trust.md").read_text()
     where = "torch 1; files on tmpfs; 0.0 MB of state"
-    assert f"lightck (kills): new; {where}; seed 2; now." in reported
-    assert f"lightck (flips), torch.save (kills, flips): old; {where}; seed 1; then." in reported
+    assert f"lightck (kills): new; {where}; seed 2; now." in text
+    assert f"lightck (flips), torch.save (kills, flips): old; {where}; seed 1; then." in text
 
 
 def test_why_a_rival_was_not_run_is_asked_anew(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The six workloads: their checkpoints are as large as the paper's, and their trainings go on exactly."""
+"""The six workloads: their checkpoints are as large as the paper's, and their trainings resume exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling ``lightck`` as a user does: in this process where that is enough, as a process of its own where it is not."""
+"""Calls of ``lightck`` as a user makes them: in this process, or as a process of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM = [sys.executable, "-m", "lightck"]
 
 
 def call(*args: Any) -> Result:
-    """Run a command here. What it prints is checked for what no output may have."""
+    """Run a command in this process, and check that its output is harmless to a terminal."""
     result = CliRunner().invoke(main, [str(arg) for arg in args])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert_harmless(result.stdout + result.stderr)
@@ -35,7 +35,7 @@ def call_json(*args: Any) -> tuple[int, dict[str, Any]]:
 
 
 def overwrite(pool: Path, offset: int, data: bytes) -> None:
-    """Put these bytes at a place in the pool, whatever its backend."""
+    """Write bytes at an offset of the pool, for any backend."""
     reader = open_pool(str(pool))
     old = reader.read(offset, len(data))
     reader.close()
@@ -50,7 +50,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(*args: Any, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run it as a process, its output in pipes."""
+    """Run ``lightck`` as a process, with its output in pipes."""
     words = [*PROGRAM, *map(str, args)]
     done = subprocess.run(words, env=environment(**env), text=True, capture_output=True, timeout=300, check=False)
     assert_harmless(done.stdout + done.stderr)
@@ -58,7 +58,7 @@ def run(*args: Any, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def assert_harmless(text: str) -> None:
-    """No traceback, and nothing that a terminal would act on."""
+    """Check that there is no traceback and no character that a terminal would act on."""
     assert "Traceback" not in text
     odd = {c for c in text if not c.isprintable() and c != "\n"}
     assert not odd, odd

@@ -1,4 +1,4 @@
-"""Pools of all kinds for the commands: good, damaged, foreign. They are made once and copied for each test."""
+"""Pools for the tests of the commands: good, damaged, foreign. They are made once and copied for each test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = (
     "folder",
     "link",
     "missing",
-    "no version yet",
+    "no checkpoint yet",
 )
 
 
@@ -40,7 +40,7 @@ def good(folder: Path, originals: Path) -> Path:
 
 @pytest.fixture
 def made(folder: Path, good: Path, originals: Path) -> Callable[[str], Path]:
-    """A path of each of the ``KINDS``."""
+    """A function that makes a path of one of the ``KINDS``."""
 
     def make(kind: str) -> Path:
         path = folder / "it.pool"
@@ -50,7 +50,7 @@ def made(folder: Path, good: Path, originals: Path) -> Callable[[str], Path]:
             path.mkdir()
         elif kind == "link":
             path.symlink_to(good)
-        elif kind == "no version yet":
+        elif kind == "no checkpoint yet":
             copied(originals / "fresh", path)
         elif kind != "missing":
             copied(good, path)

@@ -1,5 +1,4 @@
-"""``lightck bench``: outside a checkout it measures this machine, in one it is the bench of the checkout, whose code is
-run nowhere else."""
+"""``lightck bench``: outside a checkout it measures this machine; in a checkout it runs the bench of the checkout."""
 
 from __future__ import annotations
 
@@ -24,25 +23,25 @@ it._COPY_NBYTES, it._COPY_ROUNDS, it._BATCH, it._WARM_UP, it._COUNTED = 4 << 20,
 sys.argv[0] = "lightck"
 run()
 """
-"""The command with a smaller measure."""
+"""A program that runs the command with a smaller measurement."""
 
 
 def measured(cwd: Path, *words: Any) -> subprocess.CompletedProcess[str]:
-    """``lightck bench`` as a process that stands in this folder."""
+    """Run ``lightck bench`` as a process in this working directory."""
     command = [sys.executable, "-c", SMALL, "bench", *map(str, words)]
     done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
     assert_harmless(done.stdout + done.stderr)
     return done
 
 
-def checkout(at: Path, checkpoint: str = lightck.__version__) -> Path:
-    """A made-up one, whose bench says that it ran."""
+def checkout(at: Path, version: str = lightck.__version__) -> Path:
+    """Make a fake checkout, whose bench prints that it ran."""
     (at / "bench").mkdir(parents=True)
     (at / "pyproject.toml").write_text('[project]\nname = "lightck"\ndynamic = ["version"]\n\n[tool.x]\nname = "y"\n')
-    if checkpoint == lightck.__version__:  # what a command that stands in it imports is the same lightck
+    if version == lightck.__version__:  # what a command that stands in it imports is the same lightck
         (at / "lightck").symlink_to(Path(lightck.__file__).parent)
     else:
-        package_saying(at, f'"""It."""\n\n__version__ = "{checkpoint}"\n')
+        package_saying(at, f'"""It."""\n\n__version__ = "{version}"\n')
     (at / "bench" / "__init__.py").write_text("")
     (at / "bench" / "command.py").write_text(
         "import click\n"
@@ -62,7 +61,7 @@ def package_saying(root: Path, text: str) -> None:
 
 
 def in_it(cwd: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The command as a process that finds modules in this folder first, as ``python -m`` does."""
+    """Run the command as a process whose first folder on sys.path is ``cwd``, as with ``python -m``."""
     return subprocess.run(
         [*PROGRAM, "bench", *words], cwd=cwd, env=environment(**env), capture_output=True, text=True, check=False
     )
@@ -78,7 +77,7 @@ def test_outside_a_checkout_this_machine_is_measured(tmp_path, folder):
         assert word in done.stdout
     assert "at each step costs" in done.stdout.splitlines()[-2]
     assert done.stdout.splitlines()[-1].startswith("Medians of 5 rounds.")
-    assert f"Measuring in {folder}: as asked for by --pool-dir." in done.stderr
+    assert f"Measuring in {folder}: requested by --pool-dir." in done.stderr
     assert not list(folder.iterdir())
     assert not list(tmp_path.iterdir())
 
@@ -114,14 +113,14 @@ def found(again: Share, ours: float, theirs: float, is_synced: bool = False) -> 
     ("ours", "theirs", "said"),
     [
         (0.034, 0.41, "costs 3.4 % of a step on this medium; torch.save at each step costs 41.0 %."),
-        (0.09, 0.41, 'costs 41.0 %. interval="auto" saves as often as costs at most 3 %.'),
+        (0.09, 0.41, 'costs 41.0 %. interval="auto" saves less often, so that checkpoints cost at most 3 %.'),
         (
             0.02,
             0.41,
             "noise on this medium: 2.0 % of a step, where two equal trainings differ by up to 3.0 %; torch.save",
         ),
-        (-0.2, 0.41, "cannot be told from noise on this medium: -20.0 % of a step"),
-        (0.02, 0.03, "Nothing can be told now: two equal trainings differ by up to 3.0 % of a step, and torch.save"),
+        (-0.2, 0.41, "is within the noise on this medium: -20.0 % of a step"),
+        (0.02, 0.03, "The noise is too large: two equal trainings differ by up to 3.0 % of a step, and torch.save"),
     ],
 )
 def test_the_verdict_claims_no_more_than_equal_trainings_let_it(ours, theirs, said):
@@ -131,9 +130,9 @@ def test_the_verdict_claims_no_more_than_equal_trainings_let_it(ours, theirs, sa
 def test_a_cost_that_may_as_well_be_nothing_is_none():
     speed = found(Share(0, -0.01, 0.01), 0.09, 0.41)
     speed.added["lightck"] = Share(0.09, -0.04, 0.2)
-    assert "cannot be told from noise on this medium: 9.0 % of a step" in verdict_on(speed)
+    assert "is within the noise on this medium: 9.0 % of a step" in verdict_on(speed)
     speed.added["torch.save"] = Share(0.41, -0.04, 0.9)
-    assert verdict_on(speed).startswith("Nothing can be told now")
+    assert verdict_on(speed).startswith("The noise is too large")
 
 
 def test_a_torch_save_that_is_made_durable_is_called_so():
@@ -171,7 +170,7 @@ def test_code_of_a_checkout_runs_where_the_user_stands_in_its_root(tmp_path):
     assert "code of the checkout" not in in_it(root, "machine", "--help").stdout
 
 
-def test_completing_a_word_runs_no_code_of_a_checkout(tmp_path):
+def test_shell_completion_runs_no_code_of_a_checkout(tmp_path):
     root = checkout(tmp_path / "it")
     asked = {"_LIGHTCK_COMPLETE": "bash_complete", "COMP_WORDS": "lightck bench --", "COMP_CWORD": "2"}
     code = "import sys; sys.argv = ['lightck']; from lightck.cli import main; main(prog_name='lightck')"
@@ -187,12 +186,12 @@ def test_a_checkout_of_another_version_is_not_run(tmp_path, monkeypatch):
     done = call("bench", "--checkout", other)
     assert (done.exit_code, done.stdout) == (2, "")
     own = lightck.__version__
-    assert f"{str(other)!r} is a checkout of lightck 9.9.9, and this is lightck {own}" in done.stderr
+    assert f"{str(other)!r} is a checkout of lightck 9.9.9, and lightck {own} is installed" in done.stderr
     assert f"Check out {own} there, or install 9.9.9." in done.stderr
     monkeypatch.chdir(other)
     done = call("bench", "--help")
     assert (done.exit_code, "[TABLE]..." in done.stdout) == (0, False)
-    assert f"The bench of this checkout, of lightck 9.9.9, is not run: this is lightck {own}." in done.stderr
+    assert f"The bench of this checkout (lightck 9.9.9) is not run: the installed lightck is {own}." in done.stderr
 
 
 @pytest.mark.parametrize("lacks", ["everything", "bench", "project", "name", "package", "version"])

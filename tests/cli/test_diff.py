@@ -1,4 +1,4 @@
-"""``lightck diff``: equal means equal in bits, and each difference is found, measured and named by its path."""
+"""``lightck diff``: equal means equal in bits, and each difference is found, measured and shown with its path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightck.cli import compare
 
 
 def saved(path, value=None, model=None, lr=0.05, **options):
-    """A pool with one step of a fixed training, ``value`` in its state."""
+    """Make a pool with one step of a fixed training that has ``value`` in its state."""
     model = net() if model is None else model
     optimizer = adam(model, lr)
 
@@ -182,7 +182,7 @@ BITS = [torch.float4_e2m1fn_x2, torch.bits8, torch.bits16]
 
 
 def differing_bits(folder, dtype, count):
-    """Two pools whose states differ in the first of ``count`` elements."""
+    """Make two pools whose states differ in the first of ``count`` elements."""
     one = torch.zeros(count * dtype.itemsize, dtype=torch.uint8)
     other = one.clone()
     other[0] = 3
@@ -235,7 +235,7 @@ def test_chunks_add_up(monkeypatch):
 
 
 def test_memory_is_bounded_by_the_tensors_not_the_checkpoint(folder, monkeypatch):
-    """No more than the two sides of one tensor are alive at any time."""
+    """At most the two sides of one tensor are in memory at any time."""
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
     pool = folder / "it"
     pool_model(pool, model)
@@ -262,7 +262,7 @@ def pool_model(path, model):
 
 
 def test_the_matrix_s_pools_are_reproducible(folder):
-    """What "equal" in these tests rests on: the same toy training gives the same bits."""
+    """The tests for equality assume this: the same toy training gives the same bits."""
     pool_with(folder / "a")
     pool_with(folder / "b")
     status, facts = call_json("diff", folder / "a", folder / "b")

@@ -1,4 +1,4 @@
-"""``lightck doctor`` on machines that the tests make up: each condition gives its line, with what to do."""
+"""``lightck doctor`` on fake machines: each condition gives a finding with a cure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NFS = Durability(True, False, False, False, "unknown file system", ("made up",),
 
 
 class Fake:
-    """A machine without oddities, to which a test adds one."""
+    """A fake machine without problems, to which a test adds one."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -63,7 +63,7 @@ class Fake:
             raise found
         return found
 
-    def lines(self, path: str | None = None) -> dict[str, checks.Line]:
+    def lines(self, path: str | None = None) -> dict[str, checks.Finding]:
         return {line.topic: line for line in doctor.examine(self.machine(), path)}
 
 
@@ -241,9 +241,9 @@ def test_container_by_environment_or_group(fake):
 def test_slurm_job_with_memory_of_its_own(fake):
     assert "Slurm" not in fake.lines()
     fake.env["SLURM_JOB_ID"] = "4711"
-    assert "may be its own" in fake.lines()["Slurm"].said
+    assert "may be private to it" in fake.lines()["Slurm"].said
     fake.file("/proc/self/mountinfo", "99 35 259:1 /local/4711/.tmp /tmp rw,relatime - ext4 /dev/sda1 rw\n")
-    assert "/tmp belong to this job and vanish with it" in fake.lines()["Slurm"].said
+    assert "/tmp are private to this job and are deleted at its end" in fake.lines()["Slurm"].said
 
 
 def test_files_in_shared_memory_that_go_at_logout(fake):
@@ -265,7 +265,7 @@ def test_files_in_shared_memory_that_go_at_logout(fake):
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "level"),
+    ("version", "level"),
     [(None, "problem"), ("2.8.1", "note"), ("2.9.0+cu128", "ok"), ("2.13.0+cpu", "ok"), ("3.0", "ok")],
 )
 def test_torch(monkeypatch, fake, version, level):

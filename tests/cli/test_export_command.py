@@ -1,4 +1,4 @@
-"""``lightck export`` writes what ``recover`` gives."""
+"""``lightck export`` writes what ``recover`` returns."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_a_pool_is_never_replaced(good, folder, name):
     for options in ([], ["--overwrite"], ["--overwrite", "--format", "torch"]):
         status, facts = call_json("export", good, folder / name, *options)
         assert (status, facts["error"]["class"]) == (2, "ExportExistsError")
-        assert "is a pool. It may hold all" in facts["error"]["message"]
+        assert "is a pool. It may hold the only copy" in facts["error"]["message"]
     assert (folder / name).read_bytes() == before
     assert sorted(p.name for p in folder.iterdir()) == ["good.pool", "other.pool"]
 
 
 def test_what_only_looks_like_a_pool_is_replaced_when_asked(good, folder):
-    """One that was cut to nothing is none."""
+    """A pool file that was truncated to nothing is no pool."""
     empty = folder / "empty.pool"
     empty.touch()
     assert call("export", good, empty, "--overwrite").exit_code == 0

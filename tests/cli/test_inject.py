@@ -1,4 +1,4 @@
-"""``lightck inject`` damages a copy and says what it hit, the other commands find just that, the pool stays whole."""
+"""``lightck inject`` damages a copy and names what it hit; other commands find exactly that; the pool is unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_flipped_bit_of_a_tensor_is_named(good, copy):
     differing = [i for i, (a, b) in enumerate(zip(good.read_bytes(), copy.read_bytes(), strict=True)) if a != b]
     assert differing == [damage["file_offset"]]
     _, found = call_json("verify", copy)
-    assert [each["tensor"] for each in found["versions"][0]["damage"]] == ["model/2.bias"]
+    assert [each["tensor"] for each in found["checkpoints"][0]["damage"]] == ["model/2.bias"]
 
 
 def test_the_text_says_what_was_hit_and_what_to_do_next(good, copy):
@@ -75,8 +75,8 @@ def test_a_seed_repeats_the_damage(good, folder):
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize(("where", "kind"), [("0", "block A"), ("0x1000", "block B"), ("12288", "nothing")])
-def test_an_offset_is_said_in_words(good, copy, where, kind):
+@pytest.mark.parametrize(("where", "kind"), [("0", "block A"), ("0x1000", "block B"), ("12288", "no reader uses")])
+def test_an_offset_is_described(good, copy, where, kind):
     assert kind in call("inject", good, copy, "--flip", where).stdout
 
 
@@ -141,11 +141,11 @@ def test_other_kinds_of_path(made, copy, kind, status):
 
 
 def test_a_pool_without_checkpoints_has_structures_to_hit(made, copy):
-    pool = made("no version yet")
+    pool = made("no checkpoint yet")
     for options in (["--flip"], ["--flip", "payload"], ["--zero-page"], ["--torn-slot"]):
         result = call("inject", pool, copy, *options)
         assert (result.exit_code, copy.exists()) == (2, False)
-        assert "holds no version" in result.stderr
+        assert "holds no checkpoint" in result.stderr
         assert "none was committed yet" in result.stderr
         assert "--flip superblock" in result.stderr
     assert call("inject", pool, copy, "--flip", "table").exit_code == 0
@@ -177,6 +177,6 @@ def test_a_reader_of_the_output_that_goes_away(good, copy):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_torn_slot_keeps_its_line_and_manifest(good, copy):
+def test_a_torn_slot_keeps_its_commit_record_and_manifest(good, copy):
     call("inject", good, copy, "--torn-slot", "--seed", 2)
     assert [v.step for v in checkpoints(copy)] == [4, 3, 2]

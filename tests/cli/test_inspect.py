@@ -1,4 +1,4 @@
-"""What ``lightck inspect`` says is true of the pool, and harmless to the terminal that shows it."""
+"""``lightck inspect`` shows the facts of a pool, and nothing that a terminal would act on."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_checkpoints_sizes_and_parts_are_those_of_the_pool(pool):
     assert facts["pool"]["file_nbytes"] == pool.stat().st_size
     assert facts["pool"]["backend"] == backend_for(str(pool)).name
     assert (facts["pool"]["slots"], facts["holder"]) == (3, None)
-    assert [v["step"] for v in facts["versions"]] == [3, 2, 1]
-    assert [v["newest"] for v in facts["versions"]] == [True, False, False]
+    assert [v["step"] for v in facts["checkpoints"]] == [3, 2, 1]
+    assert [v["newest"] for v in facts["checkpoints"]] == [True, False, False]
     shown = facts["shown"]
     assert shown["tied"] == {"model/extra.weight": "model/inner.0.weight"}
     assert sum(row["elements"] for row in shown["layers"]) == sum(p.numel() for p in model.parameters())
@@ -63,7 +63,7 @@ def test_json_has_the_keys_that_the_page_names(good):
 
 
 def keys_of(facts):
-    """Keys of maps and of maps in lists; what is named by the user's own names is none."""
+    """The keys of all maps, also of those in lists, except for maps whose keys are names of the user."""
     for key, value in facts.items():
         yield key
         if key in ("tied", "state", "made_with"):
@@ -89,29 +89,29 @@ def test_a_damaged_manifest_is_rejected_with_its_reason(good):
         sb.slots[newest.record.slot][0] + sb.manifest_offset + newest.record.manifest_index * sb.manifest_nbytes + 8,
     )
     result = call("inspect", good)
-    assert "rejected: its manifest does not match the commit line" in result.stdout
-    assert "goes on from step 3" in result.stdout
+    assert "rejected: its manifest does not match the commit record" in result.stdout
+    assert "resumes from step 3" in result.stdout
 
 
-def test_a_checkpoint_that_training_went_back_behind_is_dead(good):
+def test_a_checkpoint_newer_than_the_step_resumed_from_is_dead(good):
     damage(good, "model/0.weight", [4])
     model = net()
     optimizer = adam(model)
     lightck.attach(model, good, optimizer=optimizer, resume=True).close()
     _, facts = call_json("inspect", good)
-    assert {v["step"]: v["state"] for v in facts["versions"]} == {3: "committed", 2: "committed", 4: "dead"}
+    assert {v["step"]: v["state"] for v in facts["checkpoints"]} == {3: "committed", 2: "committed", 4: "dead"}
     assert facts["shown"]["step"] == 3
-    assert "dead: training went back behind it" in call("inspect", good).stdout
+    assert "dead: training resumed from an older step" in call("inspect", good).stdout
 
 
 def test_a_checkpoint_that_was_begun_is_named(good):
-    """As if a kill had come right behind the header of the next version."""
+    """As after a kill right after the slot header of the next checkpoint was written."""
     oldest = checkpoints(good)[-1]
     sb, slot = oldest.reader.superblock, oldest.record.slot
     overwrite(good, sb.slots[slot][0], pack_slot_header(77, slot, sb.uuid))
     _, facts = call_json("inspect", good)
     assert facts["unfinished"] == [{"slot": slot, "generation": 77}]
-    assert [v["step"] for v in facts["versions"]] == [4, 3]
+    assert [v["step"] for v in facts["checkpoints"]] == [4, 3]
     assert "generation 77 was cut off by a kill, or given up" in call("inspect", good).stdout
 
 
@@ -125,7 +125,7 @@ def test_names_from_a_pool_cannot_move_the_cursor_or_fake_a_line(pool):
     damage(pool, f"model/{evil}.weight", [2])
     diff = ["diff", pool, "--steps", 1, 2]
     for words in (["inspect", pool], ["inspect", pool, "--tensors"], ["verify", pool], diff):
-        result = call(*words)  # looks at every character
+        result = call(*words)  # checks every character
         said = result.stdout + result.stderr
         assert "x1b[2J" in said, words
         assert "[red]b[_red]" in said, "no markup is interpreted"
@@ -169,7 +169,7 @@ def test_folding_keeps_the_sums():
 
 
 def folded_one_by_one(layers, most):
-    """From the greatest depth on, down to the first that fits."""
+    """The rows by trying each depth from the largest to the first that fits."""
     deepest = max(layer["module"].count(".") + 1 for layer in layers)
     for depth in range(deepest, 0, -1):
         names = list(dict.fromkeys(".".join(layer["module"].split(".")[:depth]) for layer in layers))
@@ -190,7 +190,7 @@ def test_modules_are_folded_as_little_as_fits(seed):
 
 
 class Name(str):
-    """Counts how often it is taken apart."""
+    """Counts how often it is split."""
 
     taken = 0
 
@@ -199,7 +199,7 @@ class Name(str):
         return super().split(*args)
 
 
-def test_deep_names_are_taken_apart_once():
+def test_deep_names_are_split_once():
     layers = [{"module": Name("x." * 300 + str(i)), "tensors": 1} for i in range(50)]
     assert len(importlib.import_module("lightck.cli.inspect").folded(layers)) == 1
     assert Name.taken <= len(layers)
@@ -221,10 +221,16 @@ def test_a_format_of_a_newer_minor_number_is_shown_as_the_pool_has_it(good):
     assert call_json("inspect", good)[1]["pool"]["format"] == "1.7"
 
 
-def test_a_step_that_is_rejected_is_said_to_be_of_no_use(good):
+def test_a_step_that_is_rejected_is_reported_as_unusable(good):
     newest = checkpoints(good)[0]
-    sb, line = newest.reader.superblock, newest.record
-    flip(good, sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes + 8)
+    sb, record = newest.reader.superblock, newest.record
+    flip(good, sb.slots[record.slot][0] + sb.manifest_offset + record.manifest_index * sb.manifest_nbytes + 8)
     result = call("inspect", good, "--step", 4)
     assert result.exit_code == 1
-    assert "No version of step 4 can be used." in result.stdout
+    assert "No checkpoint of step 4 can be used." in result.stdout
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_the_old_name_of_checkpoints_in_json_has_the_same_value(good, command):
+    facts = call_json(command, good)[1]
+    assert facts["versions"] == facts["checkpoints"]

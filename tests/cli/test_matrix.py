@@ -1,4 +1,4 @@
-"""Every command on every kind of path: the exit status, where the words go, and that nothing was touched."""
+"""Every command on every kind of path: the exit status, the stream of the output, and that no file was changed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from toys import adam, child_that_holds, net, pool_with, running_child, train
 
 import lightck
 
-OK, BAD, TROUBLE = 0, 1, 2
+OK, BAD, FAILED = 0, 1, 2
 COMMANDS = ("inspect", "verify", "verify --deep", "diff", "export")
 EXPECTED = {
     "good": (OK, OK, OK, OK, OK),
-    "newest damaged": (OK, BAD, BAD, TROUBLE, OK),
-    "all damaged": (OK, BAD, BAD, TROUBLE, BAD),
-    "truncated": (BAD, BAD, BAD, TROUBLE, BAD),
-    "foreign": (TROUBLE,) * 5,
-    "empty file": (TROUBLE,) * 5,
-    "folder": (TROUBLE,) * 5,
+    "newest damaged": (OK, BAD, BAD, FAILED, OK),
+    "all damaged": (OK, BAD, BAD, FAILED, BAD),
+    "truncated": (BAD, BAD, BAD, FAILED, BAD),
+    "foreign": (FAILED,) * 5,
+    "empty file": (FAILED,) * 5,
+    "folder": (FAILED,) * 5,
     "link": (OK,) * 5,
-    "missing": (TROUBLE,) * 5,
-    "no version yet": (OK, OK, OK, TROUBLE, TROUBLE),
+    "missing": (FAILED,) * 5,
+    "no checkpoint yet": (OK, OK, OK, FAILED, FAILED),
 }
 CELLS = [(kind, command, row[i]) for kind, row in EXPECTED.items() for i, command in enumerate(COMMANDS)]
 
@@ -46,7 +46,7 @@ def fingerprint(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Without the times: the pages of an open pool are made ready in the background, which counts as a write."""
+    """Contents without times: allocating an open pool's pages in the background changes the time of its file."""
     return {name: content for name, (content, _) in fingerprint(folder).items()}
 
 
@@ -100,7 +100,7 @@ def test_each_command_on_a_pool_that_is_open_elsewhere(command, pool, good, tmp_
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_drops_the_lock_of_a_session_in_this_process(command, pool, good, tmp_path):
-    """A record lock goes when any descriptor of its file is closed."""
+    """The kernel drops a record lock when the process closes any descriptor of the file."""
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
@@ -131,7 +131,7 @@ def test_each_command_on_a_pool_that_is_written_all_the_time(command, pool, tmp_
             (tmp_path / "ready").touch()
             while not stop.exists():
                 train(model, optimizer, 1)
-                time.sleep(0.02)  # the shortest step of a training that anybody looks into
+                time.sleep(0.02)  # the step time of a fast training
 
     with running_child(work):
         try:
@@ -139,7 +139,7 @@ def test_each_command_on_a_pool_that_is_written_all_the_time(command, pool, tmp_
                 time.sleep(0.01)
             for number in range(5):
                 result = call(*words(command, pool, pool, tmp_path / f"{number}.safetensors"))
-                # The two sides of a diff are read one after the other, and may be two versions.
+                # diff reads its two sides one after the other, so they may be two checkpoints.
                 assert result.exit_code in ((OK, BAD) if command == "diff" else (OK,)), result.output
         finally:
             stop.touch()

@@ -1,4 +1,4 @@
-"""The command as a process: pipes, terminals, signals, encodings, and how little it loads."""
+"""The command as a process: pipes, terminals, signals, encodings, and which modules it imports."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_a_closed_pipe_is_silent(good):
 
 
 def closed(*descriptors):
-    """For a child: without these, as ``>&-`` and ``2>&-`` of a shell leave it."""
+    """A preexec function that closes these descriptors, as ``>&-`` and ``2>&-`` do in a shell."""
     return lambda: [os.close(each) for each in descriptors]
 
 
 @pytest.mark.parametrize("words", [["inspect", "POOL"], ["verify", "POOL"], ["diff", "POOL", "POOL"], ["--help"]])
-def test_a_closed_standard_output_is_said_and_no_damage(good, words):
+def test_a_closed_standard_output_is_an_error_and_no_damage(good, words):
     words = [*PROGRAM, *(str(good) if word == "POOL" else word for word in words)]
     done = subprocess.run(
         words, env=environment(), stderr=subprocess.PIPE, text=True, preexec_fn=closed(1), check=False
@@ -60,8 +60,8 @@ def test_a_closed_standard_output_is_said_and_no_damage(good, words):
 
 @pytest.mark.parametrize("buffering", ["0", "1"])
 @pytest.mark.parametrize("words", [["inspect", "POOL"], ["inspect", "POOL", "--json"], ["doctor"], ["--help"]])
-def test_an_output_without_room_is_said_to_be_the_output(good, tmp_path, words, buffering):
-    """RLIMIT_FSIZE: a write beyond it fails as one on a full disk does, and only in part."""
+def test_an_output_without_room_is_reported_as_such(good, tmp_path, words, buffering):
+    """A write beyond RLIMIT_FSIZE fails as on a full disk, after a part of it was written."""
     words = [*PROGRAM, *(str(good) if word == "POOL" else word for word in words)]
     env = {**environment(), "PYTHONUNBUFFERED": "" if buffering == "0" else "1"}
     with open(tmp_path / "out", "wb") as out:
@@ -80,7 +80,7 @@ def test_an_output_without_room_is_said_to_be_the_output(good, tmp_path, words, 
 
 
 def test_a_closed_standard_error_changes_no_status(good):
-    """Not even where a progress bar asks whether it is a terminal."""
+    """Not even where the progress bar checks whether stderr is a terminal."""
     code = (
         "import sys; from lightck.cli import main, output\n"
         "output.LONG_NBYTES = 0\n"
@@ -145,7 +145,7 @@ def test_an_interrupt_ends_quietly_with_130(good, monkeypatch):
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "\ninterrupted\n")
 
 
-def test_a_mistake_of_ours_says_nothing_of_the_pool(good, monkeypatch):
+def test_a_bug_in_lightck_says_nothing_about_the_pool(good, monkeypatch):
     def mistaken(*_):
         raise ZeroDivisionError("in our code")
 
@@ -154,11 +154,11 @@ def test_a_mistake_of_ours_says_nothing_of_the_pool(good, monkeypatch):
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "ZeroDivisionError: in our code" in result.stderr
-    assert "\nerror: This is a mistake in lightck, and says nothing of the pool." in result.stderr
+    assert "\nerror: This is a bug in lightck, and says nothing about the pool." in result.stderr
 
 
 def test_the_process_that_has_the_pool_is_named_without_its_tricks(pool):
-    """Its command line is whatever it likes: escapes in it stay text."""
+    """A process can put escapes into its command line; they are shown as text."""
     words = [sys.executable, "-c", TRAIN, str(pool), "\x1b]0;title\x07evil"]
     with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) as training:
         try:
@@ -322,8 +322,8 @@ def test_commands_and_pools_are_completed(good, folder):
     assert completed("lightck", "export", "good.pool", "x", "--format", "t", cwd=here) == ["plain,torch"]
 
 
-def test_a_program_that_calls_a_command_prints_on(tmp_path, monkeypatch):
-    """As ``runpy`` and notebooks do: the standard output is theirs again."""
+def test_a_program_that_calls_a_command_can_print_afterwards(tmp_path, monkeypatch):
+    """As ``runpy`` and notebooks do: afterwards they get their standard output back."""
     path = tmp_path / "out"
     with open(path, "w") as out, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", out)

@@ -1,4 +1,4 @@
-"""``lightck trace``: numbers and picture of a recording, and what it makes of files that are none."""
+"""``lightck trace``: the numbers and the picture of a recording, and errors for other files."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_numbers_of_each_step(file):
 def test_a_picture_of_a_step_or_a_range(file, tmp_path, chosen):
     out = tmp_path / "out.svg"
     assert call("trace", file, "--svg", out, *chosen).exit_code == 0
-    reported = texts(out)
-    assert {"forward", "backward", "update", "commit"} <= set(reported)
+    words = texts(out)
+    assert {"forward", "backward", "update", "commit"} <= set(words)
     if chosen[:1] == ["--step"]:
-        assert "step 3" in reported
+        assert "step 3" in words
 
 
 def test_a_picture_that_is_there_is_kept_unless_asked(file, tmp_path):
@@ -74,7 +74,7 @@ def test_a_picture_that_is_there_is_kept_unless_asked(file, tmp_path):
     out.write_text("precious")
     refused = call("trace", file, "--svg", out)
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr.endswith("Name another, or pass --overwrite.\n")
+    assert refused.stderr.endswith("Name another path, or pass --overwrite.\n")
     assert out.read_text() == "precious"
     assert call("trace", file, "--svg", out, "--overwrite").exit_code == 0
     assert texts(out)
@@ -195,7 +195,7 @@ def test_what_is_no_file_is_refused(tmp_path):
 
 
 def test_text_of_a_trace_is_only_text(recorded, tmp_path):
-    """In the picture, and on a terminal (``call`` looks at that)."""
+    """In the picture, and on a terminal (``call`` checks that)."""
     found = json.loads(json.dumps(recorded))
     evil = "</text><script>alert(1)</script>&\"'\x1b[31m\x00\ud800\u202e]]>"
     found["otherData"].update(model=evil, medium=evil, compiled=[evil, 3], dropped=-5)
@@ -209,7 +209,7 @@ def test_text_of_a_trace_is_only_text(recorded, tmp_path):
     file.write_text(json.dumps(found))
     assert call("trace", file, "--svg", out, "--to", 1e6).exit_code == 0
     assert call_json("trace", file)[0] == 0
-    assert any("<script>" in reported for reported in texts(out))
+    assert any("<script>" in text for text in texts(out))
     assert "<script>" not in out.read_text()
 
 

@@ -1,4 +1,4 @@
-"""``lightck verify`` finds every kind of damage, names it, and does not take the traces of a kill for damage."""
+"""``lightck verify`` finds and names every kind of damage, and does not report what a kill leaves as damage."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def superblock(pool):
         reader.close()
 
 
-def position_of(line, pool):
+def position_of(record, pool):
     reader = open_pool(str(pool))
     try:
-        return next(position for position, other in reader.commit_log().records.items() if other == line)
+        return next(position for position, other in reader.commit_log().records.items() if other == record)
     finally:
         reader.close()
 
@@ -37,7 +37,7 @@ def test_a_damaged_tensor_is_named_with_its_block(good):
     damage(good, "optimizer/0.weight/exp_avg", [4])
     status, facts = call_json("verify", good)
     assert status == 1
-    newest = facts["versions"][0]
+    newest = facts["checkpoints"][0]
     assert newest["damage"] == [
         {
             "tensor": "optimizer/0.weight/exp_avg",
@@ -50,9 +50,9 @@ def test_a_damaged_tensor_is_named_with_its_block(good):
 def test_only_deep_reads_the_blocks_of_older_checkpoints(good):
     damage(good, "model/0.weight", [2])
     status, facts = call_json("verify", good)
-    assert (status, [v["blocks"] for v in facts["versions"]]) == (0, ["verified", "not read", "not read"])
+    assert (status, [v["blocks"] for v in facts["checkpoints"]]) == (0, ["verified", "not read", "not read"])
     status, facts = call_json("verify", good, "--deep")
-    assert (status, [v["blocks"] for v in facts["versions"]]) == (1, ["verified", "verified", "damaged"])
+    assert (status, [v["blocks"] for v in facts["checkpoints"]]) == (1, ["verified", "verified", "damaged"])
     assert call("verify", good, "--step", 2).exit_code == 1
     assert call("verify", good, "--step", 3).exit_code == 0
 
@@ -61,7 +61,7 @@ def test_every_damaged_tensor_is_counted_and_the_text_stays_short(good):
     for name in checkpoints(good)[0].entries:
         damage(good, name, [4])
     _, facts = call_json("verify", good)
-    assert len(facts["versions"][0]["damage"]) == 16
+    assert len(facts["checkpoints"][0]["damage"]) == 16
     result = call("verify", good)
     assert "and 6 more tensors" in result.stdout
     assert len(result.stdout.splitlines()) < 20
@@ -78,29 +78,31 @@ def test_each_copy_of_superblock_and_table_is_checked(good, copy):
     assert facts["recoverable_step"] == 4
 
 
-def test_a_damaged_line_and_a_damaged_header_are_found(good):
+def test_a_damaged_commit_record_and_a_damaged_header_are_found(good):
     sb, newest = superblock(good), checkpoints(good)[0]
     position = position_of(newest.record, good)
     flip(good, sb.commit_record_offset(position) + 20)
     flip(good, sb.slots[newest.record.slot][0] + 3)
     status, facts = call_json("verify", good)
     assert status == 1
-    assert set(structures(facts)) == {f"commit line {position}", f"header of slot {newest.record.slot}"}
+    assert set(structures(facts)) == {f"commit record {position}", f"header of slot {newest.record.slot}"}
     assert facts["recoverable_step"] == 3
 
 
 def test_a_damaged_manifest_is_found(good):
     newest = checkpoints(good)[0]
-    sb, line = newest.reader.superblock, newest.record
-    flip(good, sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes + 200)
+    sb, record = newest.reader.superblock, newest.record
+    flip(good, sb.slots[record.slot][0] + sb.manifest_offset + record.manifest_index * sb.manifest_nbytes + 200)
     status, facts = call_json("verify", good)
     assert status == 1
-    assert facts["versions"][0]["damage"] == [{"tensor": None, "reason": "its manifest does not match the commit line"}]
+    assert facts["checkpoints"][0]["damage"] == [
+        {"tensor": None, "reason": "its manifest does not match the commit record"}
+    ]
 
 
 @pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed", "body", "word", "ack"])
 def test_what_a_kill_leaves_behind_is_no_damage(pool, site):
-    pool_with(pool, steps=LINES + 4)  # the ring is full: a line is written over an old one
+    pool_with(pool, steps=LINES + 4)  # the commit log is full: each record overwrites an old one
 
     def die():
         model = net()
@@ -115,7 +117,7 @@ def test_what_a_kill_leaves_behind_is_no_damage(pool, site):
     assert facts["recoverable_step"] == lightck.recover(pool).step
 
 
-def test_a_restart_that_was_killed_in_its_adoption_line_is_no_damage(pool):
+def test_a_restart_that_was_killed_in_its_adoption_record_is_no_damage(pool):
     pool_with(pool, steps=LINES + 4)
 
     def die():
@@ -127,18 +129,18 @@ def test_a_restart_that_was_killed_in_its_adoption_line_is_no_damage(pool):
     status, facts = call_json("verify", pool)
     assert status == 0, facts
     assert [s["note"] for s in facts["structures"] if s["note"]] == [
-        "it lacks its last store, as a commit that a kill cut off; its version is not used"
+        "it lacks its last store, as after a kill during a commit; its checkpoint is not used"
     ]
 
 
-def test_every_flipped_bit_of_a_line_in_use_is_called_damage(good):
-    """A line that lost a bit is not taken for one that was cut off."""
+def test_every_flipped_bit_of_a_used_commit_record_is_damage(good):
+    """A record with a flipped bit is not mistaken for one that was cut off."""
     sb, content = superblock(good), good.read_bytes()
     used = position_of(checkpoints(good)[0].record, good)
     for byte in (0, 1, 7, *range(8, 64, 5)):
         flip(good, sb.commit_record_offset(used) + byte)
         status, facts = call_json("verify", good)
-        assert (status, set(structures(facts))) == (1, {f"commit line {used}"}), byte
+        assert (status, set(structures(facts))) == (1, {f"commit record {used}"}), byte
         good.write_bytes(content)
 
 
@@ -147,5 +149,5 @@ def test_a_pool_whose_commit_records_are_erased_is_damaged(good, tmp_path):
     assert call("inject", good, erased, "--zero-page", "line").exit_code == OK
     result = call("verify", erased)
     assert result.exit_code == BAD
-    assert "all are erased" in result.stdout
+    assert "all records are erased" in result.stdout
     assert "empty" not in result.stdout

@@ -1,7 +1,7 @@
-"""Tools for testing that a pool survives what it promises to survive. Not needed for training.
+"""Tools for crash tests of pools.
 
-``trace`` reads what the choke point recorded, ``persistence`` and ``fates`` say what a power cut may leave of it,
-``cuts`` which images are built, ``recording`` runs a training and keeps trace and truth, ``simulator`` recovers each
-image with the shipped ``lightck.recover`` (docs/power-cut.md). ``memory`` is a second backend, for tests of the seam.
+``trace`` reads the events of the choke point, ``persistence`` and ``fates`` model what a power cut may leave of them,
+``cuts`` chooses the images, ``recording`` runs a training and keeps its trace and its true states, ``simulator``
+recovers each image with ``lightck.recover`` (docs/power-cut.md). ``memory`` is a second backend, for tests of backends.
 ``campaign``, ``campaigns/`` and ``evidence`` inject faults by the thousand: ``python -m crash``.
 """

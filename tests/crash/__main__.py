@@ -1,4 +1,4 @@
-"""``python -m crash CAMPAIGN``: play a campaign, show what it came to, exit 1 where a promise was broken."""
+"""``python -m crash CAMPAIGN``: runs a campaign and prints its counts; exit status 1 if a promise was broken."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from crash.campaign import Campaign, Order
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.argument("name", metavar="[CAMPAIGN]", type=click.Choice(campaigns.NAMES), required=False)
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Draw the same trials again. [default: another one]")
-@click.option("--count", type=click.IntRange(1), metavar="N", help="How many trials. [default: as few as CI plays]")
-@click.option("--long", "is_long", is_flag=True, help="As many trials as the evidence in docs/evidence is made of.")
-@click.option("--trial", type=click.IntRange(0), metavar="K", help="Only this trial, to see a finding again.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    help="The seed of the trials. [default: random]",
+)
+@click.option("--count", type=click.IntRange(1), metavar="N", help="The number of trials. [default: that of CI]")
+@click.option("--long", "is_long", is_flag=True, help="Run as many trials as for the results in docs/evidence.")
+@click.option("--trial", type=click.IntRange(0), metavar="K", help="Run only this trial, to repeat a finding.")
 @click.option("--backend", type=click.Choice(["file", "pmdk"]), default="file", show_default=True, help="Kind of pool.")
 @click.option(
     "--dir",
     "folder",
     type=click.Path(exists=True, file_okay=False),
     metavar="DIR",
-    help="Where to make pools. [default: /dev/shm]",
+    help="The folder for pools. [default: /dev/shm]",
 )
 @click.option(
     "--out",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Keep the result there as CAMPAIGN-BACKEND.json.",
+    help="Write the result to CAMPAIGN-BACKEND.json in this folder.",
 )
 def main(
     name: str | None,

@@ -1,9 +1,8 @@
 """A campaign: one kind of fault, injected again and again, each trial drawn from the seed and its own number.
 
-So a trial can be repeated alone (``--trial``), whatever ran before it. A trial ends in one of three ways that are right
-(exact, older exact, typed error where nothing was promised), which the campaign counts by names of its own, or in a
-*finding*. What a finished campaign counted is a ``Result``; kept in ``docs/evidence/`` it is what
-``docs/guarantees.md`` cites.
+So a trial can be repeated alone (``--trial``), independent of earlier ones. A trial has one of three right outcomes
+(exact, older exact, typed error where nothing was promised), which the campaign counts under its own names, or it is a
+*finding*. ``docs/guarantees.md`` cites the counts, which ``docs/evidence/`` keeps.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one run of a campaign is asked to do."""
+    """The parameters of one run of a campaign."""
 
     seed: int
     trials: range
-    """Numbers of the trials, of which each is the same in every run with this seed."""
+    """The numbers of the trials; a seed and a number determine a trial."""
     backend: str
-    """``file`` or ``pmdk``: what the pools of the campaign are, where they may be either."""
+    """The backend of the pools: ``file`` or ``pmdk``."""
     folder: str
-    """An empty folder for pools, removed at the end by who made it."""
+    """An empty folder for pools, which the caller removes."""
     say: Callable[[str], None] = field(default=lambda _: None)
-    """Takes a line of progress."""
+    """Called with each line of progress."""
 
     def rng(self, trial: int) -> random.Random:
-        """The source of every choice of this trial."""
+        """The random generator for all choices of a trial."""
         return random.Random(f"{self.seed}:{trial}")
 
 
@@ -46,7 +45,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Tally:
-    """What the trials so far came to."""
+    """The counts and findings of the trials so far."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """By name of what was counted: ``kills``, ``images``, ``exact``, ``older``, ..."""
@@ -58,15 +57,15 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """One kind of fault. ``run`` plays the trials of an order and returns what they came to."""
+    """One kind of fault. ``run`` runs the trials of an order and returns their tally."""
 
     name: str
     summary: str
-    """One line: what is done, and what must hold."""
+    """One line: the fault, and what must hold."""
     small: int
-    """How many trials CI plays: seconds, not minutes."""
+    """The number of trials in CI: seconds, not minutes."""
     long: int
-    """How many the evidence in ``docs/evidence/`` is made of."""
+    """The number of trials for the results in ``docs/evidence/``."""
     run: Callable[[Order], Tally]
     backends: tuple[str, ...] = ("file", "pmdk")
-    """Pools it can be played on."""
+    """The backends that it supports."""

@@ -1,6 +1,7 @@
 """The images of one crash point: all of them where that is few, else a choice that is drawn from a seed.
 
-An image is told by what differs from one of two: everything arrived, or nothing. Knows nothing of pools and files.
+An image is described by its difference from one of two: every store arrived, or none. This module is independent of
+pools and files.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One of them."""
+    """One crash image."""
 
     is_bare: bool
-    """Whether ``but`` is told from "nothing arrived"; else from "everything arrived"."""
+    """Whether ``but`` is the difference from "nothing arrived"; else from "everything arrived"."""
     but: Mapping[int, Content]
     """Number of a fate -> its content."""
 
@@ -36,8 +37,8 @@ ALL, NOTHING = Image(False, {}), Image(True, {})
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
-    """How closely to look at one crash point."""
+class Limits:
+    """How many images of one crash point are built."""
 
     budget: int = 1024
     """Every combination is built where there are at most so many."""
@@ -58,19 +59,19 @@ VITAL, METADATA, PAYLOAD = range(3)
 
 
 def images(
-    fates: Sequence[Fate], kinds: Sequence[int], look: Signature, rng: random.Random
+    fates: Sequence[Fate], kinds: Sequence[int], limits: Limits, rng: random.Random
 ) -> Iterator[tuple[str, Image]]:
-    """(how it came about, image), each once as far as that is cheap to know."""
+    """(how it came about, image), without duplicates as far as they are cheap to find."""
     yield "everything arrived", ALL
     if not fates:
         return
-    if _is_small(fates, look.budget):
+    if _is_small(fates, limits.budget):
         yield from (("one of all", Image(False, but)) for but in _all(fates, range(len(fates))) if but)
         return
     # Nearly everything arrived, then nearly nothing: from one image to the next little changes.
-    tried = {i: _some(fates[i], look, rng) for i in _picked(kinds, look, rng)}
+    tried = {i: _some(fates[i], limits, rng) for i in _picked(kinds, limits, rng)}
     vital = [i for i, kind in enumerate(kinds) if kind == VITAL]
-    metadata = list(_all(fates, vital)) if _is_small([fates[i] for i in vital], look.budget) else []
+    metadata = list(_all(fates, vital)) if _is_small([fates[i] for i in vital], limits.budget) else []
     for i, contents in tried.items():
         yield from (("one lost", Image(False, {i: content})) for content in contents if content != fates[i].newest)
     yield from (("metadata", Image(False, but)) for but in metadata)
@@ -79,8 +80,8 @@ def images(
         yield from (("one arrived", Image(True, {i: content})) for content in contents if content != fates[i].lost)
     for but in metadata:
         yield "metadata alone", Image(True, {i: but.get(i, fates[i].newest) for i in vital})
-    yield from _prefixes(fates, look, rng)
-    for _ in range(look.masks):
+    yield from _prefixes(fates, limits, rng)
+    for _ in range(limits.masks):
         yield "mask", _mask(fates, rng)
 
 
@@ -99,24 +100,24 @@ def _all(fates: Sequence[Fate], which: Sequence[int]) -> Iterator[Mapping[int, C
         yield {i: content for i, content in zip(which, contents, strict=True) if content != newest[i]}
 
 
-def _picked(kinds: Sequence[int], look: Signature, rng: random.Random) -> list[int]:
+def _picked(kinds: Sequence[int], limits: Limits, rng: random.Random) -> list[int]:
     picked: list[int] = []
-    for kind, most in ((VITAL, len(kinds)), (METADATA, look.metadata), (PAYLOAD, look.payload)):
+    for kind, most in ((VITAL, len(kinds)), (METADATA, limits.metadata), (PAYLOAD, limits.payload)):
         of_kind = [i for i, known in enumerate(kinds) if known == kind]
         picked += of_kind if len(of_kind) <= most else sorted(rng.sample(of_kind, most))
     return picked
 
 
-def _some(fate: Fate, look: Signature, rng: random.Random) -> list[Content]:
-    if fate.count() <= look.contents:
+def _some(fate: Fate, limits: Limits, rng: random.Random) -> list[Content]:
+    if fate.count() <= limits.contents:
         return fate.contents()
-    return list(dict.fromkeys([fate.lost, fate.newest, *(fate.draw(rng) for _ in range(look.contents))]))
+    return list(dict.fromkeys([fate.lost, fate.newest, *(fate.draw(rng) for _ in range(limits.contents))]))
 
 
-def _prefixes(fates: Sequence[Fate], look: Signature, rng: random.Random) -> Iterator[tuple[str, Image]]:
+def _prefixes(fates: Sequence[Fate], limits: Limits, rng: random.Random) -> Iterator[tuple[str, Image]]:
     order = sorted(range(len(fates)), key=lambda i: fates[i].first)
     places = range(1, len(order))
-    for at in places if len(places) <= look.prefixes else sorted(rng.sample(places, look.prefixes)):
+    for at in places if len(places) <= limits.prefixes else sorted(rng.sample(places, limits.prefixes)):
         yield "first ones arrived", Image(False, {i: fates[i].lost for i in order[at:]})
         yield "last ones arrived", Image(False, {i: fates[i].lost for i in order[:at]})
 

@@ -27,7 +27,7 @@ CONTAINER = "container"
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A pool's file at rest, and how its parts looked at earlier times and in another pool."""
+    """A pool's file that is not in use, its earlier contents, and the file of another pool."""
 
     good: bytes
     places: Extents
@@ -200,7 +200,7 @@ class Damages:
         )
 
     def _both_copies(self, rng: random.Random) -> Damage:
-        """The two copies of something that exists twice, or parts of two versions, each with a flipped bit."""
+        """The two copies of a structure that exists twice, or parts of two checkpoints, each with a flipped bit."""
         parts = rng.choice(
             (
                 [p for p in self.image.parts if p.kind == anatomy.SUPERBLOCK],

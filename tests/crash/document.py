@@ -39,8 +39,8 @@ _CHECKED_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class BaseVersion:
-    """A committed version: where its parts lie, and what they are."""
+class BaseCheckpoint:
+    """A committed checkpoint: the places and the contents of its parts."""
 
     position: int
     slot: int
@@ -56,7 +56,7 @@ class BaseVersion:
 
 
 class Base:
-    """The structures of a good pool, newest version first."""
+    """The structures of a good pool, newest checkpoint first."""
 
     def __init__(self, reader: PoolReader) -> None:
         sb = reader.superblock
@@ -71,17 +71,17 @@ class Base:
         self.payload = [reader.read(off, _CHECKED_MAX + sb.payload_offset) for off, _ in sb.slots]
         positions = {record.generation: at for at, record in reader.commit_log().records.items()}
         found = [v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)]
-        self.checkpoints = [_base_version(reader, v, positions[v.record.generation]) for v in found]
+        self.checkpoints = [_base_checkpoint(reader, v, positions[v.record.generation]) for v in found]
 
 
-def _base_version(reader: PoolReader, v: StoredCheckpoint, position: int) -> BaseVersion:
+def _base_checkpoint(reader: PoolReader, v: StoredCheckpoint, position: int) -> BaseCheckpoint:
     sb = reader.superblock
     at = sb.slots[v.record.slot][0] + sb.manifest_offset + v.record.manifest_index * sb.manifest_nbytes
     raw = reader.read(at, v.record.manifest_nbytes)
     records = raw[MANIFEST_HEADER_NBYTES : MANIFEST_HEADER_NBYTES + v.header.n_records * TENSOR_RECORD_NBYTES]
     crcs = raw[v.header.crcs_offset : v.header.crcs_offset + 4 * v.header.crcs_count]
     extras = raw[v.header.extras_offset : v.header.extras_offset + v.header.extras_nbytes]
-    return BaseVersion(
+    return BaseCheckpoint(
         position,
         v.record.slot,
         at,
@@ -98,9 +98,9 @@ def _base_version(reader: PoolReader, v: StoredCheckpoint, position: int) -> Bas
 
 @dataclass(slots=True)
 class Manifest:
-    """One version's manifest in this edition. ``over``: put over the header when all else is in place."""
+    """One checkpoint's manifest in this edition. ``over``: put over the header when all else is in place."""
 
-    base: BaseVersion
+    base: BaseCheckpoint
     records: bytes
     crcs: bytes
     extras: bytes
@@ -146,7 +146,7 @@ class Document:
         self.is_sealed = True
 
     def record(self, position: int) -> bytearray:
-        """The line at this position, to be changed."""
+        """The commit record at this position, to be changed."""
         return self.records.setdefault(position, bytearray(self.base.records[position]))
 
     def slot_header(self, slot: int) -> bytearray:

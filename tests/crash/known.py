@@ -44,7 +44,7 @@ class Plan:
     """Steps between pins, each held for half as many; 0: none."""
     flush_every: int
     closes: str
-    """``forward`` or ``end_step``: what closes a version."""
+    """``forward`` or ``end_step``: what closes a checkpoint."""
     think: float
     """Seconds that a forward takes at most."""
 
@@ -149,7 +149,7 @@ def build(plan: Plan) -> tuple[Known, torch.optim.Optimizer]:
 
 
 def expected(plan: Plan, step: int) -> dict[str, torch.Tensor]:
-    """Everything that a version of this step holds: by name, momentum buffers by their parameter's number."""
+    """Everything that the checkpoint of this step holds: by name, momentum buffers by their parameter's number."""
     late = _late(plan, step)
     held = {name: _at(plan, name, n, _updated_at(plan, name, step)) for name, n in _trained(plan).items()}
     held |= {f"frozen{i}": _at(plan, f"frozen{i}", n, 0) for i, n in enumerate(plan.frozen)}

@@ -1,8 +1,8 @@
-"""What a pool has to hold after each death of the training of ``known``, and whether it does.
+"""Checks what a pool has to hold after each death of the training of ``known``.
 
-The promise, from what the victims told: never older than what was acknowledged, nor than the last finished update less
-interval x (slots - 1); never a step that was not begun; every byte that of its step; a held version is there; recovery
-writes nothing.
+The promise, judged by what the victims reported: never older than what was acknowledged, nor than the last finished
+update less interval x (slots - 1); never a step that was not begun; every byte that of its step; a held checkpoint is
+there; recovery writes nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Ledger:
     plan: Plan
     path: str
     least: int = 0
-    """The newest step that has to be there; 0: there need not be any."""
+    """The oldest step that recovery may return; 0: recovery may find none."""
     most: int = 0
-    """The newest that can be there."""
+    """The newest step that recovery can return."""
     held: set[int] = field(default_factory=set)
     """Pinned by the process that died last."""
     is_lost: bool = False
-    """Damage was done to the only version: a typed error is right."""
+    """The only checkpoint was damaged: a typed error is right."""
 
     def note(self, story: Story, slots: int) -> None:
-        """Raises ``BrokenError`` where what it told is wrong already."""
+        """Raises ``BrokenError`` if its reports already break the promise."""
         for trace in story.of("error"):
             raise BrokenError(f"an error in the training: {trace}")
         started = story.of("attached")

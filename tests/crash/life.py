@@ -1,4 +1,4 @@
-"""The life of a pool, from its creation to a resume, for faults to strike at, and the truth about it.
+"""The life of a pool, from its creation to a resume, in which faults are injected, and its true states.
 
 ``Life.live`` goes through it as a user would who catches lightck's errors and tries again; ``Life.aftermath`` then
 looks at what is left once the fault is gone. Every promise that does not hold is noted in ``broken``. Which state
@@ -195,16 +195,16 @@ class Life:
         return False
 
     def _expect_reported_again(self, session: lightck.Session, training: Training) -> None:
-        """At the next step, which changes nothing, and (see ``_closed``) at close."""
+        """Check that the next step raises the failure of the background, as does close (see ``_closed``)."""
         before = training.digest()
         error = self._reported(training.optimizer.step)
         if not isinstance(error, BackgroundError) or training.digest() != before:
-            self.broken.append(f"a failure of the background was not told by the next step (it told {error!r})")
+            self.broken.append(f"a failure in the background was not raised by the next step (it raised {error!r})")
 
     def _closed(self, session: lightck.Session) -> bool:
         error = self._reported(session.close)
         if self._has_failed and error is None:
-            self.broken.append("a failure of the background was told by the step and not by close")
+            self.broken.append("a failure in the background was raised by the step and not by close")
         self.acknowledge(session)
         if error is None and session.committed != self.updates:
             self.broken.append(f"close went well at step {self.updates}, and {session.committed} is what is committed")
@@ -220,7 +220,7 @@ class Life:
         self._note.step = self.acknowledged
 
     def _reported(self, work: Callable[[], object]) -> LightckError | None:
-        """The error that it raised, which has to be one of lightck's, with a fact, a reason and a cure."""
+        """Check that the raised error is one of lightck's, with a fact, a reason and a cure."""
         try:
             work()
         except LightckError as err:
@@ -236,7 +236,7 @@ class Life:
     # -- once it is gone -------------------------------------------------------------------------------------
 
     def aftermath(self) -> None:
-        """What was acknowledged is there, exact; the pool takes the training to its end; nothing is left over."""
+        """Check that the acknowledged step is there, the training can finish, and no file or thread is left over."""
         gc.collect()
         self._expect_nothing_open(self._before, "the end")
         self._recovered()
@@ -320,7 +320,7 @@ def _where(err: BaseException) -> str:
 
 
 def _open_things(folder: str) -> set[str]:
-    """Threads, descriptors and mappings of this process."""
+    """The threads, descriptors and mappings of this process."""
     things = {f"thread {thread}" for thread in os.listdir("/proc/self/task")}
     for fd in os.listdir("/proc/self/fd"):
         try:

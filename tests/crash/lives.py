@@ -1,6 +1,6 @@
 """The life of one pool of ``known`` content: processes that train in it, one after the other, and what is left of it.
 
-Also damage to the newest version, by the places that its own structures name.
+Also damage to the newest checkpoint, by the places that its own structures name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Life:
         refusal: type[LightckError] | None = None,
     ) -> Story:
         """A process that attaches and trains, and what has to be there after its end. ``before`` runs in it first;
-        a ``refusal`` may end it, and is told as such."""
+        a ``refusal`` may end it, and is reported as such."""
         reported = story(partial(self._train, slots, steps, before, refusal), kill)
         self.history.append(f"{kill or 'no kill'}, {slots} slots: {reported}")
         self.ledger.note(reported, slots)
@@ -88,7 +88,7 @@ class Life:
 
     @property
     def file(self) -> int | None:
-        """Which file lies at the path: another one after a new layout."""
+        """The identity of the file at the path, which changes with a relayout."""
         return os.stat(self.path).st_ino if os.path.exists(self.path) else None
 
 
@@ -105,7 +105,7 @@ def intact(path: str) -> list[int]:
 
 
 def places_in_newest(path: str) -> dict[str, tuple[int, int]]:
-    """Structure -> offset and length, in the newest version of a pool."""
+    """Structure -> offset and length, of the newest checkpoint of a pool."""
     with closing(open_pool(path)) as reader:
         checkpoint = next(v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint))
         sb, record = reader.superblock, checkpoint.record
@@ -119,13 +119,13 @@ def places_in_newest(path: str) -> dict[str, tuple[int, int]]:
                 record.manifest_nbytes,
             ),
             "slot header": (slot, 64),
-            "commit line": (sb.commit_record_offset(at), 64),
+            "commit record": (sb.commit_record_offset(at), 64),
             "superblock": (0, 4096),
         }
 
 
 def flip(path: str, offset: int, nbytes: int, rng: random.Random) -> None:
-    """One bit of this part of the pool, behind everybody's back."""
+    """Flip one bit of this part of the pool."""
     with closing(open_pool(path)) as reader:
         ((at, _),) = extents.runs(reader.container.extents, offset + rng.randrange(nbytes), 1)
     with open(path, "r+b") as f:

@@ -1,4 +1,4 @@
-"""Pools in anonymous memory: a second implementation of the backend's seam, for tests.
+"""Pools in anonymous memory: a second implementation of ``Backend``, for tests.
 
 A pool lives in a memfd, and its path is a name in this object: it is gone with it. Nothing touches a file system, so
 a test can have as many pools as it likes, and a medium that is as small as it likes.

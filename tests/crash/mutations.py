@@ -230,7 +230,7 @@ def extras(rng: random.Random, doc: Document) -> None:
 
 
 def swapped_manifest(rng: random.Random, doc: Document) -> None:
-    """The manifest of another version in this one's place, or parts of it."""
+    """The manifest of another checkpoint in this one's place, or parts of it."""
     manifest, other = _manifest(rng, doc), rng.choice(doc.base.checkpoints)
     for part in rng.sample(("records", "crcs", "extras", "state"), rng.randint(1, 4)):
         setattr(manifest, part, getattr(other, part))

@@ -1,4 +1,4 @@
-"""The truth that crash images are judged by: what a version must hold, and what recovery says it holds.
+"""Judges crash images: the true state of each checkpoint, and the state that recovery returns.
 
 Uses nothing of lightck but its public API.
 """

@@ -44,7 +44,7 @@ class Point:
         self._shown = image
 
     def known(self, image: Image) -> Outcome | None:
-        """The outcome, where the recovery of the image that this one is told from read nothing that differs."""
+        """The outcome, if the recovery of the image that this one is described from read no byte that differs."""
         reported = self._reported.get(image.is_bare)
         return reported[0] if reported is not None and not any(i in reported[1] for i in image.but) else None
 

@@ -39,7 +39,7 @@ class Promise:
         return [*self.begun, *([] if self._acked is None else [self._acked])]
 
     def broken_by(self, outcome: Outcome) -> str | None:
-        """The reason why this outcome must not be; None where it may."""
+        """The reason why this outcome breaks the promise, or None."""
         if isinstance(outcome, Refused):
             if self._acked is None and outcome.error == "NoCheckpointError":
                 return None

@@ -1,7 +1,7 @@
 """A training through the public API, with the trace of everything it wrote and the truth about every step.
 
 While a ``Recorder`` is entered, every pool that is mapped for writing is traced, from its creation through each
-reopening to the file that replaces it, one tape per file. The training itself tells the truth by ``note``.
+reopening to the file that replaces it, one tape per file. The training records its true state by ``note``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightck.pool.storage.file import FileContainer
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the version of one generation holds."""
+    """The true state of the checkpoint of one generation."""
 
     step: int
     digest: bytes
@@ -66,7 +66,7 @@ class Tape:
     expected: Mapping[int, Expected]
     """By generation of the payload."""
     content: Mapping[int, int]
-    """Generation of a line -> generation of the payload that it names."""
+    """Generation of a commit record -> generation of the payload that it names."""
     acked: int | None = None
     """The generation that was acknowledged before the recording began, if one was."""
 
@@ -106,13 +106,13 @@ class Recorder:
         self._patches = ExitStack()
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> lightck.Session:
-        """``lightck.attach``; ``note`` speaks of this session from here on."""
+        """``lightck.attach``; from here on ``note`` refers to this session."""
         self._sessions += 1
         self._session = lightck.attach(model, self.path, optimizer=optimizer, **options)
         return self._session
 
     def note(self, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any) -> None:
-        """This is the state that the version of the session's present step has to hold."""
+        """Record the state that the checkpoint of the session's current step has to hold."""
         assert self._session is not None
         self._notes[self._sessions, self._session._steps.updates] = truth(model, optimizer, **state)
 
@@ -144,7 +144,7 @@ class Recorder:
         for number, file in enumerate(self._files):
             if os.path.sameopenfile(file.fd, fd):
                 return number
-        assert places, "a file is mapped before anything else is told of it"
+        assert places, "a file is mapped before any other event of it"
         here = os.path.exists(self.path) and os.path.samestat(os.stat(self.path), os.fstat(fd))
         # The duplicate keeps the inode from being given to another file while we record.
         self._files.append(_File(os.dup(fd), places, pages_of(fd), here))
@@ -167,7 +167,7 @@ class Recorder:
             self._files[number].events.append(Mark(0, PUBLISHED, 0))
 
     def store_commit_record(self, medium: Medium, store_commit_record: bytes, kind: int) -> None:
-        """A line that no job commits begins or is durable (``kind`` is the mark)."""
+        """A commit record that no job writes begins, or is durable (``kind`` is the mark)."""
         generation, payload = (int.from_bytes(store_commit_record[at : at + 8], "little") for at in (0, 24))
         number = next(n for n, known in self._open.items() if known is medium)
         self._files[number].adopted[generation] = payload
@@ -245,7 +245,7 @@ class Recorder:
 
 
 class _RecordingMedium(Medium):
-    """A medium that tells a recorder what happens to it."""
+    """A medium that passes its events to a recorder."""
 
     _recorder: Recorder
 

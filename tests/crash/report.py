@@ -1,4 +1,4 @@
-"""What a check of the simulator saw, and what it found."""
+"""The counts and the violations of a simulator check."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a check saw."""
+    """The counts of a check."""
 
     model: str
     events: int
@@ -41,9 +41,9 @@ class Report:
     distinct: int
     """Of these, how many have bytes that no image had before, in this check or an earlier one that shares ``seen``."""
     recovered: int
-    """How often the shipped recovery ran on an image. The others differ from one of these where it did not look."""
+    """Images on which recovery ran. The others differ from one of these only in bytes that it did not read."""
     verified: int
-    """How often ``lightck verify`` was asked."""
+    """How often ``lightck verify`` ran."""
     went_on: int
     """From how many a training went on. Images of those trainings are counted like all others."""
     outcomes: Counter[str]

@@ -16,7 +16,7 @@ from crash.trace import Event, Flush, Mark, Store
 
 @dataclass(slots=True)
 class Known:
-    """Shared by simulators that recover in the same way and look equally closely."""
+    """Shared by simulators that recover in the same way with the same limits."""
 
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """By fingerprint of the image: one entry for each image that differs in bytes from all before."""

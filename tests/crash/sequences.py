@@ -23,8 +23,9 @@ CHECKPOINTS = {"step": 0, "grow": 1, "outgrow": 2}
 """Name -> how many other events it counts as: a step; a step for which a tensor grew within the pool's reserve; one for
 which it outgrew the pool, so that a new file replaces it."""
 OTHERS = ("reopen", "crash", "overwrite", "back", "relayout", "pin", "release")
-"""Close and resume; die with an open version and resume; close and discard what is there; close, and go on from the
-oldest version that the pool holds; close, and resume with one slot more; hold the newest version; let go of it."""
+"""Close and resume; die before the newest checkpoint is committed, and resume; close and discard what is there; close,
+and go on from the oldest checkpoint that the pool holds; close, and resume with one slot more; hold the newest
+checkpoint; release it."""
 NUMEL, GROWN, OUTGROWN = 16, 3000, 400_000
 
 
@@ -68,7 +69,7 @@ def _events(so_far: tuple[str, ...], checkpoints: int, others: int) -> Iterator[
 
 
 def _is_possible(name: str, so_far: tuple[str, ...]) -> bool:
-    """``pin`` needs a version of this session, ``release`` a pin of this session, ``back`` any version."""
+    """``pin`` needs a checkpoint of this session, ``release`` a pin of this session, ``back`` any checkpoint."""
     session = so_far[max((i + 1 for i, e in enumerate(so_far) if _is_restart(e)), default=0) :]
     if name == "release":
         return session.count("pin") > session.count("release")
@@ -85,11 +86,11 @@ def _is_restart(event: str) -> bool:
 
 
 class _Died(Exception):
-    """What the training loop dies of."""
+    """The exception that ends the training loop."""
 
 
 class _Run:
-    """One sequence, played."""
+    """Runs one sequence."""
 
     def __init__(self, recorder: Recorder, sequence: Sequence, state: dict[str, Any]) -> None:
         self._recorder = recorder
@@ -111,7 +112,7 @@ class _Run:
             events = events[ends + 1 :]
 
     def _restart(self, event: str) -> dict[str, Any]:
-        """What the next attach is told."""
+        """The arguments of the next attach."""
         if event == "relayout":
             self._slots += 1
         if event == "overwrite":
@@ -130,7 +131,7 @@ class _Run:
                 for event in events:
                     self._play(event, session, model, optimizer)
                 if dies:
-                    model(torch.ones(1, 2))  # closes the last version, which may be copied still
+                    model(torch.ones(1, 2))  # closes the last checkpoint, whose copies may be under way
                     raise _Died
         except _Died:
             pass

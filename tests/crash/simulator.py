@@ -4,7 +4,7 @@ A *crash image* is a file that a crash at one moment of the trace may leave behi
 was durable, and any of the contents that the model allows for the rest (``cuts`` says which are built). Each is
 recovered by the shipped ``lightck.recover`` and has to keep the promise: nothing that was acknowledged is lost, nothing
 is returned that was never begun, every tensor is exact, ``lightck verify`` agrees, and a training goes on from it. An
-image that differs from another one only where recovery does not look is not recovered again.
+image that differs from another one only in bytes that recovery does not read is not recovered again.
 
 One rule cannot be seen in an image, since checksums would hide that it is broken: where fences order, a slot's header
 names the new generation, durably, before the first byte of payload changes. It is checked on the trace.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from crash import cuts, fingerprint
-from crash.cuts import ALL, Image, Signature
+from crash.cuts import ALL, Image, Limits
 from crash.images import PAGE, ImageFile
 from crash.oracle import Outcome, Recovered, recovery
 from crash.persistence import Model, Tracker
@@ -38,9 +38,9 @@ Transform = Callable[[Sequence[Event]], Iterable[Event]]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How closely to look, and how often to look closer."""
+    """How many images are built, and how often the expensive checks run."""
 
-    look: Signature = field(default_factory=Signature)
+    limits: Limits = field(default_factory=Limits)
     again_every: int = 100
     """Every so many images the recovery is run for certain, and its outcome compared."""
     compare_every: int = 10
@@ -54,8 +54,8 @@ class Effort:
 
     def less(self) -> Effort:
         """For a recording that began in a crash image."""
-        look = Signature(budget=64, metadata=4, payload=2, contents=2, prefixes=1, masks=1)
-        return replace(self, look=look)
+        limits = Limits(budget=64, metadata=4, payload=2, contents=2, prefixes=1, masks=1)
+        return replace(self, limits=limits)
 
 
 Verify = Callable[[str, Outcome, bool], "str | None"]
@@ -99,7 +99,7 @@ class Simulator:
 
 
 class _Enough(Exception):
-    """So many violations that the rest tells nothing new."""
+    """Whether enough violations were found to stop."""
 
 
 @dataclass(slots=True)
@@ -166,7 +166,9 @@ class _Tape:
         self._is_damaged = False
         self._at = 0
         self._base = fingerprint_of(file, tape)
-        self._past = Past(f"{check.model.name} {self._effort.look} {self._effort.seed} {self._base} {tape.is_visible}")
+        self._past = Past(
+            f"{check.model.name} {self._effort.limits} {self._effort.seed} {self._base} {tape.is_visible}"
+        )
 
     def run(self, events: Sequence[Event]) -> None:
         self._check.events += len(events)
@@ -223,7 +225,7 @@ class _Tape:
         kinds = [kind_of(fate, self._tape.slots) for fate in fates]
         rng = random.Random(f"{self._effort.seed}:{self._check.model.name}:{self._number}:{self._at}")
         point = Point(self._file, fates, self._base)
-        for how, image in cuts.images(fates, kinds, self._effort.look, rng):
+        for how, image in cuts.images(fates, kinds, self._effort.limits, rng):
             point.show(image)
             self._judge(point, how, image)
         point.show(ALL)

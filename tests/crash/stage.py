@@ -29,7 +29,7 @@ import lightck
 from crash import interpose
 
 HANG_SECONDS = 60.0
-"""Nobody waits longer for a scene: a hang is a failure, not a timing."""
+"""The longest wait for a scene; a longer one counts as a hang, which is a failure."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -178,7 +178,7 @@ def _named_function(name: str) -> Callable[..., Any]:
 
 
 def _child(request: Any, write: int) -> None:
-    """Play the scene and tell its result. Returns where the interpreter is to end by itself."""
+    """Run the scene and send its result. Returns if the interpreter is to end by itself."""
     with open(os.devnull, "rb") as nothing, open(request["text"], "wb", buffering=0) as text:
         os.dup2(nothing.fileno(), 0)
         os.dup2(text.fileno(), 1)
@@ -200,7 +200,7 @@ def _child(request: Any, write: int) -> None:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    result(say)  # it tells by itself, and then this interpreter ends as that of a program does
+    result(say)  # the scene sends its result, and then the interpreter ends as that of a program
 
 
 def _ended(pid: int, read: int, request: Any) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def layer_by_layer(follow: Follow) -> None:
         nn.Linear(40, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 40)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    eager_copies.PART_NBYTES_MIN = 1  # or all of so small a model would be one part
+    eager_copies.EAGER_JOB_NBYTES_MIN = 1  # or all of so small a model would be one part
     layers = lightck.layerwise(model, optimizer)
     session = follow.attach(model, optimizer)
     data = _fixed(64, 40)

@@ -8,8 +8,8 @@ from crash.oracle import Outcome, Recovered
 from lightck.cli import verify
 from lightck.errors import LightckError
 
-_WRITTEN = ("commit line", "header of slot")
-"""Structures that a crash may leave torn: what it left cannot be told from damage."""
+_WRITTEN = ("commit record", "header of slot")
+"""Structures that a crash may leave torn: such structures look like damage."""
 
 
 def disagreement(path: str, outcome: Outcome, is_harmed: bool) -> str | None:
@@ -18,7 +18,7 @@ def disagreement(path: str, outcome: Outcome, is_harmed: bool) -> str | None:
     ``is_harmed``: something was not durable when the power was cut, or the medium lost something before.
     """
     try:
-        with patch.object(verify, "_LOOKS", 1):  # nobody writes to it: what fails its check will go on failing
+        with patch.object(verify, "_READS", 1):  # nobody writes to the file, so one read is enough
             facts = verify.pool_facts(path, None, deep=True)
     except LightckError as err:
         return None if not isinstance(outcome, Recovered) else f"verify refuses what was recovered: {err}"
@@ -29,7 +29,7 @@ def disagreement(path: str, outcome: Outcome, is_harmed: bool) -> str | None:
         return f"verify calls step {facts['recoverable_step']} recoverable, recovery gives {step}"
     damaged = [s["name"] for s in facts["structures"] if s["damaged"]]
     if not is_harmed and not facts["ok"]:
-        return f"verify calls a pool damaged that nothing happened to: {damaged} {facts['versions']}"
+        return f"verify calls a pool damaged that nothing happened to: {damaged} {facts['checkpoints']}"
     if any(not name.startswith(_WRITTEN) for name in damaged):
         return f"verify calls structures damaged that nobody wrote to: {damaged}"
     return None

@@ -1,8 +1,8 @@
-"""A forked process that is killed, and what it told before it died.
+"""A forked process that is killed, and the messages that it sent before it died.
 
 The process that forks has imported torch and lightck and runs no thread, so a victim costs milliseconds and its death
-by SIGKILL is a real one. What it told through its pipe is what it had done: a message is written before the next thing
-is begun. Knows nothing of pools.
+by SIGKILL is a real one. Its messages in the pipe say what it had finished: each is written before the next action
+begins. This module is independent of pools.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Tell: TypeAlias = Callable[[str, Any], None]
 Work: TypeAlias = Callable[[Tell], None]
 
 CHECKPOINT_SITES = ("header", "block", "manifest", "sealed", "body", "word", "ack")
-"""The kill points of the native library, in the order of a version."""
+"""The kill sites of the native library, in the order in which a checkpoint passes them."""
 HANG_SECONDS = 120.0
-"""Nobody waits longer for a message: a hang is a finding, not a timing."""
+"""The longest wait for a message; a longer silence counts as a hang, which is a finding."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -57,7 +57,7 @@ class Kill:
 
 @dataclass(slots=True)
 class Story:
-    """What one victim told, in order, and its end."""
+    """The messages of one victim, in order, and its end."""
 
     reported: list[tuple[str, Any]] = field(default_factory=list)
     status: int = 0
@@ -69,11 +69,11 @@ class Story:
 
     @property
     def last(self) -> str:
-        """What it was at when it ended: the word that it told last."""
+        """The word of its last message."""
         return self.reported[-1][0] if self.reported else "its fork"
 
     def of(self, word: str) -> list[Any]:
-        """All values that were told with this word."""
+        """The values of all messages with this word."""
         return [value for said, value in self.reported if said == word]
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class Victim:
             self._is_reaped = True
 
     def messages(self) -> Iterator[tuple[str, Any]]:
-        """What it tells, until it is dead, and those that it forked are. One that the kill cut short was not told."""
+        """Its messages, until it and its own children are dead. A message that the kill cut off is dropped."""
         while self._waiting or self._read():
             while self._waiting:
                 message = self._waiting.popleft()
@@ -205,7 +205,7 @@ def _be_victim(work: Work, pipe: int, kill: Kill | None) -> None:
 
 
 def telling() -> Tell:
-    """In a victim: what its work tells with."""
+    """The function with which a victim's work sends messages."""
     assert _tell is not None, "called in a victim"
     return _tell
 

@@ -1,8 +1,8 @@
 """Session loaders: a run that is killed at a boundary and resumed equals one that was not, to the bit.
 
-A run is a program over a fake session. It writes down what it sees: every batch, what each global generator gives after
-it, and what runs behind the loop. The fake session keeps a version at each boundary after an update; a kill is an
-exception raised there. The resumed run builds everything anew with other seeds, and must write down the rest.
+A run is a program over a fake session. It logs what it sees: every batch, what each global generator gives after it,
+and what runs behind the loop. The fake session keeps a checkpoint at each boundary after an update. A kill is an
+exception raised there. The resumed run builds everything again with other seeds, and must log the rest.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Program = Callable[[Host], None]
 def train(
     build: Callable[[], Any], leave_at: int | None = None, behind: Callable[[Host], None] | None = None
 ) -> Program:
-    """The usual loop. ``leave_at``: batches after which a pass is left by break."""
+    """The usual loop. ``leave_at``: numbers of batches after which a pass is left by break."""
 
     def program(host: Host) -> None:
         loader = host.loader(build())
@@ -82,7 +82,7 @@ def train(
 
 
 def scramble() -> None:
-    """What a resumed program draws between attach and the loop must not matter; nor does it in the first run."""
+    """Draw random numbers as a program may between attach and the loop: they must not matter, resumed or not."""
     for _ in range(3):
         random.random(), np.random.rand(), torch.rand(2)
 
@@ -104,7 +104,8 @@ def run(program: Program, seed: int, kill: int | None = None, resumed: bytes | N
 
 
 def check(program: Program, kills: list[list[int]] | None = None) -> Host:
-    """Each list in ``kills`` is one chain of kills; by default one chain for each version, and one through all."""
+    """Compare resumed runs with an uninterrupted one. ``kills``: lists of checkpoints, each a chain of kills; by
+    default a chain for each checkpoint, and one through all of them."""
     reference = run(program, seed=1)
     if kills is None:
         kills = [[step] for step in reference.checkpoints] + [list(reference.checkpoints)[::4]]
@@ -122,7 +123,7 @@ def check(program: Program, kills: list[list[int]] | None = None) -> Host:
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
-    with rng.shielded():
+    with rng.preserved():
         yield
 
 
@@ -144,7 +145,7 @@ def epoch_numbers() -> list[Any]:
 
 
 class Shuffled:
-    """An iterable of another kind, which draws when it is iterated."""
+    """An iterable that is no DataLoader, and draws when it is iterated."""
 
     def __iter__(self) -> Iterator[int]:
         items = list(range(7))
@@ -177,7 +178,7 @@ def test_passes_left_by_break(name):
 
 
 class Buckets:
-    """Batches whose size, and so whose number, follows from the epoch."""
+    """Batches whose size, and so whose number, depends on the epoch."""
 
     epoch = 0
 
@@ -190,7 +191,7 @@ class Buckets:
 
 
 def test_a_length_that_depends_on_the_epoch():
-    """The loop can say which epoch it is only after it has asked the session's loader."""
+    """The loop can set the epoch only after it has read it from the session's loader."""
 
     def program(host: Host) -> None:
         buckets = Buckets()
@@ -232,15 +233,15 @@ def numbers(count: int = 30) -> Iterator[int]:
 
 
 def test_an_iterator_has_one_pass(caplog):
-    """Replayed as any other; also where a loop asks it for a second pass, which is empty."""
+    """It is replayed as any other iterable; a loop may also ask for a second pass, which is empty."""
     for build in (numbers, lambda: iter(list(range(9))), lambda: iter(DataLoader(Noisy(), BATCH, shuffle=True))):
         check(train(build), [[1], [5], [2, 4]])
     assert not caplog.records
 
 
-def test_an_iterator_that_is_left_and_begun_again_is_reported_and_not_resumed(caplog):
+def test_an_iterator_that_is_left_and_iterated_again_is_reported_and_not_resumed(caplog):
     reference = run(train(numbers, leave_at=4), seed=1)
-    assert caplog.text.count("Pass what makes the iterator") == 1
+    assert caplog.text.count("Pass the iterable that creates") == 1
     assert Host(resumed=reference.checkpoints[3][1]).loader(numbers()).start == 3
     for number in (4, 5, 8, 9):  # from the next() of a later pass on
         with pytest.raises(DriftError, match=r"batches taken before the pass was [48] and is None"):
@@ -248,7 +249,7 @@ def test_an_iterator_that_is_left_and_begun_again_is_reported_and_not_resumed(ca
 
 
 class Rewinding:
-    """An iterator that begins anew with each ``iter()``."""
+    """An iterator that begins again with each ``iter()``."""
 
     def __iter__(self) -> Iterator[int]:
         self.at = 0
@@ -265,7 +266,7 @@ def test_an_iterator_that_begins_anew_is_replayed(caplog):
 
 
 @pytest.mark.parametrize("name", ["shuffled", "generator", "list"])
-def test_checkpoints_before_between_and_behind_passes(name):
+def test_checkpoints_before_between_and_after_passes(name):
     def program(host: Host) -> None:
         loader = host.loader(IN_PROCESS[name]())
         if host.checkpoint is None:
@@ -346,14 +347,14 @@ def evaluate_in_session(host: Host, batches: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("batches", [None, 2])
-def test_evaluation_behind_the_pass(batches):
+def test_evaluation_after_the_pass(batches):
     check(train(IN_PROCESS["shuffled"], behind=evaluate_plainly))
     check(train(IN_PROCESS["shuffled"], behind=lambda host: evaluate_in_session(host, batches)))
 
 
 @pytest.mark.parametrize("where", ["plain", "session", "session, left"])
 def test_evaluation_inside_the_pass(where):
-    """A session loader closes the version before the evaluation, which a resume then does not run again: see there."""
+    """The session closes the checkpoint before the evaluation, which a resume does not repeat (session/loaders.py)."""
 
     def program(host: Host) -> None:
         loader = host.loader(IN_PROCESS["generator"]())
@@ -401,7 +402,7 @@ def test_persistent_workers(caplog):
         return DataLoader(Noisy(noise=False), BATCH, shuffle=True, num_workers=2, persistent_workers=True)
 
     check(train(quiet), [[9], [12, 14]])
-    assert "random augmentation inside the workers" in caplog.text
+    assert "random augmentation and other state in the workers" in caplog.text
 
 
 def test_persistent_workers_between_passes():
@@ -445,7 +446,7 @@ def test_stateful_between_passes_and_workers():
 
 
 class Queue:
-    """A loader of somebody's own, with a state and no class in common with torch's."""
+    """A loader that has a state and is no subclass of torch's loaders."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -464,7 +465,7 @@ class Queue:
         self.at = state["at"]
 
 
-def test_a_state_of_somebodys_own():
+def test_a_loader_of_another_class_with_state_dict():
     reference = run(train(Queue), seed=1)
     host = run(train(Queue), seed=2, resumed=reference.checkpoints[7][1])
     assert host.log == reference.log[reference.checkpoints[7][0] :]
@@ -484,7 +485,7 @@ def test_a_state_that_the_loader_refuses():
 
 @pytest.fixture(scope="module")
 def checkpoint() -> bytes:
-    with rng.shielded():
+    with rng.preserved():
         return run(train(IN_PROCESS["generator"]), seed=1).checkpoints[8][1]
 
 
@@ -495,7 +496,7 @@ def drifted(checkpoint: bytes, dl: Any) -> str:
     return str(caught.value)
 
 
-def test_a_loader_that_was_built_otherwise(checkpoint):
+def test_a_loader_that_was_built_differently_is_refused(checkpoint):
     generator = torch.Generator()
     assert "batch_size was 2 and is 3" in drifted(checkpoint, DataLoader(Noisy(), 3, shuffle=True, generator=generator))
     longer = Host(resumed=checkpoint).loader(DataLoader(Noisy(13), BATCH, shuffle=True, generator=generator))
@@ -509,7 +510,7 @@ def test_a_loader_that_was_built_otherwise(checkpoint):
     assert "kind was 'plain'" in drifted(checkpoint, stateful(Noisy(), BATCH))
 
 
-def test_between_passes_a_loader_may_change(caplog):
+def test_a_loader_may_change_between_passes(caplog):
     def save(dl: Any) -> bytes:
         host = Host()
         list(host.loader(dl))
@@ -519,7 +520,7 @@ def test_between_passes_a_loader_may_change(caplog):
     saved = save(IN_PROCESS["generator"]())
     loader = Host(resumed=saved).loader(DataLoader(Noisy(), 3, shuffle=True))
     assert len(list(loader)) == 4
-    assert "built otherwise" in caplog.text
+    assert "built differently" in caplog.text
     assert len(list(Host(resumed=saved).loader(stateful(Noisy(), 3)))) == 4
 
 
@@ -617,7 +618,7 @@ class DrawingSampler:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_sampler_that_draws_beside_the_loop_is_reported_once(caplog, workers):
+def test_a_sampler_that_draws_between_draws_of_the_loop_is_reported_once(caplog, workers):
     loader = Host().loader(DataLoader(Noisy(40), 1, sampler=DrawingSampler(), num_workers=workers))
     for _ in range(2):
         for _ in itertools.islice(loader, 6):
@@ -626,7 +627,7 @@ def test_a_sampler_that_draws_beside_the_loop_is_reported_once(caplog, workers):
 
 
 class Chunks:
-    """A permutation per chunk. ``generator``: its own, or the global one."""
+    """A permutation for each chunk. ``generator``: the sampler's own, or None for the global one."""
 
     def __init__(self, own: bool) -> None:
         self.generator = torch.Generator().manual_seed(5) if own else None
@@ -653,7 +654,7 @@ def test_a_sampler_that_draws_for_each_chunk_is_replayed_where_it_draws_alone(ca
     assert not caplog.records
 
 
-def test_a_sampler_that_draws_for_each_chunk_beside_the_loop_is_reported(caplog):
+def test_a_sampler_that_draws_for_each_chunk_between_draws_of_the_loop_is_reported(caplog):
     class Opaque:
         def __init__(self, items: list[torch.Tensor]) -> None:
             self.items = items
@@ -715,7 +716,7 @@ DAMAGE = [
 def test_damage(checkpoint, key, value):
     position = values.unpack(checkpoint)["loaders"]["train"]
     position[key] = value
-    with pytest.raises(CorruptPoolError, match="recover an older version"):
+    with pytest.raises(CorruptPoolError, match="recover an older checkpoint"):
         SessionLoader(IN_PROCESS["generator"](), Host(), "train", position)
 
 
@@ -730,7 +731,7 @@ def test_damage_deep_inside(checkpoint):
 
 
 class Kept:
-    """Gives the same iterator of torch's in each pass, which goes on."""
+    """Returns the same torch iterator in each pass, which goes on from pass to pass."""
 
     def __init__(self) -> None:
         self.batches = iter(DataLoader(range(10_000), batch_size=2))
@@ -739,7 +740,7 @@ class Kept:
         return self.batches
 
 
-def test_an_iterator_that_is_kept_over_many_passes_is_watched_once():
+def test_an_iterator_that_is_used_in_many_passes_is_watched_once():
     loader = Host().loader(Kept())
     for _ in range(1200):  # more than Python's frames
         for _ in loader:

@@ -1,4 +1,4 @@
-"""The demo: its verdict, its kill plan, and one small run of the whole through the command line."""
+"""The demo: its verdict, its kill plan, and one small run through the command line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = run.SIZES["tiny"]
 
 
 def a_record(**changed):
-    """What a faultless run of ``STEPS`` updates reports."""
+    """The record of a run of ``STEPS`` updates without faults."""
     digests = {"weights/a": "1", "optimizer/state/0/exp_avg": "2", "rng/torch": "3"}
     recovered = {"step": STEPS, "digests": {name: digests[name] for name in list(digests)[:2]}}
     losses = {update: [float(update).hex()] for update in range(1, STEPS + 1)}
@@ -52,7 +52,7 @@ def found(survived, kills=()):
 def test_equal_runs_have_no_differences():
     survived = a_record()
     survived.losses[2] *= 2  # computed again after a kill
-    assert found(survived, (compare.Kill("clock", 2, 1, 0.1), compare.Kill("clock", 2, 2, 0.1))) == ()
+    assert found(survived, (compare.Kill("timed", 2, 1, 0.1), compare.Kill("timed", 2, 2, 0.1))) == ()
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_each_difference_is_named(changed, said):
 
 @pytest.mark.parametrize("recovered", [0, 3])
 def test_more_than_one_lost_update_is_a_difference(recovered):
-    [difference] = found(a_record(), (compare.Kill("clock", 2, recovered, 0.1),))
+    [difference] = found(a_record(), (compare.Kill("timed", 2, recovered, 0.1),))
     assert "finished updates lost" in difference
 
 
 def test_a_difference_gives_exit_status_1(monkeypatch):
-    kills = (compare.Kill("clock", 2, 1, 0.1),)
+    kills = (compare.Kill("timed", 2, 1, 0.1),)
     wrong = found(a_record(digests={**REFERENCE.digests, "weights/a": "9"}), kills)
     result = run.Result(1, STEPS, "/p", "room", False, 1, kills, wrong, 1.0, 0.1, 0.0, 0.0, 10, 3, {"process": True})
     monkeypatch.setattr(run, "run_demo", lambda options, watch: result)
@@ -92,7 +92,7 @@ def test_a_difference_gives_exit_status_1(monkeypatch):
 
 
 def test_a_demo_that_cannot_be_done_gives_exit_status_2(monkeypatch, tmp_path):
-    """Its training process fails: nothing was compared, and nothing is different."""
+    """If its training process fails, nothing was compared, so the exit status is not 1."""
     monkeypatch.setenv("LIGHTCK_BACKEND", "nonsense")
     words = ["demo", "--size", "tiny", "--kills", "1", "--steps", "10", "--pool-dir", str(tmp_path), "--json"]
     answer = CliRunner().invoke(cli.main, words)
@@ -169,12 +169,12 @@ def plain(options):
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"), [(14, "15 updates (not 14: 3 whole passes) twice"), (15, "15 updates twice")]
+    ("steps", "said"), [(14, "15 updates (not 14: 3 whole epochs)"), (15, "two runs of 15 updates, one")]
 )
-def test_steps_that_are_rounded_are_said(tmp_path, steps, said):
+def test_rounding_of_steps_is_reported(tmp_path, steps, said):
     console = Console(file=io.StringIO())
     options = run.Options(kills=1, steps=steps, seed=7, size=TINY)
-    report.Lines(console).opened(place.Place(tmp_path, "as asked for"), options)
+    report.Lines(console).opened(place.Place(tmp_path, "requested"), options)
     assert said in console.file.getvalue()
 
 
@@ -305,7 +305,7 @@ def children_of(pid):
 
 
 def group_is_gone(group, deadline):
-    """No running process is left in this process group."""
+    """Whether no running process is left in this process group."""
     while time.monotonic() < deadline:
         pids = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
         if not any(group_of(pid) == group and alive(pid) for pid in pids):
@@ -321,7 +321,7 @@ def group_of(pid):
 
 
 def alive(pid):
-    """Running; a zombie whose reaper is slow is not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -365,7 +365,7 @@ def test_two_things_of_one_name_are_reported(pool, folder):
     with lightck.attach(model, pool, optimizer=optimizer):
         sum(p.sum() for p in model.parameters()).backward()
         optimizer.step()
-    with pytest.raises(StateValueError, match=r"'optimizer/w/exp_avg'.*one name for each"):
+    with pytest.raises(StateValueError, match=r"'optimizer/w/exp_avg'.*needs its own name"):
         lightck.export_checkpoint(lightck.recover(pool), folder / "all.safetensors", what="all")
     assert not (folder / "all.safetensors").exists()
     lightck.export_checkpoint(lightck.recover(pool), folder / "model.safetensors")
@@ -443,7 +443,7 @@ def test_what_is_no_file_is_never_replaced(kind, pool, folder):
     makes[kind]()
     before = target.lstat()
     for overwrite in (False, True):
-        with pytest.raises(ExportExistsError, match=f"no file but a {kind}"):
+        with pytest.raises(ExportExistsError, match=f"not a regular file but a {kind}"):
             lightck.export_checkpoint(lightck.recover(pool), target, overwrite=overwrite)
     assert target.lstat() == before
     assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []

@@ -98,7 +98,7 @@ def with_and_without(
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many tensors each early copy took; small layers are not gathered here."""
-    monkeypatch.setattr(eager_copies, "PART_NBYTES_MIN", 1)
+    monkeypatch.setattr(eager_copies, "EAGER_JOB_NBYTES_MIN", 1)
     found: list[int] = []
     submit = PoolWriter.submit_part
 
@@ -430,7 +430,7 @@ def test_what_is_written_through_data_after_the_update_is_in_the_checkpoint(pool
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_updates_between_two_boundaries_leave_nothing_behind(pool, parts, fused):
-    """``end_step()`` at every second update, and once a boundary that raises: what an update began that no version
+    """``end_step()`` at every second update, and once a boundary that raises: what an update began that no checkpoint
     followed is no part of the next one. A fused kernel moves no version counter of the state."""
 
     class Moody:
@@ -465,7 +465,7 @@ def test_updates_between_two_boundaries_leave_nothing_behind(pool, parts, fused)
 
 @pytest.mark.parametrize("slots", [5, 6, 7, 8])
 def test_eager_copies_leave_room_for_every_commit(tmp_path, parts, slots):
-    """The engine holds so many jobs; on a disk, where each commit waits for two fdatasync, versions pile up."""
+    """The engine holds so many jobs; on a disk, where each commit waits for two fdatasync, checkpoints pile up."""
     pool = tmp_path / "run.pool"
     model, optimizer, session = started(pool, slots=slots)
     for number in range(30):
@@ -630,7 +630,7 @@ def test_a_failed_eager_copy_is_reported_and_the_checkpoint_before_is_intact(poo
 
 
 def test_several_optimizers_are_layered_and_saved(pool, parts):
-    """Another one may write the same version's tensors still, so nothing is begun before the boundary."""
+    """Another one may write the same checkpoint's tensors still, so nothing is begun before the boundary."""
     model = Deep()
     first = torch.optim.SGD(model.inner.parameters(), lr=0.01, momentum=0.9)
     second = torch.optim.AdamW([*model.norm.parameters(), *model.out.parameters()], lr=0.01)

@@ -1,7 +1,7 @@
-"""What a device is asked, and in which order: it does later what it is told now, on several streams.
+"""Which calls a device gets, and in which order. A device executes them later, on several streams.
 
-The device is one made of CPU tensors (``slow_transfers.py``) that notes what it was asked. That CUDA streams then
-keep the order is for ``tests/gpu``.
+The device is a simulated one, made of CPU tensors (``slow_transfers.py``), which records its calls. ``tests/gpu``
+checks that CUDA streams keep this order.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def transfer(monkeypatch: pytest.MonkeyPatch) -> SlowTransfer:
     return slow
 
 
-class Telling:
-    """A piece of state that tells when it is read."""
+class RecordsReads:
+    """A piece of state that records when it is read."""
 
     def __init__(self, events: list[str]) -> None:
         self._events = events
@@ -48,10 +48,10 @@ class Telling:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def test_the_first_update_is_noted_and_joined_before_anything_is_read(pool, transfer):
+def test_the_first_update_is_noted_and_joined_before_tensors_and_state_are_read(pool, transfer):
     model = normed()
     optimizer = adam(model)
-    with lightck.attach(model, pool, optimizer=optimizer, state={"scale": Telling(transfer.events)}) as session:
+    with lightck.attach(model, pool, optimizer=optimizer, state={"scale": RecordsReads(transfer.events)}) as session:
         transfer.events.clear()
         train(model, optimizer, 1)
         session.end_step()
@@ -72,8 +72,8 @@ def test_a_model_that_is_moved_after_attach_is_noted_too(pool, transfer, monkeyp
         assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_a_session_asks_nothing_of_another_ones_device(folder, transfer, monkeypatch):
-    """In a forked child it could not be asked: CUDA starts in no child of a process that used it."""
+def test_a_session_does_not_call_the_device_of_another_session(folder, transfer, monkeypatch):
+    """In a forked child a call would fail: CUDA cannot start in a child of a process that used it."""
     one, other = net(BIG), net(BIG, seed=1)
     optimizers = adam(one), adam(other)
     on_device = {id(p) for p in one.parameters()}
@@ -128,7 +128,7 @@ def test_an_update_that_is_captured_is_refused_and_changes_nothing(pool, transfe
         session.flush()
         seen = everything(model, optimizer)
         transfer.captures = True
-        with pytest.raises(SessionError, match="replays run no Python"):
+        with pytest.raises(SessionError, match="Replays of a graph run no Python"):
             optimizer.step()
         transfer.captures = False
         assert session.step == 2
@@ -178,7 +178,7 @@ def test_a_device_that_fails_after_some_were_sent_leaves_nothing_under_way(pool,
 
 @pytest.mark.parametrize("option", ["fused", "capturable", "foreach"])
 def test_steps_are_counted_where_the_optimizer_counts_them(option):
-    """A fused optimizer that was saved on the CPU goes on on a device, with its counts there too."""
+    """A fused optimizer that was saved on the CPU resumes on a device, with its step counts there too."""
     options = {"lr": 0.1, option: True}
     saved = OptimizerContents("AdamW", [["weight"]], [options], b"", b"")
     count = Entry("optimizer/weight/step", "optimizer", "float32", (), (), 4, "cpu")
@@ -198,7 +198,7 @@ def _with(entries: dict[str, Entry]) -> Contents:
 
 
 def test_modules_beside_each_other_share_one_device(pool, transfer):
-    """A device is told once, however many tensors are on it."""
+    """A device gets one call for an update, however many tensors are on it."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer):

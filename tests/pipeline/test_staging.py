@@ -1,7 +1,7 @@
-"""Tensors on a device: sent by host memory while the computation goes on, and exact all the same.
+"""Tensors on a device: they are sent while the computation goes on, and checkpoints are exact nevertheless.
 
-The device is one made of CPU tensors (``slow_transfers.py``): copies arrive late, and nothing else is simulated. That
-CUDA does what a transfer asks of it is for ``tests/gpu``.
+The device is a simulated one, made of CPU tensors (``slow_transfers.py``): copies arrive late, and nothing else is
+simulated. ``tests/gpu`` checks that CUDA does what a ``DeviceTransfer`` asks of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 import lightck
 from lightck.errors import BackgroundError
 from lightck.pipeline.staging import groups
-from lightck.pipeline.staging.pump import Pump
+from lightck.pipeline.staging.transfer_thread import TransferThread
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.trial import Trial
 from lightck.pool.engine import COPIED
@@ -54,18 +54,18 @@ HOST, DIRECT, DEVICE = lightck.Host(), lightck.Direct(), lightck.Device()
 
 @pytest.fixture(params=[HOST, DIRECT, DEVICE], ids=str)
 def kind(request: pytest.FixtureRequest) -> Any:
-    """Each way by which tensors leave their device."""
+    """Each transfer method."""
     return request.param
 
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many groups as there can be, of the smallest tensors too."""
+    """As many groups as possible, even of small tensors."""
     monkeypatch.setattr(groups, "GROUP_NBYTES_MIN", 1024)
 
 
 class Normed(nn.Module):
-    """Buffers that every forward changes, a tied weight, and a parameter that nothing trains."""
+    """A model with buffers that every forward changes, a tied weight, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_every_step_is_exact(pool, transfer, small_groups, model, slots, kind):
 
 @pytest.mark.parametrize("model", [lambda: net(BIG), normed], ids=["big", "buffers"])
 @pytest.mark.parametrize("slots", [2, 3, 4])
-def test_a_kill_at_any_time_leaves_a_step_that_was(folder, transfer, small_groups, model, slots, kind):
+def test_a_kill_at_any_time_leaves_a_step_of_the_training(folder, transfer, small_groups, model, slots, kind):
     states = states_of(model, 40)
     chosen = random.Random(SEED + slots)
     for number in range(4):
@@ -114,7 +114,7 @@ def test_a_kill_at_any_time_leaves_a_step_that_was(folder, transfer, small_group
 
 
 def states_of(model: Callable[[], nn.Module], steps: int) -> list[dict[str, Any]]:
-    """What a training without lightck holds after each step."""
+    """The state after each step of a training without lightck."""
     trained = model()
     optimizer = adam(trained)
     states: list[dict[str, Any]] = [{}]
@@ -125,7 +125,8 @@ def states_of(model: Callable[[], nn.Module], steps: int) -> list[dict[str, Any]
 
 
 def dies(pool: Path, model: nn.Module, slots: int, kind: Any, seconds: float, seen: mmap.mmap) -> None:
-    """Trains for 40 steps, or until it is killed so long after the first commit. ``seen``: the newest known step."""
+    """Train for 40 steps, or until SIGKILL comes ``seconds`` after the first commit. ``seen[0]``: the newest committed
+    step that the training saw."""
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, slots=slots, staging=kind)
     killer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
@@ -145,16 +146,16 @@ def test_the_training_is_not_changed(pool, transfer, kind):
     assert is_step(lightck.recover(pool), everything(plain, other))
 
 
-def test_host_memory_is_filled_again_only_when_it_was_copied(pool, transfer, small_groups, slow_memory, monkeypatch):
-    """The engine is slower than the device; and the same without the wait is found, if not in the first training: there
-    it is a race."""
+def test_host_memory_is_filled_again_only_after_it_was_copied(pool, transfer, small_groups, slow_memory, monkeypatch):
+    """The engine is slower than the device. Without the wait, wrong bytes are found in one of several trainings (not
+    always in the first, because it is a race)."""
     exact = _steps_that_are_exact(pool, transfer)
     assert exact == 4
 
     def never(segment: groups.Segment) -> None:
         segment.arrivals = []
 
-    monkeypatch.setattr(groups.Segment, "free", never)
+    monkeypatch.setattr(groups.Segment, "wait_free", never)
     assert any(_steps_that_are_exact(pool.with_name(f"broken-{number}.pool"), transfer) < 4 for number in range(20))
 
 
@@ -201,7 +202,7 @@ def test_what_is_written_while_it_is_under_way_drops_the_checkpoint(pool, monkey
 
 
 def begun(pool: Path, steps: int, model: nn.Module, kind: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """A session whose newest step is committed, the optimizer, and what that step holds."""
+    """A session whose newest step is committed, the optimizer, and the state of that step."""
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, staging=kind)
     train(model, optimizer, steps)
@@ -211,7 +212,7 @@ def begun(pool: Path, steps: int, model: nn.Module, kind: Any) -> tuple[Any, Any
 
 
 def grow(model: nn.Module, optimizer: Any) -> None:
-    """More tensors than the pool has room for."""
+    """Add tensors for which the pool has no space."""
     model.more = nn.Linear(4, 40 * BIG)
     optimizer.add_param_group({"params": model.more.parameters()})
 
@@ -228,7 +229,7 @@ def test_a_device_that_fails_is_reported_and_older_checkpoints_stay(pool, transf
     train(model, optimizer, 1, start=3)
     transfer.fails_beside = RuntimeError("lost")
     session.end_step()
-    with pytest.raises(BackgroundError, match=r"did not come from their device \(RuntimeError: lost\)") as caught:
+    with pytest.raises(BackgroundError, match=r"could not be read from their device \(RuntimeError: lost\)") as caught:
         session.flush()
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert is_step(lightck.recover(pool), seen)
@@ -249,7 +250,7 @@ def test_a_device_that_fails_at_the_boundary_is_reported(pool, transfer, kind):
     assert is_step(lightck.recover(pool), seen)
 
 
-def test_tensors_that_need_a_new_layout(pool, transfer, kind):
+def test_tensors_that_need_a_relayout(pool, transfer, kind):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
@@ -305,7 +306,7 @@ def test_under_check_nothing_is_sent(pool, transfer, monkeypatch, kind):
 def test_checkpoints_one_after_the_other_without_an_update_between_them_and_the_next(
     pool, transfer, small_groups, kind
 ):
-    """Boundaries without a gate: the memory for what is sent in order is waited for."""
+    """Boundaries without a gate: each waits for the memory that in-order transfers use."""
     model = normed()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=4, staging=kind) as session:
@@ -318,7 +319,7 @@ def test_checkpoints_one_after_the_other_without_an_update_between_them_and_the_
 
 @pytest.mark.parametrize("change", ["swapped and back", "half"])
 def test_memory_that_is_exchanged_is_read_as_it_was(pool, transfer, change, kind):
-    """What is sent is the memory of the boundary, not what the tensor has by then."""
+    """The memory of the boundary is sent, not the memory that the tensor has when the transfer begins."""
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
@@ -337,8 +338,8 @@ def test_memory_that_is_exchanged_is_read_as_it_was(pool, transfer, change, kind
         assert session.stats().skipped == 0
 
 
-def test_a_device_that_fails_while_the_pool_is_laid_out_anew(pool, transfer, small_groups, kind):
-    """Some groups arrive, one does not: nothing of the version is under way when its new file is given up."""
+def test_a_device_that_fails_during_a_relayout(pool, transfer, small_groups, kind):
+    """Some groups arrive, one does not: no transfer of the checkpoint is under way when the new file is removed."""
     model = net(BIG)
     session, optimizer, seen = begun(pool, 2, model, kind)
     grow(model, optimizer)
@@ -367,7 +368,7 @@ def test_a_session_that_is_collected_on_the_thread_that_waits_for_devices(pool, 
 
     transfer.before_send = collect
     session.end_step()
-    model.itself = [model]  # a cycle, so that only a collector finds them
+    model.itself = [model]  # a cycle, so that only the garbage collector frees them
     del session, model, optimizer
     assert collected.wait(30)
     transfer.before_send = None
@@ -394,10 +395,10 @@ def test_a_checkpoint_that_is_closed_where_other_tensors_are_made(pool, transfer
             assert is_step(lightck.recover(pool), seen)
 
 
-# -- what is told of each way, and what only one of them does ----------------------------------------------------------
+# -- what is reported about each transfer method, and what only one of them does ---------------------------------------
 
 
-def test_the_method_that_was_named_is_gone(pool, transfer, kind):
+def test_the_method_that_was_named_is_used(pool, transfer, kind):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
@@ -411,21 +412,21 @@ def test_the_method_that_was_named_is_gone(pool, transfer, kind):
 
 
 @pytest.mark.parametrize("wrong", ["Host", lightck.Host, 3])
-def test_a_method_that_is_none_is_refused(pool, wrong):
+def test_a_value_that_is_no_transfer_method_is_refused(pool, wrong):
     model = net()
     with pytest.raises(TypeError, match=r"staging is .*Pass lightck\.Host\(\)"):
         lightck.attach(model, pool, optimizer=adam(model), staging=wrong)
     assert not pool.exists()
 
 
-def test_a_copy_on_the_device_frees_the_update_from_the_way_into_the_pool(pool, transfer, slow_memory):
-    """Of the kinds, only this one lets an update begin while the version before it is still on its way."""
+def test_with_a_copy_on_the_device_an_update_does_not_wait_for_the_transfer(pool, transfer, slow_memory):
+    """Only this method lets an update begin while the last checkpoint is still being sent."""
     behind = {kind: _updates_behind(pool.with_name(f"{kind}.pool"), kind) for kind in (HOST, DIRECT, DEVICE)}
     assert behind == {HOST: 0, DIRECT: 0, DEVICE: 1}
 
 
 def _updates_behind(pool: Path, kind: Any) -> int:
-    """How many versions are not copied yet when an update begins."""
+    """How many checkpoints are not copied yet after an update."""
     model = net(10 * BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=3, staging=kind) as session:
@@ -465,7 +466,7 @@ def test_a_device_without_room_for_a_copy_and_a_pool_that_cannot_be_registered(p
 
 
 def test_a_pool_on_a_disk_is_never_written_by_a_device(tmp_path, transfer, caplog):
-    """Its pages would be dirty without the kernel knowing."""
+    """The kernel would not know that its pages are dirty."""
     model = net(BIG)
     optimizer = adam(model)
     with (
@@ -498,7 +499,7 @@ def test_a_new_pool_file_is_registered_in_the_place_of_the_old_one(pool, transfe
 def test_a_checkpoint_that_was_given_up_does_not_reach_the_next_one_in_its_slot(
     pool, transfer, monkeypatch, is_waited_for
 ):
-    """A device may still be writing into its slot; and the same without the wait is found."""
+    """A device may still be writing into its slot. Without the wait, wrong bytes are found."""
     model = net(BIG)
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, staging=DIRECT)
@@ -510,13 +511,13 @@ def test_a_checkpoint_that_was_given_up_does_not_reach_the_next_one_in_its_slot(
     while not transfer.is_sending:
         time.sleep(0.001)
     with torch.no_grad():
-        model[0].weight.mul_(1.5)  # gives the version up; it is sent in order from now on
+        model[0].weight.mul_(1.5)  # the checkpoint is given up; the weight is sent in order from now on
     train(model, optimizer, 1, start=3)
     seen = everything(model, optimizer)
     if is_waited_for:
         threading.Timer(0.1, transfer.flows_beside.set).start()
     else:
-        monkeypatch.setattr(Pump, "settle", lambda self, pause=None: None)
+        monkeypatch.setattr(TransferThread, "wait_idle", lambda self, pause=None: None)
     session.end_step()
     with torch.no_grad():
         model[0].weight.fill_(7.0)
@@ -529,7 +530,7 @@ def test_a_checkpoint_that_was_given_up_does_not_reach_the_next_one_in_its_slot(
 
 
 def test_a_send_that_fails_half_way_leaves_nothing_under_way(pool, monkeypatch):
-    """Of two devices one has begun to write into the pool when the other fails; then the pool is unmapped."""
+    """One device has begun to write into the pool when the other one fails; then the pool is unmapped."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
     slow, failing = SlowTransfer(SEED, seconds=0.3), SlowTransfer(SEED + 1)
     model = net(BIG)
@@ -551,10 +552,11 @@ def test_a_send_that_fails_half_way_leaves_nothing_under_way(pool, monkeypatch):
 
 @pytest.mark.parametrize("slots", [3, 4, 6, 8])
 def test_with_many_checkpoints_under_way_there_is_room_for_each(pool, transfer, small_groups, monkeypatch, kind, slots):
-    """The engine holds so many jobs; what finds no room there would be read at once, and wait for the device."""
+    """The engine has a limited number of jobs. Tensors without a job would be copied at the boundary, which would wait
+    for the device."""
     read_at_once = []
     monkeypatch.setattr(Submission, "copy_at_boundary", lambda self, tensors: read_at_once.extend(tensors))
-    before = emulation.used()
+    before = emulation.active_profile()
     emulation.use(Profile("slow to fence", 1_000_000_000, 1_000_000_000, 15_000_000, 64, "made up"))
     try:
         model = net(BIG)
@@ -584,45 +586,45 @@ def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, transfer):
     session.close()
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------
+# -- the trial of transfer methods -------------------------------------------------------------------------------------
 
 
-def test_memory_is_given_back_before_the_next_checkpoint_is_under_way(pool, transfer, monkeypatch):
-    """Not beneath copies that the chosen way has begun."""
+def test_memory_is_released_before_the_next_checkpoint_is_sent(pool, transfer, monkeypatch):
+    """It is not released under copies that the chosen method has begun."""
     monkeypatch.setattr(Trial, "medians", lambda self, method: [0.0 if method.kind == DEVICE else 1.0])
-    copy_within, registered = transfer.copy_within, []
+    copy_on_device, registered = transfer.copy_on_device, []
 
     def noted(pairs):
         registered.append(bool(transfer.registered))
-        copy_within(pairs)
+        copy_on_device(pairs)
 
-    monkeypatch.setattr(transfer, "copy_within", noted)
+    monkeypatch.setattr(transfer, "copy_on_device", noted)
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
         train(model, optimizer, 24)
         session.flush()
         assert session.stats().staging == "Device()"
-    assert registered == [True] * 6 + [False] * (len(registered) - 6), "two versions in each round, then chosen"
+    assert registered == [True] * 6 + [False] * (len(registered) - 6), "two checkpoints in each round, then chosen"
     assert len(registered) > 7
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_without_a_word_each_way_is_tried_and_one_stays(pool, transfer, caplog, has_room):
-    """What the others held is given back."""
+def test_without_staging_each_transfer_method_is_tried_and_one_stays(pool, transfer, caplog, has_room):
+    """The others release their memory."""
     transfer.room = 1 << 30 if has_room else 100_000
     model = net(BIG)
     optimizer = adam(model)
-    gone, tried = [], []
+    used, in_trial = [], []
     with caplog.at_level("INFO"), lightck.attach(model, pool, optimizer=optimizer, slots=3) as session:
         for number in range(24):
             train(model, optimizer, 1, start=number)
             seen = everything(model, optimizer)
             session.flush()
-            gone.append(session.stats().staging)
-            tried.append(session.stats().staging_trial)
+            used.append(session.stats().staging)
+            in_trial.append(session.stats().staging_trial)
             assert is_step(lightck.recover(pool), seen)
-        last = gone[-1]
+        last = used[-1]
         assert bool(transfer.registered) == (last == "Direct()")
         held = {
             str(method.kind): bool(method._ring._segments)
@@ -630,7 +632,7 @@ def test_without_a_word_each_way_is_tried_and_one_stays(pool, transfer, caplog, 
             if method.kind != DIRECT and str(method.kind) != last
         }
         assert not any(held.values()), held
-    assert {"Direct()", "Host()", *(["Device()"] if has_room else [])} == set(gone)
-    assert set(gone[-4:]) == {last}
-    assert (tried[:6], tried[-4:]) == ([True] * 6, [False] * 4)
-    assert f"tensors leave their device by {last} from here on" in caplog.text
+    assert {"Direct()", "Host()", *(["Device()"] if has_room else [])} == set(used)
+    assert set(used[-4:]) == {last}
+    assert (in_trial[:6], in_trial[-4:]) == ([True] * 6, [False] * 4)
+    assert f"from now on tensors leave their device by {last}" in caplog.text

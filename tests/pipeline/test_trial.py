@@ -1,4 +1,4 @@
-"""The shared trial: what is better wins however times scatter, what is alike leaves the first, and every trial ends."""
+"""A trial: a better alternative wins even with noisy costs, among equals the first one wins, and every trial ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ A, B, C = "ABC"
 STAGING = {"rounds": 3, "warm_up": 2, "lead_in": 1}
 
 
-def turns(trial: Trial[str], figures: Callable[[str, int], Sequence[float]], checkpoints: int = 1000) -> str:
-    """Who carried which version until the trial was over. ``figures``: of one by this alternative, its number."""
-    gone = ""
-    while not trial.is_over and len(gone) < checkpoints:
-        gone += trial.begin()
-        trial.note(*figures(gone[-1], len(gone)))
-    return gone
+def turns(trial: Trial[str], costs: Callable[[str, int], Sequence[float]], checkpoints: int = 1000) -> str:
+    """The alternatives that carried the checkpoints until the trial was over. ``costs`` takes the alternative and the
+    number of the checkpoint."""
+    carried = ""
+    while not trial.is_over and len(carried) < checkpoints:
+        carried += trial.begin()
+        trial.finish(*costs(carried[-1], len(carried)))
+    return carried
 
 
 @given(st.permutations([0.010, 0.013, 0.030]), st.integers(0, 1000))
 def test_with_noisy_times_the_better_alternative_wins(seconds, seed):
-    """One version in ten is slow for reasons of its own, all become slower, and warm-up and changes cost more."""
+    """One checkpoint in ten is slow for other reasons, all become slower over time, and warm-up and changes of the
+    alternative cost more."""
     costs, draw, before = dict(zip("ABC", seconds, strict=True)), random.Random(seed), [""]
 
     def noisy(one: str, number: int) -> list[float]:
@@ -36,45 +38,45 @@ def test_with_noisy_times_the_better_alternative_wins(seconds, seed):
 
     trial = Trial("ABC", [Margin(0.1, 0.0002)], rounds=9, warm_up=2, lead_in=1)
     turns(trial, noisy)
-    assert costs[trial.turn] == min(seconds)
+    assert costs[trial.current] == min(seconds)
 
 
 @pytest.mark.parametrize(
     ("costs", "winner"),
     [([0.0105, 0.01], A), ([0.0002, 0.0001], A), ([0.0113, 0.01], A), ([0.0114, 0.01], B), ([0.02, 0.0105, 0.01], B)],
 )
-def test_alternatives_that_are_alike_leave_the_first(costs, winner):
+def test_among_alternatives_that_are_alike_the_first_wins(costs, winner):
     trial = Trial("ABC"[: len(costs)], [Margin(0.1, 0.0002)], rounds=3)
     turns(trial, lambda one, _: [costs["ABC".index(one)]])
-    assert trial.turn == winner
+    assert trial.current == winner
 
 
-def test_turns_go_forth_and_back_and_what_does_not_count_decides_nothing():
+def test_every_second_round_is_reversed_and_checkpoints_that_do_not_count_decide_nothing():
     trial = Trial("ABC", [Margin(0.1)], **STAGING)
     counts = range(4, 21, 2)
-    gone = turns(trial, lambda one, number: [9.0 if (one == C) != (number in counts) else 1.0])
-    assert gone == "AA" + "AABBCC" + "CCBBAA" + "AABBCC"
-    assert trial.turn == C
+    carried = turns(trial, lambda one, number: [9.0 if (one == C) != (number in counts) else 1.0])
+    assert carried == "AA" + "AABBCC" + "CCBBAA" + "AABBCC"
+    assert trial.current == C
     assert [trial.medians(one) for one in "ABC"] == [[9.0], [9.0], [1.0]]
 
 
 @pytest.mark.parametrize("at", range(20))
-def test_one_that_is_withdrawn_gives_way_to_the_next(at):
-    """While it is tried, whenever that is, and afterwards, when it had won."""
+def test_a_withdrawn_alternative_is_replaced_by_the_next(at):
+    """At any time during the trial, and also after it has won."""
     costs = {A: 1.0, B: 0.5, C: 0.7}
     trial = Trial("ABC", [Margin(0.1)], **STAGING)
     turns(trial, lambda one, _: [costs[one]], at)
     trial.begin()
     trial.withdraw(B)
-    assert trial.turn != B
-    trial.note(costs[trial.turn])
+    assert trial.current != B
+    trial.finish(costs[trial.current])
     assert B not in turns(trial, lambda one, _: [costs[one]])
-    assert trial.turn == C
+    assert trial.current == C
     trial.withdraw(C)
-    assert (trial.turn, trial.alternatives, trial.is_over) == (A, [A], True)
+    assert (trial.current, trial.alternatives, trial.is_over) == (A, [A], True)
 
 
-def test_the_first_wins_without_rounds_or_others_and_where_the_trial_is_given_up():
+def test_the_first_wins_without_rounds_or_others_and_if_the_trial_is_cancelled():
     named = Trial("AB", [Margin(0.1)], rounds=0, warm_up=2)
     assert [named.begin() for _ in range(20)] == [A] * 20
     named.withdraw(A)
@@ -82,7 +84,7 @@ def test_the_first_wins_without_rounds_or_others_and_where_the_trial_is_given_up
     assert Trial("A", [Margin(0.1)], **STAGING).is_over
     trial = Trial("ABC", [Margin(0.1)], rounds=3)
     turns(trial, lambda one, _: [2.0 if one == A else 1.0], 4)
-    trial.give_up()
+    trial.cancel()
     assert (trial.begin(), trial.is_over) == (A, True)
     trial.withdraw(A)
     assert (trial.begin(), trial.is_over) == (B, True)
@@ -91,17 +93,17 @@ def test_the_first_wins_without_rounds_or_others_and_where_the_trial_is_given_up
 @given(
     *(st.integers(least, 3) for least in (1, 0, 0, 0)),
     st.lists(st.floats(0, 10), min_size=200, max_size=200),
-    st.lists(st.sampled_from(["noted", "noted", "noted", "dropped", "withdrawn"]), max_size=200),
+    st.lists(st.sampled_from(["finished", "finished", "finished", "dropped", "withdrawn"]), max_size=200),
 )
-def test_every_trial_ends_after_a_bounded_number_of_checkpoints(count, rounds, warm_up, lead_in, figures, events):
+def test_every_trial_ends_after_a_bounded_number_of_checkpoints(count, rounds, warm_up, lead_in, costs, events):
     trial, begun = Trial("ABC"[:count], [Margin(0.1)], rounds=rounds, warm_up=warm_up, lead_in=lead_in), 0
     while not trial.is_over:
         assert trial.begin() in trial.alternatives
         event = events[begun] if begun < len(events) else "dropped"
-        if event == "noted":
-            trial.note(figures[begun])
+        if event == "finished":
+            trial.finish(costs[begun])
         elif event == "withdrawn" and len(trial.alternatives) > 1:
-            trial.withdraw(trial.turn)
+            trial.withdraw(trial.current)
         begun += 1
     assert begun <= 2 * (warm_up + rounds * count * (lead_in + 1)) + 1
-    assert trial.turn in trial.alternatives
+    assert trial.current in trial.alternatives

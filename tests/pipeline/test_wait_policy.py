@@ -1,4 +1,4 @@
-"""OpenMP's threads wait passively while a version is copied, where that is found to be better, and nowhere else."""
+"""OpenMP's threads wait passively while a checkpoint is copied if that was measured to be better, and only then."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _left_to_lightck(monkeypatch):
 
 
 class Training:
-    """Versions that reach the gate after so long, by a clock of its own."""
+    """Checkpoints that reach the gate after a given time of a simulated clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.engine, self.meter = 0.0, Engine(), Meter()
@@ -45,14 +45,16 @@ class Training:
         self.seconds, self.waits = {PASSIVELY: 0.6, ACTIVE: 0.6}, {PASSIVELY: 0.001, ACTIVE: 0.017}
         self.turns: list[bool] = []
         self.is_crowded = True
-        wait_passively = self.engine.wait_passively
-        monkeypatch.setattr(self.engine, "wait_passively", lambda on: self.turns.append(on) or wait_passively(on))
+        set_passive_waiting = self.engine.set_passive_waiting
+        monkeypatch.setattr(
+            self.engine, "set_passive_waiting", lambda on: self.turns.append(on) or set_passive_waiting(on)
+        )
 
-    def checkpoints(self, count: int, copied: tuple[int, int], *, flushed: bool = False, early: int = 0) -> str | None:
-        """``flushed``: by a call, before any gate. ``early``: copies of layers before the boundary."""
+    def checkpoints(self, count: int, copied: tuple[int, int], *, flushed: bool = False, eager: int = 0) -> str | None:
+        """``flushed``: a flush ends them before any gate. ``eager``: the number of eager copies before the boundary."""
         for _ in range(count):
-            for _ in range(early):
-                self.policy.checkpoint_begins(early=True)
+            for _ in range(eager):
+                self.policy.checkpoint_begins(eager=True)
                 self.now += 0.01
             self.policy.checkpoint_begins()
             passive = self.turns[-1] if self.turns else ACTIVE
@@ -76,7 +78,7 @@ def test_a_training_whose_copies_find_a_processor_is_left_alone(training):
     assert not any(training.turns)
 
 
-def test_now_and_then_a_starved_checkpoint_is_no_reason(training):
+def test_an_occasional_starved_checkpoint_begins_no_trial(training):
     for _ in range(50):
         assert training.checkpoints(2, STARVED) is None
         assert training.checkpoints(3, FED) is None
@@ -90,7 +92,7 @@ def test_three_starved_checkpoints_of_five_begin_a_trial_and_what_is_better_stay
     with caplog.at_level(logging.INFO, "lightck"):
         assert training.checkpoints(31, STARVED) == TRIAL
         assert training.checkpoints(1, STARVED) == PASSIVE
-    assert "wait passively while versions are copied: 600.0 ms to the gate, 1.0 ms of it waiting there" in caplog.text
+    assert "wait passively while checkpoints are copied: passive waiting took 600.0 ms to the gate, 1.0" in caplog.text
     training.turns.clear()
     assert training.checkpoints(500, FED) == PASSIVE
     assert all(training.turns)
@@ -102,12 +104,12 @@ def test_three_starved_checkpoints_of_five_begin_a_trial_and_what_is_better_stay
         ((0.598, 0.001), 32, True),
         ((0.604, 0.001), 32, True),
         ((0.608, 0.001), 32, False),
-        ((0.500, 0.009), 32, False),  # it waits as long: the medium is slow, and not the way to a processor
-        ((0.720, 0.001), 10, False),  # no training is slowed down so much for long
+        ((0.500, 0.009), 32, False),  # the wait is as long: the medium is slow, and processor time is not missing
+        ((0.720, 0.001), 10, False),  # a trial that slows the training down this much ends soon
     ],
 )
-def test_what_is_no_slower_and_halves_the_waiting_is_kept(training, passively, turns, kept):
-    """Without, versions take 0.600 s, of which 0.017 s are waited."""
+def test_passive_waiting_is_kept_if_it_is_no_slower_and_halves_the_wait(training, passively, turns, kept):
+    """With active waiting a checkpoint takes 0.600 s, including a wait of 0.017 s."""
     training.seconds[PASSIVELY], training.waits[PASSIVELY] = passively
     training.checkpoints(3, STARVED)
     training.turns.clear()
@@ -116,7 +118,7 @@ def test_what_is_no_slower_and_halves_the_waiting_is_kept(training, passively, t
     assert training.turns[:turns] == ([ACTIVE, PASSIVELY, PASSIVELY, ACTIVE] * 8)[:turns]
 
 
-def test_what_is_worse_is_not_tried_again_soon_and_later_ever_less(training):
+def test_passive_waiting_that_is_worse_is_tried_again_less_and_less_often(training):
     training.seconds[PASSIVELY] = 0.8
     tried_at: list[int] = []
     for checkpoint in range(20_000):
@@ -128,7 +130,7 @@ def test_what_is_worse_is_not_tried_again_soon_and_later_ever_less(training):
     assert sum(training.turns) == 5 * len(tried_at)
 
 
-def test_checkpoints_that_a_flush_waits_for_are_no_reason(training):
+def test_checkpoints_that_a_flush_waits_for_begin_no_trial(training):
     assert training.checkpoints(100, STARVED, flushed=True) is None
     assert not any(training.turns)
 
@@ -140,16 +142,16 @@ def test_a_trial_whose_checkpoints_reach_no_gate_ends(training):
     assert training.turns[-1] is ACTIVE
 
 
-def test_layers_that_are_copied_before_the_boundary_count_from_the_first_one(training):
-    training.checkpoints(3, STARVED, early=6)
+def test_with_eager_copies_the_time_counts_from_the_first_one(training):
+    training.checkpoints(3, STARVED, eager=6)
     training.turns.clear()
-    training.checkpoints(2, STARVED, early=6)
+    training.checkpoints(2, STARVED, eager=6)
     assert training.turns == [ACTIVE, PASSIVELY]
     for method in training.turns:
         assert training.policy._trial.medians(method)[0] == pytest.approx(0.66)
 
 
-def test_where_a_processor_is_free_nothing_is_tried_and_what_was_kept_rests(training):
+def test_where_a_processor_is_free_nothing_is_tried_and_waiting_is_active(training):
     training.is_crowded = False
     assert training.checkpoints(10, STARVED) is None
     training.is_crowded = True
@@ -165,7 +167,7 @@ def test_where_a_processor_is_free_nothing_is_tried_and_what_was_kept_rests(trai
     assert not any(training.turns)
 
 
-def test_what_was_kept_is_looked_at_again_and_given_up_when_the_training_changed(training):
+def test_passive_waiting_is_tried_again_and_given_up_when_the_training_has_changed(training):
     training.checkpoints(35, STARVED)
     assert training.meter.wait_policy == PASSIVE
     training.seconds[PASSIVELY] = 0.8  # smaller batches, say
@@ -196,12 +198,12 @@ OTHER_OPENMP = """
 from lightck.pipeline import wait_policy
 from lightck.pool.engine import find_openmp
 assert not find_openmp("libc.so.6") and not find_openmp("no-such-library.so")
-assert not engine.wait_passively(True)
+assert not engine.set_passive_waiting(True)
 wait_policy.OPENMP_OF = "libc.so.6"
 for _ in range(3):
     policy.checkpoint_ended(100 << 20, 60 << 20)
     policy.gate_passed()
-begin_version()
+begin_checkpoint()
 print(team(), session.stats().wait_policy)
 session.close()
 """
@@ -215,10 +217,10 @@ def test_another_openmp_is_left_alone(pool):
 
 
 def team() -> int:
-    """Threads of this process that keep OpenMP from spinning: the one that is always there, and the one that counts."""
+    """The number of lightck's OpenMP threads in this process: one that stays, and one that makes waiting passive."""
     found = 0
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended since
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             found += (task / "comm").read_text() == "lightck-openmp\n"
     return found
 
@@ -230,35 +232,37 @@ def reaches(threads: int, seconds: float = 10.0) -> bool:
     return team() == threads
 
 
-def test_the_team_is_there_while_a_checkpoint_is_copied_in_its_turn_and_never_else(pool, slow_memory, monkeypatch):
+def test_the_extra_team_exists_only_while_a_checkpoint_with_passive_waiting_is_copied(pool, slow_memory, monkeypatch):
     monkeypatch.setattr(wait_policy, "_STARVED_NBYTES", 0)
     monkeypatch.setattr(wait_policy, "_has_thread_per_processor", lambda: True)
     turns = []
-    wait_passively = Engine.wait_passively
-    monkeypatch.setattr(Engine, "wait_passively", lambda engine, on: turns.append(on) or wait_passively(engine, on))
+    set_passive_waiting = Engine.set_passive_waiting
+    monkeypatch.setattr(
+        Engine, "set_passive_waiting", lambda engine, on: turns.append(on) or set_passive_waiting(engine, on)
+    )
     before = alive()
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        train(model, optimizer, 4)  # its gate ends the third version: every one was starved
+        train(model, optimizer, 4)  # its gate ends the third checkpoint: every one was starved
         assert session.stats().wait_policy == TRIAL
-        for threads in (0, 2, 2, 1, 1, 2):  # 0: the one that is always there begins with the first team
+        for threads in (0, 2, 2, 1, 1, 2):  # 0: the thread that stays begins with the first team
             loss = forward(model)
             assert turns[-1] == (threads == 2)
             assert reaches(threads)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            assert reaches(min(threads, 1)), "the copies have ended: it is gone"
+            assert reaches(min(threads, 1)), "the copies have ended: the second thread has ended too"
         train(model, optimizer, 30)
         session.flush()
-        assert session.stats().wait_policy is None, "on a slow medium the wait is as long"
+        assert session.stats().wait_policy is None, "on a slow medium passive waiting does not shorten the wait"
         assert is_step(lightck.recover(pool), everything(model, optimizer))
     assert not left_since(before)
 
 
 def child(code: str, *args: object) -> str:
-    """What this prints, in a process of its own, whose OpenMP has a thread per processor."""
+    """The output of this code in a new process whose OpenMP has a thread per processor."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'pipeline'}"}
     environment.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-c", BEGUN + code, *map(str, args)]
@@ -284,10 +288,10 @@ session = lightck.attach(model, sys.argv[1], optimizer=optimizer)
 train(model, optimizer, 2)
 policy, engine = session._pipeline.wait_policy, session._pipeline.engine
 
-def begin_version():
+def begin_checkpoint():
     "Its copies take half a second."
     forward(model)
-    assert session._pipeline._flights[0].pending.job.info().state == 1
+    assert session._pipeline._in_flight[0].pending.job.info().state == 1
 """
 
 SLEEPS = """
@@ -299,7 +303,7 @@ x = torch.randn(256, 256)
 for _ in range(20):
     x @ x
 teams = {task for task in Path("/proc/self/task").iterdir() if "lightck" not in (task / "comm").read_text()}
-begin_version()
+begin_checkpoint()
 assert reaches(2) if policy._is_passive else team() == 0
 
 def sleeps():
@@ -307,7 +311,7 @@ def sleeps():
     return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
 
 def copies():
-    return session._pipeline._flights[0].pending.job.info().state == 1
+    return session._pipeline._in_flight[0].pending.job.info().state == 1
 
 before, rounds = sleeps(), 0
 while rounds < 200 and copies():
@@ -317,35 +321,35 @@ while rounds < 200 and copies():
     while time.perf_counter() < end:
         pass
 print((sleeps() - before) * 200 // rounds)
-assert rounds >= 20, "so few say nothing"  # on a machine that has other things to do
+assert rounds >= 20, "too few rounds to measure"  # on a busy machine
 session.close()
 """
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: OpenMP's threads wait for nobody")
 def test_waiting_threads_of_openmp_sleep_instead_of_spinning(folder):
-    """Told by how often they give their processor up, between parallel regions 0.3 ms apart."""
-    as_ever, passively = (int(child(SLEEPS, folder / f"{on}.pool", on)) for on in (False, True))
+    """Measured by voluntary context switches, with parallel regions 0.3 ms apart."""
+    actively, passively = (int(child(SLEEPS, folder / f"{on}.pool", on)) for on in (False, True))
     assert passively > 100
-    assert passively > 3 * as_ever
+    assert passively > 3 * actively
 
 
 NO_ROOM = """
 from lightck.pool.engine import find_openmp
 assert find_openmp("libtorch_cpu.so")
-assert engine.wait_passively(True)
+assert engine.set_passive_waiting(True)
 assert reaches(1)
 policy._is_passive = True
 for line in Path("/proc/self/status").read_text().splitlines():
     if line.startswith("VmSize:"):
         nbytes = int(line.split()[1]) << 10
 resource.setrlimit(resource.RLIMIT_AS, (nbytes + (3 << 20), resource.RLIM_INFINITY))  # less than a stack
-begin_version()
+begin_checkpoint()
 session.flush()
 print(team(), session.committed)
 """
 
 
 def test_where_no_thread_can_be_started_the_training_goes_on(pool):
-    """GNU OpenMP ends the process there."""
+    """GNU OpenMP would end the process if it could not start a thread."""
     assert child(NO_ROOM, pool).split() == ["1", "2"]

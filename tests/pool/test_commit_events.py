@@ -12,7 +12,7 @@ from toys import BIG, adam, crashed, everything, is_step, net, train
 import lightck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.listener import CommitEvents, CommitListener
-from lightck.session.commits import Beside
+from lightck.session.commits import CommitParticipants
 
 EVENTS = {name for name, member in vars(CommitListener).items() if inspect.isfunction(member)}
 
@@ -101,7 +101,7 @@ def test_a_new_pool_file_is_heard_of_before_and_after(training):
     session.pin()
     session.pin()
     said = [one for one in recorder.heard if isinstance(one, str)]
-    assert said[:4] == ["stop_reading", "to_carry", "carry", "moved"]
+    assert said[:4] == ["stop_reading", "checkpoints_to_carry", "carry", "relayout_done"]
     session.close()
 
 
@@ -109,20 +109,20 @@ def test_a_resume_is_heard_of(training, pool, monkeypatch):
     model, optimizer, session = training
     train(model, optimizer, 2)
     session.close()
-    recorder, join = Recorder(), Beside.join
+    recorder, join = Recorder(), CommitParticipants.join
 
-    def joined(self: Beside, pipeline: Pipeline) -> None:
+    def joined(self: CommitParticipants, pipeline: Pipeline) -> None:
         join(self, pipeline)
         pipeline.events.add(recorder)
 
-    monkeypatch.setattr(Beside, "join", joined)
+    monkeypatch.setattr(CommitParticipants, "join", joined)
     lightck.attach(model, pool, optimizer=optimizer, resume=True).close()
     assert recorder.heard == [("adopted", 2), "closing", "closed"]
 
 
 def test_every_event_is_passed_on():
     """A method that is missing in the dispatcher would do nothing, and nobody would see it."""
-    assert EVENTS | {"is_here"} <= set(vars(CommitEvents))
+    assert EVENTS | {"called_from_own_thread"} <= set(vars(CommitEvents))
     for name in EVENTS:
         events, recorder = CommitEvents(), Recorder()
         events.add(recorder)

@@ -111,7 +111,7 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five versions in three slots, of which the last two follow an adoption; extras; a tensor left out."""
+    """Five checkpoints in three slots, of which the last two follow an adoption; extras; a tensor left out."""
     path = tmp_path_factory.mktemp("format") / "run.pool"
     for attachment, steps in enumerate((4, 2)):
         model, state = Model(), Everything()
@@ -187,7 +187,7 @@ def test_both_readers_see_what_followed(library: PoolReader, read_by_reference: 
         ours, theirs = library.next_batches(line), read_by_reference.next_batches(line.slot)
         assert ours is None if theirs is None else [tuple(entry) for entry in ours or ()] == theirs
         seen += bool(theirs)
-    assert seen, "of the versions that others came after, something is recorded"
+    assert seen, "of the checkpoints that others came after, something is recorded"
 
 
 def test_both_readers_see_the_same_checkpoints(library: PoolReader, read_by_reference: reference.Pool) -> None:
@@ -747,7 +747,7 @@ def test_failed_restarts_do_not_evict_the_fall_back(slots: int, restarts: int) -
 @settings(max_examples=200)
 @given(st.sampled_from([2, 3, 8]), st.lists(st.integers(0, 9), max_size=60))
 def test_what_is_newest_and_its_fall_back_stay_whatever_happens(slots: int, events: list[int]) -> None:
-    """0..5: a version; 6, 7: a restart from the newest; 8, 9: from the oldest that is there."""
+    """0..5: a checkpoint; 6, 7: a restart from the newest; 8, 9: from the oldest that is there."""
     writer = Writer(slots)
     writer.commit(1)
     for number, event in enumerate(events, 2):

@@ -98,7 +98,7 @@ def test_version_1_trains_on(v1: Path, expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("v1", ["v1-next"], indirect=True)
 def test_what_followed_is_recorded(v1: Path) -> None:
-    """Of the versions that are in the slots: the newest was closed at the end, and nothing followed it."""
+    """Of the checkpoints that are in the slots: the newest was closed at the end, and nothing followed it."""
     with closing(open_pool(str(v1))) as reader:
         recorded = {
             v.step: reader.next_batches(v.record) for v in reader.checkpoints() if isinstance(v, StoredCheckpoint)

@@ -118,7 +118,7 @@ def test_where_another_training_has_the_pool_since_nothing_more_is_written(pool,
             pass
     before = pool.read_bytes()
     try:
-        with pytest.raises(BackgroundError, match=r"run\.pool\.lock.*Another training may have") as caught:
+        with pytest.raises(BackgroundError, match=r"run\.pool\.lock.*Another training may be") as caught:
             train(model, optimizer, 2, start=2)
         assert caught.value.errno == errno.ENOLCK
         with pytest.raises(BackgroundError):

@@ -113,7 +113,7 @@ def test_a_failure_of_a_move_is_reported_as_what_it_is(folder, pool, operation, 
     for failure in reported:
         assert failure.errno == code
         assert os.strerror(code) in str(failure)
-        assert "versions committed before are intact" in str(failure)
+        assert "checkpoints committed before are intact" in str(failure)
 
 
 def _failure_of_a_pin(pool: Path, operation: int, code: int, nth: int, width: int) -> BackgroundError | None:
@@ -130,7 +130,7 @@ def _failure_of_a_pin(pool: Path, operation: int, code: int, nth: int, width: in
         return err
     finally:
         lib.lck_fault(operation, 0, 0)
-        with contextlib.suppress(BackgroundError):  # it is never only told once
+        with contextlib.suppress(BackgroundError):  # the error repeats at each step
             session.close()
         assert is_step(lightck.recover(pool), everything(model, optimizer))
     return None

@@ -1,4 +1,4 @@
-"""``session.trace``: what is recorded is what happened, it changes nothing of the training, and it is gone after."""
+"""``session.trace``: it records what happens, does not change the training, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -82,18 +82,18 @@ def test_the_copies_of_a_checkpoint_are_all_its_bytes(pool, out):
     trace = traced(pool, out, steps=4, model=model)
     moments = 2 * sum(p.nbytes for p in model.parameters())
     expected = sum(p.nbytes for p in model.parameters()) + moments + 4 * len(list(model.parameters()))  # AdamW's step
-    for version in (3, 4, 5):
-        copies = [e for e in trace.events if e.row.startswith("copy") and e.args["step"] == version]
-        assert sum(e.args["bytes"] for e in copies if not is_part(e)) == expected, version
+    for step in (3, 4, 5):
+        copies = [e for e in trace.events if e.row.startswith("copy") and e.args["step"] == step]
+        assert sum(e.args["bytes"] for e in copies if not is_part(e)) == expected, step
         names = {e.name for e in copies}
         assert {"model/0.weight", "optimizer/0.weight/exp_avg", "at once"} <= names
-        commit = [e for e in trace.of(COMMIT) if e.args["step"] == version]
-        assert [e.name for e in commit] == ["manifest", "sync", "line"]
+        commit = [e for e in trace.of(COMMIT) if e.args["step"] == step]
+        assert [e.name for e in commit] == ["manifest", "sync", "commit record"]
         assert max(e.end for e in copies) <= commit[0].begin
 
 
 def test_the_file_is_what_trace_viewers_take(pool, out):
-    """Complete events with numbers, in named rows; within a row they lie in each other or apart."""
+    """Complete events with numbers, in named rows; two events of a row are nested or do not overlap."""
     traced(pool, out)
     found = json.loads(out.read_text())
     names = {e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
@@ -124,7 +124,7 @@ def test_the_stall_is_what_the_statistics_say(pool, out):
     assert sum(e.end - e.begin for e in whole) * 1e-9 == pytest.approx(after - before, rel=0.01)
 
 
-def test_it_ends_by_itself_after_its_steps(pool, out):
+def test_a_recording_ends_by_itself_after_its_steps(pool, out):
     trace = traced(pool, out, steps=6, model=None)
     assert len(trace.steps()) == 6
     out.unlink()
@@ -173,7 +173,7 @@ def test_a_waiting_training_thread_is_seen_to_copy(pool, out, slow_memory):
         train(model, optimizer, 1)
         with session.trace(out):
             for _ in range(3):
-                session.flush()  # closes the version and waits for it: most is left to copy
+                session.flush()  # closes the step and waits for its commit: most bytes are not copied yet
                 train(model, optimizer, 1)
     trace = read(out)
     helped = sum(e.args["bytes"] for e in trace.of(HELPED) if e.args.get("helped"))
@@ -187,7 +187,7 @@ def test_a_waiting_training_thread_is_seen_to_copy(pool, out, slow_memory):
 
 
 class Block(nn.Module):
-    """Tuples, a module without parameters, one that is used twice, and one that changes its input in place."""
+    """A model with tuples, a module without parameters, one that is used twice, and one that works in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def test_compiled_modules_are_left_alone(pool, out, attached):
         assert [e for e in trace.of(FORWARD) if e.args.get("whole")]
 
 
-def test_a_copy_of_the_model_made_meanwhile_has_no_part_in_it(pool, out):
+def test_a_copy_of_the_model_made_during_the_recording_is_not_recorded(pool, out):
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session, session.trace(out, steps=None):
@@ -273,7 +273,7 @@ def test_a_copy_of_the_model_made_meanwhile_has_no_part_in_it(pool, out):
 # -- it leaves nothing behind ----------------------------------------------------------------------------------------
 
 
-def test_nothing_of_it_is_left_and_nothing_of_it_was_there_before(pool, out):
+def test_a_recording_leaves_no_hooks_and_listeners(pool, out):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
@@ -318,7 +318,7 @@ def test_a_second_one_follows_the_first(pool, folder):
     assert len(two.of(COMMIT)) >= 3
 
 
-def test_one_at_a_time(pool, folder):
+def test_two_recordings_at_a_time_are_refused(pool, folder):
     session = lightck.attach(net(), pool)
     with session, session.trace(folder / "one"), pytest.raises(SessionError):
         session.trace(folder / "two")
@@ -327,7 +327,7 @@ def test_one_at_a_time(pool, folder):
 # -- what goes wrong with it -----------------------------------------------------------------------------------------
 
 
-def test_what_can_be_known_is_said_at_the_start(pool, folder, out):
+def test_errors_that_can_be_known_are_raised_at_the_start(pool, folder, out):
     out.write_text("precious")
     with lightck.attach(net(), pool) as session:
         with pytest.raises(ExportExistsError):
@@ -365,7 +365,7 @@ def test_a_file_that_cannot_be_written_is_an_error_at_the_end(pool, folder, who)
     session = lightck.attach(model, pool, optimizer=optimizer)
     recording = session.trace(place / "run.json", steps=2)
     place.rmdir()
-    train(model, optimizer, 5)  # the recording ended in here: nothing is raised
+    train(model, optimizer, 5)  # the recording ends here, and nothing is raised
     assert not recording.is_on
     if who == "session":
         with pytest.raises(TraceError, match=r"gone/run\.json"):
@@ -379,7 +379,7 @@ def test_a_file_that_cannot_be_written_is_an_error_at_the_end(pool, folder, who)
     assert not session.is_open
 
 
-def test_a_file_that_came_meanwhile_is_kept(pool, out):
+def test_a_file_that_appears_during_the_recording_is_not_replaced(pool, out):
     model = net()
     with lightck.attach(model, pool) as session:
         recording = session.trace(out)
@@ -426,7 +426,7 @@ def test_a_session_that_ends_ends_its_trace(pool, out):
     recording.close()
 
 
-def test_what_found_no_room_is_counted_and_reported(pool, out, monkeypatch, caplog):
+def test_events_that_are_dropped_are_counted_and_reported(pool, out, monkeypatch, caplog):
     monkeypatch.setattr(events, "EVENTS_MAX", 40)
     trace = traced(pool, out, steps=6)
     assert trace.about["dropped"] > 0
@@ -442,7 +442,7 @@ def test_a_full_queue_of_the_engine_is_counted(pool, out, monkeypatch):
     assert sorted(trace.steps()) == [3, 4, 5]
 
 
-def test_no_memory_for_it_is_an_error_before_it_begins(pool, out, monkeypatch):
+def test_too_little_memory_is_an_error_before_the_recording_begins(pool, out, monkeypatch):
     model = net()
     with lightck.attach(model, pool) as session:
         before = hooks_of(model), session._steps.events.listeners
@@ -455,7 +455,7 @@ def test_no_memory_for_it_is_an_error_before_it_begins(pool, out, monkeypatch):
     assert out.exists()
 
 
-def test_a_pool_that_moves_to_another_file_meanwhile(pool, out):
+def test_a_relayout_during_the_recording(pool, out):
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session, session.trace(out):
@@ -516,13 +516,13 @@ def test_the_facts_of_a_step_are_those_of_its_events():
     one, two = facts(trace)
     assert (one.step, one.time_ms, one.forward_ms, one.backward_ms, one.update_ms) == (7, 100, 30, 40, 10)
     assert (one.stall_ms, one.copy_ms, one.commit_ms) == (20, 48, 1)
-    assert one.overlap == round((300 * 30 / 30 + 50 * 5 / 10) / 500, 4)  # 20 to 50 is in it, and half of 85 to 95
+    assert one.overlap == round((300 * 30 / 30 + 50 * 5 / 10) / 500, 4)  # all of 20 to 50, and half of 85 to 95
     assert (one.copied_nbytes, one.helped_nbytes) == (500, 150)
     assert (two.time_ms, two.overlap, two.copied_nbytes) == (60, None, 0)
 
 
 def drawn(rng: random.Random, steps: int, per_step: int) -> Trace:
-    """Steps one after the other or across each other, and events of any length, some as long as the trace."""
+    """A random trace: steps that follow each other or overlap, and events of any length up to the whole trace."""
     rows = (FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, HELPED, COMMIT, COPY + "1", COPY + "2")
     total = steps * 100
     found = [
@@ -554,12 +554,12 @@ def test_the_facts_of_a_step_do_not_depend_on_what_lies_outside_of_it(seed):
 
 
 class Counted(events.Event):
-    """Counts how often its end is asked for."""
+    """Counts how often its ``end`` is read."""
 
-    asked = 0
+    n_reads = 0
 
     def __getattribute__(self, name: str) -> Any:
-        Counted.asked += name == "end"
+        Counted.n_reads += name == "end"
         return super().__getattribute__(name)
 
 
@@ -569,9 +569,9 @@ def test_twice_as_many_steps_are_twice_the_work():
         for n in range(steps):
             found.append(Counted(STEP, "", n * 100, n * 100 + 100, {"step": n}))
             found += [Counted(COPY + "1", "", n * 100 + i, n * 100 + i + 5, {"bytes": 1}) for i in range(10)]
-        Counted.asked = 0
+        Counted.n_reads = 0
         assert len(facts(Trace(tuple(found), {}))) == steps
-        return Counted.asked
+        return Counted.n_reads
 
     assert work(200) < 2.5 * work(100)
 

@@ -1,4 +1,4 @@
-"""Recovery, as its user sees it: what a checkpoint is, and what happens where the newest version cannot be had."""
+"""Recovery, as its user sees it: what a checkpoint is, and what happens where the newest checkpoint cannot be had."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_checkpoint_names_the_tensors_near_one_that_it_does_not_hold(pool):
     checkpoint = lightck.recover(pool)
     assert checkpoint.tensor("model/one.weight").shape == (4, 4)
     for name, near in (("model/one.wieght", "model/one.weight"), ("one.bias", "model/one.bias")):
-        with pytest.raises(NoTensorError, match=f"no tensor {name!r}.*Near it are .*{near!r}"):
+        with pytest.raises(NoTensorError, match=f"no tensor {name!r}.*Similar names: .*{near!r}"):
             checkpoint.tensor(name)
     with pytest.raises(NoTensorError, match=r"'model/two.weight' is tied.*Ask for 'model/one.weight'"):
         checkpoint.tensor("model/two.weight")
@@ -232,7 +232,7 @@ def test_recovery_of_a_pool_in_use_by_another_process(pool):
 
 
 def test_recovery_while_the_training_writes(folder, pool):
-    """Slots are re-used while they are read: each answer is one whole version."""
+    """Slots are re-used while they are read: each answer is one whole checkpoint."""
     stop = folder / "stop"
 
     def work() -> None:
@@ -245,7 +245,7 @@ def test_recovery_while_the_training_writes(folder, pool):
                 optimizer.step()
                 with torch.no_grad():
                     for p in model.parameters():
-                        p.fill_(float(session.step))  # every value of version t is t
+                        p.fill_(float(session.step))  # every value of checkpoint t is t
                 session.end_step()
 
     with running_child(work):
@@ -322,7 +322,7 @@ def test_a_model_that_took_a_part_does_not_train_over_the_rest_unasked(pool, mak
     model = make()
     optimizer = adam(model)
     lightck.recover(pool, model, strict=False)
-    with pytest.raises(SessionError, match=r"tensor.* of that version was restored nowhere.*overwrite=True"):
+    with pytest.raises(SessionError, match=r"tensor.* of that checkpoint was restored nowhere.*overwrite=True"):
         lightck.attach(model, pool, optimizer=optimizer, state={})
     assert lightck.recover(pool).step == 5
     lightck.attach(model, pool, optimizer=optimizer, overwrite=True).close()
@@ -357,7 +357,7 @@ def test_parts_of_a_model_that_is_being_saved_are_not_restored_into(folder, pool
         tied = net(seed=1)
         tied[0].weight = model[0].weight
         for other in (again, tied):
-            with pytest.raises(SessionError, match="parts of it"):
+            with pytest.raises(SessionError, match="shares modules with it"):
                 lightck.recover(folder / "other.pool", other)
     lightck.recover(folder / "other.pool", again)
 
@@ -396,7 +396,7 @@ def test_an_error_that_cost_the_model_its_values_says_so(pool):
         lambda m: held.restore(m, state={"box": Refusing()}),
     ):
         model = net(seed=1)
-        with pytest.raises(DriftError, match=r"not this one.*parameters are NaN now: build it anew"):
+        with pytest.raises(DriftError, match=r"not this one.*parameters are NaN now: build it again"):
             restore(model)
         assert model[0].weight.isnan().all()
 
@@ -415,7 +415,7 @@ def test_a_pool_whose_commit_records_are_all_gone_is_no_fresh_start(folder, pool
         lambda: lightck.attach(model, pool, optimizer=optimizer),
         lambda: lightck.attach(model, pool, optimizer=optimizer, resume=True),
     ):
-        with pytest.raises(CorruptPoolError, match=r"commit lines.*erased.*overwrite=True"):
+        with pytest.raises(CorruptPoolError, match=r"commit records.*erased.*overwrite=True"):
             call()
     assert is_pmdk(pool) or pool.read_bytes() == before  # libpmemobj writes that it was opened
     lightck.attach(model, pool, optimizer=optimizer, overwrite=True).close()
@@ -441,7 +441,7 @@ def test_damaged_checkpoint_is_rejected_with_its_reason_and_the_one_before_is_ta
 
 
 def test_fall_back_while_restoring_in_place(pool):
-    """The newest version fails in its middle, after live tensors were written: the older one goes over all of them."""
+    """The newest checkpoint fails in its middle, after live ones were written: the older one replaces all of them."""
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer):
@@ -524,7 +524,7 @@ def test_one_damaged_superblock_or_table_costs_nothing(pool, copy):
 
 @pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed"])
 def test_restored_checkpoint_survives_a_crash_during_the_next_one(pool, site):
-    """After a fall-back too: the slot of the version that was rejected is used first."""
+    """After a fall-back too: the slot of the checkpoint that was rejected is used first."""
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer):
@@ -663,7 +663,7 @@ def test_package_neither_pickles_nor_loads_by_torch():
 
 
 def test_a_checkpoint_is_verified_whole(pool):
-    """Every byte of a version is covered: a flip anywhere in its slot is found, or lies in no version."""
+    """Every byte of a checkpoint is covered: a flip anywhere in its slot is found, or lies in no checkpoint."""
     model, optimizer = pool_with(pool, state={"box": Box(torch.rand(3000))})
     newest = checkpoints(pool)[0]
     seen = everything(model, optimizer)

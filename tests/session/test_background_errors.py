@@ -1,4 +1,5 @@
-"""Errors of background work reach the training loop, at its next step and again at close; older versions are intact."""
+"""Errors of background work reach the training loop, at its next step and again at close; older checkpoints are
+intact."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def check(error: BaseException, code: int) -> None:
     assert isinstance(error, OSError)
     assert error.errno == code
     text = str(error)
-    for part in ("checkpoint", "versions committed before are intact", "resume=True"):
+    for part in ("checkpoint", "checkpoints committed before are intact", "resume=True"):
         assert part in text
 
 
@@ -72,7 +73,7 @@ def test_error_reaches_the_next_step_and_close(pool, operation, code, nth):
     failed_at = session.step
     intact = session.committed
     before = everything(model, optimizer)
-    with pytest.raises(BackgroundError) as again:  # it is never only told once
+    with pytest.raises(BackgroundError) as again:  # the error is raised again
         optimizer.step()
     check(again.value, code)
     assert same(everything(model, optimizer), before), "a step that is refused changes nothing"
@@ -83,7 +84,7 @@ def test_error_reaches_the_next_step_and_close(pool, operation, code, nth):
     assert 2 <= intact < failed_at
     assert session.committed == intact
     checkpoint = lightck.recover(pool)
-    # A line whose own sync failed is complete in the page cache, and then its version is a good one.
+    # A commit record whose own sync failed is complete in the page cache, so its checkpoint is intact.
     assert checkpoint.step in (intact, intact + 1)
     assert is_step(checkpoint, held[checkpoint.step])
 
@@ -241,7 +242,7 @@ def test_a_hook_of_the_user_that_raises_leaves_the_session_sound(pool):
 
 
 def test_errors_while_checkpoints_are_begun_take_no_slots(pool, monkeypatch):
-    """An error of ours, or no memory: the version is lost to the loop that catches it, and nothing else."""
+    """After an error of lightck, or without memory, a loop that catches the error loses only this checkpoint."""
     model = net()
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, slots=3)

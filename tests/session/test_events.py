@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lightck
-from lightck.events import StepEvents, StepListener, Turn
+from lightck.events import SessionLock, StepEvents, StepListener
 
 EVENTS = {name for name, member in vars(StepListener).items() if inspect.isfunction(member)}
 
@@ -116,13 +116,13 @@ def test_nobody_hears_of_a_closed_session(training):
 
 
 def test_a_forked_child_hears_nothing_even_where_a_thread_was_inside():
-    turn, heard = Turn(), []
-    events = StepEvents(turn)
+    lock, heard = SessionLock(), []
+    events = StepEvents(lock)
     events.add(recorder(heard))
     inside, leave = threading.Event(), threading.Event()
 
     def stay() -> None:
-        with turn:
+        with lock:
             inside.set()
             leave.wait()
 
@@ -132,7 +132,7 @@ def test_a_forked_child_hears_nothing_even_where_a_thread_was_inside():
     child = os.fork()
     if child == 0:
         events.gate()
-        with turn:  # does not wait for a thread that does not exist here
+        with lock:  # does not wait for a thread that does not exist here
             os._exit(len(heard))
     leave.set()
     thread.join()
@@ -166,7 +166,7 @@ def test_every_event_is_passed_on():
     assert set(vars(StepEvents)) >= EVENTS
     for name in EVENTS:
         heard: list[str] = []
-        events = StepEvents(Turn())
+        events = StepEvents(SessionLock())
         events.add(recorder(heard))
         method = getattr(events, name)
         method(*[None] * len(inspect.signature(method).parameters))

@@ -38,7 +38,7 @@ def handled(number: int, handler: Callable[[], Any]) -> Iterator[None]:
 
 @pytest.fixture
 def training(pool: Path, slow_memory: None) -> Iterator[Any]:
-    """A session whose versions take a quarter of a second each."""
+    """A session whose checkpoints take a quarter of a second each."""
     model = net(20_000)
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, overwrite=True)
@@ -76,7 +76,7 @@ class _Stop(Exception):
 @SIGNALS
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_handler_that_raises_while_a_checkpoint_begins(pool, monkeypatch, number, slots):
-    """At the worst of places: the job of a version is there, and nothing that would end it."""
+    """The worst moment: the job of a checkpoint exists, and nothing refers to it that would end it."""
     model = net(BIG)
     optimizer = adam(model)
     made = pipeline.InFlightCheckpoint
@@ -321,14 +321,14 @@ def test_a_wait_that_is_left_for_a_signal_keeps_what_was_asked_for(pool, trainin
     train(model, optimizer, 1)
     session.close()
     reported: list[int] = []
-    moved = CurrentPool.move
+    moved = CurrentPool.relayout
 
     def move(*args: Any) -> Any:
         if not reported:
             os.kill(os.getpid(), signal.SIGUSR1)
         return moved(*args)
 
-    monkeypatch.setattr(CurrentPool, "move", move)
+    monkeypatch.setattr(CurrentPool, "relayout", move)
     with (
         handled(signal.SIGUSR1, lambda: reported.append(1)),
         lightck.attach(model, pool, optimizer=optimizer, resume=True, slots=4),

@@ -1,4 +1,4 @@
-"""``interval="auto"``: how often a version is saved where a budget decides."""
+"""``interval="auto"``: how often a checkpoint is saved where a budget decides."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from toys import adam, crashed, everything, is_step, net, train
 
 import lightck
-from lightck.session.interval import Adaptive, cadence
+from lightck.session.interval import Adaptive, cadence_of
 
 
 @dataclass
 class Loop:
-    """A training on a clock of its own: each step takes ``step`` seconds, and ``longer`` more behind a saved version,
-    of which ``stall`` are spent inside lightck."""
+    """A training on a clock of its own: each step takes ``step`` seconds, and ``longer`` more behind a saved
+    checkpoint, of which ``stall`` are spent inside lightck."""
 
     pace: Adaptive
     step: float = 1.0
@@ -37,7 +37,7 @@ class Loop:
         for _ in range(steps):
             self.number += 1
             is_saved = self.pace.is_due(self.number, self.saved_step)
-            self.pace.passed(self.now, self.stalled, is_saved)
+            self.pace.boundary_passed(self.now, self.stalled, is_saved)
             self.now += self.step
             if is_saved:
                 self.saved += 1
@@ -123,7 +123,7 @@ def run_on(trained: Loop, checkpoints: int, steps: int) -> Loop:
 
 
 class Times:
-    """Trainings whose steps take a millisecond to 10 s, and whose versions cost next to nothing to many budgets."""
+    """Trainings whose steps take a millisecond to 10 s, and whose checkpoints cost next to nothing to many budgets."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -139,7 +139,7 @@ class Times:
         return trained
 
     def change(self, trained: Loop) -> None:
-        """Steps, or what versions cost and how, or both."""
+        """Steps, or what checkpoints cost and how, or both."""
         what = self.draw.choice(["steps", "versions", "both"])
         if what != "versions" or not trained.now:
             trained.step = 10 ** self.draw.uniform(-3, 1)
@@ -191,7 +191,7 @@ def test_no_times_are_an_error_and_the_interval_keeps_its_bounds(
 
 @pytest.mark.parametrize("every", [3, 4, 5, 8])
 def test_an_evaluation_every_so_many_steps_is_not_taken_for_what_checkpoints_cost(every: int):
-    """Also where the right interval is as long, so that it would come behind each version."""
+    """Also if the right interval is as long, so that the evaluation would follow each checkpoint."""
     for phase in range(every):
         trained, intervals = loop(stall=0.03 * every - 0.01), []
         for number in range(4000):
@@ -239,7 +239,8 @@ def test_steps_that_scatter_leave_cheap_checkpoints_and_the_budget_alone(cost: d
 
 @pytest.mark.parametrize("write", [1.1, 1.5, 3.0])
 def test_a_medium_that_keeps_up_with_few_checkpoints_only_is_tried_within_the_budget(write: float):
-    """Each version waits for the one before. Where they are rare they cost nothing, so more of them are tried again."""
+    """Each checkpoint waits for the one before. Where they are rare they cost nothing, so more of them are tried
+    again."""
     trained, busy, spent, intervals = loop(), 0.0, 0.0, set()
     for _ in range(6000):
         trained.stall = max(busy - trained.now, 0.0)
@@ -277,8 +278,8 @@ def test_a_training_at_auto_is_exact_wherever_it_is_killed(pool):
 
 
 def test_auto_is_what_its_name_says():
-    assert isinstance(cadence("auto"), Adaptive)
-    assert cadence("auto").interval == cadence(lightck.Auto()).interval == cadence(1).interval == 1
+    assert isinstance(cadence_of("auto"), Adaptive)
+    assert cadence_of("auto").interval == cadence_of(lightck.Auto()).interval == cadence_of(1).interval == 1
 
 
 @pytest.mark.parametrize(

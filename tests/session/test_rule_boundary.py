@@ -1,7 +1,7 @@
-"""Rules 1 to 3 of "the state after step t": which event closes a version, and what it holds then.
+"""Rules 1 to 3 of "the state after step t": which event closes a checkpoint, and what it holds then.
 
-Each test trains through the public API, notes what the loop itself had at the place where version t has to close, and
-compares it, bit for bit, with what the pool holds.
+Each test trains through the public API, notes what the loop itself had at the place where checkpoint t has to close,
+and compares it, bit for bit, with what the pool holds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rule 4: no update begins before the version that needs its tensors is safe.
+"""Rule 4: no update begins before the checkpoint that needs its tensors is safe.
 
 ``Table`` makes an iteration almost free and its copy expensive: an embedding of 64 MB of which each batch touches one
-row. Without the gate every update here would be long over before the copy of the version before it.
+row. Without the gate every update here would be long over before the copy of the checkpoint before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rule 10: however a training is left, closed versions are finished and the open one is dropped."""
+"""Rule 10: however a training is left, closed checkpoints are finished and the open one is dropped."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_leaving_by_an_exception_drops_the_open_checkpoint_and_finishes_closed_o
     with pytest.raises(ZeroDivisionError), lightck.attach(model, pool, optimizer=optimizer):
         train(model, optimizer, 2)
         seen = everything(model, optimizer)
-        forward(model)  # closes version 2
+        forward(model)  # closes checkpoint 2
         raise ZeroDivisionError
     assert is_step(lightck.recover(pool), seen)
 
     with pytest.raises(ZeroDivisionError), lightck.attach(model, pool, optimizer=optimizer, resume=True):
         train(model, optimizer, 2)
-        raise ZeroDivisionError  # version 4 is open
+        raise ZeroDivisionError  # checkpoint 4 is open
     assert lightck.recover(pool).step == 3
 
 
@@ -54,7 +54,7 @@ def test_interrupt_while_copies_are_waited_for_leaves_nothing_that_writes(pool, 
     optimizer = adam(model)
     with pytest.raises(KeyboardInterrupt), lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 1)
-        forward(model)  # closes version 1, whose copies take a second
+        forward(model)  # closes checkpoint 1, whose copies take a second
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         raise ZeroDivisionError
     assert not session.is_open
@@ -70,7 +70,7 @@ def test_interrupt_while_copies_are_waited_for_leaves_nothing_that_writes(pool, 
 def test_interrupt_while_the_pool_moves_is_served_and_the_old_file_stays(pool, slow_memory):
     model = net(100 * BIG)
     optimizer = adam(model)
-    emulated = emulation.used()
+    emulated = emulation.active_profile()
     emulation.use(None)
     with lightck.attach(model, pool, optimizer=optimizer):
         train(model, optimizer, 2)

@@ -52,8 +52,8 @@ def state_replaced(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("write", [in_place, replaced, state_in_place, state_replaced])
 def test_write_between_boundary_and_forward_belongs_to_the_next_step(pool, write):
-    """The loop makes it again when it goes on from the boundary. The first one costs its version, with a reason; from
-    then on the tensor is copied at the boundary itself."""
+    """The loop makes it again when it goes on from the boundary. The first one costs its checkpoint, with a reason;
+    from then on the tensor is copied at the boundary itself."""
     model = net(BIG)
     optimizer = adam(model)
     object.__setattr__(model, "optimizer", optimizer)
@@ -78,7 +78,7 @@ def swap(model: nn.Module) -> None:
 
 
 def test_weights_swapped_for_an_evaluation_do_not_reach_the_checkpoint(pool):
-    """Behind the boundary and without ``paused()`` they cost one version; none ever holds them."""
+    """Behind the boundary and without ``paused()`` they cost one checkpoint; none ever holds them."""
     model = net(BIG)
     optimizer = adam(model)
     held = {}
@@ -111,7 +111,7 @@ def test_weights_swapped_inside_paused_cost_nothing(pool, training):
             with session.paused():
                 swap(model)
                 model.train(training)
-                forward(model)  # a training forward ends no doubt in here
+                forward(model)  # inside paused() a training forward releases no checkpoint
                 swap(model)
             model.train()
             forward(model)
@@ -158,7 +158,7 @@ def test_checkpoint_that_a_forward_wrote_to_is_dropped_and_the_tensor_counts_as_
         for _ in range(6):
             iteration()
         stats = session.stats()
-        assert (stats.skipped, stats.checkpoints) == (1, 4)  # version 1 is given up, 2 to 5 are there
+        assert (stats.skipped, stats.checkpoints) == (1, 4)  # checkpoint 1 is given up, 2 to 5 are there
     said = [r.message for r in caplog.records if "given up" in r.message]
     assert len(said) == 1
     assert "step 1" in said[0]
@@ -192,7 +192,7 @@ def test_check_variable_catches_a_data_write(pool, monkeypatch):
         model.scaled.data[ROWS // 2, 2] += 1.0
         with pytest.raises(StateChangedError, match=r"model/scaled.*paused"):
             optimizer.step()
-        assert session.committed == 3, "the version of step 4 has bytes from two moments"
+        assert session.committed == 3, "the checkpoint of step 4 has bytes from two moments"
         for _ in range(2):  # from here on it is copied at once
             optimizer.zero_grad()
             model(x).backward()
@@ -220,7 +220,7 @@ def before_the_copies(monkeypatch):
 def test_data_write_before_the_copy_costs_its_checkpoint_and_the_next_one_is_right(
     pool, before_the_copies, caplog, monkeypatch
 ):
-    """It moves no version counter: what was read at the boundary tells. The training goes on."""
+    """The write moves no version counter: the checksums of the boundary reveal it. The training goes on."""
     monkeypatch.delenv("LIGHTCK_CHECK", raising=False)
     model = Writer("none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -280,7 +280,7 @@ def held_steps(pool: Any) -> list[int]:
 
 
 def copied(session: lightck.Session) -> None:
-    """Wait until the copies of the open version are done, without helping."""
+    """Wait until the copies of the open checkpoint are done, without helping."""
     (checkpoint,) = session._pipeline._in_flight
     while checkpoint.pending.job.info().state < COPIED:
         time.sleep(0.001)
@@ -353,7 +353,7 @@ def frozen_run(pool: Any, **options: Any) -> tuple[Any, ...]:
 
 
 def written(model: nn.Module, optimizer: Any, session: Any) -> tuple[int, int]:
-    """One iteration: bytes of its version, and how many tensors it left out."""
+    """One iteration: bytes of its checkpoint, and how many tensors it left out."""
     before = session.stats().bytes_written
     update(model, optimizer)
     session.flush()
@@ -460,7 +460,7 @@ def stale_run(pool: Any, monkeypatch: Any, slots: int = 4) -> tuple[Any, ...]:
     model, optimizer, session = frozen_run(pool, slots=slots)
     for _ in range(5):
         written(model, optimizer, session)
-    monkeypatch.setattr(UnchangedTensors, "audit", lambda *args: (set(), 0))
+    monkeypatch.setattr(UnchangedTensors, "reread", lambda *args: (set(), 0))
     model.base[1].data[7, 1] += 1.0
     for _ in range(2):
         written(model, optimizer, session)
@@ -498,12 +498,12 @@ def test_pins_of_stale_checkpoints_end_with_a_warning_and_older_ones_stay(pool, 
         good, seen = session.pin(), everything(model, optimizer)
         for _ in range(3):
             written(model, optimizer, session)
-        audit = UnchangedTensors.audit
-        monkeypatch.setattr(UnchangedTensors, "audit", lambda *args: (set(), 0))
+        audit = UnchangedTensors.reread
+        monkeypatch.setattr(UnchangedTensors, "reread", lambda *args: (set(), 0))
         model.base[1].data[7, 1] += 1.0
         written(model, optimizer, session)
         stale = session.pin()
-        monkeypatch.setattr(UnchangedTensors, "audit", audit)
+        monkeypatch.setattr(UnchangedTensors, "reread", audit)
         written(model, optimizer, session)
         assert f"the pinned checkpoints of steps {stale.step} are struck" in caplog.text
         assert is_step(lightck.recover(pool, step=good.step), seen)
@@ -587,8 +587,8 @@ def decay(model: Decayed, optimizer: Any, session: Any, steps: int) -> None:
 
 
 def test_write_at_the_top_of_an_iteration_is_made_once_by_a_resumed_run(pool):
-    """The loop writes behind the boundary, and again when it goes on from it. Whenever the copy came, the version must
-    hold the value of the boundary, or not be there."""
+    """The loop writes behind the boundary, and again when it goes on from it. Whenever the copy came, the checkpoint
+    must hold the value of the boundary, or not be there."""
 
     def start(path: Any, **options: Any) -> tuple[Any, ...]:
         model = Decayed()

@@ -297,7 +297,7 @@ def test_fresh_optimizer_loses_the_state_that_the_checkpoint_lacks(pool):
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        session.flush()  # version 0: no optimizer state yet
+        session.flush()  # checkpoint 0: no optimizer state yet
     train(model, optimizer, 2)
     lightck.recover(pool, model, optimizer)
     assert not optimizer.state

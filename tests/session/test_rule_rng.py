@@ -49,7 +49,7 @@ def learn(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
 
 
 def by_hand(model: nn.Module, optimizer: Any, session: Any) -> Iterator[int]:
-    """Batches are drawn in the loop; the version is closed by the forward."""
+    """Batches are drawn in the loop; the checkpoint is closed by the forward."""
     for _ in range(session.step, STEPS):
         learn(model, optimizer, torch.randn(3, 4))
         yield session.step
@@ -129,7 +129,7 @@ def fixed_batches(model: nn.Module, optimizer: Any, session: Any) -> Iterator[in
 
 
 def test_forward_state_is_set_before_the_first_training_forward(pool):
-    """The version was closed by a forward: draws between attach and that forward do not count."""
+    """The checkpoint was closed by a forward: draws between attach and that forward do not count."""
     whole, resumed, _ = kill_and_resume(pool, fixed_batches, 3, disturb=draw)
     assert same(resumed, whole)
 

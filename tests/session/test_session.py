@@ -204,6 +204,11 @@ def test_parameters_outside_the_model_are_saved_too(pool):
 # -- counters --------------------------------------------------------------------------------------------------------
 
 
+def test_the_old_name_of_the_number_of_checkpoints_still_works_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"Stats\.checkpoints"):
+        assert lightck.Stats(checkpoints=3).versions == 3
+
+
 def test_stats_are_a_frozen_record_that_makes_sense(pool):
     model = net(BIG)
     optimizer = adam(model)
@@ -312,7 +317,7 @@ def test_resume_of_nothing_starts_fresh(pool):
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
         assert (session.step, session.iteration, session.committed) == (0, 0, None)
-    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:  # a pool without a commit line
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:  # a pool without a commit record
         assert session.step == 0
         train(model, optimizer, 1)
     assert lightck.recover(pool).step == 1
@@ -331,7 +336,7 @@ def test_overwrite_discards(pool):
 
 
 def test_overwrite_discards_before_the_first_checkpoint(pool):
-    """Also where the layout cannot be foreseen: a crash must not bring the discarded training back."""
+    """Also where the layout cannot be predicted: a crash must not bring the discarded training back."""
     pool_with(pool, steps=5)
     model = net(seed=8)
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -438,7 +443,7 @@ def test_other_conditions_are_reported_in_one_line(pool, caplog):
     assert f"threads {threads} -> {threads + 1}" in line
 
 
-# -- layouts that cannot be foreseen ---------------------------------------------------------------------------------
+# -- layouts that cannot be predicted --------------------------------------------------------------------------------
 
 
 def test_lbfgs_whose_state_cannot_be_foreseen(pool, caplog):
@@ -454,7 +459,7 @@ def test_lbfgs_whose_state_cannot_be_foreseen(pool, caplog):
 
     model, optimizer = build(0)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        assert "cannot be foreseen" in caplog.text
+        assert "cannot be predicted" in caplog.text
         learn(model, optimizer, 0, 3)
         seen = everything(model, optimizer)
         session.flush()
@@ -671,7 +676,8 @@ def test_several_updates_on_one_batch_are_reported_once(pool, caplog):
 
 @pytest.mark.parametrize(("interval", "said"), [(1, 3), (3, 9)])
 def test_several_steps_that_end_on_one_batch_are_reported_once(pool, caplog, interval, said):
-    """At the second such batch: one is given where a loop turns to other data. Only versions that are saved count."""
+    """At the second such batch: one is given where a loop turns to other data. Only checkpoints that are saved
+    count."""
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, interval=interval) as session:
@@ -827,7 +833,7 @@ def _left_in_eval_mode(pool: Any, killed: int | None = None) -> list[Any]:
 
 @pytest.mark.parametrize("killed", [2, 4, 6])
 def test_no_batch_is_lost_where_a_pass_begins_in_eval_mode(folder, pool, commits_early, killed):
-    """The version before it closes at its first ``next()``, and so counts nothing of it."""
+    """The checkpoint before it closes at its first ``next()``, and so counts nothing of it."""
     torch.manual_seed(7)
     plain = _left_in_eval_mode(folder / "plain.pool")
     torch.manual_seed(7)

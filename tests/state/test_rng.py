@@ -1,4 +1,4 @@
-"""Global random state: capture, restore, storing, damage."""
+"""The global random state: captured, restored, stored, and damaged."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def draws() -> tuple:
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
-    with rng.shielded():
+    with rng.preserved():
         yield
 
 
-@pytest.mark.parametrize("odd", [0, 1])  # the second normal number of a pair is kept beside the state
+@pytest.mark.parametrize("odd", [0, 1])  # numpy caches the second normal number of a pair beside the state
 def test_restore_gives_the_same_draws(odd):
     for _ in range(odd):
         draws()
@@ -42,11 +42,11 @@ def test_restore_gives_the_same_draws(odd):
         assert [draws() for _ in range(3)] == first
 
 
-def test_shielded_also_after_an_error():
+def test_random_states_are_preserved_also_after_an_error():
     state = rng.capture()
     expected = draws()
     state.restore()
-    with contextlib.suppress(KeyError), rng.shielded():
+    with contextlib.suppress(KeyError), rng.preserved():
         draws()
         raise KeyError
     assert draws() == expected
@@ -113,7 +113,7 @@ def test_damage_is_refused_before_anything_is_set(path, value):
     assert draws() == expected
 
 
-def test_nothing_at_all_is_refused():
+def test_none_is_refused():
     for value in (None, [], {}, {"python": 1}):
         with pytest.raises(CorruptPoolError):
             rng.RngState.from_value(value)

@@ -23,7 +23,7 @@ from lightck.state.storable import DTYPES, dtype_from_name, dtype_name
 
 
 def same(left: object, right: object) -> bool:
-    """Equal by type, order and bits."""
+    """Whether type, order and bits are equal."""
     if type(left) is not type(right):
         return False
     if isinstance(left, float):
@@ -123,7 +123,7 @@ def test_every_torch_dtype(name):
 
 
 @pytest.mark.parametrize("name", ["qint8", "quint4x2", "int3", "uint7", "nn", "Tensor", "", "float33"])
-def test_no_such_dtype(name):
+def test_unknown_dtype_is_refused(name):
     with pytest.raises(ValueError, match="dtype"):
         dtype_from_name(name)
     if isinstance(getattr(torch, name, None), torch.dtype):
@@ -144,7 +144,7 @@ def test_views_become_dense_and_own_their_memory():
     assert array.tolist() == [1, 3]
 
 
-def test_large_tensors_go_elsewhere():
+def test_large_tensors_are_not_part_of_the_bytes():
     big, found = torch.zeros(1024), {}
     value = {"ema": {"w": big, "s": torch.ones(3)}, "list": [0, big], "ema/w": big, 7: (big,)}
     data = values.pack(value, path="state", large=lambda path, tensor: found.setdefault(path, tensor))
@@ -221,7 +221,7 @@ def test_refusals_name_path_and_type(name):
     assert "leave it out" in str(caught.value)
 
 
-def test_many_strings_are_packed_as_few_are():
+def test_many_strings_are_packed_in_the_format_of_few():
     few = values.pack([f"name {i}" for i in range(10)], path="x")
     many = values.pack([f"name {i}" for i in range(20)], path="x")
     assert many[3 : 2 + len(few)] == few[1:], "three bytes of header instead of one, then the same items"
@@ -230,7 +230,7 @@ def test_many_strings_are_packed_as_few_are():
         values.pack([*"a" * 17, "\ud800"], path="state/it")
 
 
-def test_depth_32_is_the_last():
+def test_depth_32_is_the_maximum():
     assert same(there_and_back(deep(32)), deep(32))
     with pytest.raises(StateValueError):
         values.pack(deep(33), path="x")
@@ -319,7 +319,7 @@ def test_mutated_bytes(value, data):
     decode(bytes(packed))
 
 
-def test_sizes_are_not_believed():
+def test_sizes_in_headers_are_not_trusted():
     data = HOSTILE["nested lists"]
     tracemalloc.start()
     decode(data)
@@ -379,22 +379,22 @@ def packed_or_refused(pack: Callable[..., bytes], value: object) -> bytes | str:
 
 @settings(max_examples=300)
 @given(st.lists(near | storable, max_size=8))
-def test_what_is_packed_again_is_what_is_packed_anew(seen):
-    """Values that are equal in Python and differ in type, order or bits follow each other."""
-    again = values.Repeated()
+def test_a_cached_packer_gives_the_bytes_of_a_new_one(seen):
+    """The packer gets, one after the other, values that are equal in Python and differ in type, order or bits."""
+    again = values.CachedPacker()
     for value in [item for item in seen for _ in range(2)]:
         assert packed_or_refused(again.pack, value) == packed_or_refused(values.pack, value)
 
 
-def test_a_changed_tensor_among_the_options_is_packed_anew():
-    again, lr = values.Repeated(), torch.tensor(0.1)
+def test_a_changed_tensor_among_the_options_is_packed_again():
+    again, lr = values.CachedPacker(), torch.tensor(0.1)
     first = again.pack({"lr": lr}, path="x")
     lr.mul_(2)
     assert again.pack({"lr": lr}, path="x") == values.pack({"lr": lr}, path="x") != first
 
 
 def test_a_constant_is_a_dict_that_is_packed_once():
-    constant = values.Constant(a=1, b=[torch.ones(2)])
+    constant = values.ConstantDict(a=1, b=[torch.ones(2)])
     assert values.pack(constant, path="x") == values.pack(dict(constant), path="x")
     assert values.pack([constant, constant], path="x") == values.pack([dict(constant)] * 2, path="x")
     assert type(there_and_back(constant)) is dict

@@ -1,5 +1,5 @@
-"""What each strategy has to keep: every tensor has one place in the plan, nothing is left out that the slot lacks, and
-planning changes nothing. A new strategy is one more line in ``STRATEGIES``."""
+"""The conformance test of strategies: every tensor has one place in the plan, no tensor is left out that the slot does
+not hold, and planning changes nothing. A new strategy is one more item of ``STRATEGIES``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lightck.state.inventory import Live
 from lightck.state.signatures import ClosedStep
 
 
-class SourceWatch:
-    """A strategy whose plans are looked at."""
+class RecordingStrategy:
+    """Records and checks the plans of another strategy."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -31,24 +31,24 @@ class SourceWatch:
         self.stored: list[set[int]] = []
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-        asked = Asked(slot)
+        recording = RecordingSlot(slot)
         before = copy.deepcopy([numbers(table) for table in tables])
-        plan = self.strategy.plan(closed_step, tables, asked)
-        again = self.strategy.plan(closed_step, tables, asked)
-        assert described(plan) == described(again), "it was asked twice of one step, and said two things"
+        plan = self.strategy.plan(closed_step, tables, recording)
+        again = self.strategy.plan(closed_step, tables, recording)
+        assert described(plan) == described(again), "it made two different plans for the same step"
         assert [numbers(table) for table in tables] == before, "it changed what it was given"
         self.plans.append(plan)
-        self.stored.append(asked.stored)
+        self.stored.append(recording.stored)
         return plan
 
 
-class Asked:
-    """A slot that remembers what it said."""
+class RecordingSlot:
+    """A slot that records what it reported to a strategy."""
 
     def __init__(self, slot: TargetSlot) -> None:
         self.slot, self.index = slot, slot.index
         self.stored: set[int] = set()
-        """Records that the plan was told it may leave out."""
+        """Records that the plan may leave out."""
 
     def is_stored(self, live: Live, record: TensorRecord) -> bool:
         if self.slot.is_stored(live, record):
@@ -63,8 +63,7 @@ class Asked:
 
 
 class SameBytes:
-    """Leaves out what updates could have changed and did not, by its bytes: it knows what each slot got at which
-    step."""
+    """Leaves out tensors whose bytes an update could have changed but did not: it remembers the bytes of each step."""
 
     def __init__(self) -> None:
         self.given: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
@@ -77,31 +76,31 @@ class SameBytes:
             self.given.setdefault((slot.index, record.number), {})[closed_step.step] = live.tensor.detach().clone()
         same = tuple((live, record) for live, record in written if self._is_same(record, closed_step.step, slot))
         rest = tuple(table.without({record.number for _, record in same}) for table in tables)
-        return WritePlan(closed_step, rest, full.now, full.unchanged + same)
+        return WritePlan(closed_step, rest, full.at_boundary, full.unchanged + same)
 
     def _is_same(self, record: TensorRecord, step: int, slot: TargetSlot) -> bool:
         given = self.given[slot.index, record.number]
         before = max((one for one in given if one < step), default=None)
-        lies_there = slot.generation_of(record) is not None and before is not None
-        return lies_there and torch.equal(given[before], given[step])
+        is_stored = slot.generation_of(record) is not None and before is not None
+        return is_stored and torch.equal(given[before], given[step])
 
 
 def numbers(table: WriteTable) -> list[int]:
-    """Records that have their place in the table itself."""
+    """The records of a table, without the undecided ones."""
     return [*table.numbers.tolist(), *table.present, *(one.record.number for one in table.staged)]
 
 
 def described(plan: WritePlan) -> tuple[Any, ...]:
-    """By record numbers: in tables, at the boundary, left out."""
+    """Record numbers of a plan: in its tables, at the boundary, left out."""
     in_tables = sorted(number for table in plan.tables for number in numbers(table))
-    return in_tables, sorted(r.number for _, r in plan.now), sorted(r.number for _, r in plan.unchanged)
+    return in_tables, sorted(r.number for _, r in plan.at_boundary), sorted(r.number for _, r in plan.unchanged)
 
 
 STRATEGIES = [lightck.FullState, SameBytes]
 
 
 @pytest.fixture(params=STRATEGIES)
-def run(request: pytest.FixtureRequest, pool: Path) -> tuple[SourceWatch, nn.Module, torch.optim.Optimizer]:
+def run(request: pytest.FixtureRequest, pool: Path) -> tuple[RecordingStrategy, nn.Module, torch.optim.Optimizer]:
     """Twelve steps of a model with a large layer, a frozen one, a buffer and an empty tensor."""
     torch.manual_seed(0)
     model = net(BIG)
@@ -109,7 +108,7 @@ def run(request: pytest.FixtureRequest, pool: Path) -> tuple[SourceWatch, nn.Mod
     model.register_buffer("empty", torch.zeros(0))
     model[0].weight.requires_grad_(False)
     optimizer = adam(model)
-    watched = SourceWatch(request.param())
+    watched = RecordingStrategy(request.param())
     with lightck.attach(model, pool, optimizer=optimizer, strategy=watched):
         train(model, optimizer, 12)
     return watched, model, optimizer
@@ -120,8 +119,8 @@ def test_every_tensor_has_one_place(run):
     assert len(watched.plans) == 12
     for plan in watched.plans:
         in_tables, now, unchanged = described(plan)
-        single = {record.number for table in plan.tables for _, record in table.single}
-        assert set(now) <= single <= set(now + unchanged)
+        undecided = {record.number for table in plan.tables for _, record in table.undecided}
+        assert set(now) <= undecided <= set(now + unchanged)
         everywhere = in_tables + now + unchanged
         assert len(everywhere) == len(set(everywhere)) == len(plan.closed_step.lives)
 
@@ -130,13 +129,13 @@ def test_what_is_left_out_lies_in_the_slot(run):
     watched, _, _ = run
     for plan, stored in zip(watched.plans, watched.stored, strict=True):
         assert {record.number for _, record in plan.unchanged} <= stored
-    assert any(plan.unchanged for plan in watched.plans), "the frozen layer rests, and the test would see nothing"
+    assert any(plan.unchanged for plan in watched.plans), "the frozen layer is left out; otherwise nothing is tested"
 
 
 def test_a_plan_is_frozen(run):
     (plan, *_), _, _ = run[0].plans, *run[1:]
     with pytest.raises(AttributeError):
-        plan.now = ()
+        plan.at_boundary = ()
 
 
 def test_what_is_recovered_is_the_state(run, pool):
@@ -145,11 +144,11 @@ def test_what_is_recovered_is_the_state(run, pool):
 
 
 def test_a_strategy_decides_what_is_written(pool):
-    """One that says that nothing is left out: then nothing is."""
+    """A strategy that leaves nothing out."""
 
     class Whole:
         def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-            return WritePlan(closed_step, tuple(tables), tuple(one for table in tables for one in table.single), ())
+            return WritePlan(closed_step, tuple(tables), tuple(one for table in tables for one in table.undecided), ())
 
     model = net(BIG)
     model[0].weight.requires_grad_(False)
@@ -161,7 +160,7 @@ def test_a_strategy_decides_what_is_written(pool):
     assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_what_is_no_strategy_is_refused(pool):
+def test_a_value_that_is_no_strategy_is_refused(pool):
     for strategy in ("full", lightck.FullState):
         with pytest.raises(TypeError, match=r"Pass lightck.FullState\(\)"):
             lightck.attach(net(), pool, strategy=strategy)
@@ -170,7 +169,7 @@ def test_what_is_no_strategy_is_refused(pool):
 def test_a_plan_that_leaves_out_what_the_slot_lacks_is_refused(pool):
     class Lies:
         def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-            return WritePlan(closed_step, tuple(tables), (), tuple(one for table in tables for one in table.single))
+            return WritePlan(closed_step, tuple(tables), (), tuple(one for table in tables for one in table.undecided))
 
     model = net(BIG)
     model[0].weight.requires_grad_(False)
@@ -181,17 +180,17 @@ def test_a_plan_that_leaves_out_what_the_slot_lacks_is_refused(pool):
     session.abandon()
 
 
-def test_what_updates_leave_as_it_was_can_be_left_out(pool):
-    """A layer whose gradient is zero: SGD steps over it, and its bytes stay."""
+def test_tensors_that_updates_do_not_change_can_be_left_out(pool):
+    """The gradient of one layer is zero, so SGD does not change its bytes."""
     model = net(BIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].weight.register_hook(torch.zeros_like)
-    watched = SourceWatch(SameBytes())
+    watched = RecordingStrategy(SameBytes())
     with lightck.attach(model, pool, optimizer=optimizer, strategy=watched):
         train(model, optimizer, 8)
     left_out = [{live.name for live, _ in plan.unchanged} for plan in watched.plans]
     assert ["model/0.weight" in names for names in left_out] == [False] * 2 + [True] * 6, (
-        "each of two slots has it once"
+        "it is written once into each of the two slots"
     )
     assert is_step(lightck.recover(pool), everything(model, optimizer))
 
@@ -205,13 +204,13 @@ def test_a_plan_that_forgets_a_tensor_is_refused(pool):
     model = net()
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, strategy=Forgets())
-    with pytest.raises(SessionError, match=r"has places for 15 tensors, and the training has 16"):
+    with pytest.raises(SessionError, match=r"covers 15 tensors, and the training has 16"):
         train(model, optimizer, 2)
     session.abandon()
 
 
 def test_eager_copies_are_for_plans_that_write_all(pool):
-    """A layer-wise update copies ahead of the plan, so what a plan may leave out is never copied ahead."""
+    """Eager copies begin before the plan, so there are none if the plan may leave tensors out."""
 
     class Parts:
         def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:

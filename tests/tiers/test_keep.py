@@ -1,4 +1,4 @@
-"""``keep=``: exports of committed versions, their files against the training that they were taken from."""
+"""``keep=``: exports of committed checkpoints; each file is compared with the state of the training at its step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def started(pool: Path, keep: Any, width: int = 8, **options: Any) -> tuple[Any,
 def until(what: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not what():
-        assert time.monotonic() < deadline, "it never came to that"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.001)
 
 
@@ -71,7 +71,7 @@ def exported() -> None:
 
 
 def run(model: Any, optimizer: Any, session: Any, steps: int, start: int = 0, *, wait: bool = True) -> dict[int, Any]:
-    """Train, let each version commit and its export end: what every step was."""
+    """Train, and let each checkpoint commit and its export end. Returns the state of every step."""
     seen = {}
     for number in range(start, start + steps):
         train(model, optimizer, 1, start=number)
@@ -119,7 +119,7 @@ def test_close_finishes_the_export_that_is_due(pool, to):
 
 
 def test_interval_between_checkpoints_is_respected(pool, to):
-    """Versions exist at 3, 6, 9, 12: what is due at 5 and 10 is the first version after."""
+    """There are checkpoints at 3, 6, 9 and 12: the exports due at 5 and 10 are made of the next ones."""
     model, optimizer, session = started(pool, lightck.Keep(every=5, to=to), interval=3)
     with session:
         for number in range(12):
@@ -156,7 +156,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.mark.parametrize("width", [8, BIG])
 def test_training_goes_on_while_an_export_takes_its_time(pool, to, gate, width):
-    """The slot is not written while it is read, and nobody waits: each step commits as without ``keep``."""
+    """The slot is not overwritten while it is read, and each step commits without waiting, as without ``keep``."""
     model, optimizer, session = started(pool, lightck.Keep(every=4, to=to), width)
     seen = run(model, optimizer, session, 4, wait=False)
     assert gate.reached.wait(30)
@@ -168,19 +168,19 @@ def test_training_goes_on_while_an_export_takes_its_time(pool, to, gate, width):
     gate.open.set()
     exported()
     assert same(safetensors.torch.load_file(file(to, 4)), seen[4]["model"])
-    train(model, optimizer, 1, start=16)  # due since 8: taken from the first version after the export
+    train(model, optimizer, 1, start=16)  # due since 8: made of the first checkpoint after the last export
     seen[17] = everything(model, optimizer)
     session.close()
     assert names(to) == [file(to, step).name for step in (4, 17)]
     assert same(safetensors.torch.load_file(file(to, 17)), seen[17]["model"])
 
 
-def test_pool_that_moves_waits_for_the_export(pool, to, gate):
+def test_relayout_waits_for_the_export(pool, to, gate):
     model, optimizer, session = started(pool, lightck.Keep(every=2, to=to))
     seen = run(model, optimizer, session, 2, wait=False)
     assert gate.reached.wait(30)
     threading.Timer(0.2, gate.open.set).start()
-    pin = session.pin()  # a fourth slot: a new file
+    pin = session.pin()  # needs a fourth slot and so a new file
     assert file(to, 2).exists()
     assert same(safetensors.torch.load_file(file(to, 2)), seen[2]["model"])
     pin.release()
@@ -214,7 +214,7 @@ def test_export_that_a_crash_prevented_is_made_after_the_restart(pool, to):
         time.sleep(30)
 
     killed_child(work)
-    assert not any(name.endswith(".safetensors") for name in names(to)), "no half file under the final name"
+    assert not any(name.endswith(".safetensors") for name in names(to)), "no incomplete file has the final name"
     assert names(to), "the temporary file is there"
     model = net(seed=1)
     optimizer = adam(model)
@@ -266,7 +266,7 @@ def test_name_that_is_taken_by_a_file_of_others_is_reported(pool, to):
     file(to, 2).write_text("mine")
     model, optimizer, session = started(pool, lightck.Keep(every=2, to=to))
     train(model, optimizer, 2)
-    with pytest.raises(KeepError, match=r"Step 2 could not be kept.*was not written by this training"):
+    with pytest.raises(KeepError, match=r"step 2 could not be exported.*was not written by this training"):
         session.close()
     assert file(to, 2).read_text() == "mine"
 
@@ -326,14 +326,16 @@ def test_full_folder_is_reported_at_the_next_step_and_training_can_go_on(pool, t
         train(model, optimizer, 2)
         session.flush()
         exported()
-        with pytest.raises(KeepError, match=r"Step 2 could not be kept.*pool and its versions are intact") as caught:
+        with pytest.raises(
+            KeepError, match=r"step 2 could not be exported.*pool and its checkpoints are intact"
+        ) as caught:
             train(model, optimizer, 1, start=2)
         assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
         optimizer.step()  # once: the loop that caught it goes on
         session.flush()
         assert session.committed == 3
         assert list(to.iterdir()) == []
-        with pytest.raises(KeepError):  # at close it is told again: nothing was kept since
+        with pytest.raises(KeepError):  # raised again at close, because no later export succeeded
             session.close()
 
     to.mkdir()
@@ -349,11 +351,11 @@ def test_a_dtype_that_cannot_be_kept_is_reported_with_what_can_be_done(pool, to,
     session = lightck.attach(model, pool, optimizer=optimizer, keep=lightck.Keep(every=1, to=to))
     model.register_buffer("wide", torch.ones(2).to(dtype))
     train(model, optimizer, 1)
-    with pytest.raises(KeepError, match=r"Step 1 .*'wide' has dtype complex.*safetensors does not have") as caught:
+    with pytest.raises(KeepError, match=r"step 1 .*'wide' has dtype complex.*safetensors does not have") as caught:
         session.close()
     said = str(caught.value)
     assert "Export with" not in said, "Keep has no format"
-    assert "Look at the folder" not in said
+    assert "Check the folder" not in said
     assert ".." not in said
     cure = 'lightck.export_checkpoint(lightck.recover(pool_path), file, format="torch")'
     assert cure in said
@@ -383,8 +385,8 @@ def mount_small(at: Path) -> bool:
     return bool(libc.mount(b"tmpfs", str(at).encode(), b"tmpfs", 0, b"size=64k,mode=700") == 0)
 
 
-def test_loader_does_not_raise_it(pool, to):
-    """An error in next() would end the loop: it is raised where the loop can catch it."""
+def test_loader_does_not_raise_the_error_of_an_export(pool, to):
+    """An error in next() would end the loop, so it is raised by step(), where the loop can catch it."""
     to.mkdir()
     file(to, 1).write_text("mine")
     model = net()
@@ -402,7 +404,7 @@ def test_loader_does_not_raise_it(pool, to):
         session.flush() if len(caught) else None
         exported()
     assert len(caught) == 1
-    assert "Step 1 " in caught[0]
+    assert "step 1 " in caught[0]
     session.close()
     assert lightck.recover(pool).step == 4
 
@@ -451,7 +453,7 @@ def test_exception_of_the_loop_leaves_no_thread(pool, to):
 
 
 def test_a_session_that_is_collected_on_the_thread_of_an_export_ends_after_it(pool, to, monkeypatch):
-    """A collector runs anywhere."""
+    """The garbage collector can run on any thread."""
     goes, choose = threading.Event(), keep_module.choose
 
     def collecting(*args):

@@ -1,4 +1,4 @@
-"""``session.pin()``: what is held stays, the training goes on beside it, and a new pool file takes it along."""
+"""``session.pin()``: a pinned checkpoint stays while the training goes on, and a relayout carries it over."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_released_slot_is_used_again(pool):
         assert pin.step == 1
     train(model, optimizer, 5, start=6)
     size = pool.stat().st_size
-    pin.release()  # again: nothing happens
+    pin.release()  # a second release does nothing
     with session.pin():
-        assert pool.stat().st_size == size, "the slot of the first pin is there for the second"
+        assert pool.stat().st_size == size, "the second pin uses the slot of the first"
     session.close()
     assert 1 not in held(pool)
 
@@ -110,7 +110,7 @@ def test_pins_are_bounded(pool):
     train(model, optimizer, 1)
     for _ in range(6):
         session.pin()
-    with pytest.raises(SessionError, match=r"6 versions are pinned.*Release a pin"):
+    with pytest.raises(SessionError, match=r"6 are pinned.*Release a pin"):
         session.pin()
     train(model, optimizer, 3, start=1)
     session.close()
@@ -129,7 +129,7 @@ def test_pin_before_any_step_holds_step_0(pool):
 
 @pytest.mark.parametrize("change", ["new group", "larger state", "other kind"])
 def test_pinned_checkpoint_moves_to_a_new_pool_file(pool, change):
-    """Whatever makes the pool need a new file: the pinned version is in it, as it was."""
+    """For each cause of a relayout: the new file holds the pinned checkpoint, unchanged."""
 
     class Box:
         value = torch.zeros(3)
@@ -161,7 +161,7 @@ def test_pinned_checkpoint_moves_to_a_new_pool_file(pool, change):
         model(batch(number)).square().sum().backward()
         optimizer.step()
     session.flush()
-    assert checkpoints(pool)[0].reader.superblock.uuid != uuid, "it did move"
+    assert checkpoints(pool)[0].reader.superblock.uuid != uuid, "the pool has a new file"
     checkpoint = lightck.recover(pool, step=2)
     assert is_step(checkpoint, seen)
     assert same(checkpoint.state["box"]["value"], torch.arange(2000.0))
@@ -177,7 +177,7 @@ def test_pinned_checkpoint_that_is_damaged_is_reported_where_the_pool_has_to_mov
     train(model, optimizer, 2, start=1)
     session.flush()
     damage(pool, "model/0.weight", [1])
-    with pytest.raises(CorruptPoolError, match=r"step 1 that is held cannot be taken along.*Release the pin"):
+    with pytest.raises(CorruptPoolError, match=r"step 1, which is held, cannot be carried over.*Release the pin"):
         session.pin()
     pin.release()
     session.pin()
@@ -252,13 +252,13 @@ def test_pin_survives_a_crash_until_its_slot_is_needed(pool, folder):
     again_optimizer = adam(again)
     with lightck.attach(again, image, optimizer=again_optimizer, resume=True) as session:
         assert session.step == 8
-        assert is_step(lightck.recover(image, step=2), seen), "attach alone takes no slot"
+        assert is_step(lightck.recover(image, step=2), seen), "attach itself overwrites no slot"
         train(again, again_optimizer, 6, start=8)
     assert 2 not in held(image)
 
 
 def test_resume_after_pins_loses_no_more_than_two_slots_would(pool):
-    """The pool has three slots since the pin; how far the training may run ahead of its commits is what attach says."""
+    """Since the pin the pool has three slots. How many commits may be outstanding still follows attach's ``slots``."""
     model, optimizer, session = started(pool, BIG)
     train(model, optimizer, 1)
     session.pin().release()
@@ -310,12 +310,12 @@ def test_nothing_is_left_after_close(pool):
 
 
 def test_a_release_on_another_thread_leaves_a_pin_that_is_taken_meanwhile(pool):
-    """What is held is asked when a slot is taken, so a release beside a pin can hide neither from the other."""
+    """The held slots are read each time a slot is taken, so a concurrent release cannot lose a new pin."""
     model, optimizer, session = started(pool, slots=4)
     train(model, optimizer, 1)
     one = session.pin()
     session.pin().release()  # the pool has room for two now
-    holds, writer = session._steps.commits.beside.holds, session._pipeline.pool.writer
+    holds, writer = session._steps.commits.participants.holds, session._pipeline.pool.writer
     for number in range(1, 30):
         train(model, optimizer, 1, start=number)
         releasing = threading.Thread(target=one.release)
@@ -334,19 +334,19 @@ def test_a_pin_released_while_the_pool_gets_its_new_file_holds_nothing_there(poo
     model, optimizer, session = started(pool)
     train(model, optimizer, 1)
     one = session.pin()
-    moved = CurrentPool.move
+    moved = CurrentPool.relayout
 
     def move(*args: Any) -> Any:
         result = moved(*args)
-        releasing = threading.Thread(target=one.release)  # after the move, before the session goes on with it
+        releasing = threading.Thread(target=one.release)  # after the relayout, before the session uses the new file
         releasing.start()
         releasing.join()
         return result
 
-    monkeypatch.setattr(CurrentPool, "move", move)
+    monkeypatch.setattr(CurrentPool, "relayout", move)
     train(model, optimizer, 1)
     two = session.pin()
-    holds, writer = session._steps.commits.beside.holds, session._pipeline.pool.writer
+    holds, writer = session._steps.commits.participants.holds, session._pipeline.pool.writer
     assert holds.held(writer) == {two._hold.record.slot}
     two.release()
     assert not holds.held(writer)

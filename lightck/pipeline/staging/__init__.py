@@ -1,15 +1,17 @@
-"""Tensors on a device on their way into the pool, while the device computes.
+"""Transfer of tensors from a device into the pool, while the device goes on computing.
 
-    boundary   (``sending.py``) a draft of the version; its tensors in groups (``groups.py``), a held job of the engine
-               for each; what the next kernels will change is sent in their order; the device's work so far is marked
-    pump       (a thread, ``pump.py``) group after group: its place is free -> sent after the mark -> arrived -> job
-               started
-    engine     copies the group from host memory into the slot, or sums up what the device put there itself
+    boundary         (``sending.py``) reserves a slot; splits the tensors into groups (``groups.py``), each with a held
+                     job of the engine; sends what the next kernels may change, in the order of the computation; marks
+                     the end of the device's work so far
+    transfer thread  (``transfer_thread.py``) for each group: waits until its host memory is free, sends it after the
+                     mark, waits until it has arrived, starts its job
+    engine           copies the group from host memory into the slot, or computes the checksums of what the device wrote
+                     there itself
 
-There are three transfer methods (``methods.py``). A user may choose one (``kinds.py``); ``choice.py`` chooses where the
-user does not.
+There are three transfer methods (``methods.py``). The user may name one (``kinds.py``); otherwise ``sending.py`` tries
+them and keeps the best one.
 
-Invariants: a place is written only while no job reads from it, and its job reads only what has arrived; of a slot, only
-after its header says that it holds no version. The gate is as ever: no update is even queued while a tensor that it
-changes is under way. What fails on the way fails the version, which is then never committed.
+Invariants: Host memory is written only while no job reads it, and a job reads only what has arrived. A slot is written
+only after its header says that it holds no checkpoint. No update is even queued on the device while a tensor that it
+changes is still being sent. A failed transfer fails its checkpoint, which then never commits.
 """

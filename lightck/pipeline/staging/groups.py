@@ -1,4 +1,4 @@
-"""Tensors that travel together, and the memory that they travel through."""
+"""Tensors that travel together, and the memory that they travel group_through_host."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightck.state.device_transfers import Arrival, DeviceTransfer
 log = logging.getLogger("lightck")
 
 GROUPS_MAX = 6
-"""Jobs for what one version sends beside the computation."""
+"""The most groups (and jobs) of one checkpoint that are sent while the device computes."""
 GROUP_NBYTES_MIN = 16 << 20
 SEGMENTS = 2
-"""Pieces of host memory: while one is copied from, the other is filled."""
+"""Pieces of host memory: while the engine copies from one, the device fills the other."""
 ALIGN = 256
-_LOOK_SECONDS = 0.0005
+_POLL_SECONDS = 0.0005
 
 
 @dataclass(slots=True)
 class Segment:
-    """A piece of host memory, who reads it, and what is on its way into it."""
+    """A piece of host memory, the job that reads it, and the transfers that write to it."""
 
     memory: torch.Tensor
     reader: Job | None = None
@@ -37,17 +37,17 @@ class Segment:
     def is_read(self) -> bool:
         return self.reader is not None and self.reader.needs_sources
 
-    def free(self) -> None:
-        """Wait until nobody reads it, and nothing of a version that was given up is on its way into it."""
+    def wait_free(self) -> None:
+        """Wait until no job reads it and no transfer writes to it, not even one of a checkpoint that was given up."""
         while self.is_read:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         for arrival in self.arrivals:
             arrival.synchronize()
         self.arrivals = []
 
 
 class PinnedRing:
-    """Segments in turn. One that has become too small is left to who still reads it."""
+    """Segments that are used in turn. A segment that is too small is replaced; its reader may keep the old memory."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
@@ -65,45 +65,45 @@ class PinnedRing:
         return self._segments[at]
 
     def forget(self) -> None:
-        """Give the memory back. Nothing is under way."""
+        """Release the memory. No transfer is under way."""
         self._segments = []
         if self._transfer is not None:
-            self._transfer.give_back()
+            self._transfer.release_host_memory()
             self._transfer = None
 
 
 @dataclass(slots=True)
 class Group:
-    """Tensors that travel together, and the job that waits for them."""
+    """Tensors that are sent together, and the job that waits for them."""
 
     tensors: list[StagedTensor]
     sources: list[torch.Tensor]
-    """Memory on the device: theirs as it was at the boundary, also where .data is replaced meanwhile; or of a copy."""
+    """The memory on the device: of a copy, or of the tensors at the boundary (even if ``.data`` is replaced later)."""
     places: list[torch.Tensor]
     """Where they arrive: bytes of host memory, or of the pool."""
     segment: Segment
     job: Job
     in_order: bool
-    """They were sent at the boundary itself."""
+    """Whether they are sent at the boundary, in the order of the computation."""
 
     def pairs(self) -> dict[DeviceTransfer, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """By lane: places, and what goes there."""
+        """For each device transfer: pairs of a place and its source."""
         found: dict[DeviceTransfer, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for one, source, place in zip(self.tensors, self.sources, self.places, strict=True):
             found.setdefault(one.transfer, []).append((place, source))
         return found
 
     def send_in_order(self) -> None:
-        """On the training thread."""
-        self.segment.free()
+        """Send the group in the order of the computation. Runs on the training thread."""
+        self.segment.wait_free()
         self.segment.reader = self.job
         for transfer, pairs in self.pairs().items():
             self.segment.arrivals.append(transfer.send_in_order(pairs))
 
-    def bring(self, marks: dict[DeviceTransfer, Arrival]) -> None:
-        """Send it, wait until it has arrived, and start its job; unless the version was given up."""
+    def transfer(self, marks: dict[DeviceTransfer, Arrival]) -> None:
+        """Send the group, wait for its arrival, and start its job; nothing is sent if the checkpoint was given up."""
         if not self.in_order:
-            self.segment.free()
+            self.segment.wait_free()
             if not self.job.needs_sources:
                 return
             self.segment.reader = self.job
@@ -114,14 +114,14 @@ class Group:
         self.job.start()
 
     def drain(self) -> None:
-        """Nothing of it is under way afterwards; why it is given up is known."""
+        """Wait until no transfer of this failed group is under way."""
         for arrival in self.segment.arrivals:
             with suppress(RuntimeError):
                 arrival.synchronize()
 
 
-def parted(tensors: Sequence[StagedTensor], parts_max: int) -> list[list[StagedTensor]]:
-    """In their order, in at most so many parts of about one size."""
+def split_into_groups(tensors: Sequence[StagedTensor], parts_max: int) -> list[list[StagedTensor]]:
+    """At most ``parts_max`` groups of about the same size; the order of the tensors is kept."""
     if parts_max < 1:
         return []
     share = max(GROUP_NBYTES_MIN, -(-sum(one.record.nbytes for one in tensors) // parts_max))
@@ -136,8 +136,8 @@ def parted(tensors: Sequence[StagedTensor], parts_max: int) -> list[list[StagedT
     return parts
 
 
-def laid_out(tensors: Sequence[StagedTensor]) -> tuple[list[int], int]:
-    """Where each begins in a piece of memory, and how long that has to be."""
+def packed_layout(tensors: Sequence[StagedTensor]) -> tuple[list[int], int]:
+    """The offset of each tensor in a piece of memory, and the length that this memory must have."""
     offsets, at = [], 0
     for one in tensors:
         offsets.append(at)
@@ -146,12 +146,14 @@ def laid_out(tensors: Sequence[StagedTensor]) -> tuple[list[int], int]:
 
 
 def _host_memory(transfer: DeviceTransfer, nbytes: int) -> torch.Tensor:
-    # A version may be closed inside an evaluation, or where another device is the default.
+    # A step may be closed while an evaluation runs, or while torch has another default device.
     with torch.inference_mode(False), torch.device("cpu"):
         try:
             return transfer.memory(nbytes)
         except RuntimeError as err:
             log.info(
-                "lightck: %d bytes of host memory cannot be pinned (%s): devices write to it more slowly", nbytes, err
+                "lightck: %d bytes of host memory cannot be pinned (%s): transfers from the device are slower",
+                nbytes,
+                err,
             )
             return torch.empty(nbytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""By which way tensors leave their device: what ``attach(..., staging=...)`` takes."""
+"""The transfer methods that a user can name: the values of ``attach(..., staging=...)``."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """By pinned host memory, from there into the pool by lightck's threads (LightCheck-C).
+    """The device copies to pinned host memory, and lightck's threads copy from there into the pool (LightCheck-C).
 
-    Always possible: where memory cannot be pinned, ordinary memory is used.
+    Always available: if memory cannot be pinned, ordinary memory is used.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """The device writes into the pool by itself, and lightck's threads read back what it wrote (LightCheck-D): no host
-    memory, and less for processors to do.
+    """The device writes into the pool itself, and lightck's threads read back what it wrote (LightCheck-D).
 
-    For a pool in memory (tmpfs, persistent memory) that the device's driver can register. Elsewhere ``Host()`` is used,
-    and the log says so.
+    It needs no host memory and less processor time. It is available for a pool in memory (tmpfs, persistent memory)
+    that the device's driver can register. Elsewhere ``Host()`` is used, and the log says so.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """First copied on the device, in the order of its computation; from that copy as by ``Host()`` (LightCheck-G).
+    """The device makes a copy of the state in its own memory, in the order of its computation; from there the transfer
+    goes on as with ``Host()`` (LightCheck-G).
 
-    It takes as much memory on the device as the state does, and host memory as ``Host()``. No update waits for the way
-    into the pool then: with ``slots=3`` or more it may take as long as a step (with two slots a version is committed
-    before the next update all the same). Where the device has no room for the copy, ``Host()`` is used, and the log
-    says so.
+    The copy takes as much memory on the device as the state, and host memory as ``Host()``. The next update does not
+    wait for the transfer: with ``slots=3`` or more the transfer may take as long as a step. (With two slots a
+    checkpoint must be committed before the next update with any method.) If the device has no room for the copy,
+    ``Host()`` is used, and the log says so.
     """
 
 
@@ -39,10 +39,10 @@ Kind: TypeAlias = "Host | Direct | Device"
 
 
 def check_kind(staging: Any) -> None:
-    """Raises ``TypeError``."""
+    """Raise ``TypeError`` unless this is a transfer method or None."""
     if staging is not None and not isinstance(staging, (Host, Direct, Device)):
         name = getattr(staging, "__name__", type(staging).__name__)
         raise TypeError(
             f"staging is {name!r}. Pass lightck.Host(), lightck.Direct() or lightck.Device(), or leave it out: then "
-            "the way that holds the training up least is taken."
+            "lightck tries them and keeps the one that stalls the training least."
         )

@@ -1,6 +1,7 @@
-"""The three ways out of a device, behind one seam.
+"""The three transfer methods, behind one interface.
 
-A way is asked to be ready for a version; then for a group of each part of its tensors, with a job that waits for it.
+For each checkpoint, a method first prepares itself. Then it makes one group for each part of the tensors, with a job of
+the engine that waits for the group.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from lightck.pipeline.staging.groups import Group, PinnedRing, Segment, laid_out
+from lightck.pipeline.staging.groups import Group, PinnedRing, Segment, packed_layout
 from lightck.pipeline.staging.kinds import Device, Direct, Host, Kind
 from lightck.pipeline.staging.registered import RegisteredPool
 from lightck.pipeline.write_table import StagedTensor
@@ -20,49 +21,53 @@ from lightck.state.device_transfers import DeviceTransfer
 
 
 class UnavailableError(Exception):
-    """This way cannot be gone here. Internal."""
+    """This transfer method is unavailable on this device or pool. Internal."""
 
 
 class TransferMethod(Protocol):
-    """One way."""
+    """How tensors leave their device."""
 
     kind: Kind
-    beside: bool
-    """Tensors are read beside the computation, while the next step runs; False: all in its order, at the boundary."""
-    settles: bool
-    """What is under way by it has to come to its end before the next version begins, by whichever way."""
+    reads_during_step: bool
+    """Whether the tensors themselves are read while the next step computes. False: they are read at the boundary, in
+    the order of the computation."""
+    ends_before_next: bool
+    """Whether all its transfers must have ended before the next checkpoint begins, whatever method that one uses."""
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
-        """For a version of these, in this pool. Raises ``UnavailableError``."""
+        """Prepare a checkpoint of these tensors in this pool. Raises ``UnavailableError``."""
 
     def group(
         self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
     ) -> Group | None:
-        """A group with its job; None where the engine has no room. ``nbytes_max``: of the largest one to come."""
+        """Make a group and its job; None if the engine has no free job. ``nbytes_max``: the bytes of the largest group
+        of the checkpoint. ``in_order``: the group is sent in the order of the computation."""
 
     def forget(self) -> None:
-        """Give back what is held. Nothing is under way."""
+        """Release all memory. No transfer is under way."""
 
 
 class HostMethod:
-    """By two pieces of host memory in turn, and two more for what is sent in order."""
+    """Through two pieces of host memory in turn, and two more for groups that are sent in order."""
 
     kind: Kind = Host()
-    beside = True
-    settles = False
+    reads_during_step = True
+    ends_before_next = False
 
     def __init__(self) -> None:
         self._ring, self._in_order = PinnedRing(), PinnedRing()
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
-        """There is always host memory, or an error of its own."""
+        """Nothing to prepare: host memory is always available, or its allocation raises."""
 
     def group(
         self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
     ) -> Group | None:
         pinned_ring = self._in_order if in_order else self._ring
         segment = pinned_ring.next(tensors[0].transfer, nbytes_max)
-        return through(segment, reservation, tensors, [one.live.tensor.detach() for one in tensors], in_order)
+        return group_through_host(
+            segment, reservation, tensors, [one.live.tensor.detach() for one in tensors], in_order
+        )
 
     def forget(self) -> None:
         self._ring.forget()
@@ -70,24 +75,25 @@ class HostMethod:
 
 
 class DirectMethod:
-    """Into the pool itself."""
+    """The device writes into the pool. ``wait_idle``: waits until no transfer is under way."""
 
     kind: Kind = Direct()
-    beside = True
-    settles = True  # a version that was given up may be on its way into a slot that is taken again
+    reads_during_step = True
+    ends_before_next = True  # a checkpoint that was given up may still be sent into its slot, which is reused
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(self, wait_idle: Callable[[], None]) -> None:
+        self._wait_idle = wait_idle
         self._pool: RegisteredPool | None = None
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
         if writer.durability.tier == TIER_DISK:
-            # The kernel does not see what a device writes: pages of a file could be left out of its next fdatasync.
+            # The kernel does not see that a device wrote to a page, so the next fdatasync could skip the page.
             raise UnavailableError("the pool is on a disk")
         if self._pool is None or not self._pool.is_of(writer):
             self.forget()
             try:
-                self._pool = RegisteredPool(writer, list(dict.fromkeys(one.transfer for one in staged)), self._settle)
+                transfers = list(dict.fromkeys(one.transfer for one in staged))
+                self._pool = RegisteredPool(writer, transfers, self._wait_idle)
             except RuntimeError as err:
                 raise UnavailableError(f"the pool's memory cannot be registered: {err}") from err
 
@@ -109,45 +115,45 @@ class DirectMethod:
 
 
 class DeviceMethod:
-    """By a copy on the device, which is made at the boundary in the order of the computation."""
+    """Through a copy on the device, which is made at the boundary in the order of the computation."""
 
     kind: Kind = Device()
-    beside = False
-    settles = True  # there is one copy
+    reads_during_step = False
+    ends_before_next = True  # there is memory for one copy only
 
-    def __init__(self, spare: int = 1) -> None:
-        """``spare``: how many times the memory of the copy a device has to have, so that one is made there."""
-        self._spare = spare
+    def __init__(self, free_factor: int = 1) -> None:
+        """``free_factor``: how many times the bytes of the copy must be free on the device before it is allocated."""
+        self._free_factor = free_factor
         self._ring = PinnedRing()
         self._memory: dict[DeviceTransfer, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}
-        """By record number: bytes of the copy."""
+        """The bytes of the copies, by record number."""
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
         self._copies.clear()
         for transfer in dict.fromkeys(one.transfer for one in staged):
             own = [one for one in staged if one.transfer is transfer]
-            offsets, nbytes = laid_out(own)
-            memory = self._room(transfer, nbytes)
+            offsets, nbytes = packed_layout(own)
+            memory = self._memory_for_copy(transfer, nbytes)
             pairs = []
             for one, at in zip(own, offsets, strict=True):
                 place = memory[at : at + one.record.nbytes]
                 pairs.append((place, one.live.tensor.detach()))
                 self._copies[one.record.number] = place
             try:
-                transfer.copy_within(pairs)
+                transfer.copy_on_device(pairs)
             except torch.OutOfMemoryError as err:
                 raise UnavailableError(f"the device has no room to make a copy: {err}") from err
 
-    def _room(self, transfer: DeviceTransfer, nbytes: int) -> torch.Tensor:
+    def _memory_for_copy(self, transfer: DeviceTransfer, nbytes: int) -> torch.Tensor:
         if transfer not in self._memory or self._memory[transfer].numel() < nbytes:
             self._memory.pop(transfer, None)
             try:
-                if self._spare > 1 and transfer.free_nbytes() < self._spare * nbytes:
-                    raise UnavailableError(f"the device has no room to spare for a copy of {nbytes:,} bytes")
+                if self._free_factor > 1 and transfer.free_nbytes() < self._free_factor * nbytes:
+                    raise UnavailableError(f"the device has too little free memory for a copy of {nbytes:,} bytes")
                 with torch.inference_mode(False):
                     self._memory[transfer] = transfer.device_memory(nbytes)
-            except RuntimeError as err:  # an allocator of the user's own may not say what is free
+            except RuntimeError as err:  # also from a custom allocator that does not report its free memory
                 raise UnavailableError(f"the device has no room for a copy of {nbytes:,} bytes: {err}") from err
         return self._memory[transfer]
 
@@ -155,7 +161,9 @@ class DeviceMethod:
         self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
     ) -> Group | None:
         segment = self._ring.next(tensors[0].transfer, nbytes_max)
-        return through(segment, reservation, tensors, [self._copies[one.record.number] for one in tensors], in_order)
+        return group_through_host(
+            segment, reservation, tensors, [self._copies[one.record.number] for one in tensors], in_order
+        )
 
     def forget(self) -> None:
         self._memory.clear()
@@ -163,11 +171,11 @@ class DeviceMethod:
         self._ring.forget()
 
 
-def through(
+def group_through_host(
     segment: Segment, reservation: Reservation, tensors: list[StagedTensor], sources: list[torch.Tensor], in_order: bool
 ) -> Group | None:
-    """A group by host memory; None where the engine has no room."""
-    offsets, _ = laid_out(tensors)
+    """A group that is sent through host memory, or None if the engine has no free job."""
+    offsets, _ = packed_layout(tensors)
     places = [segment.memory[at : at + one.record.nbytes] for at, one in zip(offsets, tensors, strict=True)]
     records = [one.record.number for one in tensors]
     if not reservation.copy(records, [place.data_ptr() for place in places], (segment.memory, sources), held=True):

@@ -1,4 +1,4 @@
-"""A pool's mapping as memory that devices write to by themselves."""
+"""The mapping of a pool, registered so that devices can write to it directly."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightck.state.device_transfers import DeviceTransfer
 
 
 class RegisteredPool:
-    """Of one writer, until ``release`` or until its mapping goes. ``RuntimeError`` where a device's driver refuses.
-    ``settle`` waits until nothing is on its way there."""
+    """The registered mapping of one writer, until ``release`` or until the pool is unmapped. ``wait_idle`` waits until
+    no device writes there. Raises ``RuntimeError`` if a device's driver refuses."""
 
-    def __init__(self, writer: PoolWriter, transfers: Sequence[DeviceTransfer], settle: Callable[[], None]) -> None:
+    def __init__(self, writer: PoolWriter, transfers: Sequence[DeviceTransfer], wait_idle: Callable[[], None]) -> None:
         self._writer: PoolWriter | None = writer
         self._pid = os.getpid()
-        self._settle = settle
+        self._wait_idle = wait_idle
         medium = writer.medium
         buffer = (ctypes.c_char * medium.nbytes).from_address(medium.address)
-        with torch.inference_mode(False):  # a version may be closed inside an evaluation
+        with torch.inference_mode(False):  # a step may be closed while an evaluation runs
             self.memory = torch.frombuffer(buffer, dtype=torch.uint8)
         self._transfers: list[DeviceTransfer] = []
         try:
@@ -39,15 +39,15 @@ class RegisteredPool:
         return self._writer is writer
 
     def place(self, slot: Slot, number: int) -> torch.Tensor:
-        """Where a record's bytes lie in a slot."""
+        """The memory in a slot where the bytes of a record lie."""
         assert self._writer is not None
         at, nbytes = self._writer.place(slot, number)
         return self.memory[at : at + nbytes]
 
     def release(self) -> None:
         transfers, self._transfers, self._writer = self._transfers, [], None
-        if transfers and os.getpid() == self._pid:  # in a forked child the mapping is not there
-            self._settle()
+        if transfers and os.getpid() == self._pid:  # a forked child has neither the mapping nor the devices
+            self._wait_idle()
             for transfer in transfers:
                 transfer.unregister(self.memory)
-        self.memory = self.memory[:0]  # the mapping may go now
+        self.memory = self.memory[:0]  # the pool may be unmapped from now on

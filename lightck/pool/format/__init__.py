@@ -1,1 +1,1 @@
-"""The structures in a pool, each with its bytes."""
+"""The structures in a pool and their encoding in bytes."""

@@ -1,6 +1,7 @@
-"""What the bytes of a pool are: which structure, which tensor of which version. For those who damage a copy on purpose.
+"""What each byte of a pool belongs to: a structure, or a tensor of a checkpoint. For tools that damage a copy on
+purpose.
 
-Everything that a reader may look at is a ``Part``; what lies between parts, no reader looks at. It writes nothing.
+Every run of bytes that a reader may use is a ``Part``; no reader uses the bytes between parts. This module only reads.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ KINDS = (SUPERBLOCK, TABLE, COMMIT_RECORD, HEADER, NEXT, MANIFEST, TENSOR)
 class Part:
     """A run of bytes with one purpose; ``offset`` counts from the start of the pool.
 
-    ``generation`` is that of the payload of the version that it belongs to, where it belongs to one."""
+    ``generation`` is the payload generation of the checkpoint that it belongs to, or None."""
 
     kind: str
     words: str
@@ -53,17 +54,18 @@ class Part:
 
 
 def parts_of(reader: PoolReader) -> tuple[Part, ...]:
-    """All parts of a pool, in groups: structures first, then the versions from the newest on."""
+    """Return all parts of a pool: structures first, then the checkpoints from newest to oldest."""
     return *_structures(reader), *(part for checkpoint in checkpoints_of(reader) for part in _checkpoint(checkpoint))
 
 
 def checkpoints_of(reader: PoolReader) -> list[StoredCheckpoint]:
-    """Every version whose manifest checks: those that recovery would try, newest first, then the dead ones."""
+    """Return every checkpoint with a valid manifest: those that recovery would try, newest first, then the dead
+    ones."""
     commit_log = reader.commit_log()
     found: dict[tuple[int, int], StoredCheckpoint] = {}
     for record in sorted(
         commit_log.records.values(),
-        key=lambda ln: (not is_dead(ln, commit_log), ln.incarnation, ln.generation),
+        key=lambda record: (not is_dead(record, commit_log), record.incarnation, record.generation),
         reverse=True,
     ):
         try:
@@ -86,14 +88,14 @@ def _structures(reader: PoolReader) -> Iterator[Part]:
         generation = reader.slot_generation(slot)
         words = f"header of slot {slot}" + (f" (generation {generation})" if generation is not None else "")
         yield Part(HEADER, words, offset, COMMIT_RECORD_NBYTES, generation, slot=slot)
-        if sb.has_next:
-            yield Part(NEXT, f"record of what followed, slot {slot}", offset + NEXT_OFFSET, NEXT_NBYTES, slot=slot)
+        if sb.has_next_batch:
+            yield Part(NEXT, f"next-batch record of slot {slot}", offset + NEXT_OFFSET, NEXT_NBYTES, slot=slot)
 
 
 def _record(position: int, offset: int, record: CommitRecord | None) -> Part:
     if record is None:
-        return Part(COMMIT_RECORD, f"commit line {position} (none was completed there)", offset, COMMIT_RECORD_NBYTES)
-    words = f"commit line {position} (step {record.step}, generation {record.generation})"
+        return Part(COMMIT_RECORD, f"commit record {position} (never completed)", offset, COMMIT_RECORD_NBYTES)
+    words = f"commit record {position} (step {record.step}, generation {record.generation})"
     return Part(COMMIT_RECORD, words, offset, COMMIT_RECORD_NBYTES, record.payload_generation, record.step, record.slot)
 
 

@@ -1,8 +1,8 @@
-"""The layout table: which extents a slot has, laid out once, found by its hash.
+"""The layout table: the extents of a slot, written once when the pool is created and identified by its hash.
 
-An ``Entry`` describes one tensor's bytes; ``place`` gives entries their offsets; ``encode`` turns the table into bytes,
-and ``decode`` back. The bytes are untrusted: a table is read item by item, in any form of msgpack, and everything is
-checked before anyone allocates by it.
+An ``Entry`` describes the bytes of one tensor; ``place`` gives entries their offsets; ``encode`` turns the table into
+bytes, and ``decode`` parses them. The bytes are untrusted: a table is parsed item by item, in any valid msgpack
+encoding, and everything is checked before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INT_MAX = 1 << 62
 NAME_NBYTES_MAX = 4096
 ROLES = ("param", "buffer", "optimizer", "state")
 
-# Bytes per element of every dtype name that a table may hold. The pool knows names and sizes, not torch.
+# Bytes per element of every dtype name that a table may contain. The pool knows names and sizes, but not torch.
 ITEM_NBYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "bits1x8", "bits2x4", "bits4x2", "bits8", "float4_e2m1fn_x2"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
     alias: str | None = None
 
     def same_bytes_as(self, other: Entry) -> bool:
-        """Whether a tensor of ``other``'s kind fits this extent as it is."""
+        """Whether a tensor described by ``other`` has the same bytes, so that it fits this extent unchanged."""
         return (self.dtype, self.shape, self.stride, self.alias, self.device) == (
             other.dtype,
             other.shape,
@@ -69,7 +69,7 @@ class Entry(NamedTuple):
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
-    """Give each entry its offset, in order, from ``start``. Returns them and the first free offset after them."""
+    """Assign offsets to the entries, in order, from ``start``. Returns them and the first free offset after them."""
     placed, at = [], start
     for entry in entries:
         at = align_up(at, LARGE_EXTENT_ALIGN if entry.nbytes >= LARGE_EXTENT else EXTENT_ALIGN)
@@ -91,7 +91,7 @@ def encode_extras(entries: Sequence[Entry]) -> bytes:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill one run of memory without gaps or overlaps, in some order of dimensions."""
+    """Whether the elements occupy one run of memory without gaps or overlaps, in some order of dimensions."""
     if is_contiguous(shape, stride) or 0 in shape:
         return True
     expected = 1
@@ -103,7 +103,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """The same with the last dimension running fastest, of at least one element."""
+    """Whether they do so in C order (last dimension fastest); the tensor has at least one element."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size != 1:
@@ -125,7 +125,7 @@ _KEYS = {*Entry._fields} | {"global_shape", "placements", "mesh", "offsets"}
 
 
 def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
-    """The entries of a layout table; every extent lies in [low, high) of a slot. Raises ``DamagedError``."""
+    """Parse a layout table; every extent must lie in [low, high) of a slot. Raises ``DamagedError``."""
     entries = _checked(_items(table, is_table=True), low, high)
     names = {e.name: e for e in entries}
     if len(names) != len(entries):
@@ -135,22 +135,25 @@ def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
 
 
 def decode_extras(data: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
-    """Entries that appeared later. A name may come again, where a tensor changed its kind more than once, and an alias
-    may name an entry of the table: ``check_aliases`` is for those that are present in a version."""
+    """Parse the entries that were added after the pool was created. Raises ``DamagedError``.
+
+    A name may occur more than once (its tensor changed its dtype or size), and an alias may name an entry of the table:
+    ``check_ties`` checks the entries that are present in one checkpoint."""
     return _checked(_items(data, is_table=False), low, high) if data else ()
 
 
 def check_aliases(present: Mapping[str, Entry]) -> None:
-    """Raises ``DamagedError`` where an entry is tied to something that has no bytes of its own."""
+    """Raise ``DamagedError`` if an entry is tied to a name that has no bytes of its own."""
     for entry in present.values():
         if entry.alias is not None and (entry.alias not in present or present[entry.alias].alias is not None):
             raise DamagedError(f"layout table: {entry.name!r} is tied to nothing")
 
 
 def check_ties(present: Mapping[str, Entry]) -> None:
-    """The same for the entries of one version, and where an entry is tied to one of another dtype or shape: the bytes
-    of that one would go into a tensor that was found to be like this one. (Of entries that are in a table together, one
-    may have changed its kind since.)"""
+    """Check the aliases of one checkpoint: raise ``DamagedError`` also if tied entries differ in dtype or shape.
+
+    A restore would write bytes of one shape into a tensor of the other. (Entries of a table may differ: a later extra
+    entry may have replaced one of them.)"""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
@@ -162,8 +165,10 @@ def _kind(entry: Entry) -> tuple[str, tuple[int, ...]]:
 
 
 def _items(data: bytes, *, is_table: bool) -> Iterator[object]:
-    """What the list of entries holds, one by one: msgpack makes room for as many items as a list says it has, so the
-    long list is not left to it, and the lists in an entry are short."""
+    """Yield the items of the list of entries.
+
+    msgpack allocates as many items as a list claims to have, so the long list is iterated here, and only the short
+    lists inside an entry are left to msgpack."""
     unpacker = msgpack.Unpacker(
         raw=False,
         strict_map_key=True,
@@ -222,9 +227,9 @@ def _entry(item: object) -> Entry:
     return Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
 
 
-@lru_cache(maxsize=64)  # few: a hostile table may be made of keys that share a hash, each compared with all others
+@lru_cache(maxsize=64)  # small: a hostile table may contain many keys with equal hashes, each compared with all others
 def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Elements of a dense tensor; None where there can be no such tensor. Cached: the layers of a model are alike."""
+    """Number of elements of a dense tensor; None if no such tensor exists. Cached: many layers have equal shapes."""
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)

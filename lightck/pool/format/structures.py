@@ -1,9 +1,9 @@
-"""The bytes of a pool, format version 1: superblock, commit line, slot header, next-batch record, manifest header.
+"""The bytes of a pool, format version 1: superblock, commit record, slot header, next-batch record, manifest header.
 
-docs/format.md is the picture of this module, and both change in the same commit. Each structure is a frozen
-dataclass with ``pack`` and ``unpack``; ``unpack`` takes untrusted bytes and raises ``DamagedError`` (its check
-fails: a reader tries the next copy) or an error that a user sees. Reads no file, allocates nothing large. Checksums
-come from the native library: CRC-64/XZ for metadata, seeded CRC-32C for blocks of payload.
+docs/format.md documents these structures, and both change in the same commit. Each structure is immutable and has
+``pack`` and ``unpack``; ``unpack`` takes untrusted bytes and raises ``DamagedError`` (its checksum fails: a reader
+tries the next copy) or an error that a user sees. This module reads no file and allocates nothing large. Checksums come
+from the native library: CRC-64/XZ for metadata, seeded CRC-32C for blocks of payload.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAGIC = b"LIGHTCK\x01"
 ENDIAN_TAG = 0x01020304
 MAJOR, MINOR = 1, 0
 COMPAT_NEXT = 1
-"""Slots may have a record of the batch that follows their version."""
+"""Compatible feature flag: slots may have a record of the batch that follows their checkpoint."""
 RO_COMPAT_KNOWN = INCOMPAT_KNOWN = 0
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -50,13 +50,13 @@ NEXT_OFFSET, NEXT_NBYTES = 2 * KIB, 2 * KIB
 REGION_SLOT = 1
 U32_MAX = (1 << 32) - 1
 NUMBER_MAX = 1 << 63
-"""Generations, incarnations, steps and iterations are less: a structure with a larger one is damaged."""
+"""Generations, incarnations, steps and iterations are below this: a structure with a larger one is damaged."""
 
 POOL_NBYTES_MIN = TABLE_OFFSET + 2 * PAGE
 
 
 class DamagedError(Exception):
-    """A structure fails its own check. Internal: a reader turns it into a fall-back or a ``LightckError``."""
+    """A structure fails its check. Internal: a reader falls back to another one or raises a ``LightckError``."""
 
 
 def align_up(value: int, to: int) -> int:
@@ -74,7 +74,7 @@ def uuid_words(uuid: bytes) -> tuple[int, int]:
 
 
 def layout_hash(table: bytes) -> bytes:
-    """The 16 bytes by which a layout table is found."""
+    """The 16-byte hash that identifies a layout table."""
     return blake2b(table, digest_size=16).digest()
 
 
@@ -85,8 +85,8 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Superblock:
-    """What is fixed when a pool is made: its identity, size and geometry. Offsets in bytes from the file's start. In
-    the order of the bytes, ``slots`` last."""
+    """What is fixed when a pool is created: its identity, size and geometry. Offsets are bytes from the start of the
+    pool; fields are in the order of the bytes, ``slots`` last."""
 
     compat: int = 0
     ro_compat: int = 0
@@ -136,7 +136,8 @@ class Superblock:
 
     @classmethod
     def unpack(cls, data: bytes) -> Superblock:
-        """Parse one copy. Raises ``NotAPoolError`` (magic), ``FormatError`` (newer), ``DamagedError`` (check)."""
+        """Parse one copy. Raises ``NotAPoolError`` (no magic), ``FormatError`` (newer format), ``DamagedError``
+        (checksum)."""
         if len(data) < SUPERBLOCK_NBYTES or data[: len(MAGIC)] != MAGIC:
             raise NotAPoolError("no lightck signature")
         body, (check,) = data[:-8], _U64.unpack(data[-8:])
@@ -185,7 +186,7 @@ class Superblock:
         return sb
 
     def _check_geometry(self) -> None:
-        """Everything that later code relies on, so that no offset of a hostile file is followed out of it."""
+        """Check all that later code relies on, so that no offset in a hostile file leads outside of it."""
         slot_nbytes = {n for _, n in self.slots}
         ok = (
             self.nbytes < NUMBER_MAX
@@ -211,8 +212,8 @@ class Superblock:
             raise DamagedError("superblock geometry")
 
     @property
-    def has_next(self) -> bool:
-        """Whether its slots may have a record of the batch that follows, in a place that is nothing else's."""
+    def has_next_batch(self) -> bool:
+        """Whether its slots may have a next-batch record, in bytes that nothing else uses."""
         return bool(self.compat & COMPAT_NEXT) and self.manifest_offset >= NEXT_OFFSET + NEXT_NBYTES
 
     @property
@@ -221,23 +222,23 @@ class Superblock:
 
     @property
     def manifest_nbytes_max(self) -> int:
-        """What a manifest may have of its place: a commit line counts its bytes in 32 bits."""
+        """Maximum length of a manifest: a commit record stores its length in 32 bits."""
         return min(self.manifest_nbytes, U32_MAX)
 
     def manifest_at(self, slot: int, index: int) -> int:
-        """Of its two places."""
+        """Offset of a slot's manifest; ``index`` (0 or 1) selects one of its two places."""
         return self.slots[slot][0] + self.manifest_offset + index * self.manifest_nbytes
 
     def commit_record_offset(self, position: int) -> int:
         return self.ring_offset + position * self.ring_stride
 
 
-_LINE = struct.Struct("<QQQQQIBBBBQ")
+_COMMIT_RECORD = struct.Struct("<QQQQQIBBBBQ")
 
 
 class CommitRecord(NamedTuple):
-    """One line of the ring: this version is complete. ``payload_generation`` differs in an adoption only. In the order
-    of the bytes."""
+    """One record of the commit log: it says that a checkpoint is complete. ``payload_generation`` differs from
+    ``generation`` in an adoption only. Fields are in the order of the bytes."""
 
     generation: int
     incarnation: int
@@ -250,28 +251,28 @@ class CommitRecord(NamedTuple):
     manifest_index: int
 
     def pack(self, uuid: bytes) -> bytes:
-        body = _LINE.pack(*self, 0, 0)
+        body = _COMMIT_RECORD.pack(*self, 0, 0)
         return body + _U64.pack(crc64(uuid + body))
 
     @classmethod
     def unpack(cls, data: bytes, uuid: bytes) -> CommitRecord | None:
-        """The line, None where none was ever completed; ``DamagedError`` where its check fails."""
+        """Parse one record; None if none was ever completed here. Raises ``DamagedError`` if its checksum fails."""
         if len(data) < COMMIT_RECORD_NBYTES:
-            raise DamagedError("commit line cut off")
+            raise DamagedError("commit record truncated")
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
-            # Its last store was cut off, or a bit of it was lost: a version's generation stands in the line twice, and
-            # all that the line names was durable before its first byte was written.
+            # Its last store was interrupted, or a bit of it was lost. The record of a checkpoint holds the generation
+            # twice, and all that the record names was durable before its first byte was written.
             body = body[24:32] + body[8:]
             if body[:8] == bytes(8) or crc64(uuid + body) != check:
                 return None
         if crc64(uuid + body) != check:
-            raise DamagedError("commit line checksum")
-        record = cls._make(_LINE.unpack(body)[:-2])
+            raise DamagedError("commit record checksum")
+        record = cls._make(_COMMIT_RECORD.unpack(body)[:-2])
         if record.kind not in (KIND_CHECKPOINT, KIND_ADOPTION) or record.manifest_index > 1:
-            raise DamagedError("commit line kind")
+            raise DamagedError("commit record kind")
         if max(record.generation, record.incarnation, record.step, record.payload_generation) >= NUMBER_MAX:
-            raise DamagedError("commit line numbers")
+            raise DamagedError("commit record numbers")
         return record
 
 
@@ -284,7 +285,7 @@ def pack_slot_header(generation: int, slot: int, uuid: bytes, *, struck: bool = 
 
 
 def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
-    """The generation that the slot's bytes belong to; None where the header proves nothing (fresh or damaged)."""
+    """Return the generation that the slot's bytes belong to; None if the header was never written or is damaged."""
     if len(data) < COMMIT_RECORD_NBYTES:
         return None
     body, (check,) = data[:56], _U64.unpack(data[56:64])
@@ -295,7 +296,7 @@ def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
 
 
 def is_struck_header(data: bytes) -> bool:
-    """Whether a slot header that passed its check says that the checkpoint in the slot was struck."""
+    """Whether a slot header with a valid checksum says that the checkpoint in the slot was struck."""
     return bool(_HEADER.unpack_from(data)[3] == SLOT_STRUCK)
 
 
@@ -305,7 +306,8 @@ NEXT_ENTRIES_MAX = (NEXT_NBYTES - _NEXT.size - _U64.size) // _NEXT_ENTRY.size
 
 
 class NextBatch(NamedTuple):
-    """What came first after a version was closed: of a loader its first batch, of the model its forward's arguments."""
+    """What came first after a checkpoint was closed: a loader's first batch, or the arguments of the model's
+    forward."""
 
     key: bytes
     """The first 8 bytes of a hash of the source's name: `next_key`."""
@@ -315,12 +317,12 @@ class NextBatch(NamedTuple):
 
 @lru_cache(maxsize=256)
 def next_key(name: str) -> bytes:
-    """Of a loader's name; no name at all is the model's forward."""
+    """Hash the name of a loader; the empty name stands for the model's forward."""
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, person=b"lck-next").digest()
 
 
 def pack_next(generation: int, entries: Sequence[NextBatch], uuid: bytes) -> bytes:
-    """The record of what followed this generation's version. More entries than it has room for are left out."""
+    """Pack the next-batch record of a checkpoint; entries beyond ``NEXT_ENTRIES_MAX`` are left out."""
     entries = entries[:NEXT_ENTRIES_MAX]
     body = _NEXT.pack(NEXT_MAGIC, generation, len(entries), 0)
     for entry in entries:
@@ -329,7 +331,7 @@ def pack_next(generation: int, entries: Sequence[NextBatch], uuid: bytes) -> byt
 
 
 def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, ...] | None:
-    """None where nothing is recorded of this generation: never written, cut off, damaged, or of another version."""
+    """Parse a next-batch record; None if it was never written, is truncated or damaged, or has another generation."""
     if len(data) < _NEXT.size:
         return None
     magic, whose, count, _ = _NEXT.unpack_from(data)
@@ -343,12 +345,12 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
 _N_BEFORE_RECORDS = 8
-"""Fields that stand before the place of the records, which is the same in every manifest."""
+"""Number of fields before the offset of the tensor records, which is the same in every manifest."""
 
 
 class ManifestHeader(NamedTuple):
-    """The first 128 bytes of a manifest: the version's identity and where its parts lie in the manifest. In the order
-    of the bytes."""
+    """The first 128 bytes of a manifest: the checkpoint's identity and the offsets of the manifest's parts. Fields are
+    in the order of the bytes."""
 
     generation: int
     incarnation: int
@@ -373,8 +375,8 @@ class ManifestHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, manifest: bytes, nbytes: int | None = None) -> ManifestHeader:
-        """Parse and bound-check against the manifest's own length; ``nbytes``, where only the header is here. Raises
-        ``DamagedError``."""
+        """Parse the header and check its bounds against the manifest's length, which is ``nbytes`` if only the header
+        is given. Raises ``DamagedError``."""
         if len(manifest) < MANIFEST_HEADER_NBYTES or manifest[:8] != MANIFEST_MAGIC:
             raise DamagedError("manifest signature")
         values = _MANIFEST.unpack_from(manifest)[1:-1]

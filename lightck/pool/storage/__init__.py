@@ -1,1 +1,1 @@
-"""Where a pool's bytes lie: files, PMDK pools and devices, and what they survive."""
+"""Storage of a pool's bytes: files, PMDK pools and devices, and what they survive."""

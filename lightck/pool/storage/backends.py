@@ -1,5 +1,5 @@
-"""Which backend a path gets: the one that claims what lies there; a new pool is a PMDK pool on persistent memory where
-PMDK is installed, else a plain file. ``$LIGHTCK_BACKEND`` names another one for new pools that are files.
+"""Choose the backend of a pool path: the one that claims the existing path. A new pool is a PMDK pool if the path is on
+persistent memory and PMDK is installed, and otherwise a plain file; ``$LIGHTCK_BACKEND`` overrides this for new files.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lightck.pool.storage.pmdk import PmdkBackend
 
 DEVDAX = DevdaxBackend()
 BACKENDS: dict[str, Backend] = {"devdax": DEVDAX, "file": FileBackend(), "pmdk": PmdkBackend()}
-"""In the order in which they are asked: no file is looked for on a device."""
+"""In the order in which ``claims`` is called: devices come first, so that no file is searched for on one."""
 BACKEND_VARIABLE = "LIGHTCK_BACKEND"
 
 
 def backend_for(path: str, name: str = "auto") -> Backend:
-    """The backend for a pool path. ``name`` is ``"auto"`` or a backend's name."""
+    """Return the backend for a pool path. ``name`` is ``"auto"`` or a backend's name."""
     if name != "auto":
         return _named(name, f"backend={name!r}")
     return next((backend for backend in BACKENDS.values() if backend.claims(path)), None) or _for_new(path)
@@ -34,7 +34,7 @@ def _for_new(path: str) -> Backend:
         return _named(wanted, f"{BACKEND_VARIABLE}={wanted!r}")
     try:
         is_pm = BACKENDS["file"].probe(path).is_persistent_memory
-    except PoolError:  # there is no folder to make a pool in: said where one is made
+    except PoolError:  # there is no folder: ``create`` raises the error
         is_pm = False
     return BACKENDS["pmdk" if is_pm and pmemobj.is_available() else "file"]
 
@@ -47,9 +47,9 @@ def _named(name: str, said: str) -> Backend:
 
 
 def is_pool(path: str) -> bool:
-    """Whether a pool lies there, by its signature; what cannot be opened is none. Raises ``PoolIOError`` as
-    ``peeked`` does."""
-    absolute = os.path.abspath(path)  # a device is known by it
+    """Whether the path holds a pool, by its signature; False if it cannot be opened. Raises ``PoolIOError`` for errors
+    that do not answer the question (out of memory, no descriptors)."""
+    absolute = os.path.abspath(path)  # devices are recognised by their absolute path
     try:
         mode = os.lstat(absolute).st_mode
     except OSError:
@@ -59,12 +59,14 @@ def is_pool(path: str) -> bool:
 
 
 def readable_path(path: str | os.PathLike[str]) -> str:
-    """The path of a pool that is only read: links are resolved, once, to the file that is opened then."""
+    """Return the path of a pool that is only read, with all symbolic links resolved."""
     return os.path.realpath(pool_path(path))
 
 
 def pool_path(path: str | os.PathLike[str]) -> str:
-    """The path as one absolute string. The last component is not resolved: a link there is refused on open."""
+    """Return an absolute path with the folder's links resolved; a link as the last component is refused by ``open``.
+
+    Raises ``TypeError`` or ``PoolPathError`` for what cannot be a path."""
     if not isinstance(path, (str, os.PathLike)) or isinstance(text := os.fspath(path), bytes):
         kind = "None" if path is None else f"of type {type(path).__name__}"
         raise TypeError(f"The pool's path is {kind}. Pass a str or a path object that names a file, as 'run.pool'.")
@@ -76,6 +78,6 @@ def pool_path(path: str | os.PathLike[str]) -> str:
             "os.path.expanduser(path)."
         )
     if "\0" in text:
-        raise PoolPathError(f"The path {text!r} has a NUL in it. No name of a file can have one. Choose another path.")
+        raise PoolPathError(f"The path {text!r} contains a NUL, which no file name can. Choose another path.")
     absolute = Path(os.path.abspath(text))
     return str(Path(os.path.realpath(absolute.parent)) / absolute.name)

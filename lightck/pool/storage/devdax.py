@@ -1,9 +1,9 @@
 """A pool on a device-dax device (``/dev/dax0.0``): persistent memory without a file system on it.
 
-Such a device can only be mapped: there is no read, no write, no sync, no size to change and no name to give. So what is
-read is read through a mapping, and a pool becomes the device's pool by a record in the device's head (``devdax_head``),
-written last. Invariant: what the record names is never written by ``create``. The device's kind comes from sysfs, its
-owner and mode from the descriptor; a link is not followed.
+Such a device can only be mapped: it has no read(), write() or sync, a fixed size and a fixed name. Reads therefore go
+through a mapping, and a record in the device's head (``devdax_head``), written last, says which pool is the device's.
+Invariant: ``create`` never writes to the bytes that the record names. The device's kind comes from sysfs, its owner and
+mode from the descriptor; symbolic links are not followed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lightck.pool.engine import Medium
 from lightck.pool.format.structures import PAGE, POOL_NBYTES_MIN, align_up
 from lightck.pool.storage import devdax_head as head_of_device
 from lightck.pool.storage import durability, extents
-from lightck.pool.storage.devdax_head import HEAD_NBYTES, RECORD_OFFSETS, TENSOR_RECORD_NBYTES, Head, Record
+from lightck.pool.storage.devdax_head import HEAD_NBYTES, RECORD_NBYTES, RECORD_OFFSETS, Head, Record
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import undone
+from lightck.pool.storage.failures import undo_on_error
 from lightck.pool.storage.file import checked_folder
 from lightck.pool.storage.system import DaxDevice, System
 
@@ -42,7 +42,7 @@ _NODE = re.compile(r"/dev/dax\d+\.\d+")
 
 
 class _Mapping:
-    """The whole device, mapped to be read. No page is touched before it is read."""
+    """A read-only mapping of the whole device. No page is touched before it is read."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         out = ffi.new("const void **")
@@ -63,7 +63,7 @@ class _Mapping:
 
 
 class _Device:
-    """An open device: its descriptor, its mapping, and what it takes to write its head."""
+    """An open device: its descriptor, its mapping, and the methods that write its head."""
 
     def __init__(self, path: str, fd: int, facts: DaxDevice, tier: int) -> None:
         self.path = path
@@ -79,26 +79,23 @@ class _Device:
         return head_of_device.examine(self.mapping.read)
 
     def record(self) -> Record | None:
-        """The same as ``head().record``, without a look at the rest."""
-        return head_of_device.newest(
-            Record.unpack(self.mapping.read(at, TENSOR_RECORD_NBYTES)) for at in RECORD_OFFSETS
-        )
+        """Return ``head().record`` without reading the rest of the head."""
+        return head_of_device.newest(Record.unpack(self.mapping.read(at, RECORD_NBYTES)) for at in RECORD_OFFSETS)
 
-    def name_pool(self, start: int, nbytes: int) -> Record:
-        """From now on this is the device's pool, durably; 0 bytes: none is."""
+    def set_pool(self, start: int, nbytes: int) -> Record:
+        """Make this the device's pool, durably; ``nbytes=0`` means that the device has none."""
         before = self.record()
         record = Record(before.sequence + 1 if before is not None else 1, start, nbytes, self.facts.nbytes)
         with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
-            if before is not None and self.mapping.read(RECORD_OFFSETS[1], TENSOR_RECORD_NBYTES) != before.pack():
-                medium.store_commit_record(
-                    RECORD_OFFSETS[1], before.pack()
-                )  # it has to say what holds while the first one is written
-            for offset in RECORD_OFFSETS:  # the second one is the old one until the first is whole
+            if before is not None and self.mapping.read(RECORD_OFFSETS[1], RECORD_NBYTES) != before.pack():
+                # The second copy must be valid while the first one is rewritten.
+                medium.store_commit_record(RECORD_OFFSETS[1], before.pack())
+            for offset in RECORD_OFFSETS:  # the second copy is the old record until the first one is complete
                 medium.store_commit_record(offset, record.pack())
         return record
 
     def wipe(self) -> None:
-        """Remove what another program left in the head."""
+        """Overwrite the head, which holds data of another program, with zeros."""
         with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
             medium.zero(0, HEAD_NBYTES)
             medium.sync()
@@ -112,8 +109,8 @@ class _Device:
 
 
 class DevdaxContainer:
-    """The place of one pool on a device; see ``Container``. Its extent is longer than the pool, up to what the device
-    maps as a whole. Who still reads a pool that was replaced twice since finds that checksums fail, never wrong bytes.
+    """The bytes of one pool on a device; see ``Container``. Its extent is rounded up to whole units of the device's
+    mapping. A reader of a pool that was replaced twice meanwhile gets checksum errors, never wrong bytes.
     """
 
     def __init__(self, device: _Device, start: int, nbytes: int, record: Record | None = None) -> None:
@@ -136,7 +133,7 @@ class DevdaxContainer:
 
     def publish(self) -> None:
         assert self._record is None, "published once"
-        self._record = self._device.name_pool(self._start, self.nbytes)
+        self._record = self._device.set_pool(self._start, self.nbytes)
 
     def is_current(self) -> bool:
         if self._record is None:
@@ -156,7 +153,7 @@ class DevdaxContainer:
 
 
 class DevdaxBackend:
-    """Pools on device-dax devices, one on each; see ``Backend``. Making one beside another needs room for both."""
+    """Pools on device-dax devices, one per device; see ``Backend``. Replacing a pool needs space for both."""
 
     name = "devdax"
 
@@ -164,7 +161,7 @@ class DevdaxBackend:
         self._system = system or System()
 
     def claims(self, path: str) -> bool:
-        """Whether this path is a device-dax device, whatever it holds, or where one would be: no file is made there."""
+        """Whether the path is a device-dax device with any content, or has the name of one: no file is made there."""
         try:
             return self._system.dax_device(os.stat(path, follow_symlinks=False)) is not None
         except OSError:
@@ -190,13 +187,14 @@ class DevdaxBackend:
             raise _no_device(path)
         return durability.probe_device(facts, system=self._system)
 
-    def look(self, path: str) -> tuple[int, durability.Durability]:
-        """How large a device is and what a pool there survives; the errors of ``open``, whatever it holds."""
+    def size_and_durability(self, path: str) -> tuple[int, durability.Durability]:
+        """Return the device's size in bytes and what a pool on it survives. Raises the errors of ``open``, except those
+        about the device's content."""
         with contextlib.closing(self._opened(path, write=False)) as device:
             return device.facts.nbytes, durability.probe_device(device.facts, system=self._system)
 
     def remove_stale(self, path: str) -> None:
-        """What was not published lies in free space, and nothing names it."""
+        """Do nothing: an unpublished pool is in free space, and no record names it."""
 
     def discard(self, path: str) -> None:
         with contextlib.closing(self._opened(path, write=True)) as device:
@@ -204,11 +202,11 @@ class DevdaxBackend:
             if head.is_foreign:
                 device.wipe()
             if head.is_foreign or head.pool is not None or (head.is_signed and head.record is None):
-                device.name_pool(0, 0)
+                device.set_pool(0, 0)
 
     def create(self, path: str, nbytes: int) -> DevdaxContainer:
         device = self._opened(path, write=True)
-        with undone(device.close):
+        with undo_on_error(device.close):
             container = DevdaxContainer(device, _place(device, nbytes), nbytes)
             with contextlib.closing(Medium(device.fd, container.extents, device.tier)) as medium:
                 medium.zero(0, nbytes)
@@ -217,19 +215,19 @@ class DevdaxBackend:
 
     def open(self, path: str, *, write: bool) -> DevdaxContainer:
         device = self._opened(path, write=write)
-        with undone(device.close):
+        with undo_on_error(device.close):
             record = _checked(device, device.head())
         return DevdaxContainer(device, record.start, record.nbytes, record)
 
     def _opened(self, path: str, *, write: bool) -> _Device:
-        """The device, once its kind, owner and mode were found safe."""
+        """Open the device and check its kind, owner and mode."""
         checked_folder(path)
         flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(path, flags | (os.O_RDWR if write else os.O_RDONLY))
         except OSError as err:
             raise _cannot_open(path, err) from err
-        with undone(lambda: os.close(fd)):
+        with undo_on_error(lambda: os.close(fd)):
             st = os.fstat(fd)
             facts = self._system.dax_device(st)
             if facts is None:
@@ -240,7 +238,8 @@ class DevdaxBackend:
 
 
 def _place(device: _Device, nbytes: int) -> int:
-    """Where a new pool goes. What the device holds is not written to."""
+    """Return the offset of a new pool, which does not overlap the device's present pool. Raises ``NoSpaceError`` or,
+    if the device holds data of another program, ``NotAPoolError``."""
     head, facts = device.head(), device.facts
     if head.is_foreign:
         raise _foreign(device.path)
@@ -256,9 +255,9 @@ def _place(device: _Device, nbytes: int) -> int:
         )
     assert there is not None, "alone it would fit"
     error = NoSpaceError(
-        f"A pool of {nbytes / 1e6:,.1f} MB has no room on {device.path!r} beside the one that lies there "
-        f"({there.nbytes / 1e6:,.1f} of {facts.nbytes / 1e6:,.1f} MB). The old one stays until the new one is "
-        "complete, and it is intact. Use a larger namespace; or export the newest version, and begin anew with "
+        f"A pool of {nbytes / 1e6:,.1f} MB has no room on {device.path!r} beside the pool that is there "
+        f"({there.nbytes / 1e6:,.1f} of {facts.nbytes / 1e6:,.1f} MB). The old pool must stay until the new one is "
+        "complete, and it is intact. Use a larger namespace; or export the newest checkpoint, and start afresh with "
         "overwrite=True."
     )
     error.in_the_way = True
@@ -266,14 +265,14 @@ def _place(device: _Device, nbytes: int) -> int:
 
 
 def _checked(device: _Device, head: Head) -> Record:
-    """The record of the device's pool, which it was found to hold."""
+    """Return the record of the device's pool, once all its fields were checked against the device."""
     path, facts, record = device.path, device.facts, head.record
     if head.is_foreign:
         raise _foreign(path)
     if record is None and head.is_signed:
         raise CorruptPoolError(
-            f"Both copies of the record in the head of {path!r} are damaged. Without one the pool on it cannot be "
-            "found. Use a copy of its content; overwrite=True discards it."
+            f"Both copies of the pool record in the head of {path!r} are damaged. Without one the pool on the device "
+            "cannot be found. Use a copy of the pool; overwrite=True discards this one."
         )
     if record is None or not record.nbytes:
         raise PoolNotFoundError(
@@ -283,20 +282,20 @@ def _checked(device: _Device, head: Head) -> Record:
     if record.device_nbytes != facts.nbytes:
         raise PoolTruncatedError(
             f"The device {path!r} had {record.device_nbytes} bytes when its pool was made and has {facts.nbytes} "
-            "now. Its namespace was made anew. Give it its old size, or discard the pool: overwrite=True."
+            "now. Its namespace was created again. Give it its old size, or discard the pool: overwrite=True."
         )
     fits = record.start >= HEAD_NBYTES and record.start + record.nbytes <= facts.nbytes
     if record.start % PAGE or record.nbytes < POOL_NBYTES_MIN or not fits:
         raise CorruptPoolError(
-            f"The record in the head of {path!r} names a place where no pool can be. Use a copy of the pool; "
-            "overwrite=True discards it."
+            f"The pool record in the head of {path!r} names an impossible place. Use a copy of the pool; "
+            "overwrite=True discards this one."
         )
     step = head_of_device.unit(facts.align)
     if record.start % step or record.start + align_up(record.nbytes, step) > facts.nbytes // step * step:
         raise PoolPathError(
             f"The pool on {path!r} begins at {record.start}, and the device is mapped in units of {facts.align} now: "
-            "its namespace was made anew with a larger align. Make it again with the old one (ndctl create-namespace "
-            "-m devdax --align=...)."
+            "its namespace was created again with a larger alignment. Create it with the old one (ndctl "
+            "create-namespace -m devdax --align=...)."
         )
     return record
 
@@ -304,20 +303,20 @@ def _checked(device: _Device, head: Head) -> Record:
 def _check_owner(path: str, st: os.stat_result) -> None:
     if st.st_uid not in (0, os.geteuid()):
         raise PoolPermissionError(
-            f"The device {path!r} belongs to user {st.st_uid}, not to you or root. What others can write is not "
-            "trusted. Have it given to you: chown."
+            f"The device {path!r} belongs to user {st.st_uid}, not to you or root. A pool that others can write is not "
+            "trusted. Change the owner to you: chown."
         )
     if st.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PoolPermissionError(
-            f"The device {path!r} can be written by others (mode {stat.S_IMODE(st.st_mode):o}). What others can write "
-            f"is not trusted. Give it to one user (chown, in a udev rule) and chmod 600 {path}"
+            f"The device {path!r} can be written by others (mode {stat.S_IMODE(st.st_mode):o}). A pool that others can "
+            f"write is not trusted. Give the device to one user (chown, in a udev rule) and chmod 600 {path}"
         )
 
 
 def _foreign(path: str) -> NotAPoolError:
     error = NotAPoolError(
-        f"The first {HEAD_NBYTES >> 20} MiB of the device {path!r} hold something that is not lightck's. Nothing was "
-        "changed. If nobody needs it, overwrite=True discards it; or name another device."
+        f"The first {HEAD_NBYTES >> 20} MiB of the device {path!r} hold data of another program. Nothing was changed. "
+        "If nobody needs the data, overwrite=True discards it; or name another device."
     )
     error.in_the_way = True
     return error
@@ -325,15 +324,15 @@ def _foreign(path: str) -> NotAPoolError:
 
 def _no_device(path: str) -> PoolPathError:
     return PoolPathError(
-        f'{path!r} is not a device-dax device, as sysfs says. backend="devdax" makes pools on those only. Name one '
-        '(ls /dev/dax*), or leave backend="auto" for a file.'
+        f'{path!r} is not a device-dax device according to sysfs. backend="devdax" makes pools on such devices only. '
+        'Name one (ls /dev/dax*), or use backend="auto" for a file.'
     )
 
 
 def _cannot_open(path: str, err: OSError) -> Exception:
     if err.errno in (errno.ENOENT, errno.ENOTDIR):
         return PoolNotFoundError(
-            f"There is no device {path!r}. Its namespace is not there, or not in devdax mode. See: ndctl list -N."
+            f"There is no device {path!r}. Its namespace is missing, or not in devdax mode. See: ndctl list -N."
         )
     if err.errno == errno.ELOOP:
         return PoolPathError(
@@ -342,8 +341,8 @@ def _cannot_open(path: str, err: OSError) -> Exception:
         )
     if err.errno in (errno.EACCES, errno.EPERM):
         return PoolPermissionError(
-            f"The device {path!r} cannot be opened: {err.strerror}. It belongs to root, or to another user. Have it "
-            "given to you: chown."
+            f"The device {path!r} cannot be opened: {err.strerror}. It belongs to root or to another user. Change the "
+            "owner to you: chown."
         )
     return PoolPathError(
         f"The device {path!r} cannot be opened and mapped: {err.strerror}. Another driver may have it (kmem), or its "

@@ -1,8 +1,8 @@
-"""The head of a device-dax device: a small record, kept twice, that says where on the device the pool lies.
+"""The head of a device-dax device: a small record, stored twice, that says where on the device the pool is.
 
-A device has no names and no rename: a pool is made beside the one that is there, and the record, written last, makes it
-the device's pool. Invariant: at any instant the first copy that passes its check and is the newest names a whole pool,
-or none. docs/format.md, "On a device-dax device", is the picture of this module. It moves no bytes itself.
+A device has no file names and no rename: a new pool is made beside the present one, and then the record, written last,
+makes it the device's pool. Invariant: at any instant the newest valid copy of the record names a complete pool, or
+none. docs/format.md, "On a device-dax device", documents these bytes. This module only encodes and decodes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from lightck.pool.format.structures import MIB, PAGE, align_up, crc64
 
 MAGIC = b"LCKDAX\x00\x01"
-TENSOR_RECORD_NBYTES = 64
+RECORD_NBYTES = 64
 RECORD_OFFSETS = (0, PAGE)
 SEQUENCE_MAX = 1 << 63
 HEAD_NBYTES = 2 * MIB
-"""What is looked at before a device without a record is written to, and kept free of pools."""
+"""Bytes at the start of a device that hold no pool; on a device without a record they are checked for foreign data."""
 
 _RECORD = struct.Struct("<8sQQQQ16s")
 _U64 = struct.Struct("<Q")
@@ -26,7 +26,7 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The pool has ``nbytes`` from ``start`` on; 0 bytes: there is none. The newest ``sequence`` counts."""
+    """The pool has ``nbytes`` bytes from ``start`` on; 0 bytes means no pool. The highest ``sequence`` is valid."""
 
     sequence: int
     start: int
@@ -39,8 +39,8 @@ class Record:
 
     @classmethod
     def unpack(cls, data: bytes) -> Record | None:
-        """The record; None where it does not pass its check."""
-        if len(data) < TENSOR_RECORD_NBYTES or data[:8] != MAGIC or crc64(data[:56]) != _U64.unpack(data[56:64])[0]:
+        """Parse a record; None if it fails its check."""
+        if len(data) < RECORD_NBYTES or data[:8] != MAGIC or crc64(data[:56]) != _U64.unpack(data[56:64])[0]:
             return None
         _, sequence, start, nbytes, device_nbytes, _ = _RECORD.unpack(data[:56])
         return cls(sequence, start, nbytes, device_nbytes) if sequence < SEQUENCE_MAX else None
@@ -48,13 +48,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the beginning of a device says."""
+    """The content of a device's head."""
 
     copies: tuple[Record | None, ...]
     is_signed: bool
-    """A copy has our signature, whether it passes its check or not."""
+    """A copy has lightck's signature, whether it passes its check or not."""
     is_blank: bool
-    """Nothing is there, or only a record that a crash cut off before its first bytes were stored."""
+    """The head is zero, except perhaps for a record that a crash interrupted before its first bytes were stored."""
 
     @property
     def record(self) -> Record | None:
@@ -62,7 +62,7 @@ class Head:
 
     @property
     def pool(self) -> Record | None:
-        """The record, where it names a pool."""
+        """The record, if it names a pool; else None."""
         return self.record if self.record is not None and self.record.nbytes else None
 
     @property
@@ -71,28 +71,29 @@ class Head:
 
 
 def newest(copies: Iterable[Record | None]) -> Record | None:
-    """The one that counts."""
+    """Return the copy with the highest sequence number."""
     return max((copy for copy in copies if copy is not None), key=lambda r: r.sequence, default=None)
 
 
 def examine(read: Callable[[int, int], bytes]) -> Head:
-    """The head, through ``read(offset, nbytes)``."""
+    """Parse the head through ``read(offset, nbytes)``."""
     data = read(0, HEAD_NBYTES)
-    raw = [data[at : at + TENSOR_RECORD_NBYTES] for at in RECORD_OFFSETS]
+    raw = [data[at : at + RECORD_NBYTES] for at in RECORD_OFFSETS]
     first, second = RECORD_OFFSETS
-    others = (data[first + TENSOR_RECORD_NBYTES : second], data[second + TENSOR_RECORD_NBYTES :])
+    others = (data[first + RECORD_NBYTES : second], data[second + RECORD_NBYTES :])
     is_blank = all(each[:8] == bytes(8) for each in raw) and not any(part.strip(b"\0") for part in others)
     return Head(tuple(map(Record.unpack, raw)), any(each[:8] == MAGIC for each in raw), is_blank)
 
 
 def unit(align: int) -> int:
-    """Where pools may begin and how long their places are: multiples of this, so that each can be mapped alone."""
+    """Return the unit of which pool offsets and extent lengths are multiples, so that each pool can be mapped alone."""
     return align_up(HEAD_NBYTES, align)
 
 
 def place(nbytes: int, device_nbytes: int, align: int, there: Record | None) -> int | None:
-    """Where a pool of this size goes, beside the one that is there: at one end of the device or at the other, so that
-    all that one leaves is free for the next. None: there is no room."""
+    """Return the offset for a pool of this size beside the present one (``there``), or None if there is no room.
+
+    Pools go to one end of the device or to the other, so that the free space stays in one piece."""
     step = unit(align)
     room, end = align_up(nbytes, step), device_nbytes // step * step
     if there is None:

@@ -1,7 +1,7 @@
-"""What a pool survives, with the evidence for it: never a flag that somebody set.
+"""Determine what a pool survives, with the evidence for it; no setting can claim more.
 
-``probe`` asks the kernel (``system``) about the place of a pool and judges the answers; the result also says which tier
-the choke point has to use. What is not known is not promised: a question without an answer makes a weaker promise.
+``probe`` queries the kernel (``system``) about the medium of a pool and judges the answers; the result also says which
+tier the choke point has to use. If the kernel does not answer a question, less is promised.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _REMOTE = {
 }
 _REAL, _HOSTED = ("ACPI.NFIT", "CXL"), "virtio-pmem"
 _PRETENDED = ("e820", "nfit_test")
-"""Providers on the NVDIMM bus: the firmware's persistent memory; a file of a virtual machine's host; and those (or how
-their names begin) behind which there is ordinary memory. Nothing is promised of any other."""
+"""Providers on the NVDIMM bus: persistent memory of the firmware; a file of a virtual machine's host; and ordinary
+memory (these names, or prefixes of names). Nothing is promised for other providers."""
 _DOMAINS = {
     "cpu_cache": "the processor's caches are in the persistence domain (eADR): a store is durable without a write-back",
     "memory_controller": "the memory controller is in the persistence domain (ADR): a line written back is durable",
@@ -47,7 +47,7 @@ _LOOPS_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class Durability:
-    """What the newest committed version survives, and why we think so."""
+    """What the newest committed checkpoint survives, and the evidence for it."""
 
     process: bool
     """A kill of the process, by any signal."""
@@ -62,9 +62,9 @@ class Durability:
     evidence: tuple[str, ...]
     tier: int
     numa_node: int | None = None
-    """Of persistent memory: the node whose processors reach it fastest."""
+    """For persistent memory: the node whose processors access it fastest."""
     emulated: str | None = None
-    """The name of the memory whose speed is emulated here (``emulation.py``): no speed seen here is the medium's."""
+    """The name of the emulated memory (``emulation.py``), if any: measured speeds are then not those of the medium."""
 
     @property
     def is_persistent_memory(self) -> bool:
@@ -77,12 +77,12 @@ class Durability:
 
 
 def probe(folder: str, file: str | None = None, *, system: System | None = None) -> Durability:
-    """Evidence for a pool in this existing folder: for ``file`` where that exists, else for a new file."""
+    """Determine the durability of a pool in this existing folder: of ``file`` if given, else of a new file."""
     return _labelled(_probe(folder, file, system or System(), _LOOPS_MAX))
 
 
 def _labelled(found: Durability) -> Durability:
-    profile = emulation.used()
+    profile = emulation.active_profile()
     if profile is None:
         return found
     seen = f"its speed is emulated: that of {profile.name} ({profile.source}). What it survives is not"
@@ -91,27 +91,27 @@ def _labelled(found: Durability) -> Durability:
 
 
 def probe_device(device: DaxDevice, *, system: System | None = None) -> Durability:
-    """Evidence for a pool on a device-dax device. Nobody can be asked to flush there, so a store is durable by the
-    processor alone or not at all."""
+    """Determine the durability of a pool on a device-dax device, which has no sync: the processor's write-back makes a
+    store durable, or nothing does."""
     system, region = system or System(), device.region
     seen = f"{device.name} is a device-dax device of {device.nbytes} bytes: its mapping is the memory itself"
     if region is None:
-        volatile = "it is not on the NVDIMM bus (hmem, CXL): it is taken for memory that ends with the system"
+        volatile = "it is not on the NVDIMM bus (hmem, CXL): it is treated as memory that ends with the system"
         return _process_only("memory (device-dax)", TIER_CACHE, seen, volatile)
     if _is_pretended(region):
         return _process_only("memory (device-dax)", TIER_CACHE, seen, *_pretence([Device(device.name, region)]))
     if region.provider not in _REAL:
-        unasked = ("its host has to be asked to flush, and a device has no way to ask",)
-        why = unasked if region.provider == _HOSTED else _reports(region)
+        no_flush = ("its host has to be asked to flush, and a device-dax mapping cannot ask",)
+        why = no_flush if region.provider == _HOSTED else _reports(region)
         return _process_only("unknown memory (device-dax)", TIER_CACHE, seen, *why)
     if system.write_back() is None:
-        stuck = "lightck cannot write cache lines back on this processor, and there is no fdatasync on a device"
-        return _process_only("persistent memory (device-dax)", TIER_CACHE, seen, *_reports(region), stuck)
+        no_sync = "lightck cannot write cache lines back on this processor, and a device has no fdatasync"
+        return _process_only("persistent memory (device-dax)", TIER_CACHE, seen, *_reports(region), no_sync)
     return _persistent_memory("device-dax", (seen,), [region], system)
 
 
 def require(durability: Durability, level: str | None) -> None:
-    """Raise ``MediumError`` where the medium falls short of ``require=``."""
+    """Raise ``MediumError`` if the medium survives less than ``require=`` asks for."""
     if level is None:
         return
     if level not in ("process", "os", "power"):
@@ -121,7 +121,7 @@ def require(durability: Durability, level: str | None) -> None:
         raise MediumError(
             f"The pool would not survive {what[level]}, which require={level!r} asks for: its medium is "
             f"{durability.medium} ({'; '.join(durability.evidence)}). Put the pool on a disk or on persistent "
-            "memory, or ask for less."
+            "memory, or require less."
         )
 
 
@@ -131,7 +131,7 @@ def require(durability: Durability, level: str | None) -> None:
 def _probe(folder: str, file: str | None, system: System, loops: int) -> Durability:
     kind = system.file_system(folder)
     if kind is None:
-        return _process_only("unknown file system", TIER_DISK, "statfs failed: nothing is known of the file system")
+        return _process_only("unknown file system", TIER_DISK, "statfs failed: the file system is unknown")
     seen = f"statfs f_type {kind:#x}"
     if kind in _MEMORY:
         name = _MEMORY[kind]
@@ -142,10 +142,10 @@ def _probe(folder: str, file: str | None, system: System, loops: int) -> Durabil
         return _on_a_device(folder, file, f"{seen}: {_ON_A_DEVICE[kind]}", _ON_A_DEVICE[kind], system, loops)
     if kind in _WITH_OWN_DEVICES:
         name = _WITH_OWN_DEVICES[kind]
-        own = f"{name} keeps its devices to itself: they are taken to be disks"
+        own = f"{name} does not show its devices: they are treated as disks"
         return _disk(name, f"{seen}: {name}", own, "each commit waits for two fdatasync", _FLUSH)
     name = _REMOTE.get(kind, "unknown file system")
-    reason = "what is behind it is unknown: only that the page cache outlives the process is relied on"
+    reason = "its storage is unknown: the only promise is that the page cache outlives the process"
     return _process_only(name, TIER_DISK, f"{seen}: {name}", reason)
 
 
@@ -158,7 +158,7 @@ def _disk(name: str, *evidence: str) -> Durability:
 
 
 def _weaker(promised: Durability, other: Durability) -> Durability:
-    """``promised``, less what the other does not survive; with the evidence of both."""
+    """Return ``promised`` without what ``other`` does not survive, with the evidence of both."""
     return replace(
         promised,
         os=promised.os and other.os,
@@ -168,15 +168,15 @@ def _weaker(promised: Durability, other: Durability) -> Durability:
 
 
 def _overlay(folder: str, seen: str, system: System, loops: int) -> Durability:
-    """An overlay is as durable as its upper folder, if that can be seen from here."""
+    """Judge an overlay: it is as durable as its upper folder, if that is visible here."""
     mount = system.mount(folder)
     if mount is None or "volatile" in mount.options:
-        return _process_only("overlay", TIER_DISK, seen, "the overlay is mounted volatile, or its mount was not found")
+        return _process_only("overlay", TIER_DISK, seen, "the overlay is mounted volatile, or its mount is unknown")
     upper = mount.option("upperdir")
     if upper is None or not os.path.isdir(upper) or loops == 0:
         unseen = (
-            f"what the overlay's upper folder ({upper}) lies on cannot be seen from here (a container?): put the pool "
-            "on a volume of its own"
+            f"the medium of the overlay's upper folder ({upper}) is not visible here (a container?): put the pool on a "
+            "volume of its own"
         )
         return _process_only("overlay", TIER_DISK, f"{seen}: overlay, which passes fdatasync on", unseen)
     below = _probe(upper, None, system, loops - 1)
@@ -190,7 +190,7 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
     number = system.block_device(folder)
     devices = system.devices(number) if number is not None else ()
     if not devices:
-        unknown = "which device is below it was not found in sysfs: it could be memory, so nothing more is promised"
+        unknown = "its device was not found in sysfs: it could be memory, so nothing more is promised"
         return _process_only(f"unknown device ({name})", TIER_DISK, seen, unknown)
     pretended = [d for d in devices if d.is_memory or (d.region is not None and _is_pretended(d.region))]
     if pretended:
@@ -216,7 +216,7 @@ def _pretence(devices: Iterable[Device]) -> tuple[str, ...]:
         region = device.region
         return (
             f"{device.name} ({region.name} of {region.bus}, provider {region.provider}) is ordinary memory that "
-            "pretends to be persistent (memmap= or a test): a warm reboot may keep it, a power cut does not"
+            "is declared persistent (memmap= or a test): a warm reboot may keep it, a power cut does not"
         )
 
     return tuple(sentence(device) for device in devices)
@@ -227,7 +227,7 @@ def _is_pretended(region: Region) -> bool:
 
 
 def _why_not_mapped(dax: Dax, regions: list[Region], system: System) -> tuple[str, ...]:
-    """Why a file system on persistent memory is used like one on a disk; nothing where it is on a disk."""
+    """Return why a file system on persistent memory is used like one on a disk; () if it is on a disk."""
     if not regions:
         return ()
     if dax.map_sync and system.write_back() is None:
@@ -248,15 +248,15 @@ def _without_barriers(durable: Durability, folder: str, system: System) -> Durab
 
 
 def _below(device: Device, system: System, loops: int) -> Durability:
-    """What a device takes away from a file system's promise."""
+    """Return what a file system on this device can survive at most."""
     if device.backing_file is not None:
         folder = os.path.dirname(device.backing_file)
         if loops == 0 or not os.path.isfile(device.backing_file):
-            lost = f"the loop device {device.name} lies in {device.backing_file}, which cannot be seen from here"
-            return _process_only("loop", TIER_DISK, lost)
+            hidden = f"the loop device {device.name} is backed by {device.backing_file}, which is not visible here"
+            return _process_only("loop", TIER_DISK, hidden)
         below = _probe(folder, None, system, loops - 1)
-        lies = f"the loop device {device.name} lies in {device.backing_file}"
-        return replace(below, evidence=(lies, *below.evidence))
+        backed = f"the loop device {device.name} is backed by {device.backing_file}"
+        return replace(below, evidence=(backed, *below.evidence))
     if device.region is None:
         return _disk(device.name, f"the device is {device.name}")
     region = device.region
@@ -268,7 +268,7 @@ def _below(device: Device, system: System, loops: int) -> Durability:
 
 
 def _persistent_memory(name: str, seen: tuple[str, ...], regions: list[Region], system: System) -> Durability:
-    """Mapped, on regions that are what they say, so that no store waits for anything but the processor."""
+    """Judge persistent memory that is mapped directly: the processor's write-back alone makes a store durable."""
     evidence = [*seen]
     for region in regions:
         evidence += _reports(region)
@@ -276,7 +276,7 @@ def _persistent_memory(name: str, seen: tuple[str, ...], regions: list[Region], 
     if not is_eadr:
         evidence.append(f"each store is written back with {system.write_back()}")
     if system.is_virtual():
-        evidence.append("this is a virtual machine: its host answers for what its persistent memory is")
+        evidence.append("this is a virtual machine: what its persistent memory survives depends on its host")
     nodes = {region.numa_node for region in regions}
     return Durability(
         True,
@@ -291,7 +291,7 @@ def _persistent_memory(name: str, seen: tuple[str, ...], regions: list[Region], 
 
 
 def _is_power_safe(region: Region) -> bool:
-    """Whether the platform says who makes this region durable. virtio-pmem is flushed by fdatasync, like a disk."""
+    """Whether the platform states a persistence domain; virtio-pmem needs none, as fdatasync flushes it like a disk."""
     return region.provider == _HOSTED or (region.provider in _REAL and region.persistence_domain in _DOMAINS)
 
 
@@ -301,7 +301,8 @@ def _reports(region: Region) -> tuple[str, ...]:
     if region.provider == _HOSTED:
         return (f"{seen}: its host makes it durable when asked to flush",)
     if region.provider not in _REAL:
-        return (f"{seen}{node}: that provider is none that lightck knows, and it could be ordinary memory",)
+        return (f"{seen}{node}: lightck does not know this provider, and it could be ordinary memory",)
     if not region.persistence_domain:
-        return (f"{seen}{node} does not say its persistence domain: a power cut is not promised",)
-    return (f"{seen}{node} says persistence_domain {region.persistence_domain}: {_DOMAINS[region.persistence_domain]}",)
+        return (f"{seen}{node} does not state its persistence domain: a power cut is not promised",)
+    domain = region.persistence_domain
+    return (f"{seen}{node} has persistence_domain {domain}: {_DOMAINS[domain]}",)

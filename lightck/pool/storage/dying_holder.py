@@ -1,9 +1,9 @@
-"""Whether the process that holds a lock was killed and is yet to end, and what makes it end sooner.
+"""Detect that the holder of a lock was killed but has not ended yet, and make it end sooner.
 
-The kernel gives up the locks of a killed process when the last of its threads closes its files, after it has freed
-their memory. The copy threads of a training have idle priority: where every processor is busy, one that has some
-hundred megabytes to free needs half a minute for what takes milliseconds of computation. A restart that comes at once
-finds the pool locked meanwhile, by a process that will never write again.
+The kernel releases the locks of a killed process when its last thread closes its files, after freeing their memory.
+The copy threads of a training have idle priority: if all processors are busy, freeing some hundred megabytes can take
+such a thread half a minute instead of milliseconds. An immediate restart then finds the pool locked by a process that
+will never write again.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ SECONDS_MAX = 60.0
 _SECONDS_QUIET = 1.0
 _PAUSE_SECONDS = 0.01
 _PF_EXITING, _PF_DUMPCORE = 0x4, 0x200
-"""Of a thread's flags in procfs (include/linux/sched.h): it ends; it writes the core dump of its process."""
+"""Flags of a thread in procfs (include/linux/sched.h): it is exiting; it writes its process's core dump."""
 _SIGKILL = 1 << (signal.SIGKILL - 1)
 _PROCESS_MRELEASE = 448
-"""The number of the system call, the same on every architecture but Alpha. Linux 5.15."""
+"""The number of the system call process_mrelease (Linux 5.15), the same on all architectures except Alpha."""
 
 
 def is_dying(pid: int) -> bool:
-    """Whether no thread of this process will run its program again: each is killed, ending, or gone. False where
-    procfs does not say so."""
+    """Whether every thread of this process is killed, exiting or gone. False if procfs does not show it."""
     try:
         return all(map(_is_thread_dying, _threads(pid)))
     except (OSError, ValueError, IndexError):
@@ -36,7 +35,7 @@ def is_dying(pid: int) -> bool:
 
 
 def _threads(pid: int) -> list[str]:
-    """Their folders in procfs. Raises ``OSError`` where there is no such process."""
+    """Return the procfs folders of a process's threads. Raises ``OSError`` if there is no such process."""
     folder = f"/proc/{pid}/task"
     return [f"{folder}/{tid}" for tid in os.listdir(folder)]
 
@@ -50,7 +49,7 @@ def _is_thread_dying(folder: str) -> bool:
         with open(f"{folder}/status", "rb") as f:
             pending = [line.split()[1] for line in f if line.startswith((b"SigPnd:", b"ShdPnd:"))]
     except (FileNotFoundError, ProcessLookupError):
-        return True  # it ended between two questions
+        return True  # the thread ended between two reads
     return any(int(mask, 16) & _SIGKILL for mask in pending)
 
 
@@ -66,9 +65,9 @@ def has_threads(pid: int) -> bool:
     return False
 
 
-def dying_of_mine() -> int | None:
-    """A process of this user that is dying and has not ended: perhaps the one whose files are closed already, so that
-    nothing says whose a lock is."""
+def own_dying_process() -> int | None:
+    """Return the pid of a dying process of this user, or None. It may be the holder of a lock whose owner is unknown,
+    because it has closed its files already."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{pid}").st_uid == os.geteuid() and has_threads(int(pid)) and is_dying(int(pid)):
@@ -77,9 +76,10 @@ def dying_of_mine() -> int | None:
 
 
 def hasten(pid: int) -> None:
-    """Have a dying process end sooner, as far as this process may: its threads get the normal priority, which takes a
-    privilege (CAP_SYS_NICE or RLIMIT_NICE), and its memory is freed from here, which takes none. The kernel refuses
-    the latter for a process that is not dying."""
+    """Make a dying process end sooner: give its threads normal priority, and free its memory from this process.
+
+    The former needs CAP_SYS_NICE or RLIMIT_NICE; without them it is skipped. The kernel refuses the latter for a
+    process that is not dying."""
     with contextlib.suppress(OSError):
         for folder in _threads(pid):
             tid = int(os.path.basename(folder))
@@ -94,30 +94,30 @@ def hasten(pid: int) -> None:
             os.close(fd)
 
 
-class Wait:
-    """For one holder after another, as long as each is dying, and in all no longer than ``SECONDS_MAX``."""
+class DyingHolderWait:
+    """Waits for dying holders of a lock, one after another, for at most ``SECONDS_MAX`` in total."""
 
     def __init__(self, pool_path: str) -> None:
         self._pool_path = pool_path
         self._begin: float | None = None
-        self._said = False
+        self._has_warned = False
 
     @property
     def seconds(self) -> float:
-        """For how long was waited."""
+        """Time since the first wait."""
         return 0.0 if self._begin is None else time.monotonic() - self._begin
 
-    def a_moment(self, pid: int) -> bool:
-        """Wait a moment for the end of this dying process, and help it. False where that is over."""
+    def wait_briefly(self, pid: int) -> bool:
+        """Hasten this dying process and wait some milliseconds. Returns False once the time is over."""
         if self._begin is None:
             self._begin = time.monotonic()
         if self.seconds > SECONDS_MAX:
             return False
-        if self.seconds > _SECONDS_QUIET and not self._said:
-            self._said = True
+        if self.seconds > _SECONDS_QUIET and not self._has_warned:
+            self._has_warned = True
             log.warning(
-                "lightck: the process that had %r (pid %d) was killed and has not ended yet. Waiting for it, "
-                "%.0f seconds at most",
+                "lightck: the process that had the pool %r open (pid %d) was killed and has not ended yet. Waiting for "
+                "it, %.0f seconds at most",
                 self._pool_path,
                 pid,
                 SECONDS_MAX,

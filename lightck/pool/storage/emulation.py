@@ -1,8 +1,9 @@
-"""The speed of other memories, for benches and tests on machines that have none: named profiles and their sources.
+"""Emulate the speed of other memories, for benches and tests on machines that lack them: named profiles with sources.
 
-Chosen by ``LIGHTCK_EMULATE=name`` or ``use(name)``, never by default. Slows copies into pools that are opened
-afterwards, their fences, and verified reads; what a pool survives stays as it is, and all that names its medium says
-"emulated". It limits bandwidth and latency and is no model of a device: no cache, no contention, no CPU time of stalls.
+``LIGHTCK_EMULATE=name`` or ``use(name)`` selects a profile; the default is none. It slows copies into pools that are
+opened afterwards, their fences, and verified reads. What a pool survives does not change, and every report of its
+medium says "emulated". Only bandwidth and latency are limited: caches, contention and CPU time of stalls are not
+modelled.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ _IZRAELEVITZ = "Izraelevitz et al., Basic Performance Measurements of the Intel 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a memory can do. Bandwidths in bytes per second."""
+    """The speed of a memory. Bandwidths are in bytes per second."""
 
     name: str
     write: int
     read: int
     fence_ns: int
-    """What each fence and each sync takes."""
+    """Nanoseconds of each fence and each sync."""
     unit: int
-    """Bytes that it moves at least, a power of two: a part of a unit costs a whole one."""
+    """Smallest transfer in bytes, a power of two: part of a unit costs as much as a whole one."""
     source: str
-    """Where the figures come from, and which are assumed."""
+    """Source of the figures, and which of them are assumed."""
 
 
 PROFILES = {
@@ -48,7 +49,7 @@ PROFILES = {
             39_400_000_000,
             100,
             256,
-            f"six interleaved modules: {_IZRAELEVITZ}. 100 ns per fence: assumed, a store's way to the controller",
+            f"six interleaved modules: {_IZRAELEVITZ}. 100 ns per fence: assumed latency of a store to the controller",
         ),
         Profile(
             "cxl-ssd",
@@ -71,32 +72,32 @@ PROFILES = {
     )
 }
 
-_used: Profile | None = None
+_active: Profile | None = None
 _is_chosen = False
 
 
 def use(profile: str | Profile | None) -> None:
-    """Emulate this memory from now on, or none. Pools that are open stay as they are."""
-    global _used, _is_chosen
+    """Emulate this memory from now on, or none (None). Pools that are open already are not affected."""
+    global _active, _is_chosen
     if isinstance(profile, str):
         if profile not in PROFILES:
             raise ValueError(f"The memory {profile!r} is not known. These can be emulated: {', '.join(PROFILES)}.")
         profile = PROFILES[profile]
     numbers = (0, 0, 0, 0) if profile is None else (profile.write, profile.read, profile.fence_ns, profile.unit)
     check(lib.lck_emulate(*numbers), "emulating a memory")
-    _used, _is_chosen = profile, True
+    _active, _is_chosen = profile, True
 
 
-def used() -> Profile | None:
-    """What is emulated now. To be asked before a pool is opened: the first time, it looks at the environment."""
+def active_profile() -> Profile | None:
+    """Return the emulated memory or None. The first call reads the environment, so call it before a pool is opened."""
     if not _is_chosen:
         _honour(os.environ.get(VARIABLE))
-    return _used
+    return _active
 
 
 def label() -> str | None:
-    """For example ``emulated optane-1``; None where nothing is emulated."""
-    profile = used()
+    """Return for example ``emulated optane-1``; None if nothing is emulated."""
+    profile = active_profile()
     return None if profile is None else f"emulated {profile.name}"
 
 

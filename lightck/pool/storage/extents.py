@@ -1,6 +1,6 @@
-"""Where a pool's bytes lie in its file: runs that follow each other in the pool, wherever they are in the file.
+"""Extents of a pool in its file: runs of bytes that are consecutive in the pool, wherever they are in the file.
 
-A pool's offsets count through its extents in order, so nothing above this module knows how many there are.
+Pool offsets count through the extents in order, so code above this module need not know how many there are.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Extents: TypeAlias = "tuple[tuple[int, int], ...]"
 
 
 def total(extents: Extents) -> int:
-    """Bytes of the pool."""
+    """Return the length of the pool in bytes."""
     return sum(nbytes for _, nbytes in extents)
 
 
 def read(fd: int, extents: Extents, offset: int, nbytes: int) -> bytes:
-    """Bytes of the pool; fewer where the file or the pool ends."""
+    """Read bytes of the pool; fewer at the end of the file or the pool."""
     data = b""
     for at, n in runs(extents, offset, nbytes):
         part = _run(fd, at, n)
@@ -34,7 +34,7 @@ def read(fd: int, extents: Extents, offset: int, nbytes: int) -> bytes:
 
 
 def _run(fd: int, at: int, nbytes: int) -> bytes:
-    """A call may give less than it was asked for; only nothing at all is the end of the file."""
+    """Read one run of a file. pread may return less than requested; only an empty result means the end of the file."""
     data = os.pread(fd, nbytes, at)
     while len(data) < nbytes and (more := os.pread(fd, nbytes - len(data), at + len(data))):
         data += more
@@ -42,7 +42,7 @@ def _run(fd: int, at: int, nbytes: int) -> bytes:
 
 
 def runs(extents: Extents, offset: int, nbytes: int) -> list[tuple[int, int]]:
-    """The same bytes as (offset in the file, nbytes); what lies behind the pool's end is left out."""
+    """Return a range of the pool as (offset in the file, nbytes) pairs; bytes beyond the pool's end are left out."""
     found = []
     for at, length in extents:
         n = max(0, min(nbytes, length - offset))
@@ -54,5 +54,5 @@ def runs(extents: Extents, offset: int, nbytes: int) -> list[tuple[int, int]]:
 
 
 def native(extents: Extents) -> CData:
-    """The same as an array of the native library."""
+    """Return the extents as a C array for the native library."""
     return ffi.new("lck_extent[]", list(extents))

@@ -1,7 +1,8 @@
-"""What the system refused, as lightck's errors: the fact, the errno as the reason, and the cure that fits it.
+"""Turn errors of the operating system into lightck's: the fact, the errno as the reason, and a fitting cure.
 
-An error of the medium (``is_of_medium``) says something about the bytes at hand, so a reader goes on to the next copy
-or the older version. Any other (no memory, no descriptors) says nothing about them, and nothing is passed over for it.
+A medium error (``is_medium_error``) concerns the bytes that were read, so a reader tries the next copy or an older
+checkpoint. Any other error (out of memory, no descriptors) says nothing about the bytes, and no copy is rejected for
+it.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from contextlib import contextmanager
 from lightck.errors import LightckError, PoolIOError, PoolPathError
 
 _OF_MEDIUM = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
-_MEDIUM = "Look at the health of its medium (dmesg), and keep a copy of the pool before anything else is tried."
+_MEDIUM = "Check the health of its medium (dmesg), and make a copy of the pool before you try anything else."
 _CURES = {
     errno.ENOMEM: "Free memory, or raise the limit (ulimit -v, the container's), and try again.",
     errno.EAGAIN: "End processes or threads, or raise the limit (ulimit -u), and try again.",
     errno.EMFILE: "Close files, or raise the limit (ulimit -n), and try again.",
-    errno.ENFILE: "The whole system is out of descriptors: end what holds them, and try again.",
-    errno.ENOLCK: "The file system has no locks (left): put the pool on a local one, and try again.",
+    errno.ENFILE: "The whole system is out of descriptors: end programs that hold many, and try again.",
+    errno.ENOLCK: "The file system supports no locks, or has none left: put the pool on a local one, and try again.",
     errno.ENOSPC: "Free space there, or choose another medium.",
     errno.EDQUOT: "Free space there, raise the quota, or choose another medium.",
     errno.EROFS: "Its file system is mounted read-only: choose another folder, or mount it for writing.",
 }
-TRANSIENT = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)
-"""Errors that do not answer a question, rather than answering it with no."""
-OF_PATH = (
+TRANSIENT_ERRNOS = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)
+"""Errors after which the answer to a question about a file is unknown, rather than "no"."""
+PATH_ERRNOS = (
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
@@ -41,31 +42,31 @@ OF_PATH = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
 )
-"""Errors about a path, and who may do what there; all others are the system's."""
+"""Errors that concern a path and its permissions; all others concern the system."""
 
 
-def is_of_medium(code: int | None) -> bool:
-    """Whether an errno says that these bytes cannot be had, rather than that nothing can be had now."""
+def is_medium_error(code: int | None) -> bool:
+    """Whether an errno says that the medium cannot deliver these bytes, rather than that the system cannot read now."""
     return code in _OF_MEDIUM
 
 
 def io_error(fact: str, code: int | None, reason: str | None = None) -> PoolIOError:
-    """``fact`` ends without a stop: "The pool '/a' cannot be read"."""
-    why = reason or (os.strerror(code) if code else "for a reason that is not known")
+    """Make a ``PoolIOError``. ``fact`` has no full stop: "The pool '/a' cannot be read"."""
+    why = reason or (os.strerror(code) if code else "unknown reason")
     return PoolIOError(f"{fact}: {why}. {_CURES.get(code or 0, _MEDIUM)}", code)
 
 
 def too_long(path: str) -> PoolPathError:
-    """For ENAMETOOLONG: nobody has such a file, and nobody can make one."""
+    """Make the error for ENAMETOOLONG: no such file can exist."""
     return PoolPathError(
-        f"The path {path!r} is too long: file systems take names of 255 bytes, and the lock file beside a pool has "
-        "'.lock' behind its name. Choose a shorter one."
+        f"The path {path!r} is too long: file systems allow names of 255 bytes, and the lock file beside a pool has "
+        "its name with '.lock' appended. Choose a shorter one."
     )
 
 
 @contextmanager
-def reported(fact: str) -> Iterator[None]:
-    """Raise what the system refuses in this block as ``PoolIOError``, memory too; lightck's own errors pass."""
+def as_io_error(fact: str) -> Iterator[None]:
+    """Raise ``OSError`` and ``MemoryError`` of this block as ``PoolIOError``; lightck's own errors pass through."""
     try:
         yield
     except LightckError:
@@ -77,8 +78,8 @@ def reported(fact: str) -> Iterator[None]:
 
 
 @contextmanager
-def undone(undo: Callable[[], object]) -> Iterator[None]:
-    """Where this block fails, undo what was done before it."""
+def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call ``undo`` if this block raises."""
     try:
         yield
     except BaseException:

@@ -1,9 +1,9 @@
 """A pool as a plain file on tmpfs, a disk, or persistent memory with a file system (fsdax).
 
-Opening trusts nothing: no symbolic link is followed, and owner, mode, kind and size are read from the descriptor,
-not from the path. A pool of another user may be read by whom its mode allows, and is never written. A new pool is
-allocated in full under a temporary name beside its path (``temporary``), so a full file system is a clean error here
-and never SIGBUS later. Nor is it made in a folder where others who can rename files could swap it for another file.
+No symbolic link is followed, and owner, mode, kind and size are read from the descriptor, not from the path. A pool of
+another user can be read if its mode allows that, and is never written. A new pool is allocated in full under a
+temporary name beside its path (``temporary``), so that a full file system is an error here and not a SIGBUS later. No
+pool is created in a folder where another user could replace it by renaming files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from lightck.pool.format.structures import MAGIC, POOL_NBYTES_MIN, SUPERBLOCK_OF
 from lightck.pool.storage import durability, extents, lock, temporary
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import OF_PATH, TRANSIENT, io_error, is_of_medium, reported, too_long, undone
+from lightck.pool.storage.failures import (
+    PATH_ERRNOS,
+    TRANSIENT_ERRNOS,
+    as_io_error,
+    io_error,
+    is_medium_error,
+    too_long,
+    undo_on_error,
+)
 from lightck.pool.storage.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
@@ -39,12 +47,12 @@ _UNMAPPED = "/proc/sys/kernel/overflowuid"
 _ALL = "4294967295"
 _NO_FOLDER = "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool'."
 _NO_FILE = (
-    "{path!r} is a pipe, a socket or another special file. A pool is one regular file. Name one, or a path where "
-    "nothing is yet."
+    "{path!r} is a pipe, a socket or another special file. A pool is one regular file. Name one, or a path that does "
+    "not exist yet."
 )
 _NO_DEVICE = (
     "{path!r} is a device. A pool of this backend is one regular file. Make a file system on the device and name a "
-    'file there; a device-dax device (/dev/dax0.0) takes a pool by itself with backend="auto".'
+    'file there; a device-dax device (/dev/dax0.0) can hold a pool without a file system, with backend="auto".'
 )
 
 
@@ -52,7 +60,7 @@ class FileContainer:
     """An open pool file; see ``Container``."""
 
     def __init__(self, path: str, fd: int, nbytes: int, lock_fd: int | None = None) -> None:
-        """``lock_fd``: of a new file, which has its temporary name."""
+        """``lock_fd``: the locked descriptor of a new file, which still has its temporary name."""
         self.path = path
         self.fd = fd
         self.nbytes = self.file_nbytes = nbytes
@@ -69,10 +77,10 @@ class FileContainer:
 
     def publish(self) -> None:
         assert self.lock_fd is not None, "published once"
-        with _making(self.path):
+        with _creation_errors(self.path):
             os.fsync(self.fd)
             os.rename(temporary.name_of(self.path), self.path)
-            self._let_go()
+            self._unlock()
             sync_folder(os.path.dirname(self.path))
 
     def is_current(self) -> bool:
@@ -82,7 +90,7 @@ class FileContainer:
             there = os.stat(self.path, follow_symlinks=False)
             here = os.fstat(self.fd)
         except OSError as err:
-            return err.errno in TRANSIENT  # then it is not known to be lost, and asked again at the next version
+            return err.errno in TRANSIENT_ERRNOS  # unknown, and checked again at the next checkpoint
         return (there.st_dev, there.st_ino, here.st_size >= self.file_nbytes) == (here.st_dev, here.st_ino, True)
 
     def close(self) -> None:
@@ -91,13 +99,13 @@ class FileContainer:
         if self.lock_fd is not None and os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 os.unlink(temporary.name_of(self.path))
-        self._let_go()
+        self._unlock()
         os.close(self.fd)
         self.fd = -1
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         if self.lock_fd is not None:
-            lock.let_go(self.lock_fd)
+            lock.unlock_file(self.lock_fd)
             self.lock_fd = None
 
 
@@ -110,7 +118,7 @@ class FileBackend:
         return self.recognises(path)
 
     def recognises(self, path: str) -> bool:
-        return peeked(path, _has_magic)
+        return ask_file(path, _has_magic)
 
     def probe(self, path: str) -> durability.Durability:
         folder = checked_folder(path)
@@ -120,49 +128,50 @@ class FileBackend:
         temporary.remove_stale(path)
 
     def discard(self, path: str) -> None:
-        if temporary.removed(path):
-            with reported(f"The pool {path!r} was removed, but its folder cannot be synced"):
+        if temporary.remove(path):
+            with as_io_error(f"The pool {path!r} was removed, but its folder cannot be synced"):
                 sync_folder(os.path.dirname(path))
 
     def create(self, path: str, nbytes: int) -> Container:
         return self.create_file(path, nbytes)
 
     def create_file(self, path: str, nbytes: int) -> FileContainer:
-        """A file of so many bytes, which gets its name by ``publish``."""
+        """Create a file of ``nbytes`` under its temporary name; ``publish`` renames it."""
         checked_folder(path)
         temporary.remove_stale(path)
-        with _making(path):
+        with _creation_errors(path):
             fd, lock_fd = temporary.make(path)
         container = FileContainer(path, fd, nbytes, lock_fd)
-        with undone(container.close):
-            with _making(path):
+        with undo_on_error(container.close):
+            with _creation_errors(path):
                 _allocate(path, fd, nbytes)
             if durability.probe(os.path.dirname(path), temporary.name_of(path)).is_persistent_memory:
                 _prewrite(path, fd, nbytes)
         return container
 
     def open(self, path: str, *, write: bool) -> Container:
-        if peeked(path, is_pmdk):
+        if ask_file(path, is_pmdk):
             raise NotAPoolError(
                 f"The file {path!r} is a PMDK pool, not a pool in a plain file. Nothing was changed. Use "
                 'backend="auto" or "pmdk", or another path.'
             )
-        return opened(path, write=write)
+        return open_checked(path, write=write)
 
 
-def opened(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> FileContainer:
-    """An existing file, once its kind, mode, links and size were found safe; to be written, its owner too."""
+def open_checked(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> FileContainer:
+    """Open an existing file and check that its kind, mode, links and size (and for writing its owner) are safe."""
     try:
         fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
     except OSError as err:
         raise _cannot_open(path, err, write) from err
-    with undone(lambda: os.close(fd)), reported(f"The pool {path!r} cannot be opened"):
+    with undo_on_error(lambda: os.close(fd)), as_io_error(f"The pool {path!r} cannot be opened"):
         return FileContainer(path, fd, _checked_size(path, fd, nbytes_min, write))
 
 
-def peeked(path: str, question: Callable[[int], bool]) -> bool:
-    """The answer for the file at this path, by its descriptor; False where there is none that could be read. Raises
-    ``PoolIOError`` where the system cannot answer now: a pool must not be taken for one of another kind."""
+def ask_file(path: str, question: Callable[[int], bool]) -> bool:
+    """Return ``question(descriptor)`` for the file at this path; False if there is no readable file.
+
+    Raises ``PoolIOError`` if the answer is unknown (out of memory, no descriptors)."""
     try:
         fd = _open(path, os.O_RDONLY)
     except OSError as err:
@@ -170,13 +179,13 @@ def peeked(path: str, question: Callable[[int], bool]) -> bool:
     try:
         return question(fd)
     except OSError as err:
-        return not is_of_medium(err.errno) and _unanswered(path, err)
+        return not is_medium_error(err.errno) and _unanswered(path, err)
     finally:
         os.close(fd)
 
 
 def _unanswered(path: str, err: OSError) -> bool:
-    if err.errno in TRANSIENT:
+    if err.errno in TRANSIENT_ERRNOS:
         raise io_error(f"The file {path!r} cannot be read", err.errno, err.strerror) from err
     return False
 
@@ -189,13 +198,13 @@ def _has_magic_at(fd: int, offset: int) -> bool:
     try:
         return os.pread(fd, len(MAGIC), offset) == MAGIC
     except OSError as err:
-        if not is_of_medium(err.errno):
+        if not is_medium_error(err.errno):
             raise
-        return False  # the other copy may be readable, and is enough
+        return False  # one readable copy is enough
 
 
 def _open(path: str, flags: int) -> int:
-    # O_NONBLOCK: opening a FIFO that somebody put there must not hang.
+    # O_NONBLOCK: opening a FIFO must not hang.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
@@ -207,23 +216,24 @@ def _checked_size(path: str, fd: int, nbytes_min: int, write: bool) -> int:
         raise PoolPathError((_NO_FOLDER if stat.S_ISDIR(st.st_mode) else _NO_FILE).format(path=path))
     if write and st.st_uid != os.geteuid():
         raise PoolPermissionError(
-            f"The pool {path!r} belongs to user {st.st_uid}, not to you. What others can write is not trusted. "
-            "It can be read: lightck.recover(). To train on from it copy it to a file of your own."
+            f"The pool {path!r} belongs to user {st.st_uid}, not to you. A pool that others can write is not trusted. "
+            "It can be read: lightck.recover(). To continue training from it, copy it to a file of your own."
         )
     if st.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PoolPermissionError(
-            f"The pool {path!r} can be written by others (mode {stat.S_IMODE(st.st_mode):o}). What others can write "
-            f"is not trusted. If you trust its content: chmod 600 {path}"
+            f"The pool {path!r} can be written by others (mode {stat.S_IMODE(st.st_mode):o}). A pool that others can "
+            f"write is not trusted. If you trust its content: chmod 600 {path}"
         )
     if st.st_nlink > 1:
         raise PoolPermissionError(
-            f"The pool {path!r} has {st.st_nlink} hard links. Another name could change it. Remove the other links."
+            f"The pool {path!r} has {st.st_nlink} hard links. It could be changed under another name. Remove the other "
+            "links."
         )
     if st.st_size < nbytes_min:
         if os.pread(fd, len(MAGIC), 0) == MAGIC:
             raise PoolTruncatedError(
-                f"The pool {path!r} has only {st.st_size} bytes left of what it was made with. It was truncated or "
-                "copied in part. Use a complete copy."
+                f"The pool {path!r} has only {st.st_size} bytes, fewer than any pool. It was truncated or copied in "
+                "part. Use a complete copy."
             )
         what = "empty" if st.st_size == 0 else f"only {st.st_size} bytes long"
         raise NotAPoolError(
@@ -234,7 +244,7 @@ def _checked_size(path: str, fd: int, nbytes_min: int, write: bool) -> int:
 
 
 def _allocate(path: str, fd: int, nbytes: int) -> None:
-    """All of it, now: what posix_fallocate granted cannot be missing later. On tmpfs in huge pages, if it can be."""
+    """Allocate the whole file, so that no space is missing later; on tmpfs in huge pages, if possible."""
     log.debug("lightck: %d of %d bytes of %r are in huge pages", _huge(fd, nbytes), nbytes, path)
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -248,13 +258,15 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
 
 
 def _huge(fd: int, nbytes: int) -> int:
-    """Bytes of a new file that are in huge pages now. In slices, between which Ctrl-C is served and the time is looked
-    at: in a virtual machine whose host has to find the memory first, it can take seconds for a GB, which small pages
-    spread over the first steps. A file that cannot fit is refused afterwards, and must not take what is left before."""
+    """Allocate huge pages for a new file on tmpfs, and return how many bytes have them.
+
+    The work is done in slices, so that Ctrl-C is handled and the time limit is checked in between: in a virtual machine
+    whose host must find the memory first, a GB can take seconds, which small pages spread over the first steps. A file
+    that does not fit gets none: it is refused afterwards, and must not use up the free space first."""
     try:
         space = os.fstatvfs(fd)
     except OSError:
-        return 0  # small pages will do: no failure here is one of the pool
+        return 0  # huge pages are optional: a failure here is no error of the pool
     if space.f_blocks and space.f_bavail * space.f_frsize < nbytes:
         return 0
     threads, made, deadline = len(os.sched_getaffinity(0)), 0, time.monotonic() + _HUGE_SECONDS
@@ -268,16 +280,16 @@ def _huge(fd: int, nbytes: int) -> int:
 
 
 def _free(fd: int) -> str:
-    """What there would be without this file."""
+    """Describe the free space that there would be without this file."""
     try:
-        space, held = os.fstatvfs(fd), os.fstat(fd).st_blocks * 512
+        space, allocated = os.fstatvfs(fd), os.fstat(fd).st_blocks * 512
     except OSError:
-        return "cannot have them"
-    return f"its file system has {(space.f_bavail * space.f_frsize + held) / 1e6:,.1f} MB left"
+        return "its file system does not have them"
+    return f"its file system has {(space.f_bavail * space.f_frsize + allocated) / 1e6:,.1f} MB left"
 
 
 def _prewrite(path: str, fd: int, nbytes: int) -> None:
-    """Zeros over allocated space, so that no store through a MAP_SYNC mapping waits for the file system's journal."""
+    """Write zeros over the allocated space, so that no store through a MAP_SYNC mapping waits for the journal."""
     try:
         check(lib.lck_prewrite(fd, nbytes), "writing zeros")
     except NativeError as err:
@@ -294,8 +306,8 @@ def _is_regular(path: str) -> bool:
 def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
     if err.errno == errno.ENOENT or err.errno == errno.ENOTDIR:
         return PoolNotFoundError(
-            f"There is no pool at {path!r}. Nothing was ever made there, or it was removed. Check the path; "
-            "lightck.attach() makes a pool."
+            f"There is no pool at {path!r}. None was made there, or it was removed. Check the path; lightck.attach() "
+            "makes a pool."
         )
     if err.errno == errno.ELOOP:
         return PoolPathError(
@@ -307,7 +319,7 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
     if err.errno == errno.ENAMETOOLONG:
         return too_long(path)
     what = "written" if write else "read"
-    if err.errno not in OF_PATH:
+    if err.errno not in PATH_ERRNOS:
         return io_error(f"The pool {path!r} cannot be {what}", err.errno, err.strerror)
     return PoolPermissionError(
         f"The pool {path!r} cannot be {what}: {err.strerror}. Check its owner and mode, and that the file system is "
@@ -316,7 +328,7 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
 
 
 @contextlib.contextmanager
-def _making(path: str) -> Iterator[None]:
+def _creation_errors(path: str) -> Iterator[None]:
     try:
         yield
     except PoolError:
@@ -326,7 +338,7 @@ def _making(path: str) -> Iterator[None]:
 
 
 def _cannot_write(path: str, err: OSError) -> Exception:
-    if err.errno not in OF_PATH:
+    if err.errno not in PATH_ERRNOS:
         return io_error(f"The pool {path!r} cannot be made", err.errno, err.strerror)
     return PoolPermissionError(
         f"The pool {path!r} cannot be made: {err.strerror or err}. lightck writes a file beside it first and renames "
@@ -346,18 +358,19 @@ def sync_folder(folder: str) -> None:
 
 
 def checked_folder(path: str) -> str:
-    """The folder of a pool path; an error where it is missing or where others could swap the pool."""
+    """Return the folder of a pool path. Raises ``PoolError`` if it is missing or if other users could replace the
+    pool."""
     folder = os.path.dirname(path)
     try:
         st = os.stat(folder)
     except OSError as err:
-        if err.errno in TRANSIENT:
-            raise io_error(f"The folder of the pool {path!r} cannot be looked at", err.errno, err.strerror) from err
+        if err.errno in TRANSIENT_ERRNOS:
+            raise io_error(f"The folder of the pool {path!r} cannot be inspected", err.errno, err.strerror) from err
         if err.errno == errno.ENAMETOOLONG:
             raise too_long(path) from err
         raise PoolNotFoundError(
-            f"The pool {path!r} cannot be made: its folder {folder!r} is not there ({err.strerror}). lightck makes "
-            "the file, not the folder. Create the folder first."
+            f"The pool {path!r} cannot be made: its folder {folder!r} is missing ({err.strerror}). lightck makes the "
+            "file, not the folder. Create the folder first."
         ) from err
     if not stat.S_ISDIR(st.st_mode):
         raise PoolNotFoundError(
@@ -368,8 +381,8 @@ def checked_folder(path: str) -> str:
 
 
 def others_write(st: os.stat_result) -> bool:
-    """Whether others can write to it. The group of one's own folder is none of them: where every user has a group, that
-    it may is the default."""
+    """Whether other users can write to a file or folder. The group of one's own does not count: group-writable is the
+    default on systems where every user has a group."""
     others = stat.S_IWOTH if st.st_uid == os.geteuid() else stat.S_IWOTH | stat.S_IWGRP
     return bool(st.st_mode & others)
 
@@ -380,18 +393,18 @@ def _refuse_shared(folder: str, st: os.stat_result) -> None:
         return
     if is_sticky:
         raise PoolPermissionError(
-            f"The folder {folder!r} can be changed by others and belongs to user {st.st_uid}, whom its sticky bit does "
-            "not stop: they could swap the pool for another file. Use a folder of your own."
+            f"The folder {folder!r} can be changed by others and belongs to user {st.st_uid}, who can replace files in "
+            "it despite its sticky bit, so also the pool. Use a folder of your own."
         )
     cure = f"chmod o-w {folder}, or use another folder" if is_own else "Use a folder of your own, or chmod +t this one"
     raise PoolPermissionError(
-        f"The folder {folder!r} can be changed by others and has no sticky bit. Anybody could swap the pool for "
-        f"another file. {cure}."
+        f"The folder {folder!r} can be changed by others and has no sticky bit. They could replace the pool by another "
+        f"file. {cure}."
     )
 
 
 def _is_root(owner: int) -> bool:
-    """In a user namespace the system's root may be nobody in particular, and so is the owner of its /tmp."""
+    """Whether a uid is the system's root. In a user namespace root may be unmapped, as the owner of /tmp then is."""
     if owner == 0:
         return True
     try:

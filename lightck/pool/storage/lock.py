@@ -1,17 +1,18 @@
-"""One writer per pool: two locks on ``<pool>.lock``, and a registry inside this process.
+"""One writer per pool: two kernel locks on ``<pool>.lock``, and a registry inside this process.
 
-A record lock (on byte 0) ends with the process, whatever forked children live on, and the kernel tells whose it is.
-But it goes when any descriptor of its file is closed: a backup of the folder, made by the training itself, is enough.
-The lock of the open file (OFD, on byte 1) stays then. What that one would outlive is a killed trainer, in a DataLoader
-worker that has the descriptor too: so a forked child closes it at its start, and who finds it alone waits a moment.
+A POSIX record lock (on byte 0) ends with its process even if forked children live on, and the kernel reports its owner.
+But the kernel also drops it when the process closes any descriptor of the file, for example after reading the file for
+a backup of the folder. An open file description lock (OFD, on byte 1) survives that. It would survive a killed training
+too, in a DataLoader worker that inherited the descriptor; therefore a forked child closes the descriptor at its start,
+and a process that finds only this lock waits for a moment.
 
-A process that was killed keeps its locks until the last of its threads has ended, and that one may be starved: a holder
-that is dying is waited for (``dying``), any other is refused at once.
+A killed process keeps its locks until its last thread has ended, which can take long on a busy machine: a new process
+waits for a dying holder (``dying_holder``), and is refused at once by any other.
 
-A device is locked itself, and by an OFD lock alone, since its readers open it too: its folder is not its owner's.
+A device is locked itself, by an OFD lock only: its readers open the device too, and its folder belongs to another user.
 
-Cleaners of temporary files remove what looks old: a lock on a file that has no name any more keeps nobody out, which is
-looked at before each version.
+Cleaners of temporary files may delete the lock file, and a lock on a deleted file keeps nobody out; therefore
+``refuse_if_lost`` checks the file before each checkpoint.
 """
 
 from __future__ import annotations
@@ -37,44 +38,44 @@ from lightck.errors import (
     PoolPermissionError,
 )
 from lightck.pool.storage import dying_holder
-from lightck.pool.storage.failures import TRANSIENT, io_error, reported, too_long, undone
+from lightck.pool.storage.failures import TRANSIENT_ERRNOS, as_io_error, io_error, too_long, undo_on_error
 
 log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
-# Re-entrant: a collection while it is held may end a forgotten session, which releases its lock.
+# Re-entrant: a garbage collection while it is held may end a forgotten session, which releases its lock.
 _guard = threading.RLock()
 _descriptors: set[int] = set()
-"""Of the locks that are held: a forked child closes them."""
+"""Descriptors of the locks that are held: a forked child closes them."""
 _FLOCK = struct.Struct("hhqqi4x")
 _ATTEMPTS = 100
-"""To take locks that somebody gave up between our asking for them and our asking who has them, or is about to give up:
-the worker of a killed training is yet to close its descriptor."""
+"""Attempts to lock: the holder may release the lock between a refusal and the query for the holder, and the worker of a
+killed training may not have closed its descriptor yet."""
 _PAUSE_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that has a pool open for writing. ``pid`` is None where it is not visible from here (a container)."""
+    """The process that has a pool open for writing. ``pid`` is None if it is not visible here (a container)."""
 
     pid: int | None
     command: str
 
 
 class _DyingError(PoolLockedError):
-    """The holder was killed, and has not ended yet."""
+    """The holder was killed but has not ended yet."""
 
     def __init__(self, pool_path: str, pid: int) -> None:
         super().__init__(
             f"The pool {pool_path!r} is still locked by pid {pid}, which was killed, and did not end within "
-            f"{dying_holder.SECONDS_MAX:.0f} seconds. A pool has one writer. It is starved by what else runs here, or "
-            "stuck in a call of the system. Wait until it is gone (ps -L shows its threads), and start again."
+            f"{dying_holder.SECONDS_MAX:.0f} seconds. A pool has one writer. That process gets no processor time, or "
+            "is blocked in a system call. Wait until it has ended (ps -L shows its threads), and start again."
         )
         self.pid = pid
 
 
 def holder_of(pool_path: str) -> Holder | None:
-    """Who has this pool open for writing, or None. Takes no lock, and makes no lock file where there is none."""
-    path = _place(pool_path)
+    """Return the process that has this pool open for writing, or None. Takes no lock and creates no lock file."""
+    path = _lock_target(pool_path)
     with _guard:
         try:
             st = os.stat(path, follow_symlinks=False)
@@ -84,13 +85,13 @@ def holder_of(pool_path: str) -> Holder | None:
         except OSError:
             return None
         try:
-            return _asked(fd)
+            return _holder(fd)
         finally:
             os.close(fd)
 
 
-def _place(pool_path: str) -> str:
-    """What is locked for this pool."""
+def _lock_target(pool_path: str) -> str:
+    """Return the path of the file that is locked for this pool."""
     return pool_path if _is_device(pool_path) else pool_path + ".lock"
 
 
@@ -102,8 +103,8 @@ def _is_device(path: str) -> bool:
 
 
 def _conflict(fd: int) -> int | None:
-    """The answer of the kernel: the pid whose record lock keeps a writer out (0: it is not visible from here), -1 where
-    it is an OFD lock, or None."""
+    """Ask the kernel for a conflicting lock: the pid that holds a record lock (0: not visible here), -1 for an OFD
+    lock, None for no lock."""
     probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, probe))
@@ -112,8 +113,8 @@ def _conflict(fd: int) -> int | None:
     return None if kind == fcntl.F_UNLCK else max(int(pid), -1)
 
 
-def _asked(fd: int) -> Holder | None:
-    """Who holds a lock that would keep a writer out."""
+def _holder(fd: int) -> Holder | None:
+    """Return the holder of a lock that keeps a writer out, or None."""
     pid = _conflict(fd)
     if pid is None:
         return None
@@ -122,11 +123,11 @@ def _asked(fd: int) -> Holder | None:
 
 
 def _ofd_holder(st: os.stat_result) -> int | None:
-    """An OFD lock has no pid; whose descriptor it is stands in procfs, as far as we may look."""
+    """Find the holder of an OFD lock in procfs, as far as this process may read it: the kernel reports no pid."""
     file = f"{os.major(st.st_dev):02x}:{os.minor(st.st_dev):02x}:{st.st_ino} "
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            # The main thread of a process that is dying may have ended, and has no descriptors then.
+            # The main thread of a dying process may have ended; then only its other threads show descriptors.
             folders = iter([f"/proc/{pid}", *(f"/proc/{pid}/task/{tid}" for tid in os.listdir(f"/proc/{pid}/task"))])
             descriptors = next(filter(None, map(_descriptors_in, folders)), [])
             if any(_holds(info, file) for info in descriptors):
@@ -158,32 +159,32 @@ class PoolLock:
     """Holds the lock of one pool from construction until ``release``."""
 
     def __init__(self, pool_path: str) -> None:
-        self.path = _place(pool_path)
+        self.path = _lock_target(pool_path)
         self._is_device = self.path == pool_path
         self._pool_path = pool_path
         self._pid = os.getpid()
         self._fd = -1
-        wait = dying_holder.Wait(pool_path)
-        while not self._taken(wait):
+        wait = dying_holder.DyingHolderWait(pool_path)
+        while not self._try_take(wait):
             pass
 
-    def _taken(self, wait: dying_holder.Wait) -> bool:
-        """False where a holder is dying: then a moment was waited, without the guard. Raises its error where that
-        takes too long."""
+    def _try_take(self, wait: dying_holder.DyingHolderWait) -> bool:
+        """Try to lock. If the holder is dying, wait briefly (without ``_guard``) and return False, or raise
+        ``PoolLockedError`` after the maximum time."""
         try:
             with _guard:
                 self._refuse_second_session()
                 self._take()
             return True
         except _DyingError as err:
-            if not wait.a_moment(err.pid):
+            if not wait.wait_briefly(err.pid):
                 raise
         return False
 
     def _take(self) -> None:
         self._fd = self._open()
         _descriptors.add(self._fd)
-        with undone(self._drop):
+        with undo_on_error(self._drop):
             self._key = self._lock()
         _held[self._key] = self._pool_path
 
@@ -193,20 +194,21 @@ class PoolLock:
 
     def _refuse_second_session(self) -> None:
         if self._is_held_here():
-            gc.collect()  # the session of a model that nobody has any more ends when the model is collected
+            gc.collect()  # the session of an unreferenced model ends when the model is collected
         if self._is_held_here():
             raise PoolLockedError(
                 f"The pool {self._pool_path!r} is open in another session of this process. A pool has one writer. "
-                "Close that session first (session.close(), or leave its `with`). Where only the traceback of an error "
-                "holds it, as in a notebook: for session in lightck.sessions.open_sessions(): session.abandon()"
+                "Close that session first (session.close(), or leave its `with`). If only the traceback of an error "
+                "refers to it, as in a notebook: for session in lightck.sessions.open_sessions(): session.abandon()"
             )
 
     def _is_held_here(self) -> bool:
         try:
             st = os.stat(self.path, follow_symlinks=False)
         except OSError as err:
-            if err.errno in TRANSIENT:  # not known is not no: another descriptor would take our own lock away
-                raise io_error(f"The lock file {self.path!r} cannot be looked at", err.errno, err.strerror) from err
+            # If the answer is unknown, a second descriptor must not be opened: closing it would drop our own lock.
+            if err.errno in TRANSIENT_ERRNOS:
+                raise io_error(f"The lock file {self.path!r} cannot be inspected", err.errno, err.strerror) from err
             return False
         return (st.st_dev, st.st_ino) in _held
 
@@ -217,21 +219,21 @@ class PoolLock:
         try:
             fd = os.open(self.path, flags, 0o600)
         except OSError as err:
-            if err.errno in (*TRANSIENT, errno.ENOSPC, errno.EDQUOT):
+            if err.errno in (*TRANSIENT_ERRNOS, errno.ENOSPC, errno.EDQUOT):
                 raise io_error(f"The lock file {self.path!r} cannot be opened", err.errno, err.strerror) from err
             if err.errno == errno.ENAMETOOLONG:
                 raise too_long(self._pool_path) from err
             if err.errno == errno.ENOENT:
                 raise PoolNotFoundError(
-                    f"No file can be made beside {self._pool_path!r} ({err.strerror}). Its folder is gone, or one of "
-                    "the kernel's own, which takes no files (/proc). Choose a path in another folder."
+                    f"No file can be made beside {self._pool_path!r} ({err.strerror}). Its folder was removed, or "
+                    "belongs to the kernel and takes no files (/proc). Choose a path in another folder."
                 ) from err
             raise PoolPermissionError(
                 f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer of a pool locks it. "
-                "Give the pool a folder that you can write to."
+                "Put the pool into a folder that you can write to."
             ) from err
-        with undone(lambda: os.close(fd)):
-            with reported(f"The lock file {self.path!r} cannot be looked at"):
+        with undo_on_error(lambda: os.close(fd)):
+            with as_io_error(f"The lock file {self.path!r} cannot be inspected"):
                 st = os.fstat(fd)
             if not stat.S_ISREG(st.st_mode):
                 raise PoolPermissionError(
@@ -243,8 +245,8 @@ class PoolLock:
     def _refuse_foreign(self, owner: int) -> None:
         if owner != os.geteuid():
             raise PoolPermissionError(
-                f"The lock file {self.path!r} belongs to another user. Someone else could hold the pool. "
-                "Choose a pool path in a folder of your own, or remove the file."
+                f"The lock file {self.path!r} belongs to another user, who may be using the pool. Choose a pool path "
+                "in a folder of your own, or remove the file."
             )
 
     def _open_device(self) -> int:
@@ -252,14 +254,14 @@ class PoolLock:
             return os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as err:
             raise PoolPermissionError(
-                f"The device {self.path!r} cannot be opened to be locked: {err.strerror}. Every writer of a pool locks "
-                "it. Have the device given to you: chown."
+                f"The device {self.path!r} cannot be opened to lock it: {err.strerror}. Every writer of a pool locks "
+                "it. Change the owner of the device to you: chown."
             ) from err
 
     def _lock(self) -> tuple[int, int]:
         for _ in range(_ATTEMPTS):
             if self._try_lock():
-                with reported(f"The lock file {self.path!r} cannot be looked at"):
+                with as_io_error(f"The lock file {self.path!r} cannot be inspected"):
                     st = os.fstat(self._fd)
                 return st.st_dev, st.st_ino
             pid = _conflict(self._fd)
@@ -267,19 +269,19 @@ class PoolLock:
                 time.sleep(_PAUSE_SECONDS)
             elif pid is not None:
                 self._refuse_dying(pid)
-                if _conflict(self._fd) == pid:  # else it has ended meanwhile
+                if _conflict(self._fd) == pid:  # else the process has ended meanwhile
                     break
-        holder = _asked(self._fd)
+        holder = _holder(self._fd)
         if _conflict(self._fd) == -1:
-            self._refuse_dying(dying_holder.dying_of_mine() if holder is None or holder.pid is None else holder.pid)
+            self._refuse_dying(dying_holder.own_dying_process() if holder is None or holder.pid is None else holder.pid)
         who = (
-            "its pid is not visible from here"
+            "its pid is not visible here"
             if holder is None or holder.pid is None
             else (f"pid {holder.pid}: {holder.command}")
         )
         raise PoolLockedError(
             f"The pool {self._pool_path!r} is open in another process ({who}). A pool has one writer. "
-            "Wait for it, end it, or use another pool; lightck.recover() can read meanwhile."
+            "Wait for that process, end it, or use another pool; lightck.recover() can read this one meanwhile."
         )
 
     def _refuse_dying(self, pid: int | None) -> None:
@@ -298,20 +300,23 @@ class PoolLock:
             return False
         return True
 
-    def refuse_lost(self, *, by_file: bool = False) -> None:
-        """Before a slot is written. Where the lock file was removed a new one is made; where another process may have
-        the pool since, raises ``BackgroundError``. ``by_file``: whether the lock file is ours is all that is asked, as
-        right behind a whole answer."""
+    def refuse_if_lost(self, *, by_file: bool = False) -> None:
+        """Check the lock before a slot is written; if the lock file was removed, make and lock a new one.
+
+        Raises ``BackgroundError`` if another process may have opened the pool meanwhile. ``by_file``: check only that
+        the lock file is the same one; for a call shortly after a full check."""
         try:
             st = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             self._take_again()
             return
         except OSError:
-            return  # not known to be lost, and asked again at the next version
+            return  # unknown, and checked again at the next checkpoint
         try:
             is_ours = (st.st_dev, st.st_ino) == self._key
-            is_ours = is_ours and (by_file or self._try_lock())  # again: the record lock may have gone
+            is_ours = is_ours and (
+                by_file or self._try_lock()
+            )  # lock again: the kernel may have dropped the record lock
         except PoolIOError:
             return
         if not is_ours:
@@ -328,30 +333,31 @@ class PoolLock:
             _held.pop(old_key, None)
             _close(old_fd)
         log.warning(
-            "lightck: the lock file %r was removed while its pool is in use, and is made again. It keeps other "
-            "trainings out: keep cleaners of temporary files away from it",
+            "lightck: the lock file %r was removed while its pool is in use, and was created again. It keeps other "
+            "trainings out of the pool: exclude it from cleaners of temporary files",
             self.path,
         )
 
     def _lost(self) -> BackgroundError:
         return BackgroundError(
-            f"The lock file {self.path!r} was removed or replaced while its pool is in use. Another training may have "
-            "the pool since, so nothing more is written to it. End the other one, or close this session and attach "
-            "to another pool: the training in memory is whole.",
+            f"The lock file {self.path!r} was removed or replaced while its pool is in use. Another training may be "
+            "using the pool now, so nothing more is written to it. End the other training, or close this session and "
+            "attach to another pool: the training in memory is intact.",
             errno.ENOLCK,
         )
 
     def release(self) -> None:
-        """Give the lock up. A forked child does not hold it, and has closed its descriptor at its start."""
+        """Release the lock. A forked child does not hold it, and closed its descriptor at its start."""
         with _guard:
             if self._fd >= 0 and os.getpid() == self._pid:
                 _held.pop(self._key, None)
                 self._drop()
 
 
-def hold(path: str) -> int:
-    """Lock a file that is being made, as long as the descriptor that this gives is open, and this process lives. Where
-    the file system has no such locks nothing is lost: the pool's own lock is held besides."""
+def lock_file(path: str) -> int:
+    """Lock a temporary file; returns a descriptor that holds the lock until ``unlock_file`` or the end of the process.
+
+    If the file system has no such locks, the file stays unlocked: the pool's own lock protects it as well."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     _descriptors.add(fd)
     with contextlib.suppress(OSError):
@@ -364,8 +370,9 @@ def is_locked(fd: int) -> bool:
     return _conflict(fd) is not None
 
 
-def let_go(fd: int) -> None:
-    """Of ``hold``. A forked child has closed its descriptor at its start, and its number may be another file's."""
+def unlock_file(fd: int) -> None:
+    """Release the lock of ``lock_file``. A forked child closed its descriptor at its start, and its number may belong
+    to another file now."""
     if fd in _descriptors:
         _close(fd)
 
@@ -376,13 +383,13 @@ def _close(fd: int) -> None:
 
 
 def _lock_both(fd: int) -> None:
-    """Raises ``OSError``: EAGAIN where one is taken, and then neither is."""
+    """Take both locks. Raises ``OSError`` (EAGAIN if either is taken), and then holds neither."""
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     try:
         _lock_open_file(fd, 1, 1)
     except OSError as err:
         if err.errno == errno.EINVAL:
-            return  # a sandbox whose kernel has none
+            return  # a sandbox whose kernel has no OFD locks
         fcntl.lockf(fd, fcntl.LOCK_UN, 1, 0)
         raise
 
@@ -392,11 +399,11 @@ def _lock_open_file(fd: int, start: int, nbytes: int) -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child owns none of its parent's locks, and may open pools of its own."""
+    """Reset the registry in a forked child, which owns none of its parent's locks and may open pools of its own."""
     global _guard
     _guard = threading.RLock()
     _held.clear()
-    while _descriptors:  # an OFD lock is held as long as any process has the descriptor
+    while _descriptors:  # an OFD lock lasts as long as any process has the descriptor
         os.close(_descriptors.pop())
 
 

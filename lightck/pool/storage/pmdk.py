@@ -1,9 +1,9 @@
-"""A pool as a PMDK pool: libpmemobj is its container, and the bytes in it are those of every other pool.
+"""A pool inside a PMDK pool: libpmemobj is its container, and the bytes in it are those of every other lightck pool.
 
-libpmemobj makes the file a pool of its own kind: a root object, and a few large objects (*arenas*) that are allocated
-once and never freed. It holds the pool while it is open for writing, and is not called until it is closed. lightck
-reads and writes the arenas by itself, through the same mapping, copies and commits as in a plain file; reading needs no
-libpmemobj. The file is made, checked, published and removed as a plain file is.
+libpmemobj formats the file as a PMDK pool: a root object, and a few large objects (*arenas*) that are allocated once
+and never freed. It keeps the pool open while lightck writes, and is called again only to close it. lightck reads and
+writes the arenas by itself, through the same mapping, copies and commits as in a plain file; reading needs no
+libpmemobj. The file is created, checked, published and removed like a plain file.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from lightck.pool.storage import extents, pmdk_file, pmemobj
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.extents import Extents
-from lightck.pool.storage.failures import io_error, reported, undone
-from lightck.pool.storage.file import FileBackend, FileContainer, opened, peeked
+from lightck.pool.storage.failures import as_io_error, io_error, undo_on_error
+from lightck.pool.storage.file import FileBackend, FileContainer, ask_file, open_checked
 from lightck.pool.storage.pmdk_file import Arena
 
 log = logging.getLogger("lightck")
 ARENA_KIND = 1
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK)
 _DYING_SECONDS = 2.0
-"""We have the pool's lock by then. A process that dies gives that up before libpmemobj's, and on a busy machine takes
-its time between the two."""
-_reported = False
+"""How long to wait for libpmemobj's lock while holding lightck's: a dying process releases lightck's first, and on a
+busy machine libpmemobj's some time later."""
+_has_warned = False
 
 
 class PmdkContainer(FileContainer):
-    """An open PMDK pool: its file, which is this container's from now on, and libpmemobj's hold on it (None where it is
-    only read); see ``Container``."""
+    """An open PMDK pool; see ``Container``. It takes over the descriptors of ``file``; ``pool`` is libpmemobj's handle,
+    None for a pool that is only read."""
 
     def __init__(self, file: FileContainer, places: Extents, pool: pmemobj.Pool | None = None) -> None:
         super().__init__(file.path, file.fd, file.file_nbytes, file.lock_fd)
@@ -56,8 +56,8 @@ class PmdkContainer(FileContainer):
         super().close()
 
     def _has_lost_bytes(self) -> bool:
-        """libpmemobj would touch pages that are not there. Where nobody can tell it is asked to close, or the process
-        would hold the pool to its end."""
+        """Whether the file was truncated, so that libpmemobj must not close it: it would access missing pages. False if
+        unknown, because an unclosed pool stays locked until the process ends."""
         try:
             return os.fstat(self.fd).st_size < self.file_nbytes
         except OSError:
@@ -65,56 +65,56 @@ class PmdkContainer(FileContainer):
 
 
 class PmdkBackend(FileBackend):
-    """PMDK pools, in files that are probed and removed as others are; see ``Backend``."""
+    """PMDK pools in files; see ``Backend``."""
 
     name = "pmdk"
 
     def __init__(self, arena_nbytes: int = pmdk_file.ARENA_NBYTES_MAX) -> None:
-        """``arena_nbytes``: how large the objects may be, a multiple of 2 MiB. Tests use small ones."""
+        """``arena_nbytes``: maximum size of an arena, a multiple of 2 MiB. Tests use small ones."""
         self._arena_nbytes = arena_nbytes
 
     def claims(self, path: str) -> bool:
-        """Of other programs' pools too: this backend says what is wrong with them."""
-        return peeked(path, pmdk_file.is_pmdk)
+        """Claim PMDK pools of other programs too: this backend's errors explain them."""
+        return ask_file(path, pmdk_file.is_pmdk)
 
     def recognises(self, path: str) -> bool:
-        return peeked(path, pmdk_file.is_ours)
+        return ask_file(path, pmdk_file.is_ours)
 
     def create(self, path: str, nbytes: int) -> Container:
         _load(path)
         durability = self.probe(path)
         lengths = pmdk_file.split(nbytes, self._arena_nbytes)
         file = self.create_file(path, pmdk_file.file_nbytes(lengths))
-        with undone(file.close):
-            pool = _opened(path, file, create=True, shutdown_state=durability.is_persistent_memory)
+        with undo_on_error(file.close):
+            pool = _open_pmdk(path, file, create=True, shutdown_state=durability.is_persistent_memory)
             container = PmdkContainer(file, (), pool)
-        with undone(container.close):
+        with undo_on_error(container.close):
             try:
                 places = _allocate(pool, file, lengths)
             except pmemobj.PmemobjError as err:
                 raise _refused(path, err) from err
-        _tell(path, durability)
+        _warn_slow_medium(path, durability)
         return PmdkContainer(file, places, pool)
 
     def open(self, path: str, *, write: bool) -> Container:
-        file = opened(path, write=write, nbytes_min=0)
-        with undone(file.close):
-            with reported(f"The PMDK pool {path!r} cannot be read"):
+        file = open_checked(path, write=write, nbytes_min=0)
+        with undo_on_error(file.close):
+            with as_io_error(f"The PMDK pool {path!r} cannot be read"):
                 places = pmdk_file.read_extents(file.fd, path, file.nbytes)
                 shutdown_state = pmdk_file.has_shutdown_state(file.fd)
             if not write:
                 return PmdkContainer(file, places)
             _load(path)
             durability = self.probe(path)
-            pool = _opened(path, file, shutdown_state=shutdown_state)
-        _tell(path, durability)
+            pool = _open_pmdk(path, file, shutdown_state=shutdown_state)
+        _warn_slow_medium(path, durability)
         return PmdkContainer(file, places, pool)
 
 
-def _opened(path: str, file: FileContainer, *, create: bool = False, shutdown_state: bool) -> pmemobj.Pool:
-    """libpmemobj's hold on the very file that was checked: by its descriptor, not by its path again."""
+def _open_pmdk(path: str, file: FileContainer, *, create: bool = False, shutdown_state: bool) -> pmemobj.Pool:
+    """Open the checked file with libpmemobj, by its descriptor and not by its path, which may name another file now."""
     here = f"/proc/self/fd/{file.fd}"
-    with reported(f"The PMDK pool {path!r} cannot be looked at"):
+    with as_io_error(f"The PMDK pool {path!r} cannot be inspected"):
         size = os.fstat(file.fd).st_size
     end, pause = time.monotonic() + _DYING_SECONDS, 0.005
     while True:
@@ -128,13 +128,13 @@ def _opened(path: str, file: FileContainer, *, create: bool = False, shutdown_st
 
 
 def _allocate(pool: pmemobj.Pool, file: FileContainer, lengths: list[int]) -> Extents:
-    """The arenas, once and for all, and the root object that names them."""
+    """Allocate the arenas and the root object that names them. Returns the extents of the arenas."""
     root = pool.root(pmdk_file.root_nbytes(len(lengths)))
     arenas = []
     for number, length in enumerate(lengths):
         place = pmdk_file.arena_place(root, number)
         pool.alloc(place, pmdk_file.object_nbytes(length), ARENA_KIND)
-        with reported(f"The PMDK pool {file.path!r} cannot be read back"):
+        with as_io_error(f"The PMDK pool {file.path!r} cannot be read back"):
             uuid_lo, offset = pmdk_file.read_object(file.fd, place)
         arenas.append(Arena(uuid_lo, offset, pmdk_file.arena_start(offset), length))
     pool.store(root, pmdk_file.pack_root(arenas, file.nbytes))
@@ -146,25 +146,25 @@ def _load(path: str) -> None:
         pmemobj.load()
     except pmemobj.MissingError as err:
         raise LibraryMissingError(
-            f"The pool {path!r} is (to be) a PMDK pool, and PMDK's library cannot be loaded: {err}. Writing one needs "
-            f"it; reading does not. Install it (Debian and Ubuntu: apt-get install libpmemobj1), or name it in "
-            f'{pmemobj.LIBRARY_VARIABLE}, or use backend="file" for a new pool.'
+            f"The pool {path!r} is (to be) a PMDK pool, and PMDK's library cannot be loaded: {err}. Writing such a "
+            f"pool needs it; reading does not. Install it (Debian and Ubuntu: apt-get install libpmemobj1), or put its "
+            f'path into {pmemobj.LIBRARY_VARIABLE}, or use backend="file" for a new pool.'
         ) from err
 
 
 def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
-    """What libpmemobj said, in lightck's words."""
+    """Turn an error of libpmemobj into lightck's."""
     reason = err.strerror
     if err.errno in _HELD:
         return PoolLockedError(
-            f"The PMDK pool {path!r} is held open by another program ({reason}). A pool has one writer. Wait for it, "
-            "end it, or use another pool; lightck.recover() can read meanwhile."
+            f"The PMDK pool {path!r} is held open by another program ({reason}). A pool has one writer. Wait for that "
+            "program, end it, or use another pool; lightck.recover() can read this one meanwhile."
         )
     if err.errno == errno.EEXIST:
         return PoolLockedError(
             f"The PMDK pool {path!r} or a copy of it is open in this process, or in the one that it was forked from "
-            f"({reason}): libpmemobj tells pools apart by an identity that a copy shares. Close the other one first, "
-            "or open this one in a process of its own."
+            f"({reason}): libpmemobj distinguishes pools by an identity that a copy shares. Close the other one first, "
+            "or open this one in a separate process."
         )
     if err.errno in (errno.EIO, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN):
         return io_error(f"libpmemobj cannot open the PMDK pool {path!r}", err.errno, reason)
@@ -180,25 +180,25 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
         )
     if "ADR failure" in (reason or ""):
         return MediumError(
-            f"libpmemobj refuses the pool {path!r} ({reason}): the machine lost power and the memory could not save "
-            "all that was on its way. lightck.recover() reads the pool without libpmemobj and verifies every byte. Go "
-            "on in a new pool from what it gives, or clear the mark: pmempool feature --disable SHUTDOWN_STATE."
+            f"libpmemobj refuses the pool {path!r} ({reason}): the machine lost power, and the memory could not save "
+            "all pending stores. lightck.recover() reads the pool without libpmemobj and verifies every byte. Continue "
+            "from that checkpoint in a new pool, or clear the mark: pmempool feature --disable SHUTDOWN_STATE."
         )
     return CorruptPoolError(
-        f"libpmemobj refuses the PMDK pool {path!r} ({reason}). Its own structures are damaged, or of another release. "
-        "See what `pmempool check` says; lightck.recover() can read the pool without libpmemobj."
+        f"libpmemobj refuses the PMDK pool {path!r} ({reason}). Its PMDK structures are damaged, or of another "
+        "release. Run `pmempool check`; lightck.recover() can read the pool without libpmemobj."
     )
 
 
-def _tell(path: str, durability: Durability) -> None:
-    """Once per process: a PMDK pool on a medium that is not what PMDK is for. Whoever set PMDK's own variable knows."""
-    global _reported
-    if _reported or durability.is_persistent_memory or os.environ.get("PMEM_IS_PMEM_FORCE") == "1":
+def _warn_slow_medium(path: str, durability: Durability) -> None:
+    """Warn once per process of a PMDK pool that is not on persistent memory, unless PMEM_IS_PMEM_FORCE is set."""
+    global _has_warned
+    if _has_warned or durability.is_persistent_memory or os.environ.get("PMEM_IS_PMEM_FORCE") == "1":
         return
-    _reported = True
+    _has_warned = True
     log.warning(
-        "lightck: the PMDK pool %s is not on persistent memory: libpmemobj calls msync for each change of its own "
-        "structures, when the pool is made, opened and closed. What lightck writes is as durable as in a file: %s",
+        "lightck: the PMDK pool %s is not on persistent memory, so making, opening and closing it is slow: libpmemobj "
+        "calls msync for each change of its own structures. What lightck writes is as durable as in a file: %s",
         path,
         durability,
     )

@@ -1,8 +1,8 @@
-"""The file of a PMDK pool as bytes: where in it, among PMDK's own structures, the bytes of a lightck pool lie.
+"""Parse the file of a PMDK pool: find the bytes of a lightck pool among PMDK's own structures.
 
-This is all that a reader needs: libpmemobj is not asked, so a pool can be read where it is not installed and while
-another process holds it. The bytes are untrusted: every offset is checked against the file before it is followed.
-docs/format.md, "In a PMDK pool", is the picture of this module.
+A reader needs nothing else: it does not call libpmemobj, so a pool can be read where that is not installed, and while
+another process has the pool open. The bytes are untrusted: every offset is checked against the file before it is used.
+docs/format.md, "In a PMDK pool", documents these bytes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ARENA = struct.Struct("<QQQQ")
 _OBJECT = struct.Struct("<QQ")
 ARENA_ALIGN = 2 * MIB
 ARENA_MARGIN = PAGE
-"""The first bytes of an object are not used: libpmemobj leaves some of its own there."""
+"""Unused bytes at the start of an object, where libpmemobj stores data of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """One object: ``offset`` is PMDK's, the pool has ``nbytes`` from ``start`` on."""
+    """One PMDK object at file offset ``offset``; the pool uses ``nbytes`` of it from file offset ``start`` on."""
 
     uuid_lo: int
     offset: int
@@ -49,7 +49,7 @@ class Arena:
 
 
 def arena_start(offset: int) -> int:
-    """Where the pool's bytes begin in an object at this offset."""
+    """Return the file offset at which the pool's bytes begin in an object at ``offset``."""
     return align_up(offset + ARENA_MARGIN, ARENA_ALIGN)
 
 
@@ -58,12 +58,12 @@ def root_nbytes(arenas: int) -> int:
 
 
 def arena_place(root: int, number: int) -> int:
-    """Where the root object names the object of an arena."""
+    """Return the offset in the root object of the reference to an arena's object."""
     return root + _ROOT.size + number * _ARENA.size
 
 
 def read_object(fd: int, place: int) -> tuple[int, int]:
-    """What libpmemobj wrote there about an object: the identity of its pool, its offset in the file."""
+    """Read the reference to an object that libpmemobj wrote at ``place``: (identity of its pool, file offset)."""
     uuid_lo, offset = _OBJECT.unpack(os.pread(fd, _OBJECT.size, place))
     return uuid_lo, offset
 
@@ -76,13 +76,13 @@ def pack_root(arenas: list[Arena], file_nbytes: int) -> bytes:
 
 
 def is_pmdk(fd: int) -> bool:
-    """Whether this is a file of PMDK's: a pool, whoever made it, or a list of the parts of one."""
+    """Whether this is a PMDK pool of any program, or a PMDK poolset file."""
     head = os.pread(fd, len(SET_SIGNATURE), 0)
     return head.startswith(SIGNATURE) or head == SET_SIGNATURE
 
 
 def is_ours(fd: int) -> bool:
-    """Whether it is a PMDK pool with a lightck pool in it."""
+    """Whether this is a PMDK pool that contains a lightck pool."""
     return (
         os.pread(fd, len(SIGNATURE), 0) == SIGNATURE
         and os.pread(fd, len(LAYOUT_PREFIX), _LAYOUT_OFFSET) == LAYOUT_PREFIX
@@ -90,14 +90,14 @@ def is_ours(fd: int) -> bool:
 
 
 def has_shutdown_state(fd: int) -> bool:
-    """Whether the pool keeps count of unsafe shutdowns: libpmemobj has to be told before it opens it."""
+    """Whether the pool counts unsafe shutdowns; libpmemobj needs this setting before it opens the pool."""
     incompat: int = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))[3]
     return bool(incompat & SHUTDOWN_STATE)
 
 
 def read_extents(fd: int, path: str, file_nbytes: int) -> Extents:
-    """Where the pool's bytes lie. Raises ``NotAPoolError``, ``FormatError``, ``PoolTruncatedError``,
-    ``CorruptPoolError``."""
+    """Return the extents of the lightck pool in the file. Raises ``NotAPoolError``, ``FormatError``,
+    ``PoolTruncatedError`` or ``CorruptPoolError``."""
     _check_header(os.pread(fd, _HEADER.size, 0), path, fd)
     if file_nbytes < _FILE_NBYTES_MIN:
         raise _truncated(path, "more", file_nbytes)
@@ -113,8 +113,8 @@ def read_extents(fd: int, path: str, file_nbytes: int) -> Extents:
 def _check_header(header: bytes, path: str, fd: int) -> None:
     if header.startswith(SET_SIGNATURE):
         raise NotAPoolError(
-            f"{path!r} is a PMDK poolset file, a list of parts and replicas. lightck writes to its pool by itself, "
-            "which would leave replicas behind, so a pool is one file. Name a path for a pool of its own."
+            f"{path!r} is a PMDK poolset file, a list of parts and replicas. lightck writes to its pool without "
+            "libpmemobj, so replicas would miss those writes; its pools are single files. Choose another path."
         )
     if not header.startswith(SIGNATURE):
         raise _no_pmdk(path, fd)
@@ -128,15 +128,15 @@ def _check_header(header: bytes, path: str, fd: int) -> None:
         )
     if any(other != uuid for other in others):
         raise NotAPoolError(
-            f"{path!r} is one part of a PMDK pool of several files. lightck's pools are single files. Name a path for "
-            "a pool of its own."
+            f"{path!r} is one part of a PMDK pool of several files. lightck's pools are single files. Choose another "
+            "path."
         )
 
 
 def _no_pmdk(path: str, fd: int) -> PoolError:
     if any(os.pread(fd, len(MAGIC), at) == MAGIC for at in SUPERBLOCK_OFFSETS):
         return NotAPoolError(
-            f"The pool {path!r} is a plain file, not a PMDK pool. A pool stays what it was made as. Use "
+            f"The pool {path!r} is a plain file, not a PMDK pool. The backend of an existing pool cannot change. Use "
             'backend="auto" or "file", or another path.'
         )
     return NotAPoolError(
@@ -175,12 +175,12 @@ def _extents(root: bytes, place: tuple[int, int], path: str, file_nbytes: int) -
         raise _truncated(path, str(made_with), file_nbytes)
     arenas = [Arena(*_ARENA.unpack_from(root, arena_place(0, i))) for i in range(count)]
     if sum(a.nbytes for a in arenas) != nbytes or not _fit(arenas, place, file_nbytes):
-        raise _corrupt(path, "its root object names places that cannot be")
+        raise _corrupt(path, "its root object names impossible places")
     return tuple((a.start, a.nbytes) for a in arenas)
 
 
 def _fit(arenas: list[Arena], root: tuple[int, int], file_nbytes: int) -> bool:
-    """Whether the arenas lie in the file, aligned, apart from each other and from PMDK's structures."""
+    """Whether the arenas lie in the file, are aligned, and overlap neither each other nor PMDK's structures."""
     in_file = sorted([root, *((a.start, a.start + a.nbytes) for a in arenas)])
     return (
         bool(arenas)
@@ -200,8 +200,8 @@ def _truncated(path: str, made_with: str, file_nbytes: int) -> PoolTruncatedErro
 
 def _corrupt(path: str, what: str) -> CorruptPoolError:
     return CorruptPoolError(
-        f"The PMDK pool {path!r} is damaged: {what}. Without that nothing in it can be found. Use a copy of the pool "
-        "if there is one."
+        f"The PMDK pool {path!r} is damaged: {what}. Without the root object nothing in the pool can be found. Use a "
+        "copy of the pool if there is one."
     )
 
 
@@ -213,26 +213,26 @@ _CHUNK = 256 * KIB
 _ZONE_CHUNKS = 65528
 _ZONE_HEADER = 512 * KIB
 _FIXED = 4 * MIB
-"""Everything before the first zone, rounded up."""
+"""Bytes before the first zone, rounded up."""
 _SMALL_CHUNKS = 8
-"""For the root object, and for what a release of libpmemobj may keep there besides."""
+"""Chunks for the root object and for other small objects of libpmemobj."""
 ARENA_NBYTES_MAX = 8 * 1024 * MIB - 16 * MIB
-"""So that two fit into a zone of PMDK's heap (16 GiB, and no object spans two)."""
+"""Two of these fit into a zone of PMDK's heap (16 GiB), and no object spans two zones."""
 
 
 def split(nbytes: int, arena_nbytes: int) -> list[int]:
-    """Lengths of the arenas for a pool of this size; all but the last are full."""
+    """Return the lengths of the arenas for a pool of this size; all but the last have the maximum size."""
     full, rest = divmod(nbytes, arena_nbytes)
     return [arena_nbytes] * full + ([rest] if rest else [])
 
 
 def object_nbytes(arena_nbytes: int) -> int:
-    """What to ask of libpmemobj, so that an aligned arena fits: whole chunks, less the header of the object."""
+    """Return the object size to allocate so that an aligned arena fits: whole chunks, less the object's header."""
     return align_up(arena_nbytes + ARENA_ALIGN + ARENA_MARGIN + 16, _CHUNK) - 16
 
 
 def file_nbytes(lengths: list[int]) -> int:
-    """Size of a file in whose heap these arenas fit."""
+    """Return the size of a file in whose heap these arenas fit."""
     zones, free = 1, _ZONE_CHUNKS - _SMALL_CHUNKS - root_nbytes(len(lengths)) // _CHUNK
     for length in lengths:
         chunks = align_up(object_nbytes(length), _CHUNK) // _CHUNK

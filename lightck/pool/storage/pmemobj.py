@@ -1,8 +1,8 @@
 """PMDK's libpmemobj as Python objects, through the native library: handles with an explicit ``close``, and its errors.
 
-It is looked for at run time: ``$LIGHTCK_LIBPMEMOBJ``, else ``libpmemobj.so.1``. It is called to make, open and close a
-container and never in between. One of its settings is global to the process, so opening takes turns. A forked child has
-no part in its parent's pools: it closes nothing.
+The library is loaded at run time: ``$LIGHTCK_LIBPMEMOBJ``, else ``libpmemobj.so.1``. lightck calls it to make, open and
+close a container, and never in between. One of its settings is global to the process, so a lock serialises opening. A
+forked child does not own its parent's pools and closes none of them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ LIBRARY = "libpmemobj.so.1"
 _LOG_NBYTES = 4096
 
 log = logging.getLogger("lightck")
-# Re-entrant: a collection while it is held may end a forgotten session, which closes its pool.
+# Re-entrant: a garbage collection while it is held may end a forgotten session, which closes its pool.
 _turn = threading.RLock()
 _open: dict[int, CData] = {}
-"""The handles of this process's pools."""
+"""Handles of the pools that this process has open."""
 _abandoned: list[Pool] = []
-"""Pools that cannot be closed any more."""
+"""Pools that cannot be closed (``Pool.abandon``)."""
 
 
 class MissingError(Exception):
-    """libpmemobj cannot be loaded; the text is the reason. Internal."""
+    """libpmemobj cannot be loaded; the message is the reason. Internal."""
 
 
 class PmemobjError(OSError):
-    """libpmemobj refused; ``errno`` and its own reason. Internal: a backend turns it into a ``PoolError``."""
+    """A call of libpmemobj failed, with its ``errno`` and message. Internal: a backend turns it into a
+    ``PoolError``."""
 
 
 def load() -> None:
@@ -43,7 +44,7 @@ def load() -> None:
     with _turn:
         status = lib.lck_pmdk_load((os.environ.get(LIBRARY_VARIABLE) or LIBRARY).encode())
         reason = _reason()
-        _tell()
+        _log_messages()
     if status != lib.LCK_OK:
         raise MissingError(reason)
 
@@ -57,10 +58,10 @@ def is_available() -> bool:
 
 
 class Pool:
-    """A pool that libpmemobj holds open: nobody else can open it until ``close``, or until this process is gone."""
+    """A pool that libpmemobj has open: nobody else can open it until ``close`` or the end of this process."""
 
     def __init__(self, path: str, layout: str, nbytes: int, *, create: bool = False, shutdown_state: bool) -> None:
-        """``nbytes``: of the file. ``create``: make the pool in it; all of it is zero."""
+        """``nbytes``: size of the file. ``create``: format the file, which is all zeros, as a pool."""
         load()
         out = ffi.new("lck_pmdk **")
         with _turn:
@@ -71,40 +72,40 @@ class Pool:
         self._pid = os.getpid()
 
     def root(self, nbytes: int) -> int:
-        """The file offset of the root object, which is made where there is none."""
+        """Return the file offset of the root object, which is allocated if there is none."""
         out = ffi.new("uint64_t *")
         _check(lib.lck_pmdk_root(self._handle, nbytes, out))
         return out[0]
 
     def alloc(self, place: int, nbytes: int, kind: int) -> None:
-        """Make an object, which the 16 bytes at file offset ``place`` name from then on."""
+        """Allocate an object; the 16 bytes at file offset ``place`` refer to it from then on."""
         _check(lib.lck_pmdk_alloc(self._handle, place, nbytes, kind))
 
     def store(self, offset: int, data: bytes) -> None:
         _check(lib.lck_pmdk_store(self._handle, offset, data, len(data)))
 
     def close(self) -> None:
-        """Give the pool up. In a forked child, which does not have it, nothing happens."""
+        """Close the pool. In a forked child, which does not own it, this does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None and os.getpid() == self._pid:
             with _turn:
                 _open.pop(id(self), None)
                 lib.lck_pmdk_close(handle)
-                _tell()
+                _log_messages()
 
     def abandon(self) -> None:
-        """Its file lost bytes, and libpmemobj would store into them: it is not asked to close, and keeps what it has
-        until the process ends."""
+        """Keep the pool open until the process ends: its file was truncated, and libpmemobj would store into missing
+        pages while closing."""
         _abandoned.append(self)
 
 
 def _check(status: int) -> None:
-    """Raise unless a call went well. On the thread that made the call."""
+    """Raise ``PmemobjError`` if a call failed. Call it on the thread that made the native call."""
     if status == lib.LCK_OK:
         return
     code = errno_of(status) or 0
     why = _reason() if status == lib.LCK_ESYS else reason(status)
-    _tell()
+    _log_messages()
     raise PmemobjError(code, why)
 
 
@@ -112,15 +113,16 @@ def _reason() -> str:
     return ffi.string(lib.lck_pmdk_message()).decode("utf-8", "replace")
 
 
-def _tell() -> None:
-    """Pass on what libpmemobj logged."""
+def _log_messages() -> None:
+    """Log the messages of libpmemobj."""
     out = ffi.new("char[]", _LOG_NBYTES)
     nbytes = lib.lck_pmdk_log(out, _LOG_NBYTES)
     for line in bytes(ffi.buffer(out, nbytes)).decode("utf-8", "replace").splitlines():
         log.error("lightck: libpmemobj: %s", line)
 
 
-def _in_child() -> None:
+def _reset_in_child() -> None:
+    """Reset the state in a forked child, which owns none of its parent's pools."""
     global _turn
     _turn = threading.RLock()
     for handle in _open.values():
@@ -128,5 +130,7 @@ def _in_child() -> None:
     _open.clear()
 
 
-# A fork waits for an open to end, so that no child gets a mapping before it was kept from children.
-os.register_at_fork(before=lambda: _turn.acquire(), after_in_parent=lambda: _turn.release(), after_in_child=_in_child)
+# A fork waits until an open has ended, so that no child inherits a mapping before MADV_DONTFORK is set.
+os.register_at_fork(
+    before=lambda: _turn.acquire(), after_in_parent=lambda: _turn.release(), after_in_child=_reset_in_child
+)

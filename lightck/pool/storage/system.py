@@ -1,7 +1,8 @@
-"""What the kernel says about a path: its file system, its mount, its devices, and whether DAX mappings are granted.
+"""Query the kernel about a path: its file system, its mount, its devices, and whether DAX mappings are granted.
 
-Facts only; ``durability`` judges them. Every question has an answer for "not known", and no answer raises: what cannot
-be found out makes a weaker promise. The roots of sysfs and procfs can be moved, so that tests can show any machine.
+This module collects facts only; ``durability`` judges them. Every query can return "unknown" and none raises: an
+unknown fact leads to a weaker promise. The roots of sysfs and procfs are parameters, so that tests can imitate any
+machine.
 """
 
 from __future__ import annotations
@@ -29,37 +30,37 @@ class Mount:
     root: str
     source: str
     options: tuple[str, ...]
-    """Those of the file system (its super block), not of the mount point."""
+    """Options of the file system (its super block)."""
     own_options: tuple[str, ...]
-    """Those of the mount point."""
+    """Options of the mount point."""
 
     def option(self, name: str) -> str | None:
-        """The value of ``name=value``."""
+        """Return the value of the option ``name=value``, or None."""
         return next((o.partition("=")[2] for o in self.options if o.startswith(name + "=")), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A region of the NVDIMM bus: what the platform says about a range of persistent memory."""
+    """A region of the NVDIMM bus: what the platform reports about a range of persistent memory."""
 
     name: str
     bus: str
     provider: str
-    """Who registered it: ``ACPI.NFIT``, ``CXL``, ``virtio-pmem``, ``e820`` (RAM by ``memmap=``); "" is not known."""
+    """Who registered it: ``ACPI.NFIT``, ``CXL``, ``virtio-pmem``, ``e820`` (RAM by ``memmap=``); "" if unknown."""
     persistence_domain: str
-    """``cpu_cache``, ``memory_controller``, or "" where the platform does not say."""
+    """``cpu_cache``, ``memory_controller``, or "" if unknown."""
     numa_node: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device at the bottom of a file system."""
+    """A block device that a file system finally is on, below partitions, device mapper and md."""
 
     name: str
     region: Region | None = None
-    """Where it is a namespace of persistent memory."""
+    """For a namespace of persistent memory."""
     backing_file: str | None = None
-    """Where it is a loop device."""
+    """For a loop device."""
 
     @property
     def is_memory(self) -> bool:
@@ -75,23 +76,23 @@ class DaxDevice:
     align: int
     """Offsets, lengths and addresses of a mapping are multiples of this."""
     region: Region | None
-    """Where it is a namespace of persistent memory."""
+    """For a namespace of persistent memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dax:
-    """How files at a place are mapped."""
+    """How the kernel maps files in a folder."""
 
     is_dax: bool
-    """Without a page cache, as statx says."""
+    """Mappings bypass the page cache, according to statx."""
     map_sync: bool
-    """The kernel granted a MAP_SYNC mapping: it keeps the file's metadata durable at each page fault."""
+    """The kernel granted a MAP_SYNC mapping: it makes the file's metadata durable before each page can be stored to."""
     reason: str = ""
-    """Why not."""
+    """Why MAP_SYNC was refused."""
 
 
 class System:
-    """This machine."""
+    """Queries about this machine; ``sys`` and ``proc`` are the roots of sysfs and procfs."""
 
     def __init__(self, sys: str = "/sys", proc: str = "/proc") -> None:
         self.sys = sys
@@ -100,14 +101,15 @@ class System:
     # -- system calls ------------------------------------------------------------------------------------
 
     def file_system(self, path: str) -> int | None:
-        """statfs's f_type."""
+        """Return the f_type of statfs, or None."""
         buffer = (ctypes.c_long * 32)()
         if _libc().statfs(os.fsencode(path), ctypes.byref(buffer)) != 0:
             return None
         return int(buffer[0]) & 0xFFFFFFFF
 
     def block_device(self, path: str) -> tuple[int, int] | None:
-        """Number of the block device below a path; of file systems with numbers of their own, from the mount."""
+        """Return (major, minor) of the block device below a path; for file systems with anonymous device numbers, that
+        of the mount's source."""
         try:
             device = os.stat(path).st_dev
             if os.major(device) == 0:
@@ -123,7 +125,7 @@ class System:
         return os.major(device), os.minor(device)
 
     def dax(self, folder: str, file: str | None) -> Dax:
-        """Try a mapping: of ``file`` where it exists, else of a file without a name in ``folder``."""
+        """Try a MAP_SYNC mapping of ``file``, or if that is None, of an unnamed file in ``folder``."""
         try:
             fd = _open_probe(folder, file)
         except OSError as err:
@@ -135,19 +137,19 @@ class System:
             os.close(fd)
 
     def write_back(self) -> str | None:
-        """The instruction with which the native library writes cache lines back; None where it cannot."""
+        """Return the instruction with which the native library writes cache lines back, or None if it cannot."""
         name = ffi.string(lib.lck_write_back_name()).decode()
         return None if name == "none" else name
 
     # -- procfs and sysfs --------------------------------------------------------------------------------
 
     def is_virtual(self) -> bool:
-        """Whether the processor says that a hypervisor runs below."""
+        """Whether the processor reports a hypervisor."""
         text = self._read(f"{self.proc}/cpuinfo", 1 << 16)
         return re.search(r"^flags\b.*\bhypervisor\b", text, re.MULTILINE) is not None
 
     def processors(self, node: int) -> frozenset[int]:
-        """The processors of a NUMA node; none where it is not known."""
+        """Return the processors of a NUMA node; empty if unknown."""
         text = self._read(f"{self.sys}/devices/system/node/node{node}/cpulist").strip()
         if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
             return frozenset()
@@ -155,7 +157,7 @@ class System:
         return frozenset(cpu for low, _, high in runs for cpu in range(int(low), int(high or low) + 1))
 
     def mount(self, path: str) -> Mount | None:
-        """The mount with the longest mount point above ``path``; of equal ones, the one mounted last."""
+        """Return the mount with the longest mount point above ``path``; of equal ones, the one mounted last."""
         path = os.path.realpath(path)
         found = None
         for mount in mounts(self._read(f"{self.proc}/self/mountinfo", 1 << 22)):
@@ -165,7 +167,7 @@ class System:
         return found
 
     def devices(self, number: tuple[int, int]) -> tuple[Device, ...]:
-        """The devices at the bottom of a block device (below partitions, device mapper and md); () is not known."""
+        """Return the devices below a block device (below partitions, device mapper and md); () if unknown."""
         folder = os.path.realpath(f"{self.sys}/dev/block/{number[0]}:{number[1]}")
         try:
             return tuple(self._bottom(folder, _DEPTH_MAX))
@@ -173,11 +175,11 @@ class System:
             return ()
 
     def character_device(self, st: os.stat_result) -> tuple[int, int] | None:
-        """Number of the character device that was looked at."""
+        """Return (major, minor) of a character device, or None."""
         return (os.major(st.st_rdev), os.minor(st.st_rdev)) if stat.S_ISCHR(st.st_mode) else None
 
     def dax_device(self, st: os.stat_result) -> DaxDevice | None:
-        """The device-dax device that was looked at; None where it is none, or one that cannot be mapped."""
+        """Return the facts of a device-dax device; None for anything else or for a device that cannot be mapped."""
         number = self.character_device(st)
         if number is None:
             return None
@@ -202,7 +204,8 @@ class System:
             yield Device(os.path.basename(folder), self._region(folder), backing or None)
 
     def _region(self, folder: str) -> Region | None:
-        """The region that a device of the NVDIMM bus belongs to: .../ndbus0/region0/namespace0.0/block/pmem0."""
+        """Return the region of a device of the NVDIMM bus, from a path like
+        .../ndbus0/region0/namespace0.0/block/pmem0."""
         parts = folder.split("/")
         at = next((i for i, part in enumerate(parts) if re.fullmatch(r"ndbus\d+", part)), None)
         if at is None or at + 1 >= len(parts) or not re.fullmatch(r"region\d+", parts[at + 1]):
@@ -219,7 +222,7 @@ class System:
         )
 
     def _read(self, path: str, limit: int = 4096) -> str:
-        """A file's text; "" where it cannot be read."""
+        """Return the text of a file, or "" if it cannot be read."""
         try:
             with open(path, encoding="utf-8", errors="surrogateescape") as f:
                 return f.read(limit)
@@ -236,14 +239,14 @@ def _libc() -> ctypes.CDLL:
 
 
 def _open_probe(folder: str, file: str | None) -> int:
-    """A descriptor to try a mapping on. A file of its own has no name, so nothing can be left behind."""
+    """Open a file to try a mapping on. A new file has no name, so that nothing can be left behind."""
     if file is None:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def _refuses_map_sync(fd: int) -> str:
-    """Why a MAP_SYNC mapping is not granted; "" where it is. No page is touched."""
+    """Return why a MAP_SYNC mapping is refused, or "" if it is granted. No page is touched."""
     libc = _libc()
     base = libc.mmap(None, _PAGE, PROT_READ, MAP_SHARED_VALIDATE | MAP_SYNC, fd, 0)
     if base == ctypes.c_void_p(-1).value:
@@ -256,13 +259,13 @@ def _is_dax(fd: int) -> bool:
     buffer = (ctypes.c_uint64 * 64)()
     try:
         status = _libc().statx(fd, b"", _AT_EMPTY_PATH, 0, ctypes.byref(buffer))
-    except AttributeError:  # a C library without it
+    except AttributeError:  # a C library without statx
         return False
     return bool(status == 0 and buffer[1] & _STATX_ATTR_DAX)  # stx_attributes is the second word
 
 
 def mounts(mountinfo: str) -> Iterator[Mount]:
-    """The mounts that the text of a mountinfo lists, in its order; lines in another form are passed over."""
+    """Parse the text of a mountinfo file; malformed lines are skipped."""
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
         fields, rest = left.split(" "), right.split(" ")
@@ -273,18 +276,19 @@ def mounts(mountinfo: str) -> Iterator[Mount]:
 
 
 def _unescape(text: str) -> str:
-    r"""mountinfo writes blanks as \040 and the like."""
+    r"""Decode the octal escapes of mountinfo, such as \040 for a blank."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def processors_near(node: int | None, threads: int) -> frozenset[int]:
-    """On which processors the copies run: those of a pool's NUMA node that the calling thread may run on. Empty where
-    the copy threads had better run anywhere: where the node is not known, is the only one, or has no more of them than
-    there are copy threads, which would wait there for a training that fills them.
+    """Return the processors for the copy threads: those of the pool's NUMA node that the calling thread may use.
 
-    Persistent memory belongs to one socket. What another one stores goes through the link between them, at a fraction
-    of the speed, so the copy threads stay with the memory. Of ordinary memory nothing is known before its pages are
-    there: the copy threads run where a processor is free."""
+    Empty means all processors: the node is unknown, is the only one, or has no more processors than there are copy
+    threads, which would compete there with a training that uses them all.
+
+    Persistent memory belongs to one socket, and stores from another socket are several times slower, so the copy
+    threads stay on that socket. The node of ordinary memory is unknown before its pages are allocated: there the copy
+    threads run on any free processor."""
     if node is None:
         return frozenset()
     allowed = os.sched_getaffinity(0)

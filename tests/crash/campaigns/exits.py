@@ -1,7 +1,7 @@
 """A training that ends in the midst of things: by Ctrl-C, an exception, SIGTERM, os._exit, or the interpreter's end.
 
 At the k-th call of a hook of the user's (or of a function of lightck's, for Ctrl-C) of a short training: the training
-sees what was raised and can go on, no version is half committed, and a process that is gone, whichever way, leaves a
+sees what was raised and can go on, no checkpoint is half committed, and a process that is gone, whichever way, leaves a
 pool from which the training goes on, exact.
 """
 
@@ -43,25 +43,23 @@ def run(order: Order, stage: Stage | None = None) -> Tally:
 
 def _trial(stage: Stage, order: Order, tally: Tally, trial: int, method: str, place: str, k: int) -> None:
     folder = os.path.join(order.folder, f"trial-{trial}")
-    reported = f"{method} at call {k} of {place}"
+    where = f"{method} at call {k} of {place}"
     scene = "ended" if method in ENDS else "raised"
     ending = stage.play(f"{_HERE}:{scene}", folder, order.backend, method, place, k)
     tally.counts[f"ends: {method}"] += 1
     if scene == "ended" and (ending.hung or ending.status != _CODES[method]):
-        tally.found(
-            trial, f"{reported}: it ended with {ending.status} ({'hung' if ending.hung else ''}): {ending.text}"
-        )
+        tally.found(trial, f"{where}: it ended with {ending.status} ({'hung' if ending.hung else ''}): {ending.text}")
     elif scene == "raised":
-        _report(tally, trial, reported, ending)
+        _report(tally, trial, where, ending)
     after = stage.play(f"{_HERE}:went_on", folder, order.backend)
-    _report(tally, trial, f"after {reported}", after)
+    _report(tally, trial, f"after {where}", after)
     clear(folder)
 
 
-def _report(tally: Tally, trial: int, reported: str, ending: Any) -> None:
+def _report(tally: Tally, trial: int, where: str, ending: Any) -> None:
     trouble = ending.trouble()
     for reason in [trouble] if trouble else ending.result:
-        tally.found(trial, f"{reported}: {reason}")
+        tally.found(trial, f"{where}: {reason}")
 
 
 # -- scenes ----------------------------------------------------------------------------------------------------------
@@ -77,7 +75,7 @@ def went_on(folder: str, backend: str) -> list[str]:
 
 
 def raised(folder: str, backend: str, method: str, place: str, k: int) -> list[str]:
-    """Something is raised in the loop, which goes on (or attaches again) as if it had been told to."""
+    """Raise an exception in the loop, which catches it and goes on, or attaches again."""
     from crash.life import Life, Training
 
     life, training = Life(folder, backend), Training()
@@ -109,7 +107,7 @@ def raised(folder: str, backend: str, method: str, place: str, k: int) -> list[s
 
 
 def ended(folder: str, backend: str, method: str, place: str, k: int) -> Any:
-    """The process ends there, with a version in flight."""
+    """End the process there, with an in-flight checkpoint."""
     from crash.life import Life, Training
 
     life, training = Life(folder, backend), Training()

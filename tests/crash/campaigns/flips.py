@@ -1,8 +1,8 @@
 """Every metadata bit flipped once, random payload bits, zeroed pages and lines, misdirected, lost and foreign writes.
 
-Each damage is judged by what it left untouched: the newest version whose own bytes are all as they were must be
+Each damage is judged by what it left untouched: the newest checkpoint whose own bytes are all unchanged must be
 recovered (or a newer one, where the damage is repaired), every recovery must be exact, and an error of ours is an
-answer only where no version is untouched. ``verify --deep`` must report each damage that changes a byte that counts,
+answer only if no checkpoint is undamaged. ``verify --deep`` must report each damage that changes a byte that counts,
 and no other. What is damaged without a report is counted by the reason.
 """
 
@@ -38,7 +38,7 @@ from lightck.pool.storage.pmdk_file import SIGNATURE
 from lightck.restore.contents import Contents
 
 STEPS, KEPT = 20, 6
-"""Steps of the training, more than the ring has lines; and of how many of the last ones the files are kept."""
+"""Steps of the training, more than the commit log has records; and of how many of the last ones the files are kept."""
 INSPECTED_EVERY = 20
 PARSED_MAX = 32
 
@@ -70,7 +70,7 @@ def trained(path: str, backend: str) -> tuple[dict[int, bytes], list[bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A version of the good pool, and the parts that it cannot do without."""
+    """A checkpoint of the good pool, and the parts that it needs."""
 
     generation: int
     step: int
@@ -141,14 +141,14 @@ class Bench:
         return {p for p in touched if self.now(p) != b"".join(self.good[at : at + n] for at, n in self.runs[p])}
 
     def untouched(self, changed: set[Part]) -> list[Kept]:
-        """The versions that must be recovered from, newest first."""
+        """The checkpoints that recovery must be able to use, newest first."""
         for kind in (anatomy.SUPERBLOCK, anatomy.TABLE):
             if all(p in changed for p in self.parts if p.kind == kind):
                 return []
         return [v for v in self.kept if not changed.intersection(v.own) and self._named(v, changed) is not None]
 
     def _named(self, checkpoint: Kept, changed: set[Part]) -> CommitRecord | None:
-        """A line that names this version, where its slot's header does not say that it is gone."""
+        """A commit record that names this checkpoint, unless its slot's header names a later one."""
         if (self._header(checkpoint.slot) or 0) > checkpoint.generation:
             return None
         lines = (self._line(part) for part in (checkpoint.lines if changed else checkpoint.lines[:1]))
@@ -190,7 +190,7 @@ class Bench:
         return counts, "in a version that no line names any more" if named else why
 
     def _is_erased(self) -> bool:
-        """No line is left, though there were some."""
+        """Whether all commit records are gone, though there were some."""
         return not any(any(self.now(part)) for part in self.parts if part.kind == anatomy.COMMIT_RECORD)
 
     @staticmethod
@@ -306,7 +306,7 @@ def inspected(bench: Bench) -> list[str]:
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Nobody else writes here, so one look is enough; and the small state that was parsed once is not parsed again:
+    """Nobody else writes here, so one read is enough; and the small state that was parsed once is not parsed again:
     what comes of it follows from its bytes."""
     parse = Contents.parse
     known: dict[tuple[Any, ...], Contents] = {}

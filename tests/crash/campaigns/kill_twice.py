@@ -81,7 +81,7 @@ def _recover(life: Life, tell: Tell) -> None:
 
 
 def in_adoption(life: Life, rng: random.Random, counts: Counter[str]) -> None:
-    """More restarts die in their adoption than the ring has lines: none costs a version."""
+    """More restarts die in their adoption than the commit log has records; no checkpoint is lost."""
     life.train(_in_a_step(rng), 2)
     for _ in range(_RING_LINES + 4):
         if rng.random() < 0.5:
@@ -118,14 +118,14 @@ def in_creation(life: Life, rng: random.Random, counts: Counter[str]) -> None:
 
 
 def and_a_flip(life: Life, rng: random.Random, counts: Counter[str]) -> None:
-    """A bit of the newest version flips after the kill, and the restart is killed in its adoption: this version or the
-    older intact one; a typed error where there is none."""
+    """A bit of the newest checkpoint flips after the kill, and the restart is killed in its adoption: recovery gives
+    this checkpoint or the older intact one; a typed error where there is none."""
     for _ in range(PAIRS):
         life.train(_in_a_step(rng), rng.choice((2, 3)))
         if not life.ledger.least:
             continue
         steps = lives.intact(life.path)
-        what = rng.choice(("payload", "payload", "manifest", "slot header", "commit line", "superblock"))
+        what = rng.choice(("payload", "payload", "manifest", "slot header", "commit record", "superblock"))
         lives.flip(life.path, *lives.places_in_newest(life.path)[what], rng)
         counts["flips after a kill"] += 1
         life.ledger.least = steps[0] if what == "superblock" else (*steps, 0)[1]
@@ -137,7 +137,7 @@ def and_a_flip(life: Life, rng: random.Random, counts: Counter[str]) -> None:
             counts["flips: a typed error, there was no older one"] += 1
             reported = life.train(None, 2, steps=1, refusal=CorruptPoolError)
             if not reported.of("refused"):
-                raise BrokenError("a pool without a version that verifies was attached")
+                raise BrokenError("a pool without an intact checkpoint was attached")
             return
         life.ledger.is_lost = False
         counts["kills in an adoption after a kill and a flip"] += life.train(

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 from crash.campaign import Campaign, Order, Tally
-from crash.cuts import Signature
+from crash.cuts import Limits
 from crash.persistence import MODELS
 from crash.recorded import alone, record, small_heap
 from crash.report import Report
@@ -20,7 +20,7 @@ from crash.sequences import Sequence, sequences
 from crash.simulator import Effort, Simulator
 from crash.verdict import disagreement
 
-LOOK = Signature(budget=4096, metadata=48, payload=16, contents=32, prefixes=8, masks=12)
+LIMITS = Limits(budget=4096, metadata=48, payload=16, contents=32, prefixes=8, masks=12)
 
 
 def run(order: Order) -> Tally:
@@ -29,7 +29,7 @@ def run(order: Order) -> Tally:
         for trial in order.trials:
             sequence = chosen[trial % len(chosen)]
             effort = Effort(
-                LOOK,
+                LIMITS,
                 again_every=400,
                 verify_every=500,
                 goes_on_every=4000,

@@ -1,7 +1,7 @@
 """Every system call on lightck's path fails, at every place of a pool's life: once, or from there on.
 
 The places are counted in a life without a fault, so trial k is the same in every run. What may come of a fault: an
-error of lightck's own that leaves nothing behind, a failure of the background that is told at the next step and at
+error of lightck's own that leaves nothing behind, a failure in the background that is raised at the next step and at
 close, or nothing at all. Afterwards, with the fault gone, what was acknowledged is there to the bit and the training
 goes on.
 """

@@ -1,9 +1,9 @@
 """A pool's file that was cut off, extended, or says of itself what no file of this machine and release says.
 
 Cut at every boundary of the format and one byte before and after it; longer by a byte or a page; empty; of a foreign
-kind, of the future, of the other byte order, with a dtype that nobody knows. Recovery, a resume and the commands
-answer with the exact version or an error of lightck's own, within the memory that the file accounts for, and the file
-stays as it was.
+kind, of the future, of the other byte order, with a dtype that nobody knows. Recovery, a resume and the commands answer
+with the exact checkpoint or an error of lightck's own, within the memory that the file accounts for, and the file stays
+as it was.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ _PLACES = _Places()
 
 
 def made(path: str, backend: str) -> str:
-    """A pool with two versions of a short training."""
+    """A pool with two checkpoints of a short training."""
     import lightck
     from crash.life import Training
 
@@ -340,7 +340,7 @@ def _content(path: str) -> str:
 
 CAMPAIGN = Campaign(
     name="truncations",
-    summary="a file cut at every boundary, extended, foreign, of the future: a typed error, or the exact version",
+    summary="a file cut at every boundary, extended, foreign, of the future: a typed error, or the exact checkpoint",
     small=40,
     long=1000,
     run=run,

@@ -74,7 +74,7 @@ def _check_refusals(reported: Story, holder: int, counts: Counter[str]) -> None:
 
 
 def wants_it_too(life: Life, rng: random.Random, counts: Counter[str]) -> None:
-    """At a random moment of a training that closes by itself: one of the two has the pool, the other is told so."""
+    """At a random moment of a training that closes by itself: one of the two has the pool, the other is refused."""
     for _ in range(ROUNDS):
         first = Victim(partial(_train, life))
         first.hear(rng.choice(_WORDS), rng.randint(1, 4))
@@ -169,7 +169,7 @@ def _fork_worker(
 
 
 def deleted_in_use(life: Life, rng: random.Random, counts: Counter[str]) -> None:
-    """The training is told at a step, and is whole: it attaches anew and goes on."""
+    """The training gets an error at a step and is not harmed: it attaches again and goes on."""
     for _ in range(ROUNDS):
         _taken_away(life, rng, counts, "deleted", os.unlink)
         life.ledger.least = life.ledger.most = 0
@@ -196,7 +196,7 @@ def _sizes(path: str, rng: random.Random) -> tuple[int, int, int]:
 
 def _taken_away(life: Life, rng: random.Random, counts: Counter[str], what: str, take: Callable[[str], None]) -> None:
     life.plan = life.ledger.plan = replace(life.plan, pins_every=0, grows_by=10)  # no move to a new file
-    victim = Victim(partial(_reported_it, life))
+    victim = Victim(partial(_trained_through_it, life))
     victim.hear("committed", rng.randint(1, 4))
     time.sleep(rng.uniform(0.0, 0.004))
     take(life.path)
@@ -204,11 +204,11 @@ def _taken_away(life: Life, rng: random.Random, counts: Counter[str], what: str,
     life.history.append(f"{what}: {reported}")
     if reported.status or reported.of("error") or not reported.of("whole"):
         raise BrokenError(f"the pool was {what} in use, and the process ended so: {reported}")
-    counts[f"{what} in use: the training was told"] += bool(reported.of("told"))
-    counts[f"{what} in use: too late to be seen"] += not reported.of("told")
+    counts[f"{what} in use: the training was told"] += bool(reported.of("warned"))
+    counts[f"{what} in use: too late to be seen"] += not reported.of("warned")
 
 
-def _reported_it(life: Life, tell: Tell) -> None:
+def _trained_through_it(life: Life, tell: Tell) -> None:
     seen: list[tuple[int, Known, torch.optim.Optimizer]] = []
 
     def aside(step: int, session: lightck.Session, model: Known, optimizer: torch.optim.Optimizer) -> None:
@@ -218,7 +218,7 @@ def _reported_it(life: Life, tell: Tell) -> None:
     try:
         known.train(life.plan, life.path, tell, steps=60, slots=2, backend=life.backend, aside=aside)
     except BackgroundError as err:
-        tell("told", str(err))
+        tell("warned", str(err))
     tell("whole", known.is_whole(life.plan, *seen[0]))
 
 

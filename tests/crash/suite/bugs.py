@@ -1,7 +1,7 @@
 """Bugs, planted into a trace: what the choke point would have recorded from a program that has them.
 
-Each takes the events of one file and gives those of the program with the bug. The line of a version is its body (56
-bytes) and then its first word (8 bytes), both in the ring.
+Each takes the events of one file and gives those of the program with the bug. The commit record of a checkpoint is its
+body (56 bytes) and then its first word (8 bytes), both in the ring.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def record_never_waited_for(events: Sequence[Event]) -> list[Event]:
 
 
 def record_in_one_piece(events: Sequence[Event]) -> list[Event]:
-    """The line is streamed as a whole: its first word may arrive without the rest."""
+    """The commit record is streamed as a whole: its first word may arrive without the rest."""
     changed: list[Event] = []
     skip = 0
     for i, event in enumerate(events):
@@ -129,7 +129,7 @@ def no_header(events: Sequence[Event]) -> list[Event]:
 
 
 def header_written_once(events: Sequence[Event]) -> list[Event]:
-    """A slot that is used again keeps the header of its first version."""
+    """A slot that is used again keeps the header of its first checkpoint."""
     seen: set[int] = set()
     changed: list[Event] = []
     for event in events:
@@ -165,7 +165,7 @@ def payload_not_fenced(events: Sequence[Event]) -> list[Event]:
 
 
 def payload_after_the_record(events: Sequence[Event]) -> list[Event]:
-    """The first tensor of each version is copied when its line is written already."""
+    """The first tensor of each checkpoint is copied after its commit record was written."""
     changed: list[Event] = []
     late: list[Event] = []
     seen = False
@@ -183,7 +183,7 @@ def payload_after_the_record(events: Sequence[Event]) -> list[Event]:
 
 
 def adoption_not_durable(events: Sequence[Event]) -> list[Event]:
-    """An attachment goes on before its adoption line is durable."""
+    """An attach goes on before its adoption record is durable."""
     gone: set[int] = set()
     for i, event in enumerate(events):
         if is_body(event) and isinstance(event, Store) and event.data[36] == 2:
@@ -204,7 +204,7 @@ def tables_not_flushed(events: Sequence[Event]) -> list[Event]:
 
 
 def acknowledged_at_once(events: Sequence[Event]) -> list[Event]:
-    """A version is acknowledged when it begins."""
+    """A checkpoint is acknowledged when it begins."""
     changed: list[Event] = []
     for event in events:
         if isinstance(event, Mark) and event.mark == _native.lib.LCK_MARK_ACK:
@@ -216,7 +216,7 @@ def acknowledged_at_once(events: Sequence[Event]) -> list[Event]:
 
 
 def no_adoption_record(events: Sequence[Event]) -> list[Event]:
-    """An attachment goes on from a version and does not write that down."""
+    """An attach resumes from a checkpoint and writes no adoption record."""
     gone: set[int] = set()
     for i, event in enumerate(events):
         if is_body(event) and isinstance(event, Store) and event.data[36] == 2:
@@ -226,7 +226,7 @@ def no_adoption_record(events: Sequence[Event]) -> list[Event]:
 
 
 def no_flush_of_the_payload(events: Sequence[Event]) -> list[Event]:
-    """One tensor of each version is stored through the caches, and never written back."""
+    """One tensor of each checkpoint is stored through the caches, and never written back."""
     changed: list[Event] = []
     waiting, low, high = False, 0, 0
     for event in events:

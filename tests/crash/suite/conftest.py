@@ -1,4 +1,4 @@
-"""Recordings that several tests of the simulator look at."""
+"""Recordings that several tests of the simulator use."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def a_refused_attach_keeps_its_lock() -> None:
 
 
 def a_failed_sync_is_good() -> None:
-    """The engine says that a version failed, and nobody listens."""
+    """The engine reports that a checkpoint failed, and the report is ignored."""
     engine.Job._raise = lambda self, status: None
 
 
@@ -54,7 +54,7 @@ def a_cut_file_is_foreign() -> None:
 
 
 def an_interrupt_ends_the_session() -> None:
-    """Whatever is raised in the loop, the version of the step is thrown away with it."""
+    """Any exception in the loop also drops the checkpoint of the step."""
     pipeline.Pipeline.finish = lambda self, timeout=None: (self._in_flight.clear(), True)[1]
 
 

@@ -36,7 +36,7 @@ FATES_ALL = 12
 
 
 class Recorded(Medium):
-    """A medium whose events are told by the device's offsets."""
+    """A medium that records its events with the offsets of the device."""
 
     events: list[Event]
 
@@ -138,7 +138,7 @@ def _changes(made: Device, store: Store) -> list[Event]:
 def _at(made: Device, tracker: Tracker, number: int, rng: random.Random) -> Iterator[int]:
     fates = tracker.fates()
     kinds = [VITAL if len(fates) <= FATES_ALL else PAYLOAD] * len(fates)
-    for _, image in cuts.images(fates, kinds, cuts.Signature(), rng):
+    for _, image in cuts.images(fates, kinds, cuts.Limits(), rng):
         missing = image.missing(fates)
         for i, content in missing.items():
             _put(made, fates[i], content)

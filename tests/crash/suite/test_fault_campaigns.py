@@ -60,7 +60,7 @@ BUGS = {
     "short_reads_are_believed": (Fault("memory", "pread", 150, SHORT, EVER), "less than it was asked for"),
     "a_refused_attach_keeps_its_lock": (Fault("memory", "posix_fallocate", 1, EIO, 1), "PoolLockedError"),
     "a_failed_sync_is_good": (Fault("disk", "fdatasync", 5, EIO, EVER), "step"),
-    "a_failure_is_told_once": (Fault("disk", "fdatasync", 5, EIO, EVER), "told by the step and not by close"),
+    "a_failure_is_raised_once": (Fault("disk", "fdatasync", 5, EIO, EVER), "raised by the step and not by close"),
 }
 
 

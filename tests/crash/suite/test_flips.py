@@ -1,9 +1,10 @@
-"""One flipped bit anywhere: the newest version, an older one, or an error of ours; never other values.
+"""One flipped bit anywhere: recovery gives the newest checkpoint, an older one, or a typed error; never other values.
 
-Bits are flipped in place, and the pool is recovered: every bit of commit lines, slot headers, manifest headers, payload
-and of the superblock's fields; one seeded bit of every byte, or of every few, of layout tables, small state and padding
-(that the checksums over these notice every single bit is in test_format.py). Both at rest and while the oldest slot is
-being written anew, there with fewer bits. What a recovery does not read is flipped too, and costs no recovery.
+Bits are flipped in place, and the pool is recovered: every bit of commit records, slot headers, manifest headers,
+payload and of the superblock's fields; one seeded bit of every byte, or of every few, of layout tables, small state and
+padding (that the checksums over these notice every single bit is in test_format.py). Both for a pool that is not in use
+and while the oldest slot is being written anew, there with fewer bits. What a recovery does not read is flipped too,
+and costs no recovery.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Mapped:
 
 @dataclass
 class Pool:
-    """A pool's file, mapped, with what each of its versions holds."""
+    """A pool's file, mapped, with the true state of each of its checkpoints."""
 
     path: Path
     map: Mapped
@@ -111,7 +112,7 @@ class Pool:
         return seen
 
 
-@pytest.fixture(params=["at rest", "in mid-write"])
+@pytest.fixture(params=["not in use", "in mid-write"])
 def pool(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pool]:
     path = folder / "run.pool"
     model, optimizer = build()
@@ -125,7 +126,7 @@ def pool(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pool]:
     if request.param == "in mid-write":
         half_written(path)
     with open(path, "r+b") as f, mmap.mmap(f.fileno(), 0) as mapped:
-        stride = 1 if request.param == "at rest" else 5
+        stride = 1 if request.param == "not in use" else 5
         pool = Pool(path, Mapped(mapped, toys.places(path)), truths, STEPS, Memory(), stride)
         assert pool.recover() == Recovered(STEPS, STEPS, truths[STEPS])
         yield pool
@@ -245,7 +246,7 @@ def test_anywhere(pool: Pool) -> None:
 
 
 def test_two_flips_in_two_checkpoints_cost_two_checkpoints(pool: Pool, reader: PoolReader) -> None:
-    """The bits of the two newest versions, flipped together: the third is left, or an error of ours."""
+    """Bits of the two newest checkpoints, flipped together: recovery gives the third, or a typed error."""
     rng = random.Random(SEED)
     first, second = (manifest_of(reader, v) for v in checkpoints(reader)[:2])
     has_third = len(checkpoints(reader)) > 2

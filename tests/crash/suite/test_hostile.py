@@ -226,7 +226,7 @@ def test_a_list_in_a_layout_table_gets_no_room_for_items_that_are_not_there():
 
 
 def test_a_ring_has_at_most_64_lines(pool):
-    """What a reader does with a ring grows with the square of its lines."""
+    """The time to read a commit log grows with the square of its records."""
     pool_with(pool)
     sb = open_pool(str(pool)).superblock
     good = {field: getattr(sb, field) for field in sb.__slots__}
@@ -273,7 +273,7 @@ def hollow(
     uuid: bytes = bytes(16),
 ) -> Superblock:
     """A pool of a few KiB whose structures pass their checks, and are said to be as long as somebody likes. ``table``:
-    its bytes, or how many zeros it has. ``commit_record_nbytes``: of the manifest that a commit line names."""
+    its bytes, or how many zeros it has. ``commit_record_nbytes``: of the manifest that a commit record names."""
     table = bytes(table) if isinstance(table, int) else table
     room = align_up(len(table), PAGE)
     first = align_up(TABLE_OFFSET + 2 * room, SLOT_ALIGN)
@@ -322,7 +322,7 @@ def mid_batch(nbytes: int, work: Any) -> Any:
 
 HOLLOW = {
     "slots with nothing in them": {"slot": 40 * GIB},
-    "a manifest as long as a line can say": {"slot": 16 * GIB, "line_nbytes": 2**32 - 64},
+    "a manifest as long as a commit record can say": {"slot": 16 * GIB, "line_nbytes": 2**32 - 64},
     "a layout table of zeros": {"table": 200 * MIB},
 }
 
@@ -368,7 +368,7 @@ def test_a_reader_that_gets_no_memory_says_so_and_passes_nothing_over(folder, ro
 
 
 def test_a_long_manifest_is_read_where_the_file_holds_it(pool, monkeypatch):
-    monkeypatch.setattr(reader, "HOLLOW_NBYTES", 0)
+    monkeypatch.setattr(reader, "SPARSE_READ_NBYTES_MAX", 0)
     pool_with(pool)
     assert lightck.recover(pool).step == 3
 
@@ -377,7 +377,7 @@ def test_a_long_manifest_is_read_where_the_file_holds_it(pool, monkeypatch):
 
 
 def other_numbers(pool: Path, **numbers: int) -> None:
-    """An adoption of the newest version that says so, in the place of its line."""
+    """A commit record that adopts the newest checkpoint, in the place of that checkpoint's own record."""
     with contextlib.closing(open_pool(str(pool))) as opened:
         sb, commit_log = opened.superblock, opened.commit_log()
     position, line = max(commit_log.records.items(), key=lambda item: item[1].generation)
@@ -486,7 +486,7 @@ def test_a_message_with_other_bytes_somewhere_is_a_value_or_an_error_of_ours(val
 
 
 def other_state(pool: Path, change: Any) -> None:
-    """Change the small state of every version of a pool, as a dict in which tensors are named, and seal it again."""
+    """Change the small state of every checkpoint of a pool, as a dict in which tensors are named, and seal it again."""
     opened = open_pool(str(pool))
     document = Document(Base(opened))
     for manifest in document.manifests:
@@ -504,7 +504,7 @@ def write_sealed(pool: Path, document: Document) -> None:
 
 
 def readings(pool: Path, folder: Path) -> list[Any]:
-    """Everything that reads a version whole."""
+    """All functions that read a whole checkpoint."""
     model = toys.net()
     return [
         lambda: lightck.recover(pool).optimizer,
@@ -514,8 +514,8 @@ def readings(pool: Path, folder: Path) -> list[Any]:
 
 
 CHANGES = {
-    "an array as version": lambda tree: tree.update(checkpoint=np.zeros(3)),
-    "a tensor as version": lambda tree: tree.update(checkpoint=torch.zeros(3)),
+    "an array as version": lambda tree: tree.update(version=np.zeros(3)),
+    "a tensor as version": lambda tree: tree.update(version=torch.zeros(3)),
     "a list as values of an optimizer": lambda tree: tree["optimizers"][0].update(values=values.pack([1], path="x")),
     "a list as rest of an optimizer": lambda tree: tree["optimizers"][0].update(rest=values.pack([1], path="x")),
     "a tensor that is not there": lambda tree: tree["optimizers"][0].update(

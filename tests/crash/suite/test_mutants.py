@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import bugs
 import pytest
-from crash.cuts import Signature
+from crash.cuts import Limits
 from crash.oracle import Outcome, Recovered, Refused
 from crash.persistence import Adversary, BlockDevice, Model, PersistentCaches, PersistentMemory
 from crash.recorded import Workload, record
@@ -29,8 +29,8 @@ from lightck.pool.writer import PoolWriter
 pytestmark = pytest.mark.long
 
 PM, EADR, ADVERSARY, DISK = PersistentMemory(), PersistentCaches(), Adversary(), BlockDevice()
-LOOK = Signature(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
-EFFORT = Effort(LOOK, again_every=1 << 30, violations_max=10)
+LIMITS = Limits(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
+EFFORT = Effort(LIMITS, again_every=1 << 30, violations_max=10)
 
 IN_THE_TRACE: list[tuple[Transform, str, tuple[Model, ...]]] = [
     (bugs.no_fence_before_the_record, "two slots", (PM, EADR, ADVERSARY, DISK)),
@@ -80,7 +80,7 @@ def slot_reused_too_early() -> AbstractContextManager[object]:
 
 
 def manifest_updated_in_place() -> AbstractContextManager[object]:
-    """The version is kept in its slot, and its manifest written over the one before."""
+    """The checkpoint keeps its slot, and its manifest overwrites the previous one."""
 
     def same(slots: Slots, held: frozenset[int]) -> Slot | None:
         slot = slots.slots[0]
@@ -96,7 +96,7 @@ def record_overwritten_in_place() -> AbstractContextManager[object]:
 
 @contextmanager
 def damaged_slot_protected() -> Iterator[None]:
-    """The slot that the newest line names is kept, not that of the version that the training goes on from."""
+    """Keeps the slot of the newest commit record, instead of that of the checkpoint that the training resumes from."""
     adopt = PoolWriter.adopt
 
     def wrong(pool: PoolWriter, line: CommitRecord) -> None:
@@ -143,7 +143,7 @@ COMMIT, PAYLOADS = 0, (4096, 8192)
 
 
 def commits(pack: Callable[[int, int], bytes]) -> Recording:
-    """Three versions in two slots, each committed by storing what ``pack(generation, slot)`` gives in one place."""
+    """Three checkpoints in two slots, each committed by storing what ``pack(generation, slot)`` gives in one place."""
     events: list[Event] = []
     for generation in (1, 2, 3):
         at, data = PAYLOADS[generation % 2], bytes([generation]) * 64

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from crash.cuts import Signature
+from crash.cuts import Limits
 from crash.oracle import Outcome, Recovered, Refused, recovery
 from crash.persistence import MODELS, BlockDevice, PersistentMemory
 from crash.recorded import record
@@ -27,7 +27,7 @@ from lightck.pool.storage.pmdk import PmdkBackend
 pytestmark = pytest.mark.long
 
 PM, DISK = PersistentMemory(), BlockDevice()
-SMALL = Signature(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
+SMALL = Limits(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
 CLOSELY = Effort(SMALL, again_every=100, verify_every=100, goes_on_every=1500)
 FIRST = Effort(SMALL, again_every=1 << 30, violations_max=1)
 """Enough to find one violation."""
@@ -65,7 +65,7 @@ def test_the_same_in_the_arenas_of_a_pmdk_pool(
 
 
 def recovery_with_pin(recording: Recording) -> Callable[[str], Outcome]:
-    """The newest version; refused where the file was made for the pin of step 2 and does not hold it."""
+    """Recover the newest checkpoint; refuse it where the file was made for the pin of step 2 and does not hold it."""
     (pin,) = {known for tape in recording for known in tape.expected.values() if known.step == 2}
 
     def recover(path: str) -> Outcome:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import toys
-from crash.cuts import Signature
+from crash.cuts import Limits
 from crash.oracle import Outcome, Recovered, recovery
 from crash.persistence import Adversary, BlockDevice, PersistentMemory
 from crash.recording import Recording
@@ -37,8 +37,8 @@ from lightck.restore.contents import MemorySource
 
 pytestmark = pytest.mark.long
 
-LOOK = Signature(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
-EFFORT = Effort(LOOK, again_every=1 << 30, violations_max=10)
+LIMITS = Limits(budget=512, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
+EFFORT = Effort(LIMITS, again_every=1 << 30, violations_max=10)
 Planted = Callable[[], AbstractContextManager[Any]]
 Recorded = Callable[[str], "tuple[Recording, Path]"]
 
@@ -179,7 +179,7 @@ def test_a_crash_image_finds_it(bug: Planted, workload: str, recorded: Recorded,
 
 
 def recovery_without_newest(path: str) -> Outcome:
-    """What is recovered where the newest version turns out to be lost with its medium."""
+    """The outcome of recovery if the newest checkpoint is lost with its medium."""
     right, calls = PoolReader.checkpoint, []
 
     def lost(self: PoolReader, line: CommitRecord) -> StoredCheckpoint:
@@ -194,7 +194,7 @@ def recovery_without_newest(path: str) -> Outcome:
 
 
 def older_ones_are_exact(recording: Recording, folder: Path) -> bool:
-    """Whether every version that is recovered beside the newest is one that was written, to the bit."""
+    """Whether every other checkpoint that is recovered is bit for bit one that was written."""
     expected = {g: (known.step, known.digest) for tape in recording for g, known in tape.expected.items()}
     wrong = []
 
@@ -204,7 +204,7 @@ def older_ones_are_exact(recording: Recording, folder: Path) -> bool:
             wrong.append(outcome)
         return outcome
 
-    Simulator(recording, str(folder), recover=recover, effort=Effort(LOOK, violations_max=1 << 30)).check(
+    Simulator(recording, str(folder), recover=recover, effort=Effort(LIMITS, violations_max=1 << 30)).check(
         PersistentMemory()
     )
     return not wrong
@@ -231,11 +231,11 @@ class Region:
     offset: int
     nbytes: int
     is_newest: bool
-    """Where the newest version may be lost by a flip, and the one before it has to be given."""
+    """The places where a flip may lose the newest checkpoint, and recovery must give the one before."""
 
 
 def regions(path: Path) -> list[Region]:
-    """All structures of a pool, and the payload of its newest version."""
+    """All structures of a pool, and the payload of its newest checkpoint."""
     with closing(open_pool(str(path))) as pool:
         sb = pool.superblock
         newest = next(v for v in pool.checkpoints() if isinstance(v, StoredCheckpoint))
@@ -243,9 +243,7 @@ def regions(path: Path) -> list[Region]:
         found += [Region("superblock", at + SUPERBLOCK_NBYTES - 8, 8, False) for at in SUPERBLOCK_OFFSETS]
         found += [Region("table", at, sb.table_nbytes, False) for at in sb.table_offsets]
         for position, line in pool.commit_log().records.items():
-            if (
-                line.kind == KIND_CHECKPOINT
-            ):  # without the line of an adoption its dead versions live again: no bug here
+            if line.kind == KIND_CHECKPOINT:  # without its adoption record dead checkpoints are live again: no bug here
                 names_newest = line.payload_generation == newest.record.payload_generation
                 found.append(Region("line", sb.commit_record_offset(position), COMMIT_RECORD_NBYTES, names_newest))
         found += [
@@ -266,7 +264,7 @@ def peek(path: Path, offset: int) -> bytes:
 
 
 def harm_of_flips(path: Path, allowed: list[Outcome], seed: int = 0) -> list[str]:
-    """What single flipped bits do that they must not: ``allowed`` is the newest version and the one before it."""
+    """The violations by single flipped bits: ``allowed`` are the newest checkpoint and the one before it."""
     rng, found = random.Random(seed), []
     for region in regions(path):
         for number in rng.sample(range(8 * region.nbytes), 24):
@@ -281,7 +279,7 @@ def harm_of_flips(path: Path, allowed: list[Outcome], seed: int = 0) -> list[str
 
 
 def two_newest(recording: Recording) -> list[Outcome]:
-    """From what the training itself said: the version that the last line names, and the one before that."""
+    """From the training's own reports: the checkpoint of the last commit record, and the one before."""
     tape = recording[-1]
     last = tape.content[max(tape.content)]
     before = [g for g in (last - 1,) if g in tape.expected]
@@ -317,8 +315,8 @@ def test_a_flipped_bit_finds_it(bug: Planted, workload: str, recorded: Recorded)
 
 
 def test_a_lost_generation_is_found_in_the_line_itself(recorded: Recorded) -> None:
-    """The last store of a line may be lost: all that it would say stands there already."""
-    recording, path = recorded("one version")
+    """The last store of a commit record may be lost if it changes no byte."""
+    recording, path = recorded("one checkpoint")
     with closing(open_pool(str(path))) as pool:
         ((position, _),) = pool.commit_log().records.items()
         at = pool.superblock.commit_record_offset(position)

@@ -10,7 +10,7 @@ import bugs
 import pytest
 import toys
 from crash import fingerprint
-from crash.cuts import ALL, Signature, images, minimal
+from crash.cuts import ALL, Limits, images, minimal
 from crash.fates import Fate, Queue
 from crash.oracle import Outcome, Recovered, Refused
 from crash.persistence import MODELS, PersistentMemory
@@ -20,8 +20,8 @@ from crash.simulator import Effort, Simulator
 from crash.verdict import disagreement
 
 PM = PersistentMemory()
-LOOK = Signature(budget=64, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
-CLOSELY = Effort(LOOK, again_every=1, compare_every=1, violations_max=1)
+LIMITS = Limits(budget=64, metadata=8, payload=4, contents=4, prefixes=2, masks=4)
+CLOSELY = Effort(LIMITS, again_every=1, compare_every=1, violations_max=1)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_checker_that_disagrees_with_recovery_is_found(verdict: str, simulator
         return disagreement(path, other, is_harmed)
 
     simulator.verify = verify
-    simulator.effort = Effort(LOOK, verify_every=1, violations_max=1)
+    simulator.effort = Effort(LIMITS, verify_every=1, violations_max=1)
     assert "recovery gives" in str(simulator.check(PM))
 
 
@@ -84,7 +84,7 @@ def test_a_training_that_does_not_go_on_is_found(simulator: Simulator) -> None:
         raise OSError("no")
 
     simulator.goes_on = goes_on
-    simulator.effort = Effort(LOOK, goes_on_every=1, violations_max=1)
+    simulator.effort = Effort(LIMITS, goes_on_every=1, violations_max=1)
     assert "does not go on: OSError: no" in str(simulator.check(PM))
 
 
@@ -95,7 +95,7 @@ def test_an_image_is_counted_once_whoever_sees_it(
     recorded: Callable[[str], tuple[Recording, Path]], folder: Path
 ) -> None:
     known = Known()
-    simulators = [Simulator(recorded("late")[0], str(folder), known=known, effort=Effort(LOOK)) for _ in range(2)]
+    simulators = [Simulator(recorded("late")[0], str(folder), known=known, effort=Effort(LIMITS)) for _ in range(2)]
     first = [simulators[0].check(model) for model in MODELS]
     assert sum(report.distinct for report in first) == len(known.outcomes) > 100
     assert all(report.images > report.distinct for report in first)
@@ -125,14 +125,14 @@ def flags(n: int) -> list[Fate]:
 
 def test_every_combination_is_built_where_there_are_few() -> None:
     fates = flags(5)
-    built = [image for _, image in images(fates, [0] * 5, Signature(budget=32), random.Random(0))]
+    built = [image for _, image in images(fates, [0] * 5, Limits(budget=32), random.Random(0))]
     assert len(built) == len({frozenset(image.missing(fates)) for image in built}) == 32
 
 
 def test_else_none_all_one_lost_one_arrived_prefixes_and_masks() -> None:
     fates = flags(12)
-    look = Signature(budget=32, metadata=12, payload=12, contents=2, prefixes=11, masks=50)
-    built = {frozenset(image.missing(fates)) for _, image in images(fates, [1] * 12, look, random.Random(0))}
+    limits = Limits(budget=32, metadata=12, payload=12, contents=2, prefixes=11, masks=50)
+    built = {frozenset(image.missing(fates)) for _, image in images(fates, [1] * 12, limits, random.Random(0))}
     whole = frozenset(range(12))
     assert {frozenset(), whole} < built
     assert {frozenset({i}) for i in whole} | {whole - {i} for i in whole} < built
@@ -142,7 +142,7 @@ def test_else_none_all_one_lost_one_arrived_prefixes_and_masks() -> None:
 
 def test_metadata_is_combined_in_full_beside_much_payload() -> None:
     fates, kinds = flags(40), [0] * 4 + [2] * 36
-    built = {frozenset(im.missing(fates)) for _, im in images(fates, kinds, Signature(budget=16), random.Random(0))}
+    built = {frozenset(im.missing(fates)) for _, im in images(fates, kinds, Limits(budget=16), random.Random(0))}
     payload = frozenset(range(4, 40))
     combined = [frozenset(i for i in range(4) if mask >> i & 1) for mask in range(16)]
     assert {*combined, *(payload | part for part in combined)} < built
@@ -151,7 +151,7 @@ def test_metadata_is_combined_in_full_beside_much_payload() -> None:
 def test_the_same_seed_builds_the_same_images() -> None:
     def built(seed: int) -> list[dict[int, tuple[bytes, ...]]]:
         fates = flags(40)
-        return [image.missing(fates) for _, image in images(fates, [2] * 40, Signature(budget=8), random.Random(seed))]
+        return [image.missing(fates) for _, image in images(fates, [2] * 40, Limits(budget=8), random.Random(seed))]
 
     assert built(1) == built(1) != built(2)
 
@@ -166,7 +166,7 @@ def test_what_is_found_is_made_small() -> None:
 def test_a_finding_names_few_words_its_model_and_its_seed(
     recorded: Callable[[str], tuple[Recording, Path]], folder: Path
 ) -> None:
-    effort = Effort(LOOK, seed=5, violations_max=1 << 30)
+    effort = Effort(LIMITS, seed=5, violations_max=1 << 30)
     report = Simulator(recorded("two slots")[0], str(folder), effort=effort).check(PM, bugs.no_fence_before_the_record)
     reduced = [v for v in report.violations if "reduced" in v.image]
     assert reduced

@@ -31,7 +31,7 @@ def plain(slots: int, steps: int) -> Workload:
 
 
 def frozen() -> Workload:
-    """A parameter that never changes is left out from the third version on."""
+    """A parameter that never changes is left out from the third checkpoint on."""
 
     def run(recorder: Recorder) -> None:
         model, optimizer = build(frozen=True)
@@ -44,14 +44,15 @@ def frozen() -> Workload:
 
 
 def struck(slots: int) -> Workload:
-    """A frozen parameter is written unannounced, and that is found two versions later: one is written whole, and when
-    it is committed those with the old bytes are struck. A pool that lost its newest version meanwhile would show it."""
+    """A frozen parameter is written unannounced, and that is found two checkpoints later: one is written whole, and
+    when it is committed those with the old bytes are struck. A pool that lost its newest checkpoint meanwhile would
+    show it."""
 
     def run(recorder: Recorder) -> None:
         model, optimizer = build(frozen=True)
         with recorder.attach(model, optimizer, slots=slots) as session:
             train(recorder, model, optimizer, 4)
-            with patch.object(UnchangedTensors, "audit", lambda *args: (set(), 0)):
+            with patch.object(UnchangedTensors, "reread", lambda *args: (set(), 0)):
                 train(recorder, model, optimizer, 2, 4)
                 session.flush()  # with the bytes that are the truth of step 6, and will be old
             model[0].weight.data.mul_(0.5)
@@ -75,7 +76,7 @@ def adoption() -> Workload:
 
 
 def failed_restarts() -> Workload:
-    """Restarts that die before their first step write adoption lines only."""
+    """Restarts that die before their first step write only adoption records."""
 
     def run(recorder: Recorder) -> None:
         for restart in range(6):
@@ -103,7 +104,7 @@ def going_back(slots: int, then: int = 2) -> Workload:
 
 
 def media_error(slots: int) -> Workload:
-    """The newest version goes bad; the training goes on from the one before, and its slot is the last to be reused."""
+    """The newest checkpoint is damaged; the training resumes from the one before, whose slot is reused last."""
 
     def run(recorder: Recorder) -> None:
         model, optimizer = build()
@@ -139,7 +140,7 @@ def relayout() -> Workload:
 
 
 def pinned(*, release: bool) -> Workload:
-    """A version is held: the pin moves the pool to a larger file, and the next versions go beside it."""
+    """A checkpoint is pinned: the pool moves to a larger file, and the next checkpoints go beside it."""
 
     def run(recorder: Recorder) -> None:
         model, optimizer = build()
@@ -201,7 +202,7 @@ def layered(slots: int) -> Workload:
             parts.append(1)
             return submit(*args)
 
-        with patch.object(eager_copies, "PART_NBYTES_MIN", 1), patch.object(PoolWriter, "submit_part", counted):
+        with patch.object(eager_copies, "EAGER_JOB_NBYTES_MIN", 1), patch.object(PoolWriter, "submit_part", counted):
             for steps in (3, 2):
                 model, optimizer = build(1100)
                 lightck.layerwise(model, optimizer)
@@ -216,7 +217,7 @@ def layered(slots: int) -> Workload:
 
 
 def dropped() -> Workload:
-    """The loop dies with an open version; the next attachment writes over what that one left."""
+    """The loop dies with an uncommitted checkpoint; the next attach overwrites it."""
 
     def run(recorder: Recorder) -> None:
         class Died(Exception):
@@ -253,7 +254,7 @@ def growth(slots: int) -> Workload:
 
 
 def late() -> Workload:
-    """Nothing is known of the optimizer at attach: the pool becomes visible with its first version in it."""
+    """Nothing is known of the optimizer at attach: the pool becomes visible with its first checkpoint."""
 
     def run(recorder: Recorder) -> None:
         torch.manual_seed(7)
@@ -278,7 +279,7 @@ def overwrite() -> Workload:
 
 
 def wrapped() -> Workload:
-    """So many restarts that lines of the ring are overwritten."""
+    """So many restarts that records of the commit log are overwritten."""
 
     def run(recorder: Recorder) -> None:
         for restart in range(18):
@@ -291,7 +292,7 @@ def wrapped() -> Workload:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "one version": plain(2, 1),
+    "one checkpoint": plain(2, 1),
     "two slots": plain(2, 3),
     "three slots": plain(3, 4),
     "frozen": frozen(),

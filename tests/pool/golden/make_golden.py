@@ -1,9 +1,9 @@
 """Make the golden pool anew: ``python tests/pool/golden/make_golden.py``, from the top of the repository.
 
-Only for a change of the format that nobody's pools have seen yet. Once a version is released its golden pool is kept as
+Only for a change of the format that nobody's pools have seen yet. Once a release has it, its golden pool is kept as
 it is, for ever, and a new format gets a new one beside it (docs/format.md).
 
-What is in it: three slots, four versions of a small training, an adoption, two versions after it. Parameters in
+What is in it: three slots, four checkpoints of a small training, an adoption, two checkpoints after it. Parameters in
 float32 and bfloat16, one of them tied, one frozen and left out, one transposed, one empty; SGD with momentum; an
 object in ``state`` with a tensor that grew out of its place. Uuid, seeds and values are fixed, so that a second run
 under the same torch gives the same bytes. ``v1.json`` holds what a recovery has to give, bytes in hex.

@@ -204,7 +204,7 @@ def test_a_disk_survives_what_a_flush_survives(tmp_path, kind, name):
 def test_zfs_keeps_its_devices_to_itself(tmp_path):
     found = Machine(tmp_path, ZFS).probe()
     assert promise(found) == POWER
-    reported(found, "taken to be disks")
+    reported(found, "treated as disks")
 
 
 def test_a_device_that_sysfs_does_not_show_promises_the_process_only(tmp_path):
@@ -269,7 +269,7 @@ def test_a_loop_device_is_as_durable_as_its_file(tmp_path):
     assert promise(machine.probe()) == POWER
     image.unlink()
     assert promise(machine.probe()) == PROCESS
-    reported(machine.probe(), "cannot be seen from here")
+    reported(machine.probe(), "is not visible here")
 
 
 def test_a_loop_device_that_lies_in_itself_ends(tmp_path):
@@ -285,7 +285,7 @@ def test_an_overlay_is_as_durable_as_its_upper_folder(tmp_path):
     upper = tmp_path / "upper"
     machine.mounted("overlay", f"rw,lowerdir=/l,upperdir={upper},workdir=/w")
     assert promise(machine.probe()) == PROCESS  # not to be seen: a container
-    reported(machine.probe(), "cannot be seen", "volume")
+    reported(machine.probe(), "not visible", "volume")
     upper.mkdir()
     machine.kinds[str(upper)] = EXT4
     found = machine.probe()
@@ -329,7 +329,7 @@ def test_dax_with_map_sync_is_persistent_memory(tmp_path, kind, provider, domain
 def test_an_unknown_persistence_domain_promises_no_power(tmp_path, domain):
     found = Machine(tmp_path, EXT4, GRANTED).nvdimm("ACPI.NFIT", domain).probe()
     assert (promise(found), found.tier) == (OS, TIER_PM)
-    reported(found, "does not say its persistence domain")
+    reported(found, "does not state its persistence domain")
 
 
 @pytest.mark.parametrize("provider", ["e820", "nfit_test.0"])
@@ -337,7 +337,7 @@ def test_an_unknown_persistence_domain_promises_no_power(tmp_path, domain):
 def test_memory_that_pretends_to_be_persistent_survives_the_process_only(tmp_path, provider, dax):
     found = Machine(tmp_path, EXT4, dax).nvdimm(provider, "memory_controller").probe()
     assert (promise(found), found.tier) == (PROCESS, TIER_CACHE)
-    reported(found, "pretends to be persistent", "memmap=", provider)
+    reported(found, "is declared persistent", "memmap=", provider)
 
 
 @pytest.mark.parametrize("provider", [None, "", "something new", "ACPI.NFIT2"])
@@ -374,7 +374,7 @@ def test_a_virtual_machine_says_so(tmp_path):
     machine = Machine(tmp_path, EXT4, GRANTED).nvdimm("ACPI.NFIT", "memory_controller")
     machine.write("proc/cpuinfo", "flags\t\t: fpu hypervisor clwb\n")
     assert promise(machine.probe()) == POWER
-    reported(machine.probe(), "its host answers for")
+    reported(machine.probe(), "depends on its host")
 
 
 def test_several_regions_promise_what_the_weakest_does(tmp_path):

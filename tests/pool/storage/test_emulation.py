@@ -45,7 +45,7 @@ def test_a_training_on_an_emulated_memory_is_the_same_and_says_so(pool, folder, 
 
 
 def test_nothing_is_emulated_unless_asked_for(pool):
-    assert emulation.used() is None or os.environ.get(emulation.VARIABLE)
+    assert emulation.active_profile() is None or os.environ.get(emulation.VARIABLE)
     emulation.use(None)
     with lightck.attach(net(), pool) as session:
         assert "emulated" not in str(session.durability)

@@ -63,7 +63,7 @@ def test_killed_in_mid_training_the_pool_is_consistent_and_goes_on(pool: Path, p
         model = toys.net()
         optimizer = toys.adam(model)
         lightck.attach(model, pool, optimizer=optimizer, backend="pmdk")
-        toys.kill_at(site, 50 if site == "block" else 4)  # a version has several blocks
+        toys.kill_at(site, 50 if site == "block" else 4)  # a checkpoint has several blocks
         toys.train(model, optimizer, 20)
 
     toys.killed_child(run)
@@ -248,7 +248,7 @@ def test_a_medium_that_is_not_pmdks_is_said_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("PMEM_IS_PMEM_FORCE", raising=False)
-    monkeypatch.setattr(pmdk, "_reported", False)
+    monkeypatch.setattr(pmdk, "_has_warned", False)
     with caplog.at_level(logging.WARNING, "lightck"):
         for name in ("a", "b"):
             toys.pool_with(folder / name, backend="pmdk")
@@ -365,7 +365,7 @@ def test_arenas_that_cannot_be_are_not_followed(pool: Path, change: Change) -> N
     toys.pool_with(pool, backend="pmdk")
     root, arenas = root_of(pool)
     patched(pool, root, pmdk_file.pack_root(change(arenas), pool.stat().st_size))
-    refused(pool, CorruptPoolError, "cannot be", may_be_discarded=True)
+    refused(pool, CorruptPoolError, "impossible places", may_be_discarded=True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Optimizers as they are found in the wild, small and honest: what matters is the shape of their state.
+"""Small imitations of published optimizers.
 
-Each imitates how a published one keeps its state, not its numbers: one moment, factored moments, lists and nested
-containers, bytes with a shared table, state under keys that are no parameters, state that comes late, wrappers.
+Each imitates how an optimizer keeps its state, not its numbers: one moment, factored moments, lists and nested
+containers, bytes with a shared table, state under keys that are no parameters, state that appears late, wrappers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Factored(Simple):
 
 
 class Soap(Simple):
-    """Shampoo and SOAP: lists of matrices, None for dimensions left alone, orthogonal bases renewed now and then."""
+    """Shampoo and SOAP: lists of matrices, None for unused dimensions, orthogonal bases recomputed now and then."""
 
     def update(self, p, group, state):
         if not state:
@@ -229,7 +229,7 @@ class Global(Simple):
 
 
 class Late(Simple):
-    """State that appears at the third step, and what it replaces goes."""
+    """State that appears at the third step, and replaces other state."""
 
     def update(self, p, group, state):
         state["step"] = state.get("step", 0) + 1
@@ -286,7 +286,8 @@ class Overriding(torch.optim.SGD):
 
 
 class Sam(Optimizer):
-    """Sharpness-aware: ``step(closure)`` climbs, calls the closure, comes back and lets a base optimizer update."""
+    """Sharpness-aware: ``step(closure)`` perturbs the weights, calls the closure, restores them and lets a base
+    optimizer update."""
 
     def __init__(self, params: Any, base: type[Optimizer], rho: float = 0.05, **options: Any) -> None:
         super().__init__(params, {"rho": rho, **options})
@@ -351,7 +352,7 @@ class Lookahead(Optimizer):
 
 
 class NoOptimizer:
-    """Lookahead without any base class: only its attributes tell what it is."""
+    """Lookahead without any base class: only its attributes show that it is an optimizer."""
 
     __init__, _update, step = Lookahead.__init__, Lookahead._update, Lookahead.step  # type: ignore[assignment]
 
@@ -360,7 +361,7 @@ class NoOptimizer:
 
 
 class InnerState(Lookahead):
-    """As timm has it: the slow weights lie in the state of the optimizer inside."""
+    """As in timm: the slow weights lie in the state of the wrapped optimizer."""
 
     def __init__(self, optimizer: Optimizer, k: int = 2, alpha: float = 0.5) -> None:
         super().__init__(optimizer, k, alpha)
@@ -387,7 +388,7 @@ class Both(Optimizer):
 
 
 class Passing:
-    """Passes everything on: no state, no hooks, no Optimizer."""
+    """Forwards everything: no state, no hooks, no Optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -400,7 +401,7 @@ class Passing:
 
 
 class Accelerated(Optimizer):
-    """As Accelerate's: an Optimizer by class only, whose state and groups are those of the one inside."""
+    """As Accelerate's: an Optimizer by class only, whose state and groups are those of the wrapped one."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -417,7 +418,7 @@ class Accelerated(Optimizer):
 
 
 class Lightning:
-    """As Lightning's: takes over the attributes, hooks included, and the class of the one inside."""
+    """As Lightning's: takes over the attributes, hooks included, and the class of the wrapped optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

@@ -1,8 +1,9 @@
-"""One question, asked of every optimizer: does a training that was killed end with the bytes of one that was not?
+"""One check for every optimizer: does a training that was killed end with the bytes of one that was not?
 
-``survives`` runs the same small training three times: without lightck; with it, whose pool is copied in mid-training
-(what a kill leaves behind); and from that copy, in fresh objects. Losses, weights, every optimizer's ``state`` and
-groups are compared bit for bit. Optimizers are read by ``state`` and ``param_groups`` alone, never by ``state_dict``.
+``survives`` runs the same small training three times: without lightck; with it, while its pool is copied in
+mid-training (what a kill leaves behind); and from that copy, in fresh objects. Losses, weights, every optimizer's
+``state`` and groups are compared bit for bit. Optimizers are read through ``state`` and ``param_groups``, never
+``state_dict``.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Training:
         self.losses: dict[int, torch.Tensor] = {}
 
     def again(self) -> Training:
-        """Another process: the same program, other initial weights."""
+        """Return the training of another process: the same program, with other initial weights."""
         return Training(self.make, self.iterate, self.build, self.seed + 7)
 
     def learn(self, start: int, steps: int) -> None:
@@ -90,7 +91,7 @@ class Training:
             self.losses[number] = self.iterate(self.model, self.optimizers, number).detach().clone()
 
     def bytes(self) -> dict[str, Any]:
-        """All that the training is, by parameter position."""
+        """Return the whole state of the training, by parameter position."""
         return copy.deepcopy({"model": weights(self.model), "optimizers": list(map(raw_state, self.optimizers))})
 
 
@@ -119,7 +120,7 @@ def survives(
     steps: int = STEPS,
     more: int = MORE,
 ) -> lightck.Checkpoint:
-    """Assert that it does. The checkpoint that the training went on from."""
+    """Assert that the training survives. Return the checkpoint that it went on from."""
     never_killed = Training(training.make, training.iterate, training.build, training.seed)
     never_killed.learn(0, steps + more)
     held = {}
@@ -138,7 +139,7 @@ def survives(
 
 
 def wait_for(session: lightck.Session, step: int) -> None:
-    """Until this step is committed, or a later one (a forward of the loop itself may have closed it)."""
+    """Wait until this step is committed, or a later one (a forward of the loop itself may have closed it)."""
     deadline = time.monotonic() + 20
     while (session.committed or 0) < step:
         assert time.monotonic() < deadline, f"step {step} was not committed, {session.committed} was"
@@ -153,7 +154,7 @@ def goes_on(
     attach: Callable[[Training], Options],
     held: Mapping[int, Any] | None = None,
 ) -> None:
-    """A fresh process on this pool begins at ``step`` and ends as the other did."""
+    """Assert that a fresh training on this pool begins at ``step`` and ends as the other one did."""
     with open_session(training, image, resume=True, **attach(training)) as session:
         assert session.step == step
         if held is not None:
@@ -170,7 +171,7 @@ def survives_kill_9(
     steps: int = STEPS,
     more: int = MORE,
 ) -> None:
-    """As ``survives``, with a process that really dies."""
+    """As ``survives``, with a process that is really killed."""
     never_killed = Training(training.make, training.iterate, training.build, training.seed)
     never_killed.learn(0, steps + more)
 
@@ -196,7 +197,7 @@ def assert_equal(one: Any, other: Any, what: str) -> None:
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Where two values differ, for a message."""
+    """Describe where two values differ, for a message."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [d for k in one for d in differences(one[k], other[k], f"{path}/{k}")]
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
@@ -211,7 +212,8 @@ def brief(value: Any) -> str:
 
 
 def loads_by_itself(checkpoint: lightck.Checkpoint, training: Training) -> None:
-    """``ckpt.optimizer`` is what the optimizer's own ``load_state_dict`` takes, and it goes on from there."""
+    """Assert that the optimizer's own ``load_state_dict`` accepts ``ckpt.optimizer``, and training goes on from
+    there."""
     fresh = training.again()
     fresh.model.load_state_dict(checkpoint.model)
     saved = checkpoint.optimizer
@@ -221,8 +223,8 @@ def loads_by_itself(checkpoint: lightck.Checkpoint, training: Training) -> None:
     assert_same(fresh, training, "loaded by load_state_dict")
 
 
-def was_foreseen(pool: Path) -> None:
-    """Every tensor of the newest version lies in the table that was laid out at attach."""
+def was_predicted(pool: Path) -> None:
+    """Whether every tensor of the newest checkpoint lies in the table that was laid out at attach."""
     checkpoint = checkpoints(pool)[0]
     table = {entry.name: entry for entry in checkpoint.reader.entries}
     for name, entry in checkpoint.entries.items():
@@ -231,7 +233,7 @@ def was_foreseen(pool: Path) -> None:
 
 
 def pool_uuid(pool: Path) -> bytes:
-    """Another after each new layout."""
+    """Return the pool's UUID, which is another one after each relayout."""
     reader = open_pool(str(pool))
     try:
         return reader.superblock.uuid

@@ -1,4 +1,5 @@
-"""Optimizers that torch does not know are saved by their ``state`` and ``param_groups`` alone, whatever lies there."""
+"""Optimizers that torch does not know are saved through their ``state`` and ``param_groups`` only, whatever these
+hold."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_their_own_load_state_dict_takes_the_checkpoint(pool, kind):
 
 
 def test_found_among_live_objects(pool):
-    """Nothing is passed: a third-party optimizer is found as torch's are."""
+    """Nothing is passed to attach: a third-party optimizer is found like torch's."""
     run = Training(with_lr(wild.Soap))
     with lightck.attach(run.model, pool) as session:
         assert session.found == {"optimizer": "Soap"}
@@ -95,7 +96,7 @@ def test_a_table_that_parameters_share_is_stored_once_and_stays_shared(pool):
 
 
 def test_live_tensors_that_are_shared_do_not_overwrite_each_other(pool):
-    """Shared where it is restored, not shared when it was saved: each parameter gets its own value."""
+    """The tensors are shared in the restored optimizer and were not when saved: each parameter gets its own value."""
 
     class Shared(wild.Lion):
         def __init__(self, params: Any, lr: float = 0.01, together: bool = True) -> None:
@@ -141,7 +142,7 @@ def test_state_under_a_tensor_that_is_no_parameter_is_refused(pool):
     assert not pool.exists()
 
 
-def test_state_that_a_removed_parameter_left_behind_harms_nothing(pool):
+def test_state_of_a_removed_parameter_does_no_harm(pool):
     run = Training(with_lr(wild.Lion))
     with lightck.attach(run.model, pool, optimizer=run.optimizers) as session:
         run.learn(0, 2)
@@ -174,8 +175,8 @@ def test_tensors_in_attributes_are_named_in_a_warning(pool, caplog):
     assert "flat_params" not in warning
 
 
-def test_a_moment_in_an_attribute_is_what_these_tests_would_find(pool):
-    """A planted mistake: were anything of an optimizer not restored, the comparison would fail."""
+def test_a_planted_moment_in_an_attribute_is_found_by_these_tests(pool):
+    """A planted fault: if a part of an optimizer were not restored, the comparison would fail."""
 
     class Forgetful(wild.Lion):
         def update(self, p: Any, group: Any, state: Any) -> None:
@@ -198,7 +199,7 @@ def test_state_that_lies_in_one_buffer_is_named_in_a_warning(pool, caplog):
                     self.state[p]["exp_avg"] = part.view_as(p)
             return super().step(closure)
 
-    survives(pool, Training(with_lr(Flat)))  # each view is written by itself here
+    survives(pool, Training(with_lr(Flat)))  # here each view is written as a tensor of its own
     warned = {r.getMessage().split(". ")[0] for r in caplog.records if "lies in the memory" in r.getMessage()}
     assert warned == {"lightck: optimizer/0.bias/exp_avg lies in the memory of optimizer/0.weight/exp_avg"}
 
@@ -229,7 +230,7 @@ def test_schedule_free_weights_are_swapped_for_an_evaluation_inside_paused(pool)
         model.train()
         optimizer.train()
         for p, was in zip(model.parameters(), held, strict=True):
-            p.data.copy_(was)  # a swap and back rounds: undone, so that the runs compare
+            p.data.copy_(was)  # swapping forth and back rounds; undo that, so that the runs can be compared
 
     never_killed = Training(with_lr(wild.ScheduleFree))
     losses = learn(never_killed.model, never_killed.optimizers[0], 0, 6)
@@ -249,8 +250,8 @@ def test_schedule_free_weights_are_swapped_for_an_evaluation_inside_paused(pool)
 # -- added later -----------------------------------------------------------------------------------------------------
 
 
-def test_goes_on_from_a_pool_that_was_laid_out_for_less(pool):
-    """State that comes at the third step: the pool is resumed before and after it appeared."""
+def test_goes_on_from_a_pool_that_was_laid_out_without_late_state(pool):
+    """State appears at the third step; the pool is resumed before and after that."""
     never_killed = Training(with_lr(wild.Late))
     never_killed.learn(0, 6)
     run = Training(with_lr(wild.Late))
@@ -258,7 +259,7 @@ def test_goes_on_from_a_pool_that_was_laid_out_for_less(pool):
     images = {}
     for number in range(5):
         run.learn(number, 1)
-        if number >= 1:  # before, there is no pool: it is laid out at the first boundary
+        if number >= 1:  # before that there is no pool, because the first boundary lays it out
             images[number] = crashed(pool, f"after-{number}.pool")
     for number, image in images.items():
         step = lightck.recover(image).step

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from survival import Training, loads_by_itself, plain, pool_uuid, survives, survives_kill_9, was_foreseen, with_closure
+from survival import Training, loads_by_itself, plain, pool_uuid, survives, survives_kill_9, was_predicted, with_closure
 from torch.optim import Optimizer
 
 import lightck
@@ -82,13 +82,13 @@ def test_killed_training_goes_on_bit_identically(pool, name, options):
 
 
 @pytest.mark.parametrize(("name", "options"), [p for p in table() if p.values[0] != "LBFGS"])
-def test_layout_is_foreseen_at_attach(pool, caplog, name, options):
+def test_layout_is_predicted_at_attach(pool, caplog, name, options):
     run = training(name, options)
     with lightck.attach(run.model, pool, optimizer=run.optimizers):
         laid_out = pool_uuid(pool)
         run.learn(0, 3)
     assert pool_uuid(pool) == laid_out, "the pool was laid out anew"
-    was_foreseen(pool)
+    was_predicted(pool)
     assert [r.getMessage() for r in caplog.records if r.name == "lightck"] == []
 
 

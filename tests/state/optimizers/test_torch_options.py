@@ -1,5 +1,5 @@
-"""What torch's optimizers can be given beside their numbers: tensor learning rates, groups, closures, dtypes, devices'
-options; and what is refused, by torch or by lightck."""
+"""Options of torch's optimizers: tensor learning rates, groups, closures, dtypes, options for devices; and what torch
+or lightck refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from survival import Training, assert_equal, loads_by_itself, pool_uuid, survives, was_foreseen, with_closure
+from survival import Training, assert_equal, loads_by_itself, pool_uuid, survives, was_predicted, with_closure
 from test_torch_optim import classes
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -39,7 +39,7 @@ def decaying(model: nn.Module, optimizers: Sequence[Any], number: int) -> torch.
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
 def test_learning_rate_that_is_a_tensor(pool, name, how):
     if name != "SGD" and how == {"foreach": True}:
-        with pytest.raises(ValueError, match="lr as a Tensor"):  # torch's own word
+        with pytest.raises(ValueError, match="lr as a Tensor"):  # torch's own message
             classes()[name](net().parameters(), lr=torch.tensor(0.01), **how)
         return
 
@@ -53,7 +53,7 @@ def test_learning_rate_that_is_a_tensor(pool, name, how):
 
 
 def test_groups_that_share_a_tensor_learning_rate_do_not_overwrite_each_other(pool):
-    """Shared as the optimizer is built, then replaced in one group by the loop."""
+    """The groups share it when the optimizer is built; then the loop replaces it in one group."""
 
     def build(seed: int) -> tuple[nn.Module, Any]:
         model = net(seed=seed)
@@ -106,7 +106,7 @@ def test_two_restores_of_one_checkpoint_share_nothing(pool):
 
 
 def grouped(model: nn.Module) -> Sequence[Any]:
-    """Every group its own numbers; the parameters are named; two implementations side by side."""
+    """Return an optimizer whose groups differ in options, names and implementation."""
     weights = [(n, p) for n, p in model.named_parameters() if p.dim() == 2]
     biases = [(n, p) for n, p in model.named_parameters() if p.dim() == 1]
     return [
@@ -126,10 +126,10 @@ def test_groups_with_different_options_and_names(pool):
     loads_by_itself(checkpoint, run)
     assert set(checkpoint.optimizer["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
     assert set(checkpoint.optimizer["state"][2]) == {"step", "exp_avg", "exp_avg_sq"}
-    was_foreseen(pool)
+    was_predicted(pool)
 
 
-def test_implementation_that_was_saved_is_the_one_that_goes_on(pool):
+def test_resume_uses_the_implementation_that_was_saved(pool):
     """fused differs in bits from foreach: a resume with other options continues as the run that was saved."""
     never_killed = Training(lambda model: [torch.optim.AdamW(model.parameters(), fused=True)])
     never_killed.learn(0, 4)
@@ -145,7 +145,7 @@ def test_implementation_that_was_saved_is_the_one_that_goes_on(pool):
 # -- dtypes ----------------------------------------------------------------------------------------------------------
 
 
-def half_net(seed: int) -> nn.Module:
+def half_precision_net(seed: int) -> nn.Module:
     return net(400, seed).bfloat16()
 
 
@@ -154,11 +154,11 @@ def double_net(seed: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("build", [half_net, double_net])
+@pytest.mark.parametrize("build", [half_precision_net, double_net])
 def test_parameters_of_other_dtypes(pool, build, how):
     run = Training(lambda model: [torch.optim.AdamW(model.parameters(), lr=0.01, **how)], build=build)
     checkpoint = survives(pool, run)
-    was_foreseen(pool)
+    was_predicted(pool)
     state = checkpoint.optimizer["state"][0]
     assert state["exp_avg"].dtype == next(run.model.parameters()).dtype
     assert state["step"].dtype == torch.float32
@@ -178,14 +178,15 @@ def test_capturable_on_the_cpu_is_refused_by_torch_and_not_by_attach(pool, name)
 
 
 def through_an_update(model: nn.Module, optimizers: Sequence[Any], number: int) -> torch.Tensor:
-    """differentiable=True wants parameters that are no leaves with gradients: they are computed beside them."""
+    """Make one step with differentiable=True. It refuses leaves that need gradients, so copies of them get the
+    gradients."""
     (optimizer,) = optimizers
     copies = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     loss = torch.func.functional_call(model, copies, torch.ones(2, 4)).square().mean() * (1 + number)
     for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(copies.values())), strict=True):
         p.grad = grad
     optimizer.step()
-    model(torch.ones(1, 4))  # the root's forward closes the version
+    model(torch.ones(1, 4))  # the root's forward closes the checkpoint
     return loss
 
 
@@ -214,7 +215,7 @@ def test_lbfgs_history_grows_and_wraps_around(pool, search):
 
 
 def test_lbfgs_killed_while_its_history_grows(pool):
-    """Each step adds tensors: every image of the pool on the way is whole."""
+    """Each step adds tensors: every image of the pool in between is complete."""
 
     def make(model: nn.Module) -> Sequence[Any]:
         return [torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=1, history_size=50)]
@@ -266,8 +267,8 @@ def test_sparse_adam_made_after_attach_is_refused_at_its_first_step(pool):
         assert same(model.weight.detach(), before)
 
 
-def test_sparse_gradients_of_others_are_taken(pool):
-    """SGD and Adagrad take them too, and their state is dense."""
+def test_other_optimizers_with_sparse_gradients_are_supported(pool):
+    """SGD and Adagrad accept them too, and their state is dense."""
 
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -295,8 +296,8 @@ def test_sparse_gradients_of_others_are_taken(pool):
 # -- prediction ------------------------------------------------------------------------------------------------------
 
 
-def test_prediction_is_seen_by_nobodys_hooks_and_draws_nothing(pool):
-    """A scratch instance steps at attach: no global hook sees it, the random state stays."""
+def test_prediction_calls_no_user_hooks_and_draws_nothing(pool):
+    """A scratch instance makes a step at attach: no global hook is called, and the random state is unchanged."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     seen: list[Any] = []
@@ -313,11 +314,11 @@ def test_prediction_is_seen_by_nobodys_hooks_and_draws_nothing(pool):
     finally:
         handle.remove()
     assert pool_uuid(pool) == laid_out
-    was_foreseen(pool)
+    was_predicted(pool)
 
 
 def test_only_torchs_own_code_is_run_for_the_prediction(pool, caplog):
-    """What the constructor or the step of another class does cannot be taken back: its pool is made at the first
+    """Side effects of another class's constructor or step cannot be undone, so its pool is laid out at the first
     boundary."""
     caplog.set_level(logging.INFO, "lightck")
     calls: list[str] = []
@@ -343,7 +344,7 @@ def test_only_torchs_own_code_is_run_for_the_prediction(pool, caplog):
 
 
 def test_muon_and_adamw_share_a_model(pool):
-    """Muon takes matrices only: two optimizers, one update."""
+    """Muon accepts matrices only: two optimizers make one update."""
 
     def make(model: nn.Module) -> Sequence[Any]:
         return [

@@ -1,4 +1,4 @@
-"""Optimizers around optimizers: each state is saved, one step of the outermost is one update, none is ambiguous."""
+"""Optimizers that contain optimizers: each state is saved, and one step of the outermost one is one update."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def passing(kind: type) -> Make:
 
 
 def climbing(model: nn.Module, optimizers: Sequence[Any], number: int) -> torch.Tensor:
-    """SAM's two passes, the second in the closure."""
+    """SAM's two passes, the second one in the closure."""
     (optimizer,) = optimizers
     closure = closure_of(model, optimizer, number)
     loss = closure()
@@ -96,14 +96,14 @@ def test_wrapper_and_wrapped_are_found_together(pool, make, iterate, classes):
     assert [o.class_name for o in checkpoint.contents.optimizers] == classes
 
 
-def test_found_says_what_is_around_what(pool):
+def test_found_shows_which_optimizer_contains_which(pool):
     run = Training(sam, climbing)
     with lightck.attach(run.model, pool) as session:
         assert session.found == {"optimizer": "Sam around SGD"}
 
 
-def test_wrapped_before_wrapper_is_the_same(pool):
-    """In whichever order they are passed."""
+def test_order_of_wrapper_and_wrapped_does_not_matter(pool):
+    """They are passed in both orders."""
 
     def reversed_order(training: Training) -> dict[str, Any]:
         (outer,) = training.optimizers
@@ -112,8 +112,8 @@ def test_wrapped_before_wrapper_is_the_same(pool):
     survives(pool, Training(thrice, climbing), attach=reversed_order)
 
 
-def test_what_is_wrapped_can_be_taken_alone(pool):
-    """A model that is fine-tuned without the wrapper: the base optimizer's state fits the base optimizer."""
+def test_state_of_the_wrapped_optimizer_fits_it_alone(pool):
+    """A model is fine-tuned without the wrapper: the base optimizer gets its own state."""
     run = Training(sam, climbing)
     checkpoint = survives(pool, run)
     fresh = run.again()
@@ -179,14 +179,14 @@ def test_another_class_inside_is_refused_before_anything_changes(pool):
     assert_equal(other.bytes(), before, "refused")
 
 
-def test_two_optimizers_on_the_same_parameters_are_still_ambiguous(pool):
+def test_two_independent_optimizers_on_the_same_parameters_are_ambiguous(pool):
     run = Training(lookahead)
     second = torch.optim.SGD(run.model.parameters(), lr=0.1)
     with pytest.raises(lightck.errors.AmbiguousError):
         lightck.attach(run.model, pool, optimizer=[*run.optimizers, second])
 
 
-def test_wrapper_made_after_attach_is_followed_whole(pool):
+def test_wrapper_made_after_attach_is_followed_with_what_it_contains(pool):
     model = Training(sam).model
     with lightck.attach(model, pool, optimizer=[]) as session:
         (optimizer,) = sam(model)

@@ -1,7 +1,7 @@
-"""Every dtype, every layout, every role: what the tests of this folder are made from.
+"""Tables of every dtype, layout and role, for the tests of this folder.
 
-``STORED`` and ``REFUSED`` are written down here, and not asked of the library: a dtype that a later torch brings is in
-neither, and fails the test until somebody decides.
+``STORED`` and ``REFUSED`` are written here and not read from the library: a new dtype of a later torch is in neither,
+and fails a test until somebody decides.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ COUNT = 1440
 
 
 def memory(dtype: torch.dtype, seed: int, count: int = COUNT) -> torch.Tensor:
-    """Random bytes as elements, NaNs of every kind among them."""
+    """Random bytes as elements, with NaNs of every kind."""
     high = 2 if dtype is torch.bool else 256
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
@@ -105,7 +105,7 @@ def layouts_for(dtype: torch.dtype) -> dict[str, Callable[[torch.Tensor], torch.
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """What the tensor reads as, byte for byte."""
+    """Return the bytes of the tensor's elements, in order."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
@@ -124,7 +124,7 @@ class Box:
 
 
 class Keeper(torch.optim.Optimizer):
-    """An optimizer that keeps what it was given as state, and moves only its first parameter."""
+    """An optimizer that keeps given tensors as state, and changes only its first parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.5})
@@ -135,10 +135,10 @@ class Keeper(torch.optim.Optimizer):
 
 
 class Holder:
-    """One tensor of each name in each role, and what is needed to save and restore them."""
+    """One tensor of each name in each role, with the objects to save and restore them."""
 
     def __init__(self, tensors: Callable[[str], dict[str, torch.Tensor]]) -> None:
-        """``tensors(role)``: name -> tensor."""
+        """Build the objects. ``tensors(role)``: returns name -> tensor."""
         self.model = nn.Module()
         self.model.clock = nn.Parameter(torch.zeros(1))
         for name, tensor in tensors("parameter").items():
@@ -154,7 +154,7 @@ class Holder:
         return {"model": self.model, "optimizer": self.optimizer, "state": {"box": self.box}}
 
     def held(self) -> dict[str, torch.Tensor]:
-        """role/name -> tensor."""
+        """Return role/name -> tensor."""
         model = {n: t for n, t in [*self.model.named_parameters(), *self.model.named_buffers()] if n != "clock"}
         state = self.optimizer.state[self.model.clock]
         return model | state | {f"s_{n}": t for n, t in self.box.value.items()}

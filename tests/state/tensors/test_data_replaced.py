@@ -1,4 +1,4 @@
-"""``p.data = ...``: the same parameter, with other memory, or read in another way."""
+"""``p.data = ...``: the same parameter with other memory, or with another memory layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toys import in_child
 import lightck
 
 WIDTH = 3000
-"""So wide that its copies are under way when the loop goes on, and that its memory goes back to the system."""
+"""So wide that its copies are not done when the loop goes on, and that freed memory returns to the system."""
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -61,7 +61,7 @@ def test_memory_that_is_replaced_while_it_is_copied_is_not_freed(pool, replace, 
     ],
     ids=["dtype", "transposed", "transposed with gaps", "conjugated", "shape"],
 )
-def test_data_that_is_read_in_another_way_is_held_so(pool, change, first, trains):
+def test_data_with_another_memory_layout_is_saved_with_it(pool, change, first, trains):
     model = nn.Module()
     model.p = nn.Parameter(first, requires_grad=trains)
     model.other = nn.Parameter(torch.ones(3))

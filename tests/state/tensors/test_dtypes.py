@@ -1,4 +1,4 @@
-"""The table of dtypes x layouts x roles: bit for bit there and back, or refused by name at attach."""
+"""Dtypes x layouts x roles: saved and restored bit for bit, or refused by name at attach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:torch.quan
 
 
 def test_every_dtype_of_torch_is_in_the_table():
-    assert set(ALL) == STORED | REFUSED.keys(), "decide about a new dtype: a line in ITEM_NBYTES, or in REFUSED"
+    assert set(ALL) == STORED | REFUSED.keys(), "a new dtype needs a line in ITEM_NBYTES or in REFUSED"
 
 
 def holder(dtype: torch.dtype, seed: int, *, contiguous: bool = False) -> Holder:
@@ -88,7 +88,7 @@ _FLOATS = {4: (8, 23), 8: (11, 52)}
 
 
 def patterns(dtype: torch.dtype) -> torch.Tensor:
-    """All bit patterns where they are few; else zeros, denormals, infinities, NaNs of both kinds, random ones."""
+    """All bit patterns of small dtypes; of others zeros, denormals, infinities, NaNs of both kinds, and random ones."""
     parts = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
     if dtype is torch.bool:
         return torch.tensor([False, True])
@@ -103,7 +103,7 @@ def patterns(dtype: torch.dtype) -> torch.Tensor:
         raw = torch.tensor([n - (1 << 64) if n >= 1 << 63 else n for n in numbers], dtype=torch.int64)
         noise = torch.randint(-(1 << 63), (1 << 63) - 1, (1000,), generator=torch.Generator().manual_seed(3))
         whole = torch.cat([raw, noise]) if parts == 8 else torch.cat([raw, noise]).to(torch.int32)
-    if dtype.is_complex:  # each part with each other, moved by one
+    if dtype.is_complex:  # each real part with the next imaginary part
         whole = torch.stack([part.view(torch.uint8).view(-1, parts) for part in (whole, whole.roll(1))], 1)
     return whole.contiguous().view(torch.uint8).reshape(-1).view(dtype)
 

@@ -1,4 +1,4 @@
-"""A model of which most is frozen writes what moves, and little else; what was left out is watched."""
+"""A mostly frozen model writes little more than what changes, and the frozen parameters left out are checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS, ROWS = 36, 512
 
 
 class Mostly(nn.Module):
-    """40 equal layers of 1 MiB each, of which the last four are trained."""
+    """40 equal layers of 1 MiB each, of which only the last four are trained."""
 
     def __init__(self, seed: int = 0, strided: bool = False) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Mostly(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(ROWS, ROWS, bias=False) for _ in range(PARTS + 4))
         for layer in self.layers[:PARTS]:
             layer.requires_grad_(False)
-            if strided:  # a part of a larger memory, which cannot be copied as it lies
+            if strided:  # a part of a larger storage, which cannot be copied directly
                 layer.weight.data = torch.rand(ROWS, 2 * ROWS)[:, ::2]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def iterate(model: Mostly, optimizer: Any, number: int) -> None:
 
 
 def test_nine_tenths_frozen_write_at_most_12_percent_per_step(pool):
-    """With a stateless optimizer, so that nothing else is in the bytes; measured from the third version on."""
+    """The optimizer is stateless, so that only parameters are written; measured from the third checkpoint on."""
     model = Mostly()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     whole = sum(p.nbytes for p in model.parameters())
@@ -63,8 +63,8 @@ def test_nine_tenths_frozen_write_at_most_12_percent_per_step(pool):
 
 @pytest.mark.parametrize("strided", [False, True], ids=["plain", "strided"])
 @pytest.mark.parametrize("culprit", [0, 17, PARTS - 1])
-def test_hidden_write_is_found_within_as_many_steps_as_there_are_left_out_tensors(pool, culprit, strided, caplog):
-    """Each has 1 MiB: for each checkpoint the next one is read."""
+def test_unannounced_write_is_found_in_at_most_one_step_for_each_left_out_tensor(pool, culprit, strided, caplog):
+    """Each tensor has 1 MiB, so each checkpoint reads the next one."""
     model = Mostly(strided=strided)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
@@ -88,7 +88,7 @@ def test_hidden_write_is_found_within_as_many_steps_as_there_are_left_out_tensor
 @pytest.mark.parametrize(("kind", "until"), [(torch.optim.AdamW, 6), (torch.optim.SGD, 3)])
 @pytest.mark.parametrize("width", [8, BIG])
 def test_tensors_that_were_made_under_inference_mode_are_saved_exactly(pool, width, kind, until):
-    """torch counts no writes to them: of a frozen part, of the optimizer's state, and of buffers' copies."""
+    """torch counts no writes to inference tensors, in frozen parameters, optimizer state and copies of buffers."""
     with torch.inference_mode():
         frozen = nn.Linear(4, 4).requires_grad_(False)
     torch.manual_seed(0)

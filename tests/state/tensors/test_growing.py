@@ -23,7 +23,7 @@ CHANGE, STEPS = 3, 8
 
 
 class Growing:
-    """A training that changes at one iteration. ``grown``: build it as it is afterwards."""
+    """A training that changes at one iteration. ``grown``: build it as it is after that."""
 
     def __init__(self, grown: bool = False, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -50,7 +50,7 @@ class Growing:
 
 
 class Unfrozen(Growing):
-    """A frozen layer, known to the optimizer, gets gradients."""
+    """A frozen layer that the optimizer knows gets gradients."""
 
     def build(self) -> None:
         self.model[0].requires_grad_(False)
@@ -61,7 +61,7 @@ class Unfrozen(Growing):
 
 
 class NewGroup(Growing):
-    """A frozen layer is handed to the optimizer later."""
+    """A frozen layer is added to the optimizer later."""
 
     def build(self) -> None:
         self.model[0].requires_grad_(False)
@@ -73,7 +73,7 @@ class NewGroup(Growing):
 
 
 class Experts(nn.Module):
-    """The second expert is called from iteration ``CHANGE`` on only: its gradients are None before."""
+    """The second expert is called only from iteration ``CHANGE`` on: before, its gradients are None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Adapted(nn.Module):
 
 
 class Adapters(Growing):
-    """All layers are frozen and wrapped, under new names; the optimizer changes its parameters."""
+    """All layers are frozen and wrapped under new names, and the optimizer gets other parameters."""
 
     def change(self) -> None:
         for index in (0, 2):
@@ -127,7 +127,7 @@ class NewModules(Growing):
 
 
 class Statistics(nn.Module):
-    """Counts in a buffer that is None at first, keeps what it saw in one that grows, and drops a third."""
+    """One buffer is None at first and then counts, one grows with what it saw, and a third is removed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Statistics(nn.Module):
 
 
 class Buffers(Growing):
-    """Resumed by a script that builds them as every run does: small, or None."""
+    """Resumed by a script that builds the buffers as every run does: small, or None."""
 
     def build(self) -> None:
         self.model.append(Statistics())
@@ -204,7 +204,7 @@ def test_buffer_of_another_size_that_never_changed_is_drift(pool):
         lightck.recover(pool, other)
 
 
-def test_size_of_a_buffer_is_taken_from_each_checkpoint_where_the_newest_is_damaged(pool):
+def test_size_of_a_buffer_is_that_of_the_older_checkpoint_where_the_newest_is_damaged(pool):
     def build() -> Any:
         model = net()
         model.register_buffer("seen", None)
@@ -230,7 +230,7 @@ def test_size_of_a_buffer_is_taken_from_each_checkpoint_where_the_newest_is_dama
 
 
 class Parts:
-    """An object for ``state=`` whose tensors come and go."""
+    """An object for ``state=`` whose tensors appear and disappear."""
 
     def __init__(self) -> None:
         self.parts: dict[str, torch.Tensor] = {}
@@ -246,7 +246,7 @@ class Parts:
 
 
 def files_used(pool: Any, steps: int, change: Callable[[Parts, int], None]) -> tuple[list[int], int]:
-    """Inode of the pool after each step of a training whose state changes at each step, and its size in the end."""
+    """Return the pool's inode after each step of a training whose state changes at each step, and its final size."""
     model, parts, inodes = net(), Parts(), []
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer, state={"parts": parts}) as session:
@@ -265,38 +265,38 @@ def files_used(pool: Any, steps: int, change: Callable[[Parts, int], None]) -> t
     return inodes, pool.stat().st_size
 
 
-def moves(inodes: list[int]) -> int:
+def relayouts(inodes: list[int]) -> int:
     return sum(a != b for a, b in itertools.pairwise(inodes))
 
 
-def test_tensor_that_grows_at_every_step_moves_the_pool_seldom(pool):
-    """From 40 KB to 4 MB: the layouts follow the logarithm of the size, not the number of steps."""
+def test_tensor_that_grows_at_every_step_causes_few_relayouts(pool):
+    """From 40 KB to 4 MB: the number of relayouts follows the logarithm of the size, not the number of steps."""
     inodes, size = files_used(pool, 100, lambda p, n: p.set("a", 10_000 * (n + 1), n))
-    assert moves(inodes) <= 8
+    assert relayouts(inodes) <= 8
     assert size <= 2 * 4 * 4_000_000 + (8 << 20), "room for about twice the tensor beside it, in each of two slots"
 
 
-def test_tensor_that_changes_to_and_fro_needs_no_new_file(pool):
+def test_tensor_that_alternates_between_two_shapes_needs_no_new_file(pool):
     inodes, _ = files_used(pool, 60, lambda p, n: p.set("a", 20_000 - 7 * (n % 2), n))
-    assert moves(inodes[3:]) == 0
+    assert relayouts(inodes[3:]) == 0
 
 
 def test_names_that_come_and_go_need_no_new_file(pool):
-    """A state that keeps the last two of something, each under a name of its own."""
+    """A state keeps the last two of its tensors, each under a name of its own."""
 
     def change(parts: Parts, number: int) -> None:
         parts.set(f"step {number}", 9000, number)
         parts.parts.pop(f"step {number - 2}", None)
 
     inodes, size = files_used(pool, 60, change)
-    assert moves(inodes) == 0
+    assert relayouts(inodes) == 0
     assert size <= 8 << 20
     assert {v.manifest["step"] for v in reference.Pool(pool.read_bytes()).checkpoints()} == {59, 60}
 
 
-def test_names_that_only_come_move_the_pool_seldom(pool):
+def test_names_that_are_only_added_cause_few_relayouts(pool):
     inodes, _ = files_used(pool, 120, lambda p, n: p.set(f"part {n}", 6000, n))
-    assert moves(inodes) <= 8
+    assert relayouts(inodes) <= 8
 
 
 def test_model_that_grows_by_a_module_at_every_step(pool):
@@ -311,7 +311,7 @@ def test_model_that_grows_by_a_module_at_every_step(pool):
             session.flush()
             inodes.append(pool.stat().st_ino)
         assert same(dict(lightck.recover(crashed(pool)).model), dict(model.state_dict()))
-    assert moves(inodes) <= 3
+    assert relayouts(inodes) <= 3
 
 
 def test_tensor_that_is_gone_is_not_kept_alive(pool):
@@ -331,15 +331,15 @@ def test_tensor_that_is_gone_is_not_kept_alive(pool):
     assert "3.weight" not in lightck.recover(pool).model
 
 
-def test_stepping_shapes_of_many_tensors_keep_left_out_ones_whole(pool):
-    """Extents are given from name to name while frozen parameters are left out: each version is still exact."""
+def test_changing_shapes_of_many_tensors_keep_left_out_tensors_exact(pool):
+    """Extents pass from name to name while frozen parameters are left out: each checkpoint is exact."""
     model = net()
     frozen = nn.ParameterList(nn.Parameter(torch.rand(2000), requires_grad=False) for _ in range(4))
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 1)
         session.flush()
-        model[0].frozen = frozen  # they come after the layout: extras
+        model[0].frozen = frozen  # added after the layout
         for number in range(24):
             train(model, optimizer, 1, start=number)
             model.register_buffer("odd", torch.rand(200_000 + 40_000 * (number % 5)))  # one block, or two

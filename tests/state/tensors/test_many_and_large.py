@@ -1,4 +1,4 @@
-"""Numbers at their ends: a hundred thousand tiny tensors, and one with more than 2^31 elements."""
+"""Extremes: a hundred thousand tiny tensors, and one with more than 2^31 elements."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ _PUNCH, _KEEP_SIZE = 2, 1
 
 
 def untouched(count: int) -> torch.Tensor:
-    """Zeros that take no memory until they are written to: a private mapping of nothing."""
+    """Return zeros that take no memory until they are written to: a private anonymous mapping."""
     return torch.from_numpy(np.zeros(count, np.uint8))
 
 
 def forget_range(path: Path, offset: int, nbytes: int) -> None:
-    """Give the memory of a range of a file on tmpfs back: it reads as zeros."""
+    """Free the memory of a range of a file on tmpfs, which then reads as zeros."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(path, "r+b") as file:
         done = libc.fallocate(file.fileno(), _PUNCH | _KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(nbytes))
@@ -86,7 +86,7 @@ def forget_range(path: Path, offset: int, nbytes: int) -> None:
 
 @pytest.fixture
 def large(folder: Path) -> Iterator[Path]:
-    """A pool with a tensor of 2^31 + 5 elements, written twice: the second version lies beyond 4 GiB in the file."""
+    """A pool with a tensor of 2^31 + 5 elements, written twice: the second checkpoint lies beyond 4 GiB in the file."""
     pool = folder / "large.pool"
     model = nn.Linear(1, 1)
     model.register_parameter("large", nn.Parameter(untouched(LARGE), requires_grad=False))
@@ -103,7 +103,7 @@ def large(folder: Path) -> Iterator[Path]:
 
 
 def test_more_than_two_to_the_31_elements(large):
-    """About 4.3 GB of tmpfs, and half of it is given back before the tensor is read."""
+    """Needs about 4.3 GB of tmpfs, of which a part is freed before the tensor is read."""
     newest, older = checkpoints(large)
     assert (newest.step, older.step) == (2, 1)
     offset = older.reader.superblock.slots[older.record.slot][0]

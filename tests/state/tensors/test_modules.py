@@ -1,4 +1,4 @@
-"""Modules whose parameters are computed, normalised or of a class of their own resume bit-identical."""
+"""Modules whose parameters are computed, normalised or of a subclass resume bit-identically."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Symmetric(nn.Module):
 
 
 class Named(nn.Parameter):
-    """A parameter with something to say."""
+    """A parameter subclass with an attribute."""
 
     note = "kept by the class"
 
 
 class Watchful(torch.Tensor):
-    """Sees every torch function, and is a plain array of bytes all the same."""
+    """A subclass that sees every torch function, and otherwise is a plain array of bytes."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +49,7 @@ def old_weight_norm(model: nn.Sequential) -> None:
 
 
 def spectral_norm(model: nn.Sequential) -> None:
-    """Its vectors are buffers that each training forward moves."""
+    """Its vectors are buffers that each training forward changes."""
     parametrizations.spectral_norm(model[0])
     parametrizations.spectral_norm(model[2])
 
@@ -100,7 +100,7 @@ def built(change: Callable[[nn.Sequential], None], width: int, seed: int) -> tup
 @pytest.mark.parametrize("change", CHANGES)
 def test_module_resumes_bit_identical(pool, change, explicit, width):
     if change is orthogonal and width == BIG:
-        width = 200  # a factorisation of 3000 columns takes its time
+        width = 200  # factorising 3000 columns is slow
     model, optimizer = built(change, width, 0)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 3)

@@ -1,4 +1,4 @@
-"""What is more, or less, than an array of bytes is refused at attach: by name, with the reason and the cure."""
+"""Tensors that are not simply arrays of bytes are refused at attach: by name, with the reason and the cure."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_tensor_that_turns_unstorable_is_named_and_the_last_checkpoint_stays(poo
 
 
 class Hiding(nn.Module):
-    """Keeps a tensor that only its own ``_save_to_state_dict`` knows of, as packed quantized modules do."""
+    """Keeps a tensor that only its own ``_save_to_state_dict`` writes, as packed quantized modules do."""
 
     def __init__(self) -> None:
         super().__init__()

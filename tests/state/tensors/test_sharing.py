@@ -1,4 +1,4 @@
-"""Tensors that share memory: tied ones are stored once and stay tied, overlapping ones are each exact."""
+"""Tensors that share memory: tied tensors are stored once and remain tied, overlapping ones are each exact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 1500
 
 
 class Net(nn.Module):
-    """An embedding-like table and a head of the same shape; how they are tied is up to the test."""
+    """An embedding-like table and a head of the same shape; each test ties them in its own way."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_pool_of_tied_weights_restores_into_untied_ones(pool):
 
 
 @pytest.mark.parametrize("how", [by_object, by_data])
-def test_values_of_their_own_do_not_fit_tied_weights_and_nothing_changes(pool, how):
+def test_different_values_are_refused_for_tied_weights_and_nothing_changes(pool, how):
     model, optimizer = tied(lambda model: None)
     with lightck.attach(model, pool, optimizer=optimizer):
         train(model, optimizer, 2)
@@ -117,7 +117,7 @@ def test_tie_to_another_tensor_than_when_it_was_saved_is_drift(pool):
 
 
 def test_weights_that_are_untied_in_mid_training_keep_their_values(pool):
-    """The second name stays where it was: only its alias says that it needs an extent of its own now."""
+    """The second name keeps its memory: only its alias shows that it needs an extent of its own now."""
     model, optimizer = tied(by_object)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 2)
@@ -210,24 +210,24 @@ def test_expanded_tensor_takes_memory_of_its_own_for_values_that_differ(pool):
 
 
 @pytest.mark.parametrize("frozen", ["first", "second"])
-def test_frozen_view_of_trained_memory_does_not_rest(pool, frozen):
+def test_frozen_view_of_trained_memory_is_saved_at_each_step(pool, frozen):
     model = Net()
     by_data(model)
-    still, moving = (model.table, model.head) if frozen == "first" else (model.head, model.table)
-    still.weight.requires_grad_(False)
+    frozen_part, trained_part = (model.table, model.head) if frozen == "first" else (model.head, model.table)
+    frozen_part.weight.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        for number, lr in enumerate((0.01, 0.0, 0.0, 0.0, 0.01, 0.01)):  # equal bytes three times, as if it rested
+        for number, lr in enumerate((0.01, 0.0, 0.0, 0.0, 0.01, 0.01)):  # unchanged for three steps
             optimizer.param_groups[0]["lr"] = lr
             train(model, optimizer, 1, start=number)
             session.flush()
             loaded = lightck.recover(pool).model
-            assert same(loaded["table.weight"], moving.weight.detach())
-            assert same(loaded["head.weight"], moving.weight.detach())
+            assert same(loaded["table.weight"], trained_part.weight.detach())
+            assert same(loaded["head.weight"], trained_part.weight.detach())
 
 
-def test_failed_restore_leaves_no_mix_also_in_odd_memory(pool):
-    """NaN everywhere, in memory that torch does not fill by itself too."""
+def test_failed_restore_changes_nothing_also_in_odd_memory(pool):
+    """NaN everywhere, also in memory that torch does not fill by itself."""
     model = Net()
     optimizer = adam(model)
     model.register_buffer("four", torch.zeros(5, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))

@@ -1,4 +1,4 @@
-"""After many equal steps tensors are not named anew. Whatever changes then is noticed at the next boundary."""
+"""After many equal steps the list of tensors is reused. The next boundary notices whatever changes then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import lightck
 
 
 class Steady:
-    """A training after so many steps that its tensors are known."""
+    """A training after so many steps that its tensor list is reused."""
 
     def __init__(self, width: int) -> None:
         self.model: Any = net(width)
@@ -141,7 +141,7 @@ def test_a_change_after_many_equal_steps_is_in_the_next_checkpoint(
         session.flush()
         assert known is not None, "the workload does not show what it is for: nothing is ever known"
         assert session._steps.capture._tensor_list is known, (
-            "the workload does not show what it is for: it is named anew"
+            "this change does not test the reused list: all tensors are named again"
         )
         change(t)
         session.end_step()

@@ -52,7 +52,7 @@ class Bench:
         quiet: bool = False,
         shown_by: str = "the one that followed",
     ) -> list[Outcome]:
-        """A resumed run that differs said so: a warning matches the pattern ``warning``. At least one run was told so.
+        """A resumed run that differs said so: a warning matches the pattern ``warning``. At least one run was warned.
         ``quiet``: a run that is not killed is not warned. A kill within a commit, or at a moment of the clock, may come
         before what shows the difference: then that cannot be compared, which docs/guarantees.md says, and the resume
         does not say that it compared it (``shown_by``)."""
@@ -63,7 +63,7 @@ class Bench:
             assert outcome.difference is None or is_reported or came_early, (
                 f"after {outcome.kill}, silently: {outcome.difference}; said: {outcome.warnings}"
             )
-        assert any(reported), f"nobody was told: {[o.warnings for o in outcomes]}"
+        assert any(reported), f"nobody was warned: {[o.warnings for o in outcomes]}"
         return outcomes
 
     def outcomes(self, name: str, kills: Sequence[Kill] | None = None, *, quiet: bool = False) -> list[Outcome]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightck.dataloader.batch import checksum_of, differ, is_in_part
+from lightck.dataloader.batch import checksum_of, differ, is_partial
 
 
 def seen(batch: Any) -> int:
@@ -68,11 +68,11 @@ def test_layouts(layout: str) -> None:
 
 def test_of_a_tensor_on_a_device_shape_and_dtype_count() -> None:
     one, other = torch.empty(3, device="meta"), torch.empty(4, device="meta")
-    assert is_in_part(seen(one))
+    assert is_partial(seen(one))
     assert differ(seen(one), seen(other))
     assert differ(seen(one), seen(one.to(torch.float16)))
     assert not differ(seen(one), seen(torch.ones(3))), "here and there: nothing says that they differ"
-    assert not is_in_part(seen(torch.ones(3)))
+    assert not is_partial(seen(torch.ones(3)))
 
 
 def test_what_is_not_looked_into() -> None:
@@ -84,14 +84,14 @@ def test_what_is_not_looked_into() -> None:
 
     assert checksum_of(Text("a")) is None
     assert checksum_of([object(), None]) is None
-    assert is_in_part(seen([object(), 1]))
+    assert is_partial(seen([object(), 1]))
     image = torch.ones(3).as_subclass(Image)
     assert differ(seen(image), seen(torch.ones(4).as_subclass(Image)))
     freed = torch.ones(100)
     freed.untyped_storage().resize_(0)
-    assert is_in_part(seen(freed))
-    assert is_in_part(seen(torch.eye(3).to_sparse()))
-    assert not is_in_part(seen(torch.ones(3, dtype=torch.complex64).conj()))
+    assert is_partial(seen(freed))
+    assert is_partial(seen(torch.eye(3).to_sparse()))
+    assert not is_partial(seen(torch.ones(3, dtype=torch.complex64).conj()))
 
 
 def test_nothing_is_copied_whole_or_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a loop keeps to itself is in no version: a resume that goes on with other data says so, and no other does."""
+"""What a loop keeps to itself is in no checkpoint: a resume that goes on with other data says so, and no other does."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_other_data_after_a_resume_are_reported(name: str, bench: Bench) -> None
 
 
 def test_a_batch_fetched_ahead_from_a_session_loader_is_reported(bench: Bench) -> None:
-    """Its first run is told already that versions close within a batch."""
+    """Its first run is warned already that checkpoints close within a batch."""
     bench.exact_or_reported("fetched-ahead-from-a-session-loader", REPORTED)
 
 
@@ -387,7 +387,7 @@ def test_a_record_that_does_not_pass_is_none(pool: Path, reported: Reported, dam
 
 
 def test_a_record_is_written_into_no_slot_that_moved_on(pool: Path) -> None:
-    """A version that is dropped, or lies in the file that a pool moved away from, gets no record any more."""
+    """A checkpoint that is dropped, or lies in the file that a pool moved away from, gets no record any more."""
     model = net()
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
@@ -395,11 +395,11 @@ def test_a_record_is_written_into_no_slot_that_moved_on(pool: Path) -> None:
         session.flush()
         writer, slot, generation = session._pipeline._newest
         entry = [NextBatch(bytes(8), 3, 1)]
-        assert writer.store_next(slot, generation, entry)
-        assert not writer.store_next(slot, generation - 1, entry)
+        assert writer.store_next_batch(slot, generation, entry)
+        assert not writer.store_next_batch(slot, generation - 1, entry)
         writer._slot_unknown(slot)
-        assert not writer.store_next(slot, generation, entry)
-        session._pipeline.store_next(entry)
+        assert not writer.store_next_batch(slot, generation, entry)
+        session._pipeline.store_next_batch(entry)
         train(model, optimizer, 1)
 
 
@@ -544,7 +544,7 @@ def test_a_checkpoint_that_the_pre_step_hook_closes(reported: Reported) -> None:
 def test_a_checkpoint_that_is_closed_and_not_saved_leaves_nothing_to_the_next_one() -> None:
     stored: list[Any] = []
     recorder = Recorder(stored.append)
-    recorder.forward("of a version that is not saved", True)
+    recorder.forward("of a checkpoint that is not saved", True)
     recorder.closed_unsaved()
     recorder.before_update()
     assert not stored
@@ -559,20 +559,20 @@ def test_a_loader_that_gives_later_is_compared_later(reported: Reported) -> None
     stored: list[Any] = []
     recorder = Recorder(stored.append)
     recorder.closed(Event.NEXT)
-    recorder.gave("early", a_pass(), "a", None)
+    recorder.batch_given("early", a_pass(), "a", None)
     recorder.forward("a", False)
     recorder.before_update()
-    recorder.gave("late", a_pass(), "b", None)
+    recorder.batch_given("late", a_pass(), "b", None)
     recorder.before_update()
     for late, level in (("b", "INFO"), ("c", "WARNING")):
         comparison = Comparison(1, stored[-1], is_strict=False)
-        comparison.gave("early", a_pass(), "a", None)
+        comparison.batch_given("early", a_pass(), "a", None)
         comparison.forward("a")
         comparison.before_update()
         assert set(reported()) == {"INFO"}
         assert not comparison.is_over
         comparison.before_update()
-        comparison.gave("late", a_pass(), late, None)
+        comparison.batch_given("late", a_pass(), late, None)
         comparison.before_update()
         assert comparison.is_over
         assert set(reported()) == ({"WARNING"} if level == "WARNING" else set())
@@ -582,12 +582,12 @@ def test_a_pass_that_only_looks_gives_way_to_the_next_one(reported: Reported) ->
     stored: list[Any] = []
     recorder = Recorder(stored.append)
     recorder.closed(Event.NEXT)
-    recorder.gave("x", a_pass(), "looked at", None)
-    recorder.gave("x", of := a_pass(), "trained on", None)
-    recorder.gave("x", of, "second", None)
+    recorder.batch_given("x", a_pass(), "looked at", None)
+    recorder.batch_given("x", of := a_pass(), "trained on", None)
+    recorder.batch_given("x", of, "second", None)
     assert not stored, "which of them is trained on is not known yet"
     recorder.before_update()
-    recorder.gave("x", a_pass(), "next pass", None)
+    recorder.batch_given("x", a_pass(), "next pass", None)
     recorder.before_update()
     (entries,) = stored
     data = [(e.key, e.kind, e.checksum) for e in entries if e.kind not in RANDOM_STATES]

@@ -65,7 +65,7 @@ def test_a_renamed_loader_is_refused(bench: Bench, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "warning"),
     [
-        ("dropped", r"position of loader 'a' \(epoch \d, \d batches given\).*not gone on from"),
+        ("dropped", r"position of loader 'a' \(epoch \d, \d batches given\).*does not go on from it"),
         ("cycle", r"an update was made after the pass over it ended|saved after updates on batches of a pass"),
         ("stateful-iterable-dataset", r"batch \d of the pass is not the one that was given before"),
     ],

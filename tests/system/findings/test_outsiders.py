@@ -96,7 +96,7 @@ def test_batches_that_are_used_again_are_named_once(pool: Path, caplog: pytest.L
             for x in itertools.islice(itertools.cycle(loader), 5):
                 model(x).square().sum().backward()
                 optimizer.step()
-    assert len([r for r in caplog.records if "batches are used again" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "uses batches again" in r.getMessage()]) == 1
 
 
 def test_a_finished_cell_that_is_run_again_says_nothing(pool: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +113,7 @@ def test_a_finished_cell_that_is_run_again_says_nothing(pool: Path, caplog: pyte
                 optimizer.zero_grad()
                 if session.step >= until and until == 3:
                     break
-                if session.step > until:  # as of a process that is killed: nothing closes this step's version
+                if session.step > until:  # as of a process that is killed: nothing closes this step's checkpoint
                     session.abandon()
                     break
     assert not caplog.records

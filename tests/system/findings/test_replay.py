@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightck.dataloader.replay import wants_skip
 from lightck.errors import SessionError
 from lightck.state import values
-from lightck.state.rng import shielded
+from lightck.state.rng import preserved
 
 from .harness import Bench
 
@@ -55,7 +55,7 @@ def refusal(bench: Bench, name: str, folder: Path, update: int = 6) -> str:
 
 
 def test_a_position_of_an_older_pool_is_read() -> None:
-    with shielded():
+    with preserved():
         host = Host()
         loader = host.loader(DataLoader(range(12), 2, shuffle=True))
         batches = iter(loader)

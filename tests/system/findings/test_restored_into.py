@@ -72,12 +72,12 @@ def test_a_module_within_itself_is_refused_by_name(pool):
     model = net()
     model[0].parent = model
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(StateValueError, match=r"'0\.parent' \(Sequential\) lies within itself"):
+    with pytest.raises(StateValueError, match=r"'0\.parent' \(Sequential\) contains itself"):
         lightck.attach(model, pool, optimizer=opt)
     assert not pool.exists()
     model = net()
     model[0].me = model[0]
-    with pytest.raises(StateValueError, match=r"'0\.me' \(Linear\) lies within itself"):
+    with pytest.raises(StateValueError, match=r"'0\.me' \(Linear\) contains itself"):
         lightck.attach(model, pool, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -87,7 +87,7 @@ def test_a_module_within_itself_that_comes_later_is_refused_too(pool):
     session = lightck.attach(model, pool, optimizer=opt)
     train(model, opt, 2)
     model[0].parent = model
-    with pytest.raises(StateValueError, match="lies within itself"):
+    with pytest.raises(StateValueError, match="contains itself"):
         train(model, opt, 2, start=2)
     session.abandon()
     assert lightck.recover(pool).step >= 1

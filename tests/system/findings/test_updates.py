@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightck.state.numbers import Numbers
+from lightck.state.numbers import ModuleNumbers
 
 from .harness import Bench
 from .programs.updates import Longest, Queue
@@ -70,7 +70,7 @@ def test_right_loops_are_exact_and_nothing_is_said(name: str, bench: Bench) -> N
 @pytest.mark.parametrize(
     ("name", "warning"),
     [
-        ("pointer-of-a-queue", r"not what they were at step \d+: pointer is 0 and was [1-4]\. Where the training"),
+        ("pointer-of-a-queue", r"not what they were at step \d+: pointer is 0 and was [1-4]\. If the training"),
         ("epochs-from-nothing", r"goes on from step \d+ in pass [23] over loader .*, and the loop did not ask"),
         ("steps-from-nothing", r"goes on from step \d+, and the loop did not ask for it"),
     ],
@@ -81,7 +81,7 @@ def test_what_is_seen_by_its_first_update_only_is_reported(name: str, warning: s
 
 def test_numbers_that_change_now_and_then_are_not_kept() -> None:
     model = torch.nn.ModuleList([Queue(), Longest()])
-    numbers = Numbers(model)
+    numbers = ModuleNumbers(model)
     assert numbers.now() == {}, "as attach asks"
     for n in range(1, 9):
         model[0].push(torch.ones(4))

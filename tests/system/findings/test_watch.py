@@ -441,7 +441,7 @@ def test_object_that_refuses_to_answer_stops_nothing(pool, caplog):
 
 
 def test_optimizer_that_never_steps_is_named(bench: Bench, pool: Path) -> None:
-    """The process is killed, with nothing saved: it was told before."""
+    """The process is killed, with nothing saved: it was warned before."""
     reported = bench.training("optimizer-that-never-steps").process(pool, Kill("place", "update", 105), fresh=True)
     assert reported.updates == 105
     (said,) = reported.warnings

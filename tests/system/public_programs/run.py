@@ -52,7 +52,7 @@ class Kill:
 
 @dataclass
 class Reported:
-    """What one process reported."""
+    """The reports of one process."""
 
     status: int = 0
     warnings: list[str] = field(default_factory=list)

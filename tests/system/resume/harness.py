@@ -23,12 +23,12 @@ from .forkserver import ForkServer
 from .scenarios import Scenario
 
 SEED = int(os.environ.get("LIGHTCK_TEST_SEED", "0"))
-CHECKPOINT_SITES = ("header", "manifest", "sealed", "body", "word", "ack")  # passed once in a version
+CHECKPOINT_SITES = ("header", "manifest", "sealed", "body", "word", "ack")  # passed once per checkpoint
 ADOPTION_SITES = ("body", "word", "ack")
 
 
 class Mismatch(AssertionError):
-    """The killed run is not what the reference is."""
+    """The killed run differs from the reference run."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Reported:
     saw: dict[str, int] = field(default_factory=dict)
     logs: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """Those of the logs that a user sees who configured no logging."""
+    """The log messages that a user sees who did not configure logging."""
     seconds: list[float] = field(default_factory=list)
     status: int = 0
 
@@ -221,7 +221,7 @@ class Chain:
                 return kill
 
     def begin_at(self, update: int) -> None:
-        """The pool holds this update, whatever was reported before."""
+        """Note that the pool holds this update, whatever was reported before."""
         self._reported = self._floor = update
 
     def step(self, kill: Kill | None, survival: Survival, options: Mapping[str, Any] | None = None) -> bool:
@@ -252,7 +252,7 @@ class Chain:
         least = max(self._floor, self._reported - self._training.scenario.loses)
         if not least <= reported.start <= self._reported:
             self._fail(
-                f"update {self._reported} was reported and version {self._floor} was started from before, and the "
+                f"update {self._reported} was reported and step {self._floor} was resumed from before, and the "
                 f"next process starts at {reported.start}"
             )
         self._floor, self._reported = reported.start, reported.updates

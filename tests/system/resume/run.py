@@ -101,7 +101,7 @@ class Run:
         return self.session
 
     def updated(self, loss: Any) -> None:
-        """To be called when ``optimizer.step()`` has returned and has changed something."""
+        """Called by a training after an ``optimizer.step()`` that changed something."""
         self.updates += 1
         self.send(update=self.updates, loss=_bits(loss))
         if self.session.step != self.updates:
@@ -109,12 +109,12 @@ class Run:
         self.here("update")
 
     def skipped(self, loss: Any) -> None:
-        """To be called when an iteration has changed nothing (GradScaler found inf)."""
+        """Called by a training after an iteration without an update (GradScaler found inf)."""
         self.saw("skip")
         self.send(skip=self.updates, loss=_bits(loss))
 
     def here(self, place: str) -> None:
-        """A named place at which the test may let this process die."""
+        """A named place at which the test may kill this process."""
         if self.is_reference:
             self.send(saw=f"place {place}")
         elif self._kill["kind"] == "place" and self._kill["name"] == place:
@@ -124,11 +124,11 @@ class Run:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def saw(self, what: str) -> None:
-        """The feature that the scenario is about was at work."""
+        """Called by a training when the feature that its scenario tests was used."""
         self.send(saw=what)
 
     def finished(self, model: nn.Module, optimizers: Sequence[Any], objects: Mapping[str, Any] | None = None) -> None:
-        """The training is over: report all that must be equal to the bit."""
+        """Report, at the end of the training, digests of all state that must be bit-identical."""
         self.send(
             digests={
                 **digests("weights", model.state_dict()),

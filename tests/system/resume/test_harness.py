@@ -27,7 +27,7 @@ def differs(server: ForkServer, folder: Path, scenario: str, sabotage: str) -> s
         ("batches-by-hand-without-end-step", "rng_is_not_restored", "the loss of update"),
         ("scheduler", "scheduler_is_not_restored", "took nothing of its saved state"),
         ("sgd-with-momentum", "momentum_is_not_restored", "keeps nothing of the state"),
-        ("plain-loop", "every_third_version_only", "update 12 was reported"),
+        ("plain-loop", "every_third_checkpoint_only", "update 12 was reported"),
     ],
 )
 def test_fault_in_lightck_is_found(server: ForkServer, folder: Path, scenario: str, sabotage: str, said: str) -> None:

@@ -33,7 +33,7 @@ def test_resume_is_bit_identical(scenario: Scenario, folder: Path, request: pyte
             "gradscaler-unfused-while-the-root-is-never-called",
             marks=pytest.mark.xfail(
                 strict=True,
-                reason="a version closed by the next step's pre-hook holds the scaler as it is after a skip in "
+                reason="a checkpoint closed by the next step's pre-hook holds the scaler as it is after a skip in "
                 "between, and the random states from before it (session.loader() and end_step() are exact)",
             ),
         ),
@@ -41,14 +41,14 @@ def test_resume_is_bit_identical(scenario: Scenario, folder: Path, request: pyte
             "pseudo-labels-without-end_step",
             marks=pytest.mark.xfail(
                 strict=True,
-                reason="a version closed by the root's forward holds buffers that a forward without gradients, of the "
-                "same iteration, has moved already (end_step() is exact)",
+                reason="a checkpoint closed by the root's forward holds buffers that a no-grad forward in the "
+                "same iteration has changed already (end_step() is exact)",
             ),
         ),
     ],
 )
 def test_known_gap(name: str, folder: Path, request: pytest.FixtureRequest) -> None:
-    """Trainings that are not resumed exactly yet."""
+    """Trainings that do not resume exactly yet."""
     scenario = SCENARIOS[name]
     training = Training(request.getfixturevalue("server"), scenario, folder)
     reference = training.reference()

@@ -1,4 +1,4 @@
-"""Which version a restart comes back to: after a fall-back, after a step back, and beside workers that live on."""
+"""The checkpoint to which a restart returns: after a fall-back, after recover(step=), beside workers that live on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def held_steps(pool: Path) -> list[int]:
 
 
 def damage_newest(pool: Path) -> None:
-    """Flip a bit in a weight of the newest version."""
+    """Flip a bit in a weight of the newest checkpoint."""
     reader = open_pool(str(pool))
     checkpoint = next(v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint))
     slot = reader.superblock.slots[checkpoint.record.slot][0]

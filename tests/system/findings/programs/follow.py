@@ -131,7 +131,7 @@ def fetched_ahead_from_a_session_loader(run: Run) -> None:
 
 @program()
 def fetched_behind_the_update(run: Run) -> None:
-    """``next()`` as the last thing of an iteration closes the version before it fetches: exact."""
+    """``next()`` as the last thing of an iteration closes the checkpoint before it fetches: exact."""
     run.seed()
     model = mlp()
     opt, session = start(run, model)

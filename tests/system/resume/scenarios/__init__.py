@@ -25,7 +25,7 @@ class Scenario:
     sees: Mapping[str, int] = field(default_factory=dict)
     logs: tuple[str, ...] = ()
     loses: int = 1
-    """Finished updates that a kill may lose: interval x (slots - 1), and one for a version that was given up."""
+    """Finished updates that a kill may lose: interval x (slots - 1), and one for a checkpoint that was given up."""
     kills: int = 3
     """Kills at random instants, beside those at places and kill points."""
     brief: bool = False

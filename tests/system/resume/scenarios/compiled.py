@@ -51,7 +51,7 @@ def compiled(run: Run, when: str, how: str, backend: str = "aot_eager") -> None:
 
 
 def compiled_over_a_loader(run: Run) -> None:
-    """No hook of the model fires, and ``next()`` closes each version."""
+    """No hook of the model fires, and ``next()`` closes each checkpoint."""
     run.seed()
     model = mlp(dropout=0.2, norm=True)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)

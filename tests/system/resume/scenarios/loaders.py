@@ -77,7 +77,7 @@ def plain_loader(run: Run, workers: int, generator: bool = False, followed: bool
     run.seed()
     model = mlp(dropout=0.2, norm=True)
     opt = torch.optim.AdamW(model.parameters(), lr=2e-2)
-    sched = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, deadline=0, threshold=10.0)
+    sched = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0, threshold=10.0)
     session = run.attach(model)
     own = torch.Generator().manual_seed(3) if generator else None
     train = session.loader(DataLoader(_dataset(workers), BATCH, shuffle=True, num_workers=workers, generator=own))

@@ -300,7 +300,7 @@ class Counting(nn.Module):
 
 
 def extra_state(run: Run, call_root: bool) -> None:
-    """``call_root`` False: only a submodule is called, so that each version closes at the next step's pre-hook."""
+    """``call_root`` False: only a submodule is called, so that each checkpoint closes at the next step's pre-hook."""
     run.seed()
     model = nn.Sequential(mlp(dropout=0.2, norm=True), Counting())
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)

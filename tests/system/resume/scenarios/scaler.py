@@ -23,7 +23,7 @@ def _iterate(run: Run, model: Any, opt: Any, scaler: Any, poison: float = 1.0) -
     scaler.scale(loss * poison).backward()
     steps = run.session.step
     scaler.step(opt)
-    # As told by the scaler: its update halves the scale after a skip.
+    # Read from the scaler: its update halves the scale after a skip.
     run.here("between step and scaler.update")
     before = scaler.get_scale()
     scaler.update()

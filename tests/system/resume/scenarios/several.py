@@ -58,7 +58,7 @@ def gan_with_several_critic_steps_and_end_step(run: Run) -> None:
 
 @scenario(places=("between the optimizers",))
 def gan_whose_optimizers_alternate(run: Run) -> None:
-    """One step of each for a batch of ``session.loader``: its ``next()`` closes the version, nothing else is called."""
+    """One step of each for a batch of ``session.loader``: whose ``next()`` alone closes the checkpoint."""
     run.seed()
     gan = Gan()
     opt_d = torch.optim.Adam(gan.d.parameters(), lr=1e-2, betas=(0.5, 0.9))

@@ -195,7 +195,7 @@ add(
 
 
 def ema_swap_behind_a_boundary(run: Run, paused: bool) -> None:
-    """``next()`` has closed the version and its copies run, when the weights are swapped in and out again."""
+    """The weights are swapped in and out again after ``next()`` closed the checkpoint, while its copies run."""
     run.seed()
     model = mlp(dropout=0.1, norm=True)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -235,7 +235,7 @@ _BEHIND: dict[str, Any] = {
     "sees": {"swapped": 8},
 }
 add("ema swapped in behind a boundary while paused", partial(ema_swap_behind_a_boundary, paused=True), **_BEHIND)
-# Where a copy was made of the swapped weights, the version is given up: nothing shows that they are back as they were.
+# If the swapped weights were copied, the checkpoint is given up: nothing shows that the weights were restored.
 add(
     "ema swapped in behind a boundary unannounced",
     partial(ema_swap_behind_a_boundary, paused=False),

@@ -1,4 +1,4 @@
-"""The thread that waits for devices."""
+"""The thread that sends groups from devices and waits for their arrival."""
 
 from __future__ import annotations
 
@@ -15,53 +15,55 @@ from lightck.pool.engine import COPIED, Job
 from lightck.state.device_transfers import Arrival, DeviceTransfer
 from lightck.stats import Meter
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 @dataclass(slots=True)
 class _Task:
+    """The groups of one checkpoint. ``marks``: where the work of each device ended at the boundary."""
+
     groups: list[Group]
     marks: dict[DeviceTransfer, Arrival]
     jobs: list[Job]
-    over: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
 
 
-class Pump:
-    """Brings groups to their jobs, in the order in which they were taken."""
+class TransferThread:
+    """Sends groups and starts their jobs, in the order in which they were submitted."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._last: _Task | None = None
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()  # a finalizer may put while this thread does
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()  # reentrant: a finalizer may put during a put
         self._thread = threading.Thread(target=self._run, name="lightck-staging", daemon=True)
         self._thread.start()
 
-    def take(self, groups: list[Group], marks: dict[DeviceTransfer, Arrival]) -> None:
+    def submit(self, groups: list[Group], marks: dict[DeviceTransfer, Arrival]) -> None:
         task = _Task(groups, marks, [group.job for group in groups])
         self._last = task
         self._tasks.put(task)
 
     @property
-    def is_here(self) -> bool:
-        """Whether this is the thread."""
+    def is_staging_thread(self) -> bool:
+        """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
-    def settle(self, pause: Callable[[], None] | None = None) -> None:
-        """Wait, and help with the copies, until nothing that was taken is under way. What failed is for whoever waits
-        for its version. ``pause`` is called now and then, and may raise."""
+    def wait_idle(self, pause: Callable[[], None] | None = None) -> None:
+        """Wait until no transfer is under way, and help to copy meanwhile. A failure is not raised here, but where its
+        checkpoint is waited for. ``pause`` is called now and then, and may raise."""
         if self._last is None:
             return
         for job in self._last.jobs:
             with suppress(LightckError):
                 job.wait(COPIED, pause=pause)
-        while not self._last.over.wait(_LOOK_SECONDS):
+        while not self._last.done.wait(_POLL_SECONDS):
             if pause is not None:
                 pause()
         self._last = None
 
     def end(self) -> None:
-        """What was taken is brought to its end first."""
-        self.settle()
+        """Finish all transfers and end the thread."""
+        self.wait_idle()
         self._tasks.put(None)
         self._thread.join()
 
@@ -71,13 +73,13 @@ class Pump:
             groups, marks = task.groups, task.marks
             for group in groups:
                 try:
-                    group.tensors[0].transfer.enter()
-                    group.bring(marks)
+                    group.tensors[0].transfer.bind_thread()
+                    group.transfer(marks)
                 except BaseException as err:
                     group.drain()
                     group.job.give_up(err)
             task.groups = []
-            del groups, group  # tensors are not kept until the next version
-            task.over.set()
+            del groups, group  # so that tensors are not kept alive until the next checkpoint
+            task.done.set()
             del task
             self._meter.staging_cpu_seconds += time.thread_time() - cpu

@@ -1,8 +1,8 @@
-"""Values into live tensors, also into ones that share memory: with other tensors, or with themselves (expanded).
+"""Write values into live tensors, including tensors that share memory with others or with themselves (expanded).
 
-``Fills`` reads the verified bytes of a version into live tensors, in place. Invariant: what is written is what is read
-back afterwards, from every tensor. Tensors that share memory and were saved with values that contradict each other are
-found before the first live byte changes (``contradiction``).
+``TensorWrites`` reads the verified bytes of a checkpoint into live tensors, in place. Invariant: afterwards every
+tensor reads as the values written to it. Tensors that share memory and were saved with contradictory values are
+detected before the first live byte changes (``contradiction``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lightck.state.device_transfers import bytes_in_order
 
 Named = tuple[str, torch.Tensor]
 _ALIGN = 64
-"""torch's own, in bytes: a view begins at a multiple of its element's size."""
+"""Alignment of torch's allocator in bytes, so that a view begins at a multiple of its element size."""
 
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """What is made in this block can be updated later, also where the block lies in ``torch.inference_mode()``."""
+    """Make tensors in this block ordinary ones, which can be updated later, even inside ``torch.inference_mode()``."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -39,7 +39,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def write(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Fill a tensor in place. One whose elements share memory, and cannot hold these values, gets memory of its own."""
+    """Write values into a tensor in place. If its elements share memory and cannot hold them, it gets new memory."""
     if not _overlaps_itself(target):
         target.copy_(values)
         return
@@ -48,13 +48,13 @@ def write(target: torch.Tensor, values: torch.Tensor) -> None:
         target.data = values.to(target.device)
 
 
-def fill(target: torch.Tensor, value: float) -> None:
-    """Every element, also where elements share memory."""
+def write_constant(target: torch.Tensor, value: float) -> None:
+    """Set every element to a value, also if elements share memory."""
     target[_each_place_once(target)].fill_(value)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie in one place. Where that is hard to tell the answer is yes."""
+    """Whether two elements may share memory; True if that is hard to determine."""
     reach = 0
     for step, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
         if step <= reach:
@@ -64,7 +64,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _each_place_once(target: torch.Tensor) -> tuple[slice, ...]:
-    """torch refuses to write to expanded dimensions: their first element stands for all."""
+    """Return an index that selects each memory location once: torch does not write to expanded dimensions."""
     return tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
 
 
@@ -77,9 +77,9 @@ def _write_each_place_once(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor]) -> tuple[str, str] | None:
-    """Names of two tensors that share memory here and were saved with values that this memory cannot hold both.
+    """Return the names of two tensors that share memory here and were saved with different values there; else None.
 
-    ``load`` gives the saved values of a name. Nothing live is changed: the writes are tried out in scratch memory.
+    ``load`` returns the saved values of a name. No live tensor changes: the writes are tried in scratch memory.
     """
     for group in _sharing(tensors):
         scratch = _Scratch(group)
@@ -93,7 +93,8 @@ def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor])
 
 
 def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
-    """Groups of tensors whose ranges of memory overlap; an address of a CUDA device is no other's, nor the CPU's."""
+    """Return groups of tensors whose memory ranges overlap. Addresses of CUDA devices and of the CPU are all
+    distinct."""
     held = [one for one in tensors if (one[1].is_cpu or one[1].is_cuda) and one[1].nbytes]
     lows = np.array([tensor.data_ptr() for _, tensor in held], "u8")
     highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in held], "u8")
@@ -105,13 +106,13 @@ def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
     return [[held[k] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
 
 
-def crowded(tensors: Sequence[Named]) -> set[int]:
-    """Ids of those that have others of these in their memory."""
+def sharing_memory(tensors: Sequence[Named]) -> set[int]:
+    """Return the ids of the tensors that share memory with another one of these."""
     return {id(tensor) for group in _sharing(tensors) for _, tensor in group}
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to behind its last; of a tensor that has any."""
+    """Return the number of bytes from the first element of a tensor to the end of its last one."""
     if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
         return tensor.nbytes
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -124,7 +125,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _Scratch:
-    """Memory of the same extent as the one that a group of tensors shares."""
+    """Scratch memory of the size of the range that a group of tensors shares."""
 
     def __init__(self, group: Sequence[Named]) -> None:
         ranges = [_range(tensor) for _, tensor in group]
@@ -144,7 +145,7 @@ class _Scratch:
 
 
 def _physical(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """What lies in memory where ``tensor`` reads as ``values``: conjugated and negative views keep the opposite."""
+    """Return the bytes in memory for which ``tensor`` reads as ``values``: lazy conjugate and negative views differ."""
     if tensor.is_conj():
         values = values.conj().resolve_conj()
     return -values if tensor.is_neg() else values
@@ -153,34 +154,34 @@ def _physical(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 # -- verified bytes ----------------------------------------------------------------------------------------------------
 
 
-class Fills:
-    """Live tensors that are to get the verified bytes of a version. ``run`` reads them together, on several threads;
-    tensors whose memory overlaps are filled one after the other, in the order in which they were added."""
+class TensorWrites:
+    """Collects live tensors to write from a checkpoint. ``run`` reads their verified bytes on several threads; tensors
+    whose memory overlaps are written one after the other, in the order in which they were added."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._added: list[Named] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill this tensor with the entry of this name."""
+        """Write the entry of this name into this tensor at ``run``."""
         if tensor.numel():
             self._added.append((name, tensor))
 
     def run(self) -> None:
-        """Raises ``DamagedError`` at a block that does not verify: others may have been filled by then."""
+        """Read and write all added tensors. Raises ``DamagedError`` at a bad block; others may be written by then."""
         added, self._added = self._added, []
         apart, others = self._sorted(added)
         self.source.read_many([(name, tensor.data_ptr()) for name, tensor in apart])
         for name, tensor in others:
-            _fill(self.source, name, tensor)
-        # A write by address moves no version counter; autograd, and a session that saves these, have to see it.
+            _write_one(self.source, name, tensor)
+        # A write by address does not increment the version counter, which autograd and sessions rely on.
         torch.autograd.graph.increment_version([tensor for _, tensor in added if not tensor.is_inference()])
 
     def _sorted(self, added: list[Named]) -> tuple[list[Named], list[Named]]:
-        """Those that can be read straight into their memory at the same time, and the others."""
-        shared, entries = crowded(added), self.source.entries
+        """Split the tensors into those that can be read directly into their memory in parallel, and the others."""
+        shared, entries = sharing_memory(added), self.source.entries
         if not shared and _lie_as([entries[name] for name, _ in added], [tensor for _, tensor in added]):
-            return added, []  # as nearly always
+            return added, []  # the usual case
         apart: list[Named] = []
         others: list[Named] = []
         for name, tensor in added:
@@ -189,8 +190,8 @@ class Fills:
         return apart, others
 
 
-def _fill(source: Source, name: str, tensor: torch.Tensor) -> None:
-    """Straight into the tensor's memory where that has the saved layout."""
+def _write_one(source: Source, name: str, tensor: torch.Tensor) -> None:
+    """Write one tensor, directly into its memory if that has the saved layout."""
     if _lies_as(source.entries[name], tensor):
         source.read_into(name, tensor.data_ptr())
     else:
@@ -198,16 +199,16 @@ def _fill(source: Source, name: str, tensor: torch.Tensor) -> None:
 
 
 def _lies_as(entry: Entry, tensor: torch.Tensor) -> bool:
-    """Whether the tensor's own memory holds elements of the saved shape in the saved order, which is dense."""
+    """Whether the tensor's memory has the saved shape and the saved, dense order of elements."""
     if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.shape != entry.shape or tensor.nbytes != entry.nbytes:
-        return False  # nothing else may have looked: what is not like its entry is never written to by address
+        return False  # a tensor that differs from its entry must never be written by address
     return tensor.stride() == entry.stride or (tensor.is_contiguous() and is_contiguous(entry.shape, entry.stride))
 
 
 def _lie_as(entries: list[Entry], tensors: list[torch.Tensor]) -> bool:
-    """Whether ``_lies_as`` is true of each: asked of all together, in half the time. A no may be wrong."""
+    """Whether ``_lies_as`` is true for all tensors: a faster test of all at once, which may wrongly return False."""
     return (
         all(map(attrgetter("is_cpu"), tensors))
         and not any(map(torch.Tensor.is_conj, tensors))
