@@ -202,10 +202,11 @@ def test_every_module_says_what_it_is():
 
 
 def test_what_is_installed_is_the_package_alone():
-    """No workload, no rival and no kept result of the bench; ``lightck bench`` knows a checkout by these two facts."""
+    """No workload, no rival and no kept result of the bench; ``lightck bench`` knows a checkout by these facts."""
     facts = (ROOT / "pyproject.toml").read_text()
     assert 'wheel.packages = ["lightck"]\n' in facts
-    assert f'\nname = "lightck"\nversion = "{lightck.__version__}"\n' in facts
+    assert '\n[project]\nname = "lightck"\n' in facts
+    assert f'\n__version__ = "{lightck.__version__}"\n' in (PACKAGE / "__init__.py").read_text()
     assert not [name for name in OUTSIDE if (PACKAGE / name).exists()]
     assert not list(PACKAGE.rglob("*.json"))
 

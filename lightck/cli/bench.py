@@ -197,7 +197,7 @@ def _checkout(named: str | None) -> Path | None:
         return None
     if version is None:
         raise BenchError(
-            f"{named!r} is no checkout of lightck: it has no bench/command.py beside a pyproject.toml of lightck. Name "
+            f"{named!r} is no checkout of lightck: it has no bench/command.py beside the sources of lightck. Name "
             f"the root of a checkout of lightck {own}, or omit --checkout to measure this machine."
         )
     raise BenchError(
@@ -208,13 +208,15 @@ def _checkout(named: str | None) -> Path | None:
 
 
 def _version_in(folder: Path) -> str | None:
-    """The version of lightck in a checkout, or None. Read by regular expression: Python 3.10 has no TOML parser."""
-    project = folder / "pyproject.toml"
-    if not project.is_file() or not (folder / "bench" / "command.py").is_file():
+    """The version of lightck in a checkout, or None. Both files are read as text: nothing of it is run yet."""
+    project, package = folder / "pyproject.toml", folder / "lightck" / "__init__.py"
+    if not (project.is_file() and package.is_file() and (folder / "bench" / "command.py").is_file()):
         return None
     part = re.search(r"^\[project\]\n(.*?)(?:^\[|\Z)", project.read_text(errors="replace"), re.M | re.S)
-    facts = dict(re.findall(r'^(name|version) = "([^"]*)"$', part[1], re.M)) if part else {}
-    return facts.get("version") if facts.get("name") == "lightck" else None
+    if part is None or not re.search(r'^name = "lightck"$', part[1], re.M):
+        return None
+    version = re.search(r'^__version__ = "([^"]*)"$', package.read_text(errors="replace"), re.M)
+    return version[1] if version else None
 
 
 def _command_of(root: Path) -> click.Command:

@@ -118,6 +118,7 @@ class Checkpoint:
         self.record_restored(model, plan)
 
     def record_restored(self, model: nn.Module, plan: _restore.RestorePlan) -> None:
+        """For lightck itself: ``plan`` restored this checkpoint into ``model``."""
         self.drift = plan.drift
         remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, untaken(plan)))
 

@@ -37,9 +37,11 @@ def measured(cwd: Path, *words: Any) -> subprocess.CompletedProcess[str]:
 def checkout(at: Path, version: str = lightck.__version__) -> Path:
     """Make a fake checkout, whose bench prints that it ran."""
     (at / "bench").mkdir(parents=True)
-    (at / "pyproject.toml").write_text(
-        f'[project]\nname = "lightck"\nversion = "{version}"\n\n[tool.x]\nversion = "7"\n'
-    )
+    (at / "pyproject.toml").write_text('[project]\nname = "lightck"\ndynamic = ["version"]\n\n[tool.x]\nname = "y"\n')
+    if version == lightck.__version__:  # what a command that stands in it imports is the same lightck
+        (at / "lightck").symlink_to(Path(lightck.__file__).parent)
+    else:
+        package_saying(at, f'"""It."""\n\n__version__ = "{version}"\n')
     (at / "bench" / "__init__.py").write_text("")
     (at / "bench" / "command.py").write_text(
         "import click\n"
@@ -51,6 +53,11 @@ def checkout(at: Path, version: str = lightck.__version__) -> Path:
     at.chmod(0o755)
     (at / "bench").chmod(0o755)
     return at
+
+
+def package_saying(root: Path, text: str) -> None:
+    (root / "lightck").mkdir()
+    (root / "lightck" / "__init__.py").write_text(text)
 
 
 def in_it(cwd: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -187,7 +194,7 @@ def test_a_checkout_of_another_version_is_not_run(tmp_path, monkeypatch):
     assert f"The bench of this checkout (lightck 9.9.9) is not run: the installed lightck is {own}." in done.stderr
 
 
-@pytest.mark.parametrize("lacks", ["everything", "bench", "project", "name"])
+@pytest.mark.parametrize("lacks", ["everything", "bench", "project", "name", "package", "version"])
 def test_what_is_no_checkout_is_refused(lacks, tmp_path):
     root = tmp_path / "it"
     if lacks == "everything":
@@ -197,9 +204,13 @@ def test_what_is_no_checkout_is_refused(lacks, tmp_path):
     if lacks == "bench":
         (root / "bench" / "command.py").unlink()
     if lacks == "project":
-        (root / "pyproject.toml").write_text(f'name = "lightck"\nversion = "{lightck.__version__}"\n')
+        (root / "pyproject.toml").write_text('name = "lightck"\n')
     if lacks == "name":
-        (root / "pyproject.toml").write_text(f'[project]\nname = "x"\nversion = "{lightck.__version__}"\n')
+        (root / "pyproject.toml").write_text('[project]\nname = "x"\n')
+    if lacks in ("package", "version"):
+        (root / "lightck").unlink()  # the link
+    if lacks == "version":
+        package_saying(root, "version = None\n")
     code, facts = call_json("bench", "--checkout", root, "many")
     assert code == 2
     assert facts["error"]["class"] == "BenchError"
