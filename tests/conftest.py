@@ -41,7 +41,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 # The whole suite on another backend: LIGHTCK_TEST_BACKEND=pmdk makes every new pool one, in this process and in all
 # that are started from it; LIGHTCK_TEST_DIR puts pools in another place than tmpfs. On tmpfs libpmemobj is made to
-# believe that it is on persistent memory, so that its own metadata is flushed as it would be there; on a disk it is not.
+# believe that it is on persistent memory, so that its own metadata is flushed as it would be there; on a disk it is
+# not.
 if "LIGHTCK_TEST_BACKEND" in os.environ:
     os.environ["LIGHTCK_BACKEND"] = os.environ["LIGHTCK_TEST_BACKEND"]
     if "LIGHTCK_TEST_DIR" not in os.environ:

@@ -36,6 +36,8 @@ GONE_IN_NAMES = {
 }
 """Parts of names. ``in_flight`` is the field's own word, and ``in_flight_checkpoint`` too."""
 NAMES_OF_BYTES = {"docs/format.md": ("commit line", "commit lines")}
+KEPT_ROW = re.compile(r"\| [a-z-]+ \| (file|pmdk) \| [\d,]+ \|")
+"""A row of docs/guarantees.md that shows kept results of a campaign, in the words of its time."""
 THIS = {"tests/test_words.py", "tests/messages.py"}
 SKIPPED = ("docs/evidence/", "bench/results/", "tests/system/public_programs/catalog/", "tests/pool/golden/")
 
@@ -86,6 +88,8 @@ def old_words(name: str) -> list[str]:
     allowed = NAMES_OF_BYTES.get(name, ())
     found = []
     for number, line in enumerate(prose_of(name).splitlines(), 1):
+        if KEPT_ROW.match(line):
+            continue
         found += [f"{name}:{number}: {m[0]}" for m in GONE.finditer(line) if m[0].lower() not in allowed]
     return found
 
@@ -112,7 +116,8 @@ def test_no_text_has_an_old_word(pattern):
 def test_no_message_calls_a_checkpoint_a_version():
     allowed = re.compile(
         r"version (counter|number)|--version|Stats\.versions|software version|newer lightck|older lightck"
-        r"|lightck, version|Print the version of lightck|root object of version|small state has version|script depends on its version"
+        r"|lightck, version|Print the version of lightck|root object of version|small state has version"
+        r"|script depends on its version"
     )
     found = [
         f"{m.file}:{m.line}: {m.text}"

@@ -78,6 +78,6 @@ def pool_path(path: str | os.PathLike[str]) -> str:
             "os.path.expanduser(path)."
         )
     if "\0" in text:
-        raise PoolPathError(f"The path {text!r} contains a NUL, which no file name can. Choose another path.")
+        raise PoolPathError(f"The path {text!r} contains a NUL. No file name can contain one. Choose another path.")
     absolute = Path(os.path.abspath(text))
     return str(Path(os.path.realpath(absolute.parent)) / absolute.name)

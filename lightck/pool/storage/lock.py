@@ -245,7 +245,7 @@ class PoolLock:
     def _refuse_foreign(self, owner: int) -> None:
         if owner != os.geteuid():
             raise PoolPermissionError(
-                f"The lock file {self.path!r} belongs to another user, who may be using the pool. Choose a pool path "
+                f"The lock file {self.path!r} belongs to another user. That user may be using the pool. Choose a pool path "
                 "in a folder of your own, or remove the file."
             )
 

@@ -123,7 +123,7 @@ def test_flags_that_the_script_builds_otherwise_are_set_and_named(pool, said):
     script = Script()
     with script.attach(pool) as session:
         (warning,) = said()
-        assert "of 0.weight (False), 0.bias (False). To change it, set it after attach" in warning
+        assert "for 0.weight (False), 0.bias (False). To change it, set it after attach" in warning
         assert not script.model[0].weight.requires_grad
         script.model[0].requires_grad_(True)  # as the warning says
         script.train(session)
