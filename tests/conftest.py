@@ -127,8 +127,8 @@ def commits_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``LIGHTCK_TEST_LANES=1``: in the whole suite every tensor is on a device whose copies arrive late."""
-    if os.environ.get("LIGHTCK_TEST_LANES") == "1":
+    """``LIGHTCK_TEST_TRANSFERS=1``: in the whole suite every tensor is on a device whose copies arrive late."""
+    if os.environ.get("LIGHTCK_TEST_TRANSFERS") == "1":
         transfer = slow_transfers.SlowTransfer(seed=1, seconds=0.002)
         slow_transfers.install(monkeypatch, lambda tensor: transfer)
 
