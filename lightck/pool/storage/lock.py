@@ -245,8 +245,8 @@ class PoolLock:
     def _refuse_foreign(self, owner: int) -> None:
         if owner != os.geteuid():
             raise PoolPermissionError(
-                f"The lock file {self.path!r} belongs to another user. That user may be using the pool. Choose a pool path "
-                "in a folder of your own, or remove the file."
+                f"The lock file {self.path!r} belongs to another user. That user may be using the pool. Choose a pool "
+                "path in a folder of your own, or remove the file."
             )
 
     def _open_device(self) -> int:
