@@ -58,7 +58,7 @@ def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bo
 
 
 def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
-    """The object that ``--json`` prints; docs/tools.md lists its keys."""
+    """The object that ``--json`` prints; docs/json.md lists its keys."""
     with ExitStack() as stack:
         readers = [stack.enter_context(stored_checkpoints.open_reader(path)) for path in (a, b)]
         for _ in range(stored_checkpoints.ATTEMPTS):

@@ -54,7 +54,7 @@ def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
 
 
 def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
-    """The object that ``--json`` prints; docs/tools.md lists its keys."""
+    """The object that ``--json`` prints; docs/json.md lists its keys."""
     with stored_checkpoints.open_reader(path) as reader:
         found = stored_checkpoints.find_checkpoints(reader)
         wanted = found if step is None else stored_checkpoints.find_checkpoints(reader, step)

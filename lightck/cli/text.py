@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 Facts = dict[str, Any]
-"""An object as ``--json`` prints it: strings, numbers, lists and maps. docs/tools.md lists the keys."""
+"""An object as ``--json`` prints it: strings, numbers, lists and maps. docs/json.md lists the keys."""
 SURVIVED = {"process": "a killed process", "os": "a crash of the OS", "power": "a power cut", "media": "a media error"}
 
 

@@ -61,7 +61,7 @@ def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
 
 
 def pool_facts(path: str, step: int | None, deep: bool) -> Facts:
-    """The object that ``--json`` prints; docs/tools.md lists its keys."""
+    """The object that ``--json`` prints; docs/json.md lists its keys."""
     with stored_checkpoints.open_reader(path) as reader:
         structures = list(_structures(reader))
         checkpoints = _checkpoints(reader, step, deep)

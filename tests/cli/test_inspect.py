@@ -55,11 +55,11 @@ def test_checkpoints_sizes_and_parts_are_those_of_the_pool(pool):
 
 
 def test_json_has_the_keys_that_the_page_names(good):
-    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
     for command in (["inspect", good, "--tensors"], ["verify", good], ["diff", good, "--steps", 3, 4], ["doctor"]):
         _, facts = call_json(*command)
         for key in keys_of(facts):
-            assert f"`{key}`" in page, f"{command[0]}: {key} is not in docs/tools.md"
+            assert f"`{key}`" in page, f"{command[0]}: {key} is not in docs/json.md"
 
 
 def keys_of(facts):

@@ -16,7 +16,7 @@ import lightck
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
-REFERENCES = ("format.md", "guarantees.md", "tools.md")
+REFERENCES = ("format.md", "guarantees.md")
 """Pages to look something up in, which may be long."""
 WORDS_MAX = 1500
 WITH_CODE = [page for page in PAGES if "```python\nimport" in page.read_text()]
