@@ -154,7 +154,19 @@ def smoke(wheel: Path, fresh: Path) -> None:
         "PYTHONNOUSERSITE": "1",
     }
     bare.pop("PYTHONPATH", None)
-    run(python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel.resolve(), env=bare, cwd=fresh)
+    run(
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--ignore-installed",
+        wheel.resolve(),
+        env=bare,
+        cwd=fresh,
+    )
     where = subprocess.check_output(
         [python, "-c", "import lightck; print(lightck.__file__)"], env=bare, cwd=fresh, text=True
     )

@@ -368,6 +368,7 @@ class PoolWriter:
         if status != lib.LCK_OK:
             slot.is_bad = True
             raise _submit_error(status)
+        slot.image.in_slot[records] = False  # until the plan says so: the slot no longer holds the bytes it had
         return Job(self._engine, ticket, (keep, copies))
 
     def _submit(self, copies: npt.NDArray[np.void], commit: Commit) -> tuple[int, int]:

@@ -209,6 +209,26 @@ def test_a_plan_that_forgets_a_tensor_is_refused(pool):
     session.abandon()
 
 
+def test_a_tensor_that_was_copied_eagerly_is_not_left_out(pool):
+    """The eager copy has replaced the bytes and checksums of the slot, whatever the plan knows of the older ones."""
+
+    class SameBytesInTheGivenTables(SameBytes):
+        def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
+            plan = super().plan(closed_step, tables, slot)
+            is_whole = len(plan.unchanged) == 0
+            return replace(plan, tables=tuple(tables)) if is_whole else plan
+
+    model = net(BIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].weight.register_hook(torch.zeros_like)
+    lightck.layerwise(model, optimizer)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=SameBytesInTheGivenTables()) as session:
+        for number in range(8):
+            train(model, optimizer, 1, start=number)
+            session.flush()
+            assert is_step(lightck.recover(pool, step=number + 1), everything(model, optimizer))
+
+
 def test_eager_copies_are_for_plans_that_write_all(pool):
     """Eager copies begin before the plan, so there are none if the plan may leave tensors out."""
 
