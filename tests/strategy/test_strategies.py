@@ -16,6 +16,7 @@ from toys import BIG, adam, everything, is_step, net, train
 
 import lightck
 from lightck.errors import SessionError
+from lightck.pipeline import eager_copies
 from lightck.pipeline.plan import Strategy, TargetSlot, WritePlan
 from lightck.pipeline.write_table import TensorRecord, WriteTable
 from lightck.state.inventory import Live
@@ -209,15 +210,15 @@ def test_a_plan_that_forgets_a_tensor_is_refused(pool):
     session.abandon()
 
 
-def test_a_tensor_that_was_copied_eagerly_is_not_left_out(pool):
+def test_a_tensor_that_was_copied_eagerly_is_not_left_out(pool, monkeypatch):
     """The eager copy has replaced the bytes and checksums of the slot, whatever the plan knows of the older ones."""
 
     class SameBytesInTheGivenTables(SameBytes):
         def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
             plan = super().plan(closed_step, tables, slot)
-            is_whole = len(plan.unchanged) == 0
-            return replace(plan, tables=tuple(tables)) if is_whole else plan
+            return plan if plan.unchanged else replace(plan, tables=tuple(tables))
 
+    monkeypatch.setattr(eager_copies, "EAGER_JOB_NBYTES_MIN", 1)
     model = net(BIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].weight.register_hook(torch.zeros_like)
