@@ -85,7 +85,8 @@ class CurrentPool:
     def ready_writer(self) -> PoolWriter:
         """The writer for the next checkpoint. Raises ``RelayoutNeededError`` if a relayout is needed first."""
         if self.writer is None:
-            self.requested_slots = None  # left by a relayout that a signal interrupted; the first file has them anyway
+            # A first relayout that a signal interrupted leaves a request. The first file has ``n_slots`` slots anyway.
+            self.requested_slots = None
             raise RelayoutNeededError("there is no pool yet")
         if self.requested_slots is not None:
             self.n_slots, self.requested_slots = self.requested_slots, None
@@ -146,19 +147,20 @@ class CurrentPool:
 
 
 def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Layout, list[Entry]]:
-    """The layout of the file that replaces ``old``, and the ``held`` tensors of held checkpoints that have another
-    shape or dtype now, for which its reserve must have space. ``now``: the tensors of the training (empty: those of
-    ``old``). The layout keeps extents for optimizer state that does not exist yet, but not for tensors of the user's
-    objects that no longer exist."""
+    """The layout of the file that replaces ``old``, and the tensors for which its reserve must have space besides.
+    ``now``: the tensors of the training (empty: those of ``old``). ``held``: the tensors of held checkpoints; those
+    that have another shape or dtype now go into the reserve. The layout keeps extents for optimizer state that does
+    not exist yet, but not for tensors of the user's objects that no longer exist."""
     current = {entry.name: entry for entry in now}
-    layout = _expected(old, current) if old is not None else {}
+    layout = _kept_entries(old, current) if old is not None else {}
     layout |= {entry.name: entry for entry in (*held, *now)}
+    # A tied tensor stays only if the layout holds the tensor whose bytes it shares, and that one is not tied itself.
     tied = {e.name for e in layout.values() if e.alias is not None}
     layout = {n: e for n, e in layout.items() if e.alias is None or (e.alias in layout and e.alias not in tied)}
     return layout, [e for e in held if e.name not in layout or not layout[e.name].same_bytes_as(e)]
 
 
-def _expected(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:
+def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:
     """Entries of ``old`` that keep an extent: optimizer state of parameters that may get some later. If ``now`` is
     empty: all entries in use, except those of the user's objects."""
     used = {name: old.entries[number] for name, number in old.numbers.items()}

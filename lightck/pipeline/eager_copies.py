@@ -30,7 +30,8 @@ from lightck.state.inventory import Live
 EAGER_JOBS_MAX = 6
 """The most jobs for the eager copies of one checkpoint."""
 EAGER_JOB_NBYTES_MIN = 4 << 20
-"""Updated layers are gathered until they have this many bytes, and an equal share of the jobs, before a job begins."""
+"""Updated layers are gathered until they have at least this many bytes before a job begins for them. In a larger
+checkpoint they are gathered until they are an ``EAGER_JOBS_MAX``-th part of it."""
 CHECKED_COPIES_MIN = 3
 """How many eager copies of a tensor are checked with checksums before only the signature is compared."""
 
@@ -66,7 +67,8 @@ class EagerCopies:
             self._begun.add(tensors, min(jobs_max, EAGER_JOBS_MAX), self._not_eager)
 
     def _needs_checksums(self, name: str, nth: int | None) -> bool:
-        """Whether to check this tensor, the nth parameter of its checkpoint (None: no parameter), with checksums."""
+        """Whether checksums check the eager copy of this tensor. ``nth``: its place among the parameters of its
+        checkpoint, from 0 (None: it is no parameter)."""
         in_turn = nth is not None and nth in (0, self._turn % max(self._n_params, 1))
         return self._check or in_turn or self._n_checked.get(name, 0) < CHECKED_COPIES_MIN
 
@@ -75,22 +77,24 @@ class EagerCopies:
         return None if self._begun is None else self._begun.reservation
 
     def reusable(self, background: Sequence[Live], numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
-        """The record numbers whose eager copies the checkpoint can use, and how many others there are. Waits for all
-        eager copies if there are others, so that none can overwrite the copy that replaces it. ``background``: the
-        tensors that the checkpoint copies in the background; ``numbers``: their record numbers."""
+        """The record numbers whose eager copies the checkpoint can use, and how many eager copies it cannot use. If
+        there are any of the latter, this waits for all eager copies, so that none can overwrite the copy that replaces
+        it. ``background``: the tensors that the checkpoint copies in the background; ``numbers``: their record
+        numbers."""
         if self._begun is None:
             return NO_RECORDS, 0
         begun = self._begun
         good = begun.with_same_signature(dict(zip(numbers, background, strict=True)))
         wrong = self._wrong(begun, good)
         good = [one for one in good if one not in wrong]
-        others = begun.count - len(good)
-        if others:
+        n_unusable = begun.count - len(good)
+        if n_unusable:
             begun.reservation.wait()
-        return np.array([one.number for one in good], np.int64), others
+        return np.array([one.number for one in good], np.int64), n_unusable
 
     def _wrong(self, begun: _UpdateCopies, copies: Sequence[_Copy]) -> set[_Copy]:
-        """The copies that are found to hold other bytes than their tensors do now."""
+        """The copies that hold other bytes than their tensors do now, as far as checksums were taken. Such a tensor was
+        written after its update (``written``), or while it was copied."""
         self._turn += 1
         self._n_params = begun.n_params
         now: dict[_Copy, npt.NDArray[np.uint32]] = {}
@@ -113,7 +117,7 @@ class EagerCopies:
             self._begun.reservation.wait()
 
     def taken(self) -> None:
-        """Note that the checkpoint of these copies has begun, which owns its slot from now on."""
+        """Hand the slot over to the checkpoint of these copies, which has begun."""
         self._begun = None
 
     def drop(self) -> None:
@@ -182,7 +186,7 @@ class _UpdateCopies:
     def _begin(self) -> None:
         waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
         addresses = [one.signature[1][0] for one in waiting.values()]
-        # The tensors lie where they lay when the table was computed, so its memory is the memory to keep alive.
+        # No tensor has moved since the table was computed, so the memory that the table keeps alive is theirs.
         if self.reservation.copy(list(waiting), addresses, self._table.keep_alive):
             self._copies |= waiting
 

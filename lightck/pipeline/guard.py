@@ -81,7 +81,7 @@ class WriteGuard:
 
     @property
     def copied_at_boundary(self) -> set[str]:
-        """Names of tensors that are always copied at the boundary, because something wrote to them afterwards once."""
+        """Names of tensors that are always copied at the boundary, because something once wrote to them after it."""
         return self._unchanged.copied_at_boundary
 
     def forget(self) -> None:
@@ -102,7 +102,7 @@ class WriteGuard:
                 "are struck (made unreadable) when that checkpoint is committed.",
                 listed([repr(name) for name in sorted(names)]),
             )
-            self._found(names, self._unchanged.verified_until, writer)
+            self._unannounced_write(names, self._unchanged.verified_until, writer)
 
     def _budget(self, spent: int = 0) -> int | None:
         """How many bytes to read for the next checkpoint, less the ``spent`` ones; None: all. (At least one block is
@@ -134,9 +134,9 @@ class WriteGuard:
     # -- until it commits
 
     def changed(self, checkpoint: InFlightCheckpoint) -> Rejection | None:
-        """Whether any source has another signature than at the boundary. The copy may have read the old or the new
-        bytes. To copy again is no cure: a write between the boundary and the next forward is repeated by a training
-        that resumes from this checkpoint."""
+        """The rejection if any source has another signature than at the boundary, else None. The copy may have read
+        the old or the new bytes. To copy again is no cure: a write between the boundary and the next forward is
+        repeated by a training that resumes from this checkpoint."""
         watched = checkpoint.watched
         names = [watched.lives[i].name for i in watched.changed()]
         who = "a forward" if watched.forward_seen else "something between the boundary and the next forward"
@@ -161,19 +161,19 @@ class WriteGuard:
         return None
 
     def given_up(self, rejection: Rejection, writer: PoolWriter) -> None:
-        """Write every tensor in the checkpoint after a dropped one. Raises ``StateChangedError`` under ``check``."""
+        """Make the checkpoint after a dropped one write every tensor. Raises ``StateChangedError`` under ``check``."""
         self.copied_at_boundary.update(rejection.names)
         self._unchanged.reset()
         if rejection.unannounced:
-            self._found(rejection.names, self._verified_until, writer)
+            self._unannounced_write(rejection.names, self._verified_until, writer)
             if self._check:
                 raise changed_error(rejection.names, "while a checkpoint was being copied")
 
     # -- stale checkpoints
 
-    def _found(self, names: Iterable[str], verified_until: int, writer: PoolWriter) -> None:
-        """Handle an unannounced write to these tensors, made after the checkpoint of generation ``verified_until``. The
-        next checkpoint leaves no tensor out."""
+    def _unannounced_write(self, names: Iterable[str], verified_until: int, writer: PoolWriter) -> None:
+        """Handle an unannounced write to these tensors that was just found. The checkpoint of generation
+        ``verified_until`` is the last one that is known to be right. The next checkpoint leaves no tensor out."""
         self.copied_at_boundary.update(names)
         self._unchanged.reset()
         self.stale_after = verified_until if self.stale_after is None else min(self.stale_after, verified_until)

@@ -18,14 +18,14 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class InFlightCheckpoint:
-    """Not validated yet until its job is released."""
+    """A checkpoint that is not committed yet. It is unvalidated until its job is released."""
 
     pending: Pending
     watched: SourceWatch
     step: int
     needs_no_validation: bool
-    """All its bytes come from copies that were made in the order of the devices' work, so no later write can reach
-    them."""
+    """All its bytes come from copies that were made at the boundary, on the host or in the order of a device's work.
+    No later write can reach them."""
 
     @property
     def jobs(self) -> int:
@@ -50,7 +50,7 @@ class InFlightCheckpoint:
         self.pending.job.forget()
 
     def commit(self) -> None:
-        """Commit while the caller keeps the sources unchanged. On failure every copy is ended before this raises."""
+        """Commit while the caller keeps the sources unchanged. If this raises, every copy has ended."""
         job = self.pending.job
         try:
             job.wait(COPIED, pause=raise_if_interrupted)
@@ -69,7 +69,8 @@ def seconds_left(deadline: float | None) -> float | None:
 def job_budget(checkpoints: Sequence[InFlightCheckpoint], uncommitted_max: int) -> int:
     """How many jobs a checkpoint may take besides the one that commits it. The checkpoints that can be in flight at
     once share the engine's job table equally. One entry is spared for each copy thread and for the transfer thread,
-    because each may still refer to an entry that was freed."""
+    because each may still refer to an entry that was freed. Entries are also kept for the job that commits this
+    checkpoint and for one job of each checkpoint that may still begin."""
     entries = JOBS_MAX - THREADS_MAX - 1
     share = entries // (uncommitted_max + 1) - 1
     to_come = max(uncommitted_max - len(checkpoints), 0)

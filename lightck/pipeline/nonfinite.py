@@ -1,7 +1,7 @@
 """``pause_on_nonfinite=True``: a state with NaN or infinite values is not committed, so the last good checkpoint stays.
 
 For each checkpoint, the check reads the loss scale, some values of every floating-point parameter, buffer and optimizer
-state, and one larger block in turn. A refused checkpoint is only not saved: the training goes on. The check finds most
+state, and one larger block in turn. If a checkpoint is refused, the training goes on without it. The check finds most
 NaN at once, because they spread to every parameter within an update or two. It does not prove that a state is finite.
 """
 
@@ -66,7 +66,8 @@ class NonfiniteCheck(CommitDecision):
                 closed_step.step,
                 self.reason,
             )
-        self._meter.skipped += closed_step.step != self._refused
+        if closed_step.step != self._refused:  # a step may be offered more than once
+            self._meter.skipped += 1
         self._refused = closed_step.step
         return False
 
@@ -100,18 +101,18 @@ class NonfiniteCheck(CommitDecision):
         total = live.tensor.numel()
         self._next_block = (number, start + BLOCK) if start + BLOCK < total else (number + 1, 0)
         size = min(BLOCK, total - start)
-        if size <= WINDOW or _all_finite([_run(live.tensor, start, size)]):
+        if size <= WINDOW or _all_finite([_consecutive_values(live.tensor, start, size)]):
             return None
         return f"{live.name!r} holds values that are not finite"
 
 
-_ALL_FINITE = (torch.float4_e2m1fn_x2,)
+_ALWAYS_FINITE_DTYPES = (torch.float4_e2m1fn_x2,)
 """Dtypes without NaN and infinities, which torch cannot convert to a dtype that has an ``isfinite``."""
 
 
 def _is_watched(live: Live) -> bool:
     tensor = live.tensor
-    floating = (tensor.is_floating_point() and tensor.dtype not in _ALL_FINITE) or tensor.is_complex()
+    floating = (tensor.is_floating_point() and tensor.dtype not in _ALWAYS_FINITE_DTYPES) or tensor.is_complex()
     return live.role in ("param", "buffer", "optimizer") and live.alias is None and floating and tensor.numel() > 0
 
 
@@ -127,11 +128,11 @@ def _window(tensor: torch.Tensor, turn: int) -> torch.Tensor:
     if total <= WINDOW:
         return tensor.detach().reshape(-1)
     start = turn % -(-total // WINDOW) * WINDOW
-    return _run(tensor, min(start, total - WINDOW), WINDOW)
+    return _consecutive_values(tensor, min(start, total - WINDOW), WINDOW)
 
 
-def _run(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    """A run of values, in the order in which they lie in memory."""
+def _consecutive_values(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    """``size`` values from the one at ``start``, in the order in which they lie in memory."""
     tensor = tensor.detach()
     if tensor.is_conj() or not (tensor.is_contiguous() or is_dense(tuple(tensor.shape), tuple(tensor.stride()))):
         return tensor.reshape(-1)[start : start + size]

@@ -1,6 +1,6 @@
 """Bring a closed step to its commit record, in four stages.
 
-    plan        decide which tensors are written, and from where: at the boundary or in the background (the strategy)
+    plan        decide which tensors are written, and when: at the boundary or in the background (the strategy)
     submit      take a slot, copy what is copied at the boundary, hand the rest to the engine
     validate    after the copies: check that every source still holds what was copied (the write guard)
     settle      release the checkpoint to commit, or give it up; report either to the listeners
@@ -90,9 +90,10 @@ class Pipeline:
     def adopted(
         self, step: int, copied_at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
     ) -> None:
-        """Continue from a checkpoint of this pool whose adoption record is durable. ``at_boundary``: names of tensors
-        that are always copied at the boundary. ``slots``: as the user asked for (None: as many as the pool has).
-        ``generation``: of its payload. ``stale_after``: older checkpoints of a larger generation are stale."""
+        """Continue from a checkpoint of this pool whose adoption record is durable. ``copied_at_boundary``: names of
+        tensors that are always copied at the boundary. ``slots``: as the user asked for (None: as many as the pool
+        has). ``generation``: the one in which the checkpoint's bytes were written. ``stale_after``: the checkpoints
+        between this generation and ``generation`` are stale (None: none is)."""
         writer = self._writer
         self.committed = step
         if stale_after is not None:
@@ -115,7 +116,7 @@ class Pipeline:
 
     def begin_checkpoint(self, closed_step: ClosedStep) -> None:
         """Begin to write a checkpoint. Small tensors, buffers and small state are copied before this returns."""
-        self._reap()
+        self._collect_ended()
         self._newest = None
         self.guard.copied_at_boundary.update(closed_step.copied_at_boundary)
         if not self.decisions.may_commit(closed_step):
@@ -201,7 +202,7 @@ class Pipeline:
         self.eager.copy(tensors, jobs_max)
 
     def store_next_batch(self, entries: Sequence[NextBatch]) -> None:
-        """Record which batch followed the newest checkpoint, if it still lies in its slot. Errors of the medium are
+        """Record which batch followed the newest checkpoint, if its slot was not reused. Errors of the medium are
         ignored here: the next checkpoint meets and raises them."""
         if self._newest is not None:
             writer, slot, generation = self._newest
@@ -248,7 +249,7 @@ class Pipeline:
                 self.eager.drop()
                 pool.relayout((), 0, lambda _: None)
                 self._newest = _slot_of_original(self._writer, original_generation)
-            pool.requested_slots = None  # the user asked for fewer slots, but the pin needs these
+            pool.requested_slots = None  # a request for more slots is done now; one for fewer gives way to the pin
         except BaseException:
             pool.n_slots, pool.requested_slots = before
             raise
@@ -258,12 +259,14 @@ class Pipeline:
     def forward_begins(self) -> None:
         """Give up checkpoints whose sources changed before this training forward: the loop itself wrote to them."""
         for checkpoint in self._unvalidated():
-            if not checkpoint.watched.forward_seen:
-                checkpoint.watched.forward_seen = not self._give_up(checkpoint, self.guard.changed(checkpoint))
+            watched = checkpoint.watched
+            if not watched.forward_seen and not self._give_up(checkpoint, self.guard.changed(checkpoint)):
+                watched.forward_seen = True
         self.poll()
 
     def poll(self) -> None:
-        """Settle checkpoints whose copies are done and whose sources are unchanged. Does not wait."""
+        """Settle checkpoints whose copies are done and whose sources are unchanged. This does not wait. Under
+        ``LIGHTCK_CHECK=1`` it does nothing: the gate settles every checkpoint."""
         if self._check:
             return
         for checkpoint in self._unvalidated():
@@ -289,7 +292,7 @@ class Pipeline:
                 self.settle(checkpoint)
             while len(self._in_flight) > self._uncommitted_max:
                 self._finish(self._in_flight[0])
-        self._reap()
+        self._collect_ended()
         self.wait_policy.gate_passed()
 
     def finish(self, deadline: float | None = None) -> bool:
@@ -302,7 +305,7 @@ class Pipeline:
             while self._in_flight:
                 if not self._in_flight[0].pending.job.wait(ENDED, seconds_left(deadline), pause=raise_if_interrupted):
                     return False
-                self._reap()
+                self._collect_ended()
         return True
 
     def finish_quietly(self) -> None:
@@ -337,7 +340,7 @@ class Pipeline:
             self.settle(checkpoint)
         if checkpoint in self._in_flight:
             self._wait_or_fail(checkpoint, ENDED)
-            self._reap()
+            self._collect_ended()
 
     def _wait_or_fail(self, checkpoint: InFlightCheckpoint, until: int) -> None:
         try:
@@ -349,8 +352,9 @@ class Pipeline:
             self._writer.refuse_lost_pool()  # raises a more specific error if the pool file was lost
             raise
 
-    def _reap(self) -> None:
-        """Account for checkpoints that ended in the background. Raises the error of one that failed."""
+    def _collect_ended(self) -> None:
+        """Report the oldest checkpoints as committed as far as their jobs have ended. Raises the error of a failed
+        one."""
         while (
             self._in_flight and self._in_flight[0].pending.job.is_released and self._in_flight[0].pending.job.has_ended
         ):
@@ -394,7 +398,7 @@ class Pipeline:
 
 
 def _slot_of_original(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
-    """Where a checkpoint that was carried over to this file lies now; ``generation`` is the one it was made with."""
+    """Where a checkpoint lies that a relayout carried over to this file. ``generation``: the one in its first file."""
     for slot in writer.slots.slots:
         if generation is not None and slot.original_generation == generation and slot.generation is not None:
             return writer, slot, slot.generation

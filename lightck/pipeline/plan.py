@@ -39,7 +39,8 @@ class WritePlan:
 
     closed_step: ClosedStep
     tables: tuple[WriteTable, ...]
-    """Tensors that are written each time; their table says when they are copied. Their ``undecided`` do not count."""
+    """Tensors that are written each time; their table says when they are copied. The tensors in
+    ``WriteTable.undecided`` are not among them: the next two fields decide about those."""
     at_boundary: tuple[tuple[Live, TensorRecord], ...]
     """Tensors of ``WriteTable.undecided`` that are written: they are copied at the boundary."""
     unchanged: tuple[tuple[Live, TensorRecord], ...]

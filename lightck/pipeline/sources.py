@@ -29,8 +29,8 @@ from lightck.state.signatures import (
 )
 
 Signature = tuple[int, MemoryLayout]
-STAGED_NBYTES = 64 << 10
-"""How many bytes are read for each checkpoint of tensors that must be copied in order to be read."""
+COPIED_TO_READ_NBYTES = 64 << 10
+"""How many bytes are read again, for each checkpoint, of those tensors that can be read only through a copy."""
 
 
 def signature_of(tensor: torch.Tensor) -> Signature:
@@ -45,12 +45,13 @@ class SourceWatch:
         """``numbers``: record numbers of ``lives``. ``on_devices``: how many, counted from the end, are on devices."""
         self.lives, self.numbers = lives, numbers
         self.forward_seen = False
+        """Whether a training forward began after the boundary, and found the sources unchanged."""
         self.was_read_whole = False
         """Whether all bytes of the sources in host memory were read at the boundary."""
         self._on_devices = range(len(lives) - on_devices, len(lives))
         tensors = [live.tensor for live in lives]
         self._signatures, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
-        self._places = Registrations(lives)
+        self._registrations = Registrations(lives)
         self._blocks = NO_BLOCKS
         self._at_boundary = self._blocks.checksum_positions[:0], np.zeros(0, np.uint32), self._blocks.owners[:0]
         """Of the blocks that were read at the boundary: places of their checksums, checksums, owners."""
@@ -58,7 +59,8 @@ class SourceWatch:
     def changed(self) -> list[int]:
         """Positions of the sources whose signatures differ from those at the boundary."""
         try:
-            if self._signatures.are_unchanged() and self._counters.are_unchanged() and self._places.are_unchanged():
+            watched = self._signatures, self._counters, self._registrations
+            if all(one.are_unchanged() for one in watched):
                 return []
         except KeyError:
             pass  # a tensor is gone from its module or optimizer; the next line finds it
@@ -82,8 +84,9 @@ class SourceWatch:
         whole: bool,
     ) -> list[str]:
         """The names of tensors whose copies hold other bytes than were read at the boundary. ``raw``: the checksums of
-        all copied blocks, of ``block`` bytes each; ``of_record``: those of one record number. ``turn``: chooses the one
-        block on a device that is read now. ``whole``: read all sources in host memory again."""
+        all copied blocks. ``of_record``: returns those of one record number. ``block``: the bytes of a block. ``turn``:
+        a counter that chooses which block of the sources on devices is read now, one for each checkpoint. ``whole``:
+        read all sources in host memory again."""
         places, at_boundary, owners = self._at_boundary
         wrong = set(owners[raw[places] != at_boundary].tolist())
         if whole and len(self._blocks):
@@ -123,10 +126,10 @@ class _Proved:
 
     names: list[str]
     blocks: Blocks
-    held: npt.NDArray[np.uint32]
-    """The checksums that checkpoints hold of them."""
+    crcs: npt.NDArray[np.uint32]
+    """The checksums of these blocks in the checkpoints."""
     others: list[str]
-    """Names of tensors that must be copied in order to be read."""
+    """Names of tensors that can be read only through a copy."""
 
 
 class UnchangedTensors:
@@ -184,14 +187,14 @@ class UnchangedTensors:
         self._proved = self._round_began = None
 
     def reread(self, generation: int, block: int, budget: int | None) -> tuple[set[str], int]:
-        """Read tensors that are left out again, before the next checkpoint is made. Returns the names of those whose
-        bytes are not those that checkpoints hold, and how many bytes were read. ``generation``: the newest that was
+        """Read again, before the next checkpoint is made, tensors that are left out. Returns the names of those whose
+        bytes differ from those in the checkpoints, and how many bytes were read. ``generation``: the newest that was
         begun. ``block``: bytes per checksum. ``budget``: bytes to read (None: all). If one tensor differs, all are
         read, so that every tensor with the same kind of write is found at once."""
         if not self._known:
             return set(), 0
         self._proved = proved = self._proved or self._proved_now(block)
-        chosen, is_round = self._turn.next_blocks(proved.blocks, budget)
+        chosen, ends_round = self._turn.next_blocks(proved.blocks, budget)
         wrong = self._differing(proved, chosen) | self._other_differing(proved.others, block)
         if wrong:
             wrong |= self._differing(proved, ALL)
@@ -199,7 +202,7 @@ class UnchangedTensors:
             return wrong, 0
         if chosen is ALL and not proved.others:
             self.verified_until = generation
-        elif is_round:
+        elif ends_round:
             self.verified_until = self._round_began if self._round_began is not None else self.verified_until
             self._round_began = generation
         return set(), int(proved.blocks.nbytes[chosen].sum())
@@ -214,19 +217,19 @@ class UnchangedTensors:
             np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64),
             block,
         )
-        held = np.concatenate([known.crcs for known in here.values()] or [np.zeros(0, np.uint32)])
-        return _Proved(list(here), blocks, held, [name for name in proved if name not in here])
+        crcs = np.concatenate([known.crcs for known in here.values()] or [np.zeros(0, np.uint32)])
+        return _Proved(list(here), blocks, crcs, [name for name in proved if name not in here])
 
     def _differing(self, proved: _Proved, chosen: Positions | slice) -> set[str]:
         """Names of tensors with other bytes in these blocks and with the same signature as before. A change of the
         signature announces the write: that tensor is written anyway."""
         blocks = proved.blocks
-        differ = blocks.checksums(chosen) != proved.held[blocks.checksum_positions[chosen]]
+        differ = blocks.checksums(chosen) != proved.crcs[blocks.checksum_positions[chosen]]
         found = {proved.names[i] for i in blocks.owners[chosen][differ].tolist()}
         return {name for name in found if self._has_same_signature(name)}
 
     def _other_differing(self, names: Sequence[str], block: int) -> set[str]:
-        """As ``_differing``, for the next tensors that must be copied in order to be read; at most one on a device."""
+        """As ``_differing``, for the next tensors that can be read only through a copy; at most one is on a device."""
         if not names:
             return set()
         spent = 0
@@ -238,7 +241,7 @@ class UnchangedTensors:
                 if not np.array_equal(checksums(staged(on_host(known.tensor)), block), known.crcs):
                     return {name}
                 spent += known.tensor.nbytes
-            if spent >= STAGED_NBYTES or not known.tensor.is_cpu:
+            if spent >= COPIED_TO_READ_NBYTES or not known.tensor.is_cpu:
                 break
         return set()
 

@@ -30,9 +30,9 @@ class Submission:
         self._numbers: list[int] = []
         self._sources: list[int] = []
         for live, record in plan.at_boundary:
-            self._copy_at_boundary(live, record)
+            self._add_at_boundary(live, record)
 
-    def _copy_at_boundary(self, live: Live, record: TensorRecord) -> None:
+    def _add_at_boundary(self, live: Live, record: TensorRecord) -> None:
         source, address = live.tensor, record.address
         if not record.plain:
             source = staged(live.tensor)
@@ -44,9 +44,9 @@ class Submission:
             self.frozen.append((live, record.number))
 
     def copy_at_boundary(self, tensors: Sequence[StagedTensor]) -> None:
-        """Copy these tensors from their device now, instead of sending them in the background."""
+        """Add tensors on a device that are copied at the boundary, instead of being sent in the background."""
         for one in tensors:
-            self._copy_at_boundary(one.live, one.record)
+            self._add_at_boundary(one.live, one.record)
 
     def add_from_devices(self, tensors: Sequence[StagedTensor]) -> None:
         """Add tensors that a device sends in the background and that must stay unchanged meanwhile."""
@@ -72,17 +72,17 @@ class Submission:
         begun = np.concatenate([NO_RECORDS, *begun_elsewhere])
         numbers = np.concatenate([*(table.numbers for table in tables), np.array(self._numbers, np.int64)])
         sources = np.concatenate([*(table.sources for table in tables), np.array(self._sources, np.uint64)])
-        now = np.concatenate([*(table.at_boundary for table in tables), np.ones(len(self._numbers), np.bool_)])
+        at_boundary = np.concatenate([*(table.at_boundary for table in tables), np.ones(len(self._numbers), np.bool_)])
         present = np.array([number for table in tables for number in table.present], np.int64)
         if len(begun):
             left = np.isin(numbers, begun, invert=True)
-            numbers, sources, now = numbers[left], sources[left], now[left]
+            numbers, sources, at_boundary = numbers[left], sources[left], at_boundary[left]
         return CopyPlan(
             closed_step.step,
             closed_step.iteration,
             numbers,
             sources,
-            now,
+            at_boundary,
             np.array([record.number for _, record in self.plan.unchanged], np.int64),
             np.concatenate([present, begun]),
             len(closed_step.lives),

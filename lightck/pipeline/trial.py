@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 class Margin(NamedTuple):
-    """By how much a cost must be lower than another: by more than ``share`` of the other plus ``least``. A negative
-    ``share`` allows it to be higher by as much."""
+    """By how much a cost must be lower than another: by more than ``share`` of the other plus ``least``. With a
+    negative ``share`` it may be higher than the other by less than that share."""
 
     share: float
     least: float = 0.0
@@ -25,8 +25,9 @@ class Trial(Generic[T]):
     turn: first ``lead_in`` checkpoints that do not count, because they may still be affected by the alternative before,
     and then one that counts. Every second round has the reverse order, so that a drift of the costs affects all alike.
 
-    An alternative is better than another one if each of its median costs is lower by the margin of that cost (at least
-    one margin has a share that is not negative). The first alternative that no other one is better than wins. If
+    An alternative is better than another one if each of its median costs is lower by the margin of that cost. The
+    caller gives at least one margin whose share is not negative, so that no two alternatives are each better than the
+    other. The first alternative that no other one is better than wins. If
     ``rounds`` is 0, the first alternative wins at once.
     """
 
@@ -41,7 +42,7 @@ class Trial(Generic[T]):
         self._turns: list[T] = []
         """The alternatives that still have a turn in this round, the present one first; the winner at the end."""
         self._finished = -warm_up
-        """How many checkpoints of this turn have finished."""
+        """How many checkpoints of this turn have finished; negative during the warm-up."""
         self._checkpoints_left = 2 * (warm_up + rounds * len(self.alternatives) * (lead_in + 1))
         """A checkpoint that is dropped has no costs. After twice as many as are needed the trial is cancelled."""
         self.is_over = False

@@ -23,6 +23,7 @@ from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
 OPENMP_OF = "libtorch_cpu.so"
+"""The library whose OpenMP threads are meant."""
 TRIAL, PASSIVE = "trial", "passive"
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _INCOMPATIBLE_VARIABLES = ("OMP_STACKSIZE", "GOMP_STACKSIZE", "OMP_DISPLAY_AFFINITY")
@@ -57,6 +58,7 @@ class WaitPolicy:
         self._window: tuple[float, float] | None = None
         """Of the trial's checkpoint in flight: when it began, and the meter's seconds of waiting at that time."""
         self._has_begun_eagerly = False
+        """Whether the eager copies of the next checkpoint have begun, so that its boundary is not its beginning."""
         self._was_starved = False
         self._starved: deque[bool] = deque(maxlen=_STARVED_WINDOW)
         self._checkpoints = 0

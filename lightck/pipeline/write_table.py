@@ -32,7 +32,7 @@ class TensorRecord:
 
     number: int
     tensor: torch.Tensor
-    reading: MemoryLayout
+    memory_layout: MemoryLayout
     alias: str | None
     nbytes: int
     plain: bool
@@ -44,12 +44,13 @@ class TensorRecord:
 
     @property
     def address(self) -> int:
-        return self.reading[0]
+        return self.memory_layout[0]
 
     def describes(self, live: Live) -> bool:
         """Whether this is still the record of the tensor. Object and address alone are not enough: ``resize_``, ``t_``
-        and ``.data = ...`` can keep both, and a tensor stays in place when the one that it was tied to is replaced."""
-        return self.tensor is live.tensor and self.alias == live.alias and self.reading == memory_layout_of(live.tensor)
+        and ``.data = ...`` can keep both, and so does a tensor that was tied to another one which is replaced."""
+        is_same = self.tensor is live.tensor and self.alias == live.alias
+        return is_same and self.memory_layout == memory_layout_of(live.tensor)
 
 
 class NoExtentError(Exception):
@@ -72,7 +73,8 @@ def _record(number: int, live: Live, entry: Entry) -> TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """A tensor on a device. ``in_order``: it is sent in the order of the computation, which may change it next."""
+    """A tensor on a device. ``in_order``: it is sent in the order of the computation, because kernels that are queued
+    next may change it."""
 
     live: Live
     record: TensorRecord
@@ -87,7 +89,8 @@ class WriteTable:
     token: object
     """Identifies the tensor list; None if there is none."""
     n_copied_at_boundary: int
-    """How many names were always copied at the boundary when this table was computed."""
+    """How many names were always copied at the boundary when this table was computed. The set of these names only
+    grows, so another number means that the table is out of date."""
     written: list[tuple[Live, TensorRecord]]
     """Tensors in plain host memory that each checkpoint writes. The next three arrays are parallel to it."""
     numbers: npt.NDArray[np.int64]
@@ -106,7 +109,9 @@ class WriteTable:
     staged: list[StagedTensor]
     """Tensors on a device."""
     _places: dict[int, tuple[Live, int]] = field(default_factory=dict)
+    """``background`` by the tensors' ids. Empty until ``place_of`` is called."""
     _blocks: list[Blocks] = field(default_factory=list)
+    """The result of ``blocks``. Empty until it is called."""
 
     def without(self, left_out: Collection[int]) -> WriteTable:
         """A copy of this table without these record numbers, for a plan that leaves them out (``WritePlan.unchanged``).
@@ -219,12 +224,12 @@ class WriteTableCache:
         record = self._records.get(live.name)
         return record is not None and record.number == number and record.describes(live)
 
-    def _records_of(self, lives: Sequence[Live], present: Sequence[Live]) -> list[TensorRecord]:
-        """The record of each tensor, with an extent that fits it now. Raises ``NoExtentError``. ``present``: all
+    def _records_of(self, lives: Sequence[Live], all_lives: Sequence[Live]) -> list[TensorRecord]:
+        """The record of each tensor, with an extent that fits it now. Raises ``NoExtentError``. ``all_lives``: all
         tensors of the step; the records of any others are forgotten."""
         known, writer = self._records, self.writer
-        if len(known) > len(present):  # keeps no tensor alive that the training has dropped
-            for name in known.keys() - {live.name for live in present}:
+        if len(known) > len(all_lives):  # a record must not keep alive a tensor that the training has dropped
+            for name in known.keys() - {live.name for live in all_lives}:
                 del known[name]
         records: list[Any] = [known.get(live.name) for live in lives]
         changed = {

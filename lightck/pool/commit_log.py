@@ -1,8 +1,9 @@
 """The commit log: which commit records are valid, in which order recovery tries them, and where the next one goes.
 
 These are pure functions over the records of the log, so the writer, the reader and the checker share one set of rules.
-Invariants: records are ordered by (incarnation, generation), never by step or clock; the newest record of the bytes
-in a slot is overwritten only after the slot itself; a record between an adopted checkpoint and its adoption is dead.
+Invariants: records are ordered by (incarnation, generation), never by step or clock; while a slot holds the bytes of
+a checkpoint, the newest record of them is not overwritten; a record between an adopted checkpoint and its adoption is
+dead.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
 
 
 def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRecord]:
-    """Return the records that recovery tries, newest first, each payload once; with ``step``, also the dead ones of
-    that step and no others."""
+    """Return the records that recovery tries, newest first, and one record for each payload. ``step``: only those
+    of this step, dead ones too."""
     if step is None:
         records = [record for record in commit_log.records.values() if not is_dead(record, commit_log)]
     else:

@@ -28,7 +28,9 @@ from lightck.pool.storage.backend import Backend, Container
 from lightck.pool.storage.failures import undo_on_error
 
 RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
+"""The reserve of a slot has at least this many bytes, and at least this fraction (1/32) of the payload."""
 STATE_MIN, STATE_FACTOR = 256 * KIB, 4
+"""The manifest has room for small state of at least this many bytes, and of this many times the expected length."""
 
 
 def create(

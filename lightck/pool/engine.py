@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightck")
 T = TypeVar("T")
 COPIED, ENDED = 2, 3
+"""What ``Job.wait`` waits for: all bytes are copied; the job is committed, failed or dropped."""
 JOBS_MAX = 32
 """Jobs that an engine has room for, including those that ended and were not freed by ``Job.forget``."""
 THREADS_MAX = 2
@@ -91,6 +92,8 @@ class Medium:
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
+    """What the engine says about a job. ``nbytes_helped``: how many of the bytes a waiting thread copied."""
+
     state: int
     nbytes: int
     nbytes_helped: int

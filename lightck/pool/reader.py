@@ -56,7 +56,7 @@ TENSOR_RECORD_DTYPE = np.dtype(
 READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation")])
 """The C struct ``lck_read``."""
 PARALLEL_READ_NBYTES_MIN = 4 << 20
-"""One thread reads less than this many bytes: starting others costs more."""
+"""Fewer bytes than this are read by one thread alone, because it costs more to start others."""
 THREADS_MAX = 8
 RESUMABLE_NUMBER_MAX = NUMBER_MAX // 2
 """A training may continue from numbers below this, so that its own stay far below ``NUMBER_MAX``."""
@@ -88,11 +88,12 @@ class PoolReader:
         return not self.superblock.ro_compat & ~RO_COMPAT_KNOWN
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Read bytes of the pool: fewer at the end of the file, none if the medium fails, so that their check fails.
+        """Read bytes of the pool. The result is shorter at the end of the file, and empty if the medium fails: the
+        structure then fails its check.
 
         Raises ``PoolIOError`` for errors that say nothing about the pool's bytes (out of memory, no descriptors)."""
         try:
-            return self._read_twice(offset, nbytes)
+            return self._read_with_retry(offset, nbytes)
         except MemoryError as err:
             raise io_error(f"{nbytes} bytes of the pool {self.path!r} cannot be read", errno.ENOMEM) from err
         except OSError as err:
@@ -104,7 +105,7 @@ class PoolReader:
             self._unreadable = err
             return b""
 
-    def _read_twice(self, offset: int, nbytes: int) -> bytes:
+    def _read_with_retry(self, offset: int, nbytes: int) -> bytes:
         """Read once more after a medium error, which may be transient. (A failed sync, in contrast, is never
         repeated.)"""
         try:
@@ -154,8 +155,8 @@ class PoolReader:
         )
 
     def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
-        """Choose between two superblocks that differ: one belongs to another pool and was written here by mistake, so
-        no commit record passes its check with that one's uuid."""
+        """Choose between two superblocks. If they differ, one belongs to another pool and was written here by mistake.
+        It is the one with whose uuid no commit record passes its check."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
@@ -204,12 +205,16 @@ class PoolReader:
             return ()
         found = [self._manifest_generation(slot) for slot in range(len(self.superblock.slots))]
         generations = tuple(generation for generation in found if generation is not None)
-        return generations if len(generations) > 1 and self.commit_log().is_empty else ()  # read again: a pool in use
+        if len(generations) < 2 or not self.commit_log().is_empty:  # read again: a writer may have committed meanwhile
+            return ()
+        return generations
 
     def _manifest_generation(self, slot: int) -> int | None:
         """Return the generation that the slot's header names if the slot holds a manifest of it; else None."""
         sb, generation = self.superblock, self.slot_generation(slot)
-        for index in (0, 1) if generation is not None else ():
+        if generation is None:
+            return None
+        for index in (0, 1):
             try:
                 data = self.read(sb.manifest_at(slot, index), MANIFEST_HEADER_NBYTES)
                 header = ManifestHeader.unpack(data, sb.manifest_nbytes)
@@ -230,8 +235,8 @@ class PoolReader:
     def is_reused(self, record: CommitRecord) -> bool:
         """Whether the slot's header names a newer checkpoint than this commit record.
 
-        An older generation proves nothing: the header is durable before the commit record, so only a later write of
-        the header can have been lost."""
+        An older generation in the header is no sign of a reuse. (A crash cannot leave one: the header is durable before
+        the commit record.)"""
         return (self.slot_generation(record.slot) or 0) > record.payload_generation
 
     def _is_struck(self, slot: int) -> bool:
@@ -307,7 +312,7 @@ class StoredCheckpoint:
         )
         if header.n_records != header.n_table + len(extras):
             raise DamagedError("its manifest has a wrong number of records")
-        self.records = np.frombuffer(manifest, TENSOR_RECORD_DTYPE, header.n_records, offset=128)
+        self.records = np.frombuffer(manifest, TENSOR_RECORD_DTYPE, header.n_records, offset=MANIFEST_HEADER_NBYTES)
         self.crcs = np.frombuffer(manifest, "<u4", header.crcs_count, offset=header.crcs_offset)
         self.state = manifest[header.state_offset : header.state_offset + header.state_nbytes]
         self.extras = extras
@@ -426,15 +431,15 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
     """Open an existing pool for reading; with ``write``, its container may be written afterwards."""
     from lightck.pool.storage.backends import backend_for
 
-    emulation.active_profile()  # an emulated memory slows verified reads down
+    emulation.active_profile()  # the first call reads LIGHTCK_EMULATE: an emulated memory also slows reads down
     kind = backend_for(path, backend)
     if write:  # checked read-only first: opening for writing changes the backend's own structures in the file (PMDK)
-        with contextlib.closing(_read(kind.open(path, write=False), path)) as reader:
+        with contextlib.closing(_reader_of(kind.open(path, write=False), path)) as reader:
             refuse_unwritable(reader)
-    return _read(kind.open(path, write=write), path)
+    return _reader_of(kind.open(path, write=write), path)
 
 
-def _read(container: Container, path: str) -> PoolReader:
+def _reader_of(container: Container, path: str) -> PoolReader:
     with undo_on_error(container.close):
         return PoolReader(container, path)
 
@@ -453,7 +458,7 @@ def refuse_unwritable(reader: PoolReader) -> None:
     highest = max(reader.commit_log().highest_number, *generations)
     if highest >= RESUMABLE_NUMBER_MAX:
         raise CorruptPoolError(
-            f"The pool {reader.path!r} has counters up to {highest}, and its numbers end at {NUMBER_MAX}. No training "
-            "gets so far: the pool is damaged or was manipulated. lightck.recover() reads it; train into another pool, "
-            "or discard this one with overwrite=True."
+            f"The pool {reader.path!r} has counters up to {highest}; the largest possible one is {NUMBER_MAX}. No "
+            "training gets so far: the pool is damaged or was manipulated. lightck.recover() reads it; train into "
+            "another pool, or discard this one with overwrite=True."
         )

@@ -74,7 +74,8 @@ class Slots:
     protected: int | None = None
     """Index of the slot that must not be written: it holds the newest checkpoint."""
     dead: tuple[int, int] = (0, 0)
-    """Payload generations strictly between these two are dead: an adoption went back behind them."""
+    """Payload generations strictly between these two are dead. The first belongs to the adopted checkpoint, the second
+    to its adoption record."""
 
     @property
     def n_usable(self) -> int:

@@ -56,8 +56,8 @@ class RelayoutNeededError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The copies of one checkpoint: record numbers and addresses, no tensors. ``records``, ``sources`` and ``now`` are
-    parallel arrays; record numbers are those of ``PoolWriter.numbers``."""
+    """The copies of one checkpoint: record numbers and addresses, no tensors. ``records``, ``sources`` and
+    ``at_boundary`` are parallel arrays; record numbers are those of ``PoolWriter.numbers``."""
 
     step: int
     iteration: int
@@ -65,8 +65,8 @@ class CopyPlan:
     """Record numbers of the tensors to copy."""
     sources: npt.NDArray[np.uint64]
     """Addresses of their bytes."""
-    now: npt.NDArray[np.bool_]
-    """Whether to copy before ``begin`` returns (a copy at the boundary)."""
+    at_boundary: npt.NDArray[np.bool_]
+    """Whether to copy before ``begin`` returns."""
     unchanged: npt.NDArray[np.int64]
     """Record numbers of the tensors whose bytes in the slot are already right."""
     not_copied: npt.NDArray[np.int64]
@@ -108,6 +108,7 @@ class PoolWriter:
         self.entries: list[Entry] = list(reader.entries)
         self.numbers = {e.name: i for i, e in enumerate(self.entries)}
         self._n_table = len(self.entries)
+        """Number of entries in the layout table. The *extra* entries after them have their extents in the reserve."""
         self._reserve_at = sb.reserve_offset
         self._capacities = [e.nbytes for e in self.entries]
         """Bytes that belong to each entry from its offset on: an extra entry may have more than it needs."""
@@ -139,7 +140,7 @@ class PoolWriter:
         sb = self.superblock
         self._index_entries()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
-        # Above the slots' generations too: a checkpoint that never committed is then older than the adoption, and dead.
+        # A slot may hold a checkpoint that never committed. The adoption gets a larger generation, so that it is dead.
         self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
         self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
         if self.durability.tier != TIER_DISK:  # on a disk it would read the whole pool and mark all pages dirty
@@ -207,7 +208,7 @@ class PoolWriter:
             if self._capacities[own] >= entry.nbytes:
                 return self._reuse(own, entry)
             self._free_extras([entry.name])
-        fitting = [
+        fitting = [  # an empty tensor takes only an empty extent
             n
             for n in self._free_numbers
             if self._capacities[n] >= entry.nbytes and (entry.nbytes or not self._capacities[n])
@@ -272,8 +273,8 @@ class PoolWriter:
         self.slots.dead = (record.payload_generation, adoption.generation)
 
     def _next_position(self) -> int:
-        records = self.superblock.ring_lines
-        self._last_position = next_position(self.commit_log, self.slots.contents(), records, self._last_position)
+        n_positions = self.superblock.ring_lines
+        self._last_position = next_position(self.commit_log, self.slots.contents(), n_positions, self._last_position)
         return self._last_position
 
     def _add_record(self, position: int, record: CommitRecord) -> None:
@@ -296,7 +297,7 @@ class PoolWriter:
             self.medium.store(
                 slot.offset, pack_slot_header(self.generation, slot.index, self.superblock.uuid, struck=True)
             )
-            self._slot_unknown(slot)
+            self._forget_content(slot)
         if struck:
             self.medium.sync()
         return [slot.index for slot in struck]
@@ -311,7 +312,7 @@ class PoolWriter:
         return Reservation(self, slot, self.generation)
 
     def begin(self, plan: CopyPlan, slot: Slot, keep: object, reservation: Reservation | None = None) -> Pending:
-        """Start a checkpoint: invalidate the slot, copy the tensors marked ``now``, queue the other copies.
+        """Start a checkpoint: invalidate the slot, copy what is copied at the boundary, queue the rest.
 
         ``keep``: objects that keep the source memory alive. ``reservation``: the copies that were started before in
         this slot; their records are in ``plan.not_copied``. Raises, before anything is written, ``RelayoutNeededError``
@@ -326,7 +327,7 @@ class PoolWriter:
         position = self._next_position()
         parts = [] if reservation is None else reservation.parts
         commit = self._commit(slot, plan.step, generation, position, image_nbytes, lib.LCK_FOLLOWS if parts else 0)
-        copies = self._copies(slot, plan.records, plan.sources, np.where(plan.now, lib.LCK_NOW, 0))
+        copies = self._copies(slot, plan.records, plan.sources, np.where(plan.at_boundary, lib.LCK_NOW, 0))
         status, ticket = self._submit(copies, commit)
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
@@ -424,7 +425,7 @@ class PoolWriter:
         if n_listed != plan.n_tensors:
             raise SessionError(
                 f"The strategy's plan covers {n_listed} tensors, and the training has {plan.n_tensors}. Nothing is "
-                "committed. Put each tensor into a table, into now or into unchanged (WritePlan, pipeline/plan.py)."
+                "committed. Put each tensor into a table, at_boundary or unchanged (WritePlan, pipeline/plan.py)."
             )
 
     def _copies(
@@ -490,15 +491,15 @@ class PoolWriter:
     def release_slot(self, pending: Pending, *, bad: bool) -> None:
         """Free the slot of a checkpoint that was dropped, or that failed (``bad``): its content is unknown now."""
         pending.slot.is_bad |= bad
-        self._slot_unknown(pending.slot)
+        self._forget_content(pending.slot)
 
     def release_reservation(self, reservation: Reservation, *, bad: bool) -> None:
         """Free the slot of a reservation; ``bad``: writing to it failed."""
         reservation.slot.is_bad |= bad
-        self._slot_unknown(reservation.slot)
+        self._forget_content(reservation.slot)
 
     @staticmethod
-    def _slot_unknown(slot: Slot) -> None:
+    def _forget_content(slot: Slot) -> None:
         slot.in_flight = False
         slot.generation = None
         slot.image.in_slot[:] = False

@@ -1,4 +1,4 @@
-"""Tensors that travel together, and the memory that they travel group_through_host."""
+"""Groups of tensors that are sent together, and the host memory through which they are sent."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class Group:
 
     tensors: list[StagedTensor]
     sources: list[torch.Tensor]
-    """The memory on the device: of a copy, or of the tensors at the boundary (even if ``.data`` is replaced later)."""
+    """The memory on the device: that of a copy, or that of the tensors at the boundary. A later ``.data = ...`` has no
+    influence on it."""
     places: list[torch.Tensor]
     """Where they arrive: bytes of host memory, or of the pool."""
     segment: Segment
@@ -100,8 +101,9 @@ class Group:
         for transfer, pairs in self.pairs().items():
             self.segment.arrivals.append(transfer.send_in_order(pairs))
 
-    def transfer(self, marks: dict[DeviceTransfer, Arrival]) -> None:
-        """Send the group, wait for its arrival, and start its job; nothing is sent if the checkpoint was given up."""
+    def send_and_start(self, marks: dict[DeviceTransfer, Arrival]) -> None:
+        """Send the group, wait for its arrival, and start its job. Nothing is sent if the checkpoint was given up.
+        A group that is sent in order is on its way already. ``marks``: where the work of each device ended."""
         if not self.in_order:
             self.segment.wait_free()
             if not self.job.needs_sources:

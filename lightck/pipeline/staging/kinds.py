@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The device copies to pinned host memory, and lightck's threads copy from there into the pool (LightCheck-C).
+    """The device copies to pinned host memory, and lightck's threads copy from there into the pool. (This is mode C of
+    LightCheck.)
 
     Always available: if memory cannot be pinned, ordinary memory is used.
     """
@@ -16,7 +17,8 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """The device writes into the pool itself, and lightck's threads read back what it wrote (LightCheck-D).
+    """The device writes into the pool itself, and lightck's threads read back what it wrote. (This is mode D of
+    LightCheck.)
 
     It needs no host memory and less processor time. It is available for a pool in memory (tmpfs, persistent memory)
     that the device's driver can register. Elsewhere ``Host()`` is used, and the log says so.
@@ -26,7 +28,7 @@ class Direct:
 @dataclass(frozen=True, slots=True)
 class Device:
     """The device makes a copy of the state in its own memory, in the order of its computation; from there the transfer
-    goes on as with ``Host()`` (LightCheck-G).
+    goes on as with ``Host()``. (This is mode G of LightCheck.)
 
     The copy takes as much memory on the device as the state, and host memory as ``Host()``. The next update does not
     wait for the transfer: with ``slots=3`` or more the transfer may take as long as a step. (With two slots a

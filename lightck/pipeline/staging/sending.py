@@ -54,9 +54,10 @@ class Staging:
     def sending(
         self, writer: PoolWriter, slot: Slot, submission: Submission, reservation: Reservation | None, jobs_max: int
     ) -> Iterator[tuple[Reservation | None, npt.NDArray[np.int64]]]:
-        """Send the tensors of a checkpoint that lie on devices, while the checkpoint is begun in the ``with`` block.
-        Yields the reservation and the record numbers that are being sent. Tensors for which ``jobs_max`` jobs are not
-        enough are copied at the boundary. If the block raises, a reservation that was made here is dropped."""
+        """Begin to send the tensors of a checkpoint that lie on devices. The caller begins the checkpoint in the
+        ``with`` block. Yields the reservation and the record numbers that are being sent. Tensors for which
+        ``jobs_max`` jobs are not enough are copied at the boundary. If the block raises, a reservation that was made
+        here is dropped."""
         if self._method is not None and self._method.ends_before_next:
             self._wait_idle(raise_if_interrupted)
         if not self.is_on or not submission.staged or jobs_max < 1:
@@ -97,13 +98,13 @@ class Staging:
         if self._trial is None:
             rounds = _ROUNDS if self._kind is None else 0
             self._trial = Trial(self._methods(), [_LESS_STALL], rounds=rounds, warm_up=_WARM_UP, lead_in=_LEAD_IN)
-        trial, is_chosen = self._trial, self._trial.is_over
+        trial, has_ended = self._trial, self._trial.is_over
         before, self._stall_seconds = self._stall_seconds, self._meter.stall_seconds
         if self._method is not None:
             trial.finish(self._stall_seconds - before)
         method = trial.begin()
         while True:
-            if trial.is_over and not is_chosen:
+            if trial.is_over and not has_ended:
                 self._end_trial(trial)  # first, so that no memory is released while this checkpoint is being sent
             try:
                 method.prepare(writer, staged)
@@ -115,7 +116,7 @@ class Staging:
                         "lightck: staging=%s is not possible here (%s). lightck.Host() is used.", method.kind, why
                     )
                 trial.withdraw(method)
-                method, is_chosen = trial.current, False
+                method, has_ended = trial.current, False
                 continue
             self._method, self._meter.staging = method, str(method.kind)
             self._meter.staging_trial = not trial.is_over

@@ -34,7 +34,8 @@ class TransferThread:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._last: _Task | None = None
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()  # reentrant: a finalizer may put during a put
+        # A SimpleQueue's put is reentrant: a finalizer may end the thread in the middle of another put.
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lightck-staging", daemon=True)
         self._thread.start()
 
@@ -74,7 +75,7 @@ class TransferThread:
             for group in groups:
                 try:
                     group.tensors[0].transfer.bind_thread()
-                    group.transfer(marks)
+                    group.send_and_start(marks)
                 except BaseException as err:
                     group.drain()
                     group.job.give_up(err)

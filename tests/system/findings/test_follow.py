@@ -397,7 +397,7 @@ def test_a_record_is_written_into_no_slot_that_moved_on(pool: Path) -> None:
         entry = [NextBatch(bytes(8), 3, 1)]
         assert writer.store_next_batch(slot, generation, entry)
         assert not writer.store_next_batch(slot, generation - 1, entry)
-        writer._slot_unknown(slot)
+        writer._forget_content(slot)
         assert not writer.store_next_batch(slot, generation, entry)
         session._pipeline.store_next_batch(entry)
         train(model, optimizer, 1)
