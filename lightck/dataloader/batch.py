@@ -29,7 +29,7 @@ _CHECKED_TENSORS = 16  # of each batch; only a few words of further tensors are 
 _CHECKED_PARTS = 256  # of each batch, containers included: a checksum has to take only microseconds
 _CHECKED_ITEMS = 64  # of each list
 _WORD = 8  # a large tensor is read in single words, spread over it
-_MANY, _FEW = _CHECKED_BYTES // _WORD, 32
+_MANY_WORDS, _FEW_WORDS = _CHECKED_BYTES // _WORD, 32
 _PARTIAL = 1
 """The lowest bit of a checksum: some of the batch was not covered (a tensor on a device, an object)."""
 
@@ -66,8 +66,8 @@ def checksum_of(batch: object, read: TensorReads | None = None) -> int | None:
 
 
 def differ(was: int, now: int) -> bool:
-    """Whether two checksums show that the batches differ. A batch that was on a device in only one of the processes is
-    not compared."""
+    """Whether two checksums show that the batches differ. A batch that was fully covered in one run only (it was on
+    a device in the other) is not compared."""
     return was != now and not (was ^ now) & _PARTIAL
 
 
@@ -105,7 +105,7 @@ def _leaf_bytes(item: object) -> bytes | None:
     if isinstance(item, bytes) and kind is bytes:
         return b"%d" % len(item) + _spread_crc(item, len(item))
     if isinstance(item, str) and kind is str and len(item) > _CHECKED_BYTES:
-        item = f"{len(item)}" + "".join(item[at] for at in sample_positions(len(item), _MANY).tolist())
+        item = f"{len(item)}" + "".join(item[at] for at in sample_positions(len(item), _MANY_WORDS).tolist())
     if kind in (int, float, str, bool, type(None)):
         return repr(item).encode("utf-8", "surrogatepass")
     if isinstance(item, np.ndarray) and kind is np.ndarray and not item.dtype.hasobject:
@@ -126,15 +126,15 @@ def _leaf_bytes(item: object) -> bytes | None:
 def _read(item: torch.Tensor, is_thorough: bool, read: TensorReads | None) -> bytes | None:
     """Read many words of the first tensors of a batch (``is_thorough``), and a few of the others."""
     if read is None or not is_thorough:
-        return _tensor_bytes(item, _MANY if is_thorough else _FEW)
+        return _tensor_checksum(item, _MANY_WORDS if is_thorough else _FEW_WORDS)
     known = read.get(id(item))
     version = -1 if item.is_inference() else item._version
     if known is None or known[1] != version or version < 0:
-        known = read[id(item)] = item, version, _tensor_bytes(item, _MANY)
+        known = read[id(item)] = item, version, _tensor_checksum(item, _MANY_WORDS)
     return known[2]
 
 
-def _tensor_bytes(item: torch.Tensor, words: int) -> bytes | None:
+def _tensor_checksum(item: torch.Tensor, words: int) -> bytes | None:
     """Return a checksum of some of the tensor's bytes, or None if they cannot be read. Reading from a device would make
     the training thread wait for it."""
     if not item.is_cpu or item.layout is not torch.strided or item.is_quantized:
@@ -142,7 +142,7 @@ def _tensor_bytes(item: torch.Tensor, words: int) -> bytes | None:
     try:
         if not item.is_contiguous() or item.is_conj() or item.is_neg():
             item = bytes_in_order(_thinned(item.detach()))
-        return _memory_bytes(item, words)
+        return _storage_checksum(item, words)
     except RuntimeError:  # torch cannot copy this dtype, or the tensor has no memory: it is not covered
         return None
 
@@ -155,7 +155,7 @@ def _thinned(item: torch.Tensor) -> torch.Tensor:
     return item[tuple(map(torch.from_numpy, at))]
 
 
-def _memory_bytes(item: torch.Tensor, words: int) -> bytes | None:
+def _storage_checksum(item: torch.Tensor, words: int) -> bytes | None:
     nbytes = item.nbytes
     if not nbytes:
         return b""
@@ -167,11 +167,11 @@ def _memory_bytes(item: torch.Tensor, words: int) -> bytes | None:
 
 def _spread_crc(data: bytes | npt.NDArray[np.uint8], nbytes: int) -> bytes:
     """Checksum of all bytes of short data, otherwise of single words and the last bytes."""
-    return _memory_crc(ffi.from_buffer(data), nbytes, _MANY)
+    return _memory_crc(ffi.from_buffer(data), nbytes, _MANY_WORDS)
 
 
 def _memory_crc(data: CData, nbytes: int, words: int) -> bytes:
-    """As `_spread_crc`, of ``words`` words in memory."""
+    """As `_spread_crc`, for bytes in memory. ``words``: how many single words of longer data are read."""
     if nbytes <= _CHECKED_BYTES:
         return lib.lck_crc32c(data, nbytes).to_bytes(4, "little")
     crc = lib.lck_crc32c_words(data, _word_offsets(nbytes // _WORD, words), words)
@@ -192,7 +192,7 @@ def sample_positions(total: int, count: int) -> npt.NDArray[np.int64]:
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    share = (mixed ^ (mixed >> np.uint64(31))) >> np.uint64(40)  # of 2 ** 24
+    share = (mixed ^ (mixed >> np.uint64(31))) >> np.uint64(40)  # 24 bits: a part of the interval, in units of 2 ** -24
     return begins[:-1] + (share.astype(np.int64) * np.diff(begins) >> 24)
 
 

@@ -75,13 +75,13 @@ def _plain(count: SupportsInt | None) -> int | None:
 def identity_of(loader: object, stateful: bool) -> Identity:
     """Return the properties that must not change between a checkpoint in mid-pass and its resume."""
     if isinstance(loader, DataLoader):
-        return {"length": _length(loader), **_built(loader)}
+        return {"length": _length(loader), **_options_of(loader)}
     dataloader = inner_dataloader(loader)
-    outside: Identity = {"class": _class_name(loader), "length": None if stateful else _length(loader)}
-    return outside if dataloader is None or stateful else {**_built(dataloader), **outside}
+    of_wrapper: Identity = {"class": _class_name(loader), "length": None if stateful else _length(loader)}
+    return of_wrapper if dataloader is None or stateful else {**_options_of(dataloader), **of_wrapper}
 
 
-def _built(loader: DataLoader[object]) -> Identity:
+def _options_of(loader: DataLoader[object]) -> Identity:
     sampler = _class_name(loader.sampler)
     if loader.batch_sampler is not None:
         sampler = f"{_class_name(loader.batch_sampler)}({sampler})"
@@ -96,8 +96,8 @@ def _built(loader: DataLoader[object]) -> Identity:
 
 
 TAKEN_BEFORE = "batches taken before the pass"
-"""Key of the identity of an iterator that has only one pass, and was left and iterated again. A new process begins that
-pass at its first batch."""
+"""A property of an iterator that has only one pass, and that a loop left and iterated again: how many batches it had
+given before. A new process cannot continue it, because there the iterator begins at its first batch."""
 
 
 def has_one_pass(loader: object) -> bool:
@@ -142,17 +142,18 @@ def refuse_drift(name: str, position: Position, kind: str, generators: int, iden
 def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
     """Return the error for a replay that gave other batches. ``is_wrapper``: the loader is not torch's own, and may
     contain a DataLoader that lightck cannot see."""
-    wrapper = (
-        " Or it is a wrapper that fetches more than one batch ahead, or that hides a DataLoader with "
-        "persistent_workers=True, which keeps its workers from pass to pass: wrap the DataLoader itself."
+    reason = (
+        "; it is a wrapper that fetches more than one batch ahead, or that hides a DataLoader with "
+        "persistent_workers=True, which keeps its workers from pass to pass"
     )
     return DriftError(
-        f"loader {name!r} cannot go on in mid-pass: {fact}. The dataset changed (a dataset built after attach from "
-        "random numbers, as by random_split, differs in each run: build it before attach), or it draws from a random "
-        "generator of its own, which no checkpoint holds. Restore the old data and draw from python's, numpy's or "
-        "torch's global generators, or begin its pass anew: session.loader(..., anew=True). Or its sampler draws from "
-        "a global generator at each next(), between the loop's draws: give it a generator of its own, as its "
-        "attribute generator." + (wrapper if is_wrapper else "")
+        f"loader {name!r} cannot go on in mid-pass: {fact}. Possible reasons: the dataset changed; it was built after "
+        "attach from random numbers, as by random_split; it draws from a random generator of its own, which no "
+        "checkpoint holds; its sampler draws from a global generator at each next(), between the loop's draws"
+        f"{reason if is_wrapper else ''}. Restore the old data, build the dataset before attach, let it draw from "
+        "python's, numpy's or torch's global generators, give the sampler a generator of its own (its attribute "
+        f"generator){', wrap the DataLoader itself' if is_wrapper else ''}, or begin its pass anew: "
+        "session.loader(..., anew=True)."
     )
 
 
@@ -179,7 +180,7 @@ DRAWS_IN_ITEMS = (
     "pass where the last one ended, cannot be replayed exactly: use num_workers >= 1, a generator of its own, "
     "or torchdata's StatefulDataLoader"
 )
-"""A possible risk only, because it cannot be known before: a resume compares the batches."""
+"""At attach it is unknown whether a dataset does so. So this is only logged, and a resume compares the batches."""
 
 
 def replay_risk(loader: object) -> str | None:

@@ -72,6 +72,7 @@ class SessionLoader:
     name: str
     """The name under which the position is saved."""
     restored_epoch = 0
+    """`epoch` as the restored checkpoint had it."""
     mid_batch_reported = position_was_read = False
     in_eval = False
     """Whether the model is in eval mode, set by the host at each ``next()``."""
@@ -131,7 +132,7 @@ class SessionLoader:
         workers = self._dataloader.num_workers if self._dataloader is not None else 0
         self._in_process = workers == 0
         self._persistent = workers > 0 and self._dataloader is not None and self._dataloader.persistent_workers
-        self._checks = not self._stateful
+        self._makes_checksums = not self._stateful
         self._read: TensorReads = {}
         self._risk = replay_risk(dl)
         self._epoch = 0
@@ -139,7 +140,7 @@ class SessionLoader:
         self._has_one_pass = has_one_pass(dl)
         self._at_workers: RngSnapshot | None = None
         self._rng_at_iter = rng_at_iter
-        self._rng_at_next: States | None = None  # states of the loader's generators, until they are set
+        self._generators_at_next: States | None = None  # what the first ``next()`` sets its generators to
         self._updates_at_start = host.updates
         self._previews = Previews(host.updates)
         self.reused = ReusedBatches(name)
@@ -158,8 +159,8 @@ class SessionLoader:
 
     @property
     def is_training(self) -> bool:
-        """Whether updates were made in a pass of this loader: then its ``next()`` belongs to the training loop, also
-        the first one of a pass, before which an evaluation may have left the model in eval mode."""
+        """Whether updates were made in a pass of this loader, so that its ``next()`` belongs to the training loop. This
+        holds for the first ``next()`` of a pass too, although an evaluation may have left the model in eval mode."""
         return self._has_trained or (self._pass is not None and self._is_of_training(self._pass))
 
     def _is_of_training(self, pass_: Pass) -> bool:
@@ -294,7 +295,7 @@ class SessionLoader:
             raise corrupt(f"a generator refuses its state ({error})") from error
         self._generators.set_states(position.generators)
         if position.live:
-            self._rng_at_next = position.generators
+            self._generators_at_next = position.generators
         set_pass_number(self.loader, position.state.pass_number)
         return position
 
@@ -307,8 +308,8 @@ class SessionLoader:
 
     def _drop_used_position(self) -> None:
         """Drop the restored position once the training has gone on from it: an update was made in its pass, or the pass
-        was left and was no preview. A restored pass without an update is over after any update: a resumed run that did
-        not enter a restored evaluation first will not continue it."""
+        was left and was no preview. A restored pass in which no update was made (an evaluation) is dropped after any
+        update: if the resumed run has trained before it entered that pass, it will not continue it."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -321,7 +322,7 @@ class SessionLoader:
         elif is_later and position.live and not position.trained:
             self._pending = position.between_passes()
             self._epoch += 1
-            self._rng_at_next = None
+            self._generators_at_next = None
 
     def is_preview(self, pass_: Pass) -> bool:
         """Whether this pass, begun from the restored position, was not a pass of the training loop."""
@@ -349,8 +350,8 @@ class SessionLoader:
             self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """Return to the restored position: the checkpoint was closed in the pass of another loader, which goes on. The
-        earlier run had taken before the checkpoint what this run has taken from this loader since the restore."""
+        """Return to the restored position: the checkpoint was closed in the pass of another loader, which goes on.
+        What this run has taken from this loader since the restore, the earlier run had taken before the checkpoint."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
             return
@@ -404,7 +405,7 @@ class SessionLoader:
             with self._generators.preserved():
                 self._load(position.state.inner)
                 if self._dataloader is not None:
-                    # torchdata repeats the finished pass here, with random draws that the earlier run did not make.
+                    # In this iter() torchdata repeats the finished pass. The earlier run did not make its random draws.
                     iter(self._dataloader)
         elif self._persistent and self._at_workers is not None and self._dataloader is not None:
             with self._generators.preserved():
@@ -450,7 +451,7 @@ class SessionLoader:
                 self._replay(inner, position, not is_later_pass and self._risk is None, skips)
             self._owned.put_back()
         self._generators.set_states(position.generators)
-        self._rng_at_next = position.generators
+        self._generators_at_next = position.generators
         pass_.state = replace(position.state, raised=dict(position.state.raised))
         pass_.trained, pass_.restored = position.trained, True
         pass_.skipped = position.state.given
@@ -488,8 +489,9 @@ class SessionLoader:
         iter(self._dataloader)  # type: ignore[arg-type]
         return True
 
-    def _replay(self, inner: Iterator[object], position: Position, is_certain: bool, skips: bool) -> None:
-        """Fetch and drop the batches given before, and compare the last one with its checksum."""
+    def _replay(self, inner: Iterator[object], position: Position, is_exact: bool, skips: bool) -> None:
+        """Fetch and drop the batches given before, and compare the last one with its checksum. ``is_exact``: a
+        difference is an error, not only a warning."""
         is_wrapper, given = not is_loader_of_torch(self.loader), position.state.given
         try:
             if skips:
@@ -504,7 +506,7 @@ class SessionLoader:
             checksum = checksum_of(batch)
             if checksum is not None and differ(position.state.checksum, checksum):
                 fact = f"batch {given - 1} of the pass is not the one that was given before{SKIP_NOTE if skips else ''}"
-                if is_certain:
+                if is_exact:
                     raise replay_error(self.name, fact, is_wrapper)
                 log.warning(
                     "loader %r: %s, so the training goes on with other data than the run before. %s",
@@ -517,9 +519,9 @@ class SessionLoader:
 
     def _warn_recovered(self, place: int) -> None:
         log.warning(
-            "loader %r: after batch %d of the pass it raised an error, which the loop ignored, and now it gives a "
-            "batch there, which lightck drops. If the fetch that failed had drawn random numbers in a worker, "
-            "that worker's next ones differ",
+            "loader %r: after the first %d batches of the pass a fetch raised an error, which the loop ignored. The "
+            "same fetch now gives a batch, which lightck drops. If it drew random numbers in a worker before the "
+            "error, the next ones of that worker differ",
             self.name,
             place,
         )
@@ -538,7 +540,7 @@ class SessionLoader:
         self._host.loader_next(self)
         self._restore_rng(pass_)
         is_first = pass_.state.at_first is None and not self._stateful
-        needs_snapshot = self._in_process and (self._checks or self._prefetches)
+        needs_snapshot = self._in_process and (self._makes_checksums or self._prefetches)
         before = self._generators.snapshot() if is_first or needs_snapshot else None
         if is_first:
             pass_.state.at_first = before
@@ -559,32 +561,32 @@ class SessionLoader:
             self._watch = None
             self._warn_risk(risk)
         self._count_batch(pass_, batch, before)
-        self._host.loader_gave(self, pass_, batch, pass_.state.checksum if self._checks else None, self._read)
+        self._host.loader_gave(self, pass_, batch, pass_.state.checksum if self._makes_checksums else None, self._read)
         return batch
 
     def _restore_rng(self, pass_: Pass) -> None:
         """Apply the checkpoint's random state, once, after the replays and before the first fetch."""
-        generators, self._rng_at_next = self._rng_at_next, None
+        generators, self._generators_at_next = self._generators_at_next, None
         if generators is not None:
             self._apply_restored_rng(pass_, generators)
 
     def _count_batch(self, pass_: Pass, batch: object, before: RngSnapshot | None) -> None:
         if TAKEN_BEFORE in self._identity and self._risk is None:
             self._warn_risk(
-                "an iterator has only one pass, and this one was left and iterated again. A new process begins at "
-                "its first batch, and refuses to go on. Pass the iterable that creates the iterator"
+                "it is an iterator, which has only one pass, and the loop left it and iterates over it again. In a new "
+                "process it would begin at its first batch, so a resume is refused. Pass the iterable that creates it"
             )
         state = pass_.state
         state.given += 1
         self.reused.fetched(batch)
         pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
         pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, tick(), self.in_eval
-        if self._checks:
+        if self._makes_checksums:
             self._read.clear()
             state.checksum = checksum_of(batch, self._read)
-            self._checks = state.checksum is not None  # otherwise later batches cannot be compared either
+            self._makes_checksums = state.checksum is not None  # otherwise later batches cannot be compared either
         state.before_last = state.last if self._prefetches else None
-        state.last = before if self._in_process and (self._checks or self._prefetches) else None
+        state.last = before if self._in_process and (self._makes_checksums or self._prefetches) else None
 
     def _finish(self, batches: PassIterator) -> None:
         batches.inner = None

@@ -29,7 +29,7 @@ class OwnGenerators:
     Torch's global generator is not one of them: it is saved with the other global ones."""
 
     def __init__(self, loader: object) -> None:
-        self._own = _found(loader)
+        self._own = _generators_of(loader)
 
     def __len__(self) -> int:
         return len(self._own)
@@ -65,7 +65,7 @@ class OwnGenerators:
             self.restore(before)
 
 
-def _found(loader: object) -> tuple[torch.Generator, ...]:
+def _generators_of(loader: object) -> tuple[torch.Generator, ...]:
     owners: list[object] = []
     for one in wrapper_chain(loader):
         sampler, batches = getattr(one, "sampler", None), getattr(one, "batch_sampler", None)
@@ -107,7 +107,7 @@ class OwnedObjects:
         self._name = name
         self._objects = {key: obj for key, obj in objects.items() if any(obj is part for part in parts)}
         self._at_checkpoint = {key: self._packed(key) for key in self._objects} if is_restored else {}
-        self._reported = False
+        self._has_warned = False
 
     def packed_states(self) -> PackedStates:
         """Return their states, before a pass begins; None for a state that is too large to be saved."""
@@ -119,7 +119,7 @@ class OwnedObjects:
         return states
 
     def load(self, states: PackedStates) -> None:
-        """Load the states of when the pass began, before a replay."""
+        """Load, before a replay, the states that the objects had when the pass began."""
         for key, state in states.items():
             if state is not None and key in self._objects and state != self._packed(key):
                 self._load(key, state)
@@ -146,8 +146,8 @@ class OwnedObjects:
             ) from error
 
     def _warn_large(self, key: str, nbytes: int) -> None:
-        if not self._reported:
-            self._reported = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "loader %r: the state of state[%r] before a pass has %d bytes, and at most %d are saved with each "
                 "checkpoint: a resume in mid-pass may not be exact. Let its state_dict() return what determines "

@@ -1,10 +1,11 @@
 """Whether a checkpoint closes within a batch of a session loader, whose position counts that batch as a whole.
 
-If an event other than ``next()`` and ``end_step()`` closes a checkpoint in mid-pass, the loop holds a batch that it has
-not finished, or has already fetched the next one in eval mode, in which ``next()`` closes nothing. Otherwise the next
-boundary shows it, if no loader fetched anything in between. This has to happen with two batches, because it happens
-once when a loop turns to another source. A loader whose count is unchanged while another one goes on may be one that
-yields a batch only now and then, which is correct, unless the passes of the other one run inside its batches.
+Two signs show it. The first: an event other than ``next()`` and ``end_step()`` closes the checkpoint in mid-pass. Then
+the loop holds a batch that it has not finished, or has already fetched the next one in eval mode, in which ``next()``
+closes nothing. The second: no loader fetches anything between two boundaries, so both lie within one batch. A single
+such batch does not count, because a loop that turns to another source of batches leaves one behind. If other loaders
+fetch and only one does not, this loader may be one that gives a batch only now and then. That is correct, unless whole
+passes of another loader run inside its batches.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class MidBatch:
         self._saved: tuple[int, list[_PassAndCount]] | None = None
         """The last boundary, if its checkpoint was saved: its step, and the pass and count of each loader."""
         self._unchanged_since: dict[str, _PassAndCount] = {}
-        """Pass and count of a loader at the first boundary before which nothing was fetched."""
+        """Loader name -> pass and count of the loader when, for the first time, nothing was fetched between two
+        boundaries."""
 
     def fetches(self, loader: SessionLoader, in_eval: bool) -> None:
         """Record a ``next()`` of this loader. ``in_eval``: whether the model is in eval mode."""
@@ -39,9 +41,9 @@ class MidBatch:
             each.fetched_to_train = now
 
     def holds_batch(self, step: int) -> bool:
-        """Whether the loop holds a batch on which the last update was made. A forward at this point may only be for
-        logging, and the next ``next()`` is the boundary. If another update comes first, its own boundary warns, and
-        from then on forwards close checkpoints again."""
+        """Whether the loop still holds the batch of the last update. A forward now may be for logging only, so it is no
+        boundary, but the next ``next()`` is. If another update comes before that, its boundary warns, and from then on
+        forwards are boundaries again."""
         return any(
             _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
         )

@@ -25,31 +25,38 @@ def tick() -> int:
 
 @dataclass(slots=True)
 class Pass:
-    """A pass that is under way. ``restored``: an earlier run began it.
+    """A pass that is under way.
 
-    ``updates``: finished updates when it began. ``left_at``: finished updates when the loop let go of its iterator, or
-    None while the loop holds it. ``fetched_at``: finished updates when its last batch was fetched; ``in_eval``: whether
-    the model was in eval mode then. ``begun``, ``fetched``, ``left``, and ``after``, the end of the pass before it:
-    values of `tick`, for their order. ``skipped``: batches that earlier runs were given. ``has_ended``: its last batch
-    was given. ``evaluates``: a batch was fetched in eval mode or without gradients. ``was_preview``: see
-    ``preview.py``.
+    ``updates``, ``fetched_at`` and ``left_at`` are numbers of finished updates. ``begun``, ``after``, ``fetched`` and
+    ``left`` are values of `tick`, and are compared to find out what came first.
     """
 
     updates: int
+    """Finished updates when it began."""
     begun: int
     after: int = 0
+    """The end of the pass before it."""
     state: PassState = field(default_factory=PassState)
     fetched: int = 0
     left: int = 0
     fetched_at: int | None = None
+    """Finished updates when its last batch was fetched."""
     in_eval: bool = False
+    """Whether the model was in eval mode when its last batch was fetched."""
     trained: bool = False
+    """Whether updates were made in it by an earlier run."""
     restored: bool = False
+    """Whether an earlier run began it."""
     left_at: int | None = None
+    """Finished updates when the loop let go of its iterator, or None while the loop holds it."""
     skipped: int = 0
+    """Batches that were given to earlier runs."""
     has_ended: bool = False
+    """Whether its last batch was given."""
     evaluates: bool = False
+    """Whether a batch was fetched in eval mode or without gradients."""
     was_preview: bool = False
+    """See ``preview.py``."""
 
     @property
     def fetched_here(self) -> int:
@@ -80,16 +87,18 @@ class Pass:
         return self.trained or self.has_updated(updates)
 
     def is_of_training(self, updates: int, fetched_to_train: int) -> bool:
-        """Whether its ``next()`` belongs to the training, in whatever mode the model is. It does not if another loader
-        fetched batches in training mode since (at ``fetched_to_train``): updates were made on those batches, and this
-        pass is an evaluation in mid-pass, or one whose iterator was kept."""
+        """Whether updates were made in it and its ``next()`` belongs to the training, in whatever mode the model is.
+
+        The updates may have been made on batches of another loader. This is so if the model was in eval mode at the
+        last fetch of this pass, and a batch was fetched in training mode after it (at ``fetched_to_train``): this pass
+        is an evaluation, unfinished, or with an iterator that the loop kept."""
         is_evaluation = self.in_eval and fetched_to_train > self.fetched if self.fetched else not self.restored
         return self.has_trained(updates) and not is_evaluation
 
     def is_over(self, updates: int) -> bool:
         """Whether the next iter() begins a new pass: this one was left with nothing trained in it (an evaluation, a
-        preview), or the training has gone on with another loader. A pass that was left just now may be where the loop
-        stands."""
+        preview), or the training has gone on with another loader. A pass with updates that was left is not over
+        before the next update, because the loop may still stand there."""
         return self.left_at is not None and (not self.has_trained(updates) or updates > self.left_at)
 
 
@@ -135,8 +144,8 @@ class LoaderHost(Protocol):
         tensors that were read for it."""
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the restored checkpoint's random state, for the first pass that is no preview. None later, once
-        updates were made, or if there is none."""
+        """Return the restored checkpoint's random state for the first pass that is no preview. Return None for later
+        passes, after an update, and if nothing was restored."""
 
     @property
     def updates(self) -> int:

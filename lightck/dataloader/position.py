@@ -40,7 +40,7 @@ class RngSnapshot:
         if value is None:
             return None
         if not isinstance(value, dict) or set(value) != {"rng", "generators"}:
-            raise corrupt("a random state of it has the wrong parts")
+            raise corrupt("one of its random states has the wrong parts")
         return cls(RngState.from_value(value["rng"]), _from_bytes(value["generators"]))
 
 
@@ -71,7 +71,8 @@ class PassState:
     older pools have another checksum as "checksum", which is not compared). ``inner``: a stateful loader's own state;
     for Accelerate's, the state before the pass. ``pass_number``: the number from which Accelerate's loader tells
     samplers the epoch. ``objects``: packed states, before the pass, of objects in ``state=`` that are part of the
-    loader. ``raised``: batches given before a ``next()`` that raised -> how often it raised.
+    loader. ``raised``: place -> how often ``next()`` raised an error there; the place is the number of
+    batches given before.
     """
 
     at_iter: RngSnapshot | None = None
@@ -91,10 +92,10 @@ class Position:
     """What a checkpoint says about one loader.
 
     ``kind``: "plain" or "stateful". ``epoch``: passes finished. ``live``: a pass is under way. ``trained``: updates
-    were made in this pass. ``at_workers``: the ``at_iter`` of the pass that started persistent workers. ``version``: 1
-    in pools older than `VERSION`. ``previews``: passes without an update that the process had begun and left before its
-    first update; ``previews_in_loop``: there were later ones too. ``used_again``: updates were made on batches of the
-    last pass after it ended.
+    were made in this pass. ``at_workers``: the ``at_iter`` of the pass that started persistent workers. ``version``:
+    the `VERSION` of the lightck that saved it; 1 if it saved none. ``previews``: passes without an update that the
+    process had begun and left before its first update; ``previews_in_loop``: there were later ones too. ``used_again``:
+    updates were made on batches of the last pass after it ended.
     """
 
     kind: str
@@ -141,9 +142,9 @@ class Position:
         if type(value) is not dict or not _KEYS <= set(value) <= _KEYS | set(_LATER):
             raise corrupt("it has the wrong parts")
         value = {**_LATER, **value}
-        for key, (kinds, why) in _TYPES.items():
+        for key, (kinds, noun) in _TYPES.items():
             if type(value[key]) not in kinds or (type(value[key]) is int and not 0 <= value[key] < 1 << 63):
-                raise corrupt(f"{key} is no {why}")
+                raise corrupt(f"{key} is no {noun}")
         state = PassState(
             at_iter=RngSnapshot.from_value(value["r_iter"]),
             at_first=RngSnapshot.from_value(value["r_first"]),
@@ -187,7 +188,7 @@ class Position:
         if self.state.given and not self.live:
             raise corrupt("batches were given and no pass has begun")
         if any(len(snapshot.generators) != len(self.generators) for snapshot in self.snapshots()):
-            raise corrupt("the number of generators changes")
+            raise corrupt("its random states differ in the number of generators")
 
     def snapshots(self) -> list[RngSnapshot]:
         snapshots = (self.state.at_iter, self.state.at_first, self.at_workers, self.state.before_last, self.state.last)

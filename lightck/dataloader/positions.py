@@ -42,7 +42,7 @@ class Positions:
         self.any_live = any(bool(position.get("live")) for position in self._untaken.values())
         self._ended_loader: SessionLoader | None = None
         """The loader whose pass ended last, until a batch is fetched to train on."""
-        self._is_first_update_after = True
+        self._is_first_update_after_pass = True
 
     def restored_for(self, name: str, anew: bool) -> dict[str, object] | None:
         """Return the restored position for this name, or None. ``anew``: return it at the beginning of its pass."""
@@ -103,19 +103,19 @@ class Positions:
 
     def pass_ended(self, loader: SessionLoader) -> None:
         if loader.is_training:
-            self._ended_loader, self._is_first_update_after = loader, True
+            self._ended_loader, self._is_first_update_after_pass = loader, True
 
     def updated(self) -> None:
-        """Check, after an update, whether batches are used again. One update more than batches at the end of a pass is
-        normal, where accumulated gradients are left."""
-        over = self._ended_loader
-        if over is None:
+        """Check, after an update, whether batches are used again. The first update after a pass may be a normal one,
+        for the gradients that are left from its last batches. It counts only if the loop surely holds old batches."""
+        loader = self._ended_loader
+        if loader is None:
             return
-        if over.reused.is_held(certain=self._is_first_update_after):
-            over.reused.warn()
-        if not self._is_first_update_after:
+        if loader.reused.is_held(certain=self._is_first_update_after_pass):
+            loader.reused.warn()
+        if not self._is_first_update_after_pass:
             self._ended_loader = None
-        self._is_first_update_after = False
+        self._is_first_update_after_pass = False
 
 
 _BATCHES_DIFFER = (
@@ -133,8 +133,8 @@ class ReusedBatches:
         self._first: weakref.ref[object] | None = None
         self._fetched = 0
         self.is_reported = False
-        """Whether the user was warned about the last pass."""
-        self._was_reported = False
+        """Whether batches of the last pass were used again after it ended."""
+        self._has_warned = False
 
     def begins(self) -> None:
         """Record that a pass begins in this process."""
@@ -147,8 +147,8 @@ class ReusedBatches:
             self._first = None if tensor is None else weakref.ref(tensor)
 
     def is_held(self, *, certain: bool) -> bool:
-        """Whether the loop still holds a batch. ``certain``: return False if only the loop's variable may hold it, or
-        if it cannot be tracked."""
+        """Whether the loop still holds a batch. ``certain``: return False if this is not sure: the batch cannot be
+        tracked, or is the only one, and the loop's variable may hold it still."""
         if not self._fetched:
             return False
         if self._first is None:
@@ -158,8 +158,8 @@ class ReusedBatches:
     def warn(self) -> None:
         """Warn once that an update was made after a pass ended and before another began."""
         self.is_reported = True
-        if not self._was_reported:
-            self._was_reported = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "loader %r: an update was made after the pass over it ended and before another began: "
                 "the loop uses batches again (itertools.cycle, a list), or batches from elsewhere. %s",

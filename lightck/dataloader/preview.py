@@ -3,8 +3,9 @@
 A script takes a batch before the loop (``next(iter(loader))``), or a framework begins a pass to see whether it can. The
 killed run did so at its start, and the resumed run does it again: its loop must then find the restored position and
 random states as if it had not. But a pass that was left without an update may also be one that the loop left by
-``break``, or because another loader in ``zip`` ended. Two facts distinguish them: a pass that is left right after it
-began is no pass of a loop, and the killed run took its previews before its first update too, which its positions count.
+``break``, or because another loader in ``zip`` ended. Two facts distinguish them. A pass that is left right after it
+began is no pass of a loop. And positions count the previews that the killed run took before its first update: the
+resumed run takes as many.
 """
 
 from __future__ import annotations

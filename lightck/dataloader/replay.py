@@ -28,7 +28,7 @@ _REPORT_SECONDS = 10.0
 
 
 class PassTooShort(Exception):
-    """The pass has fewer batches than were given; the argument is their number."""
+    """The pass has fewer batches than the earlier run was given; the argument is how many it has."""
 
 
 def replay(

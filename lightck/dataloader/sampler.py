@@ -1,9 +1,9 @@
-"""Whether a sampler draws from torch's global generator at ``next()``, although a replay fetches without the loop's
-draws.
+"""Whether a sampler draws from torch's global generator at ``next()``. A replay fetches without the draws of the loop,
+so such a sampler may draw other numbers in it.
 
-The draws of a pass's first ``next()`` are repeated from a saved state. Those of later ones are the same only if nothing
-but fetches drew in between, which is checked if the batches are fetched in this process. Workers fetch ahead of the
-loop.
+At the first ``next()`` of a pass it draws the same numbers, because their random state was saved. At a later one it
+does so only if the loop drew nothing in between. That is checked if batches are fetched in this process. Workers fetch
+ahead of the loop, so with workers each draw of the sampler is a risk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SamplerWatch(Protocol):
 
 
 def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
-    """Return a watch for ``inner``, torch's iterator over a DataLoader; None for any other iterator in this process."""
+    """Return a watch for the pass of ``inner``. None if it fetches in this process and is not torch's own iterator."""
     if not in_process:
         return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; only this warning depends on it
@@ -66,7 +66,7 @@ class _WorkerFetchWatch:
 
 
 class _InProcessWatch:
-    """Watches a loader that fetches in this process."""
+    """Watches whether the sampler draws after the loop has drawn, in a loader that fetches in this process."""
 
     def __init__(self, sampler: _WatchedSampler) -> None:
         self._sampler = sampler

@@ -4,9 +4,9 @@ Wrappers are examined by their attributes, and never called: Accelerate's loader
 prefetcher (``loader``), and any object that holds exactly one DataLoader.
 
 Accelerate's loaders are generators that begin at their first ``next()`` and run one batch ahead. They count the passes
-(``iteration``) and pass the number to samplers. Those over torchdata's stateful loader return its state, which holds
-the order of a pass only if the sampler is torchdata's too, and no random states. So a pass is replayed from the state
-before it.
+(``iteration``) and pass the number to samplers. Those over torchdata's stateful loader return the state of that
+loader. It holds no random states, and the order of a pass only if the sampler is torchdata's too. So a pass is replayed
+from the state before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 _NAMES = ("base_dataloader", "dataloader", "loader")
 _DEPTH_MAX = 8
-_OF_SEQUENCES: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
+_SEQUENCE_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 def inner_dataloader(loader: object) -> DataLoader[object] | None:
@@ -64,7 +64,7 @@ def _held_by(wrapper: object) -> object | None:
 def may_prefetch(batches: Iterator[object]) -> bool:
     """Whether the iterator may have fetched more than it gave. Iterators over lists, tuples and ranges fetch
     nothing."""
-    return not is_made_by_torch(batches) and type(batches) not in _OF_SEQUENCES
+    return not is_made_by_torch(batches) and type(batches) not in _SEQUENCE_ITERATORS
 
 
 def is_made_by_torch(batches: Iterator[object]) -> bool:
@@ -97,8 +97,8 @@ def set_pass_number(loader: Any, count: int | None) -> None:
 
 
 def reset_first_pass(dataloader: Any) -> None:
-    """Give a stateful loader a new iterator for its first pass if the first one is used up. Accelerate creates that one
-    when it is prepared. (The attribute is private to torchdata; the checksum would detect a wrong batch.)"""
+    """Give a stateful loader a new iterator for its first pass if its first iterator, which Accelerate creates when it
+    prepares the loader, is used up. (The attribute is private to torchdata. The checksum detects a wrong batch.)"""
     if not getattr(dataloader, "_initial_iter_for_state_dict", True):
         dataloader.load_state_dict({})
         dataloader.state_dict()

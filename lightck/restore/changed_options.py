@@ -44,15 +44,17 @@ def options(
         if isinstance(obj, LRScheduler) and then:
             now = dict(obj.state_dict())
             kept = values.unpack(contents.state[name], tensor=lambda name: torch.empty(0))
-            if _is_equal(_ticks(now), _ticks(then)) and isinstance(kept, Mapping):
+            if _is_equal(_step_counts(now), _step_counts(then)) and isinstance(kept, Mapping):
                 found += [f"{type(obj).__name__}'s {key} {text}" for key, text in _edited(then, now, kept)]
     return found
 
 
-def _ticks(state: Mapping[Any, object]) -> list[object]:
+def _step_counts(state: Mapping[Any, object]) -> list[object]:
     """Return the step counts of a scheduler and of the schedulers that it is composed of."""
     parts = state.get("_schedulers", ())
-    nested = [_ticks(part) for part in parts if isinstance(part, Mapping)] if isinstance(parts, (list, tuple)) else []
+    nested = (
+        [_step_counts(part) for part in parts if isinstance(part, Mapping)] if isinstance(parts, (list, tuple)) else []
+    )
     return [state.get("last_epoch"), state.get("_step_count"), *nested]
 
 
@@ -103,12 +105,12 @@ def set_flags(contents: Contents, model: ModelView) -> None:
         if live.role == "param" and tensor.requires_grad == (name in was) and (tensor.requires_grad or can_need):
             tensor.requires_grad_(name not in was)
             changed.append(name)
-    against = [f"{name} ({'False' if name in was else 'True'})" for name in changed if name in edited]
-    if against:
+    overridden = [f"{name} ({'False' if name in was else 'True'})" for name in changed if name in edited]
+    if overridden:
         log.warning(
             "lightck: requires_grad is set as in the checkpoint, and not as this script built it, for %s. To "
             "change it, set it after attach",
-            listed(against),
+            listed(overridden),
         )
     elif changed:
         log.info("lightck: requires_grad is set as in the checkpoint, for %s", listed(changed))

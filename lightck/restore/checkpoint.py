@@ -53,7 +53,7 @@ class Checkpoint:
         self.drift = _restore.Drift()
         self.contents = contents
         self._read_source = source
-        self._known: MemorySource | None = None
+        self._loaded_source: MemorySource | None = None
         self.record = record
         self._path = path
         self._uuid = uuid
@@ -124,10 +124,10 @@ class Checkpoint:
 
     @property
     def _source(self) -> MemorySource:
-        if self._known is None:
+        if self._loaded_source is None:
             with ordinary_tensors():
-                self._known = self._read_source()
-        return self._known
+                self._loaded_source = self._read_source()
+        return self._loaded_source
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``).

@@ -77,9 +77,12 @@ class Contents:
     step: int
     iteration: int
     event: str
+    """The step event that closed the checkpoint."""
     explicit: bool
+    """Whether ``session.end_step()`` had been called: from then on only the user's calls are boundaries."""
     rng: RngState
     rng_forward: RngState | None
+    """Random states with which the forward began that closed the checkpoint; None if another event closed it."""
     optimizers: list[OptimizerContents]
     state: dict[str, bytes]
     classes: dict[str, str]

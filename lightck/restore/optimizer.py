@@ -74,8 +74,8 @@ def device_of(entry: Entry, contents: Contents, name: str, live: torch.Tensor, s
     A tensor that was saved on the CPU stays there if its parameter was on another device, or if it is a step count
     (``stays``), as in torch's ``load_state_dict``."""
     param = contents.entries.get(f"model/{name}")
-    is_of_cpu = param is not None and param.device == "cpu" and not stays
-    return torch.device("cpu") if entry.device == "cpu" and not is_of_cpu else live.device
+    follows_param = param is not None and param.device == "cpu" and not stays
+    return torch.device("cpu") if entry.device == "cpu" and not follows_param else live.device
 
 
 def _state_tensor(
@@ -138,8 +138,9 @@ def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, di
 
 
 def _option(now: Any, saved: object, taken: dict[int, torch.Tensor]) -> object:
-    """Return a group's option as it was saved. A tensor (a learning rate) is written in place, since others may hold
-    it, unless another group shares it and had another value (``taken``: id -> value that a live tensor was set to)."""
+    """Return a group's option as it was saved. The live tensor of an option (a learning rate) gets the saved value in
+    place, because others may hold it. If groups share it now and had different values, the later one gets a new tensor.
+    ``taken``: id of a live tensor -> the value that it was set to."""
     if not isinstance(saved, torch.Tensor):
         return deepcopy(saved)
     fits = isinstance(now, torch.Tensor) and (now.dtype, now.shape) == (saved.dtype, saved.shape)

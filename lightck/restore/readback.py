@@ -129,6 +129,7 @@ def _state_of(obj: Any) -> object:
 
 
 def _sketch(state: object) -> _Sketch | None:
+    """Return what shows cheaply whether a state changed: its small values, and samples of its large tensors."""
     samples: list[bytes] = []
 
     def large(_path: str, tensor: torch.Tensor) -> None:

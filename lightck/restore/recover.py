@@ -92,7 +92,9 @@ def recover(
     reader = open_pool(path)
     try:
         if model is None:
-            return newest(reader, step, lambda v, c, r: _load(reader, v, c, r, device))
+            return newest(
+                reader, step, lambda stored, contents, rejected: _load(reader, stored, contents, rejected, device)
+            )
         in_use = holder_of(path) is not None
         return restore_newest(reader, step, model, optimizer, state, strict=strict, in_use=in_use)
     finally:
@@ -246,6 +248,7 @@ def restore_newest(
 
     def take(stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
         plan = plan_restore(contents, model, optimizer, state, strict=strict, complete=complete)
+        # ``touched``: a newer checkpoint failed halfway. This one is read whole before it changes live tensors again.
         source = in_memory(stored, "cpu") if in_use or touched else stored
         if source is not stored and not stored.is_intact():
             raise DamagedError("its slot was reused while it was read")

@@ -159,7 +159,7 @@ def _match_tensors(
                 retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and objects.get(live.alias) is live.tensor and live.alias in contents.entries:
-                notes.append(f"{live.name} is tied to {live.alias} live, and was saved with values of its own")
+                notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
             else:  # tensors in shared memory are written too: ``contradiction`` checks their saved values
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
@@ -228,12 +228,12 @@ def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | N
 
 def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
     n_saved, n_live = len(saved.names), len(live.names)
-    fact = f"{live.class_name} has {n_live} parameter group{'s' * (n_live != 1)}, the checkpoint {n_saved}"
+    fact = f"{live.class_name} has {n_live} parameter group{'s' * (n_live != 1)}, and the checkpoint has {n_saved}"
     if n_saved < n_live:
         return fact
     names = [name for group in saved.names[n_live:] for name in group]
     return (
-        f"{fact}: those from group {n_live} on hold {listed(names)}. Add groups that a training adds later "
+        f"{fact}: the live optimizer lacks the groups of {listed(names)}. Add groups that a training adds later "
         "(add_param_group) before attach: lightck.recover(path).step is the step that it reached"
     )
 
@@ -247,14 +247,14 @@ def _match_objects(
         if objects.get(name) is not None:
             was = contents.classes.get(name)
             if was is not None and was != class_name_of(objects[name]):
-                notes.append(f"state {name!r} is {class_name_of(objects[name])} live, and was saved from {was}")
+                notes.append(f"state {name!r} is {class_name_of(objects[name])} now, and was saved from {was}")
                 if strict or not has_same_keys(objects[name], contents.state[name]):
                     continue
             plan.objects[name] = objects[name]
         elif complete and name not in plan.declined:
             notes.append(
-                f"the checkpoint holds state {name!r}, and nothing live takes it (a scheduler is built before attach; "
-                f'others are passed in state={{"{name}": ...}}; None there declines it)'
+                f"the checkpoint holds state {name!r}, and nothing live takes it (build a scheduler before attach; "
+                f'pass any other object in state={{"{name}": ...}}, or None to leave it out)'
             )
     asked = objects.keys() - plan.declined - contents.state.keys()
     notes.extend(f"the checkpoint holds nothing for state {name!r}" for name in sorted(asked))
@@ -308,8 +308,8 @@ def _refuse_contradiction(plan: RestorePlan, source: Source) -> None:
         names = tensor_writes.contradiction(plan.tensors, lambda name: load_tensor(source, name))
     if names is not None:
         raise DriftError(
-            f"The checkpoint of step {plan.contents.step} does not fit: {names[0]} and {names[1]} share memory live, "
-            "and were saved with different values there. Nothing was changed. Build the model as it was, with separate "
+            f"The checkpoint of step {plan.contents.step} does not fit: {names[0]} and {names[1]} share memory now, "
+            "and were saved with different values. Nothing was changed. Build the model as it was, with separate "
             "memory for each of them."
         )
 

@@ -44,8 +44,11 @@ class Resumed:
     same_conditions: bool
     """Whether the fingerprint (machine, threads, torch) is unchanged: then the same operations give the same bits."""
     _rng: RngState
-    _rng_once: RestoredRng
+    """Random states to restore at attach."""
+    _rng_for_pass: RestoredRng
+    """Random states to restore once more, when a loader's pass goes on."""
     _rng_forward: RngState | None
+    """Random states to restore before the first forward; None: no forward closed the checkpoint."""
     event: str = ""
     """The step event that closed the checkpoint."""
     numbers: Mapping[str, int] | None = None
@@ -70,6 +73,7 @@ class Resumed:
             once,
             contents.rng_forward,
             contents.event,
+            # At PRE_STEP the next forward had run already, and may have changed the numbers.
             None if contents.event == Event.PRE_STEP.value else contents.numbers,
         )
 
@@ -83,13 +87,13 @@ class Resumed:
         self._rng.restore()
 
     def take_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the random states to restore at the first ``next()`` of a loader that is no preview, else None:
-        numbers that were drawn since attach do not count."""
-        return self._rng_once.take(loader, pass_)
+        """Return the random states to restore at the first ``next()`` of a pass that is no preview, else None. They
+        undo what the script has drawn since attach."""
+        return self._rng_for_pass.take(loader, pass_)
 
     def forward_begins(self, numbers: ModuleNumbers) -> None:
-        """Called before the first training forward: restore its random states, if a forward closed the checkpoint, and
-        compare the numbers of modules."""
+        """Called before a training forward. Before the first one, restore the random states that it had in the earlier
+        run, if it closed the checkpoint there, and compare the numbers of modules."""
         if self._rng_forward is not None:
             self._rng_forward.restore()
             self._rng_forward = None

@@ -77,7 +77,7 @@ def _write_each_place_once(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor]) -> tuple[str, str] | None:
-    """Return the names of two tensors that share memory here and were saved with different values there; else None.
+    """Return the names of two live tensors that share memory and were saved with different values for it; else None.
 
     ``load`` returns the saved values of a name. No live tensor changes: the writes are tried in scratch memory.
     """
@@ -99,10 +99,10 @@ def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
     lows = np.array([tensor.data_ptr() for _, tensor in held], "u8")
     highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in held], "u8")
     order = lows.argsort()
-    begins_one = lows[order][1:] >= np.maximum.accumulate(highs[order])[:-1]
-    if begins_one.all():
+    begins_group = lows[order][1:] >= np.maximum.accumulate(highs[order])[:-1]
+    if begins_group.all():
         return []
-    groups = np.split(order, np.flatnonzero(begins_one) + 1)
+    groups = np.split(order, np.flatnonzero(begins_group) + 1)
     return [[held[k] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
 
 
@@ -170,35 +170,35 @@ class TensorWrites:
     def run(self) -> None:
         """Read and write all added tensors. Raises ``DamagedError`` at a bad block; others may be written by then."""
         added, self._added = self._added, []
-        apart, others = self._sorted(added)
+        apart, others = self._split(added)
         self.source.read_many([(name, tensor.data_ptr()) for name, tensor in apart])
         for name, tensor in others:
             _write_one(self.source, name, tensor)
         # A write by address does not increment the version counter, which autograd and sessions rely on.
         torch.autograd.graph.increment_version([tensor for _, tensor in added if not tensor.is_inference()])
 
-    def _sorted(self, added: list[Named]) -> tuple[list[Named], list[Named]]:
+    def _split(self, added: list[Named]) -> tuple[list[Named], list[Named]]:
         """Split the tensors into those that can be read directly into their memory in parallel, and the others."""
         shared, entries = sharing_memory(added), self.source.entries
-        if not shared and _lie_as([entries[name] for name, _ in added], [tensor for _, tensor in added]):
+        if not shared and _have_layouts_of([entries[name] for name, _ in added], [tensor for _, tensor in added]):
             return added, []  # the usual case
         apart: list[Named] = []
         others: list[Named] = []
         for name, tensor in added:
-            fits = id(tensor) not in shared and _lies_as(entries[name], tensor)
+            fits = id(tensor) not in shared and _has_layout_of(entries[name], tensor)
             (apart if fits else others).append((name, tensor))
         return apart, others
 
 
 def _write_one(source: Source, name: str, tensor: torch.Tensor) -> None:
     """Write one tensor, directly into its memory if that has the saved layout."""
-    if _lies_as(source.entries[name], tensor):
+    if _has_layout_of(source.entries[name], tensor):
         source.read_into(name, tensor.data_ptr())
     else:
         write(tensor, load_tensor(source, name))
 
 
-def _lies_as(entry: Entry, tensor: torch.Tensor) -> bool:
+def _has_layout_of(entry: Entry, tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory has the saved shape and the saved, dense order of elements."""
     if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         return False
@@ -207,8 +207,8 @@ def _lies_as(entry: Entry, tensor: torch.Tensor) -> bool:
     return tensor.stride() == entry.stride or (tensor.is_contiguous() and is_contiguous(entry.shape, entry.stride))
 
 
-def _lie_as(entries: list[Entry], tensors: list[torch.Tensor]) -> bool:
-    """Whether ``_lies_as`` is true for all tensors: a faster test of all at once, which may wrongly return False."""
+def _have_layouts_of(entries: list[Entry], tensors: list[torch.Tensor]) -> bool:
+    """Whether ``_has_layout_of`` is true for all tensors: a fast test of all, which may wrongly return False."""
     return (
         all(map(attrgetter("is_cpu"), tensors))
         and not any(map(torch.Tensor.is_conj, tensors))

@@ -18,9 +18,12 @@ from lightck._native import check, ffi, lib
 BUDGET_NBYTES = 1 << 20
 """Bytes that are read for each checkpoint in addition to its copies: one block of the largest size."""
 WHOLE_CHECKPOINTS = 3
-"""So many checkpoints after attach are compared whole, which finds what a loop does at every step."""
+"""The number of checkpoints after attach that are compared whole: they show every write that a loop makes at each
+step."""
 
-_CANDIDATES_MAX = 4096  # blocks that are considered for one budget, for models with very many tiny tensors
+_CANDIDATES_MAX = 4096
+"""At most so many blocks are read for one checkpoint, even if more fit in its budget (a model of very many tiny
+tensors)."""
 
 ALL = slice(None)
 Positions = npt.NDArray[np.int64]

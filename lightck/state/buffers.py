@@ -18,32 +18,32 @@ class BufferCopies:
     """The copies that the last update made."""
 
     def __init__(self) -> None:
-        self._found: list[torch.Tensor | None] = []
+        self._buffers_or_none: list[torch.Tensor | None] = []
         self._layouts: MemoryLayouts | None = None
         self._lives: list[Live] = []
         self._sources: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
-    @torch.inference_mode(False)  # this update may run in inference mode, and the next one may not
+    @torch.inference_mode(False)  # copies made in inference mode could not be overwritten after an update outside of it
     def take(self, model: ModelView) -> dict[str, torch.Tensor]:
         """Copy every persistent buffer: name -> copy, which the next call overwrites. Raises ``StateValueError`` for a
         buffer that cannot be stored."""
-        found = model.buffers_or_none()
-        if not self._is_unchanged(found):
-            self._rebuild(model, found)
+        now = model.buffers_or_none()
+        if not self._is_unchanged(now):
+            self._rebuild(model, now)
         if self._layouts is not None:
             torch._foreach_copy_(self._copies, self._sources)
         else:
             self._copies = [_clone(live.tensor, last) for live, last in zip(self._lives, self._copies, strict=True)]
         return {live.name: copy for live, copy in zip(self._lives, self._copies, strict=True)}
 
-    def _is_unchanged(self, found: list[torch.Tensor | None]) -> bool:
-        same = len(found) == len(self._found) and all_same(found, self._found)
+    def _is_unchanged(self, now: list[torch.Tensor | None]) -> bool:
+        same = len(now) == len(self._buffers_or_none) and all_same(now, self._buffers_or_none)
         return same and self._layouts is not None and self._layouts.are_unchanged()
 
-    def _rebuild(self, model: ModelView, found: list[torch.Tensor | None]) -> None:
+    def _rebuild(self, model: ModelView, now: list[torch.Tensor | None]) -> None:
         last = {live.name: copy for live, copy in zip(self._lives, self._copies, strict=True)}
-        self._lives, self._found, self._layouts = list(model.buffers()), found, None
+        self._lives, self._buffers_or_none, self._layouts = list(model.buffers()), now, None
         for live in self._lives:
             refuse_unstorable(live.name, live.tensor)
         self._copies = [_clone(live.tensor, last.get(live.name)) for live in self._lives]

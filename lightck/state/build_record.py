@@ -60,11 +60,12 @@ class CurrentBuild:
         self.add(views)
 
     def _set(self, built: BuildRecord) -> None:
-        self._at_attach = built.frozen
+        self._frozen_at_attach = built.frozen
         self._token: object = None
         """Token of the tensor list that was examined last. A reference to the list itself would keep its tensors
         alive."""
         self._frozen: list[str] | None = None
+        """What `frozen_since` returned for that list."""
         try:
             self.packed: bytes | None = built.pack()
         except StateValueError:  # the first checkpoint raises it with the path of the value
@@ -89,7 +90,7 @@ class CurrentBuild:
         ``tensor_list``: the current list; nothing changed if it is the list of an earlier checkpoint."""
         if tensor_list is None or tensor_list.token is not self._token:
             frozen = frozen_names(model.tensors(None) if tensor_list is None else tensor_list.lives)
-            self._frozen = None if frozen == self._at_attach else frozen
+            self._frozen = None if frozen == self._frozen_at_attach else frozen
             self._token = None if tensor_list is None else tensor_list.token
         return self._frozen
 

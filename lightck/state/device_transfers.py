@@ -75,7 +75,7 @@ class DeviceTransfer(Protocol):
         """Whether work on the current stream is captured in a graph instead of executed."""
 
     def release_host_memory(self) -> None:
-        """Return host memory of `memory` that is unused now to the operating system."""
+        """Give the operating system back the host memory that `memory` allocated and that nothing uses now."""
 
 
 def is_dense_tensor(tensor: torch.Tensor) -> bool:
@@ -108,8 +108,9 @@ class CudaTransfer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._updated_on: dict[torch.cuda.Stream, None] = {}
-        """Streams that made the updates of this step, the last one last."""
-        self._is_joined = True
+        """Streams that made the updates of this step, the last one last. They are kept until the first update of the
+        next step."""
+        self._is_next_update_first = True
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Arrival:
@@ -155,14 +156,14 @@ class CudaTransfer:
         torch.cuda.set_device(self._device)  # otherwise CUDA makes a context on device 0 for a new thread
 
     def add_update_stream(self) -> None:
-        if self._is_joined:
-            self._updated_on, self._is_joined = {}, False
+        if self._is_next_update_first:
+            self._updated_on, self._is_next_update_first = {}, False
         stream = torch.cuda.current_stream(self._device)
         self._updated_on.pop(stream, None)
         self._updated_on[stream] = None
 
     def join_updates(self) -> None:
-        self._is_joined = True
+        self._is_next_update_first = True
         current = torch.cuda.current_stream(self._device)
         for stream in self._updated_on:
             if stream != current:
@@ -178,8 +179,8 @@ class CudaTransfer:
             empty()
 
     def _update_stream(self) -> torch.cuda.Stream:
-        """Return the stream of the last update, after letting it wait for the current stream. Another stream may be
-        current at a boundary: that of the next forward, for example, which has joined the updates."""
+        """Return the stream of the last update, and make it wait for the current stream. The two may differ at a
+        boundary: for example, the next forward may run on a stream of its own."""
         current = torch.cuda.current_stream(self._device)
         last = next(reversed(self._updated_on), current)
         if last != current:
@@ -302,8 +303,8 @@ class Devices:
             )
 
     def is_captured(self, is_idle: Callable[[], bool]) -> bool:
-        """Whether the current forward is captured for a CUDA graph, and so is no boundary. Raises ``SessionError`` if a
-        checkpoint is due or in flight, because waiting for it would end the capture."""
+        """Whether the current forward is captured for a CUDA graph; a captured forward is no boundary. Raises
+        ``SessionError`` if a checkpoint is due or in flight, because waiting for it would end the capture."""
         if not any(transfer.is_capturing() for transfer in self._transfers):
             return False
         if not is_idle():

@@ -26,13 +26,17 @@ _WRAPPERS = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
 }
-"""Wrapper classes that a run may use or not, and the attribute of the module that they wrap. This attribute is no part
-of a parameter's name."""
+"""Wrapper class -> its attribute that holds the wrapped module. This attribute is no part of a parameter's name, so a
+run with the wrapper and one without it use the same names."""
 
 
 @dataclass(slots=True)
 class Live:
-    """One tensor as it is now, and the dict (``home``, ``key``) that holds it."""
+    """One tensor as it is now.
+
+    ``home[key]`` holds it; ``home`` is None if no dict is followed (a copy, a parameter that only an optimizer has).
+    ``layer``: number of its module. ``alias``: the name under which its bytes are saved, if that is another one.
+    """
 
     name: str
     role: str
@@ -91,8 +95,8 @@ def _has_name_clash(wrapper: nn.Module, key: str, child: nn.Module, path: tuple[
     own = set(_own_names(wrapper))
     for other, sibling in wrapper._modules.items():
         if other != key and sibling is not None and not any(sibling is one for one in path):
-            own.update(f"{other}.{dot}{name}" for dot, m in clean_prefixes(sibling) for name in _own_names(m))
-    return any(f"{dot}{name}" in own for dot, module in clean_prefixes(child) for name in _own_names(module))
+            own.update(f"{other}.{prefix}{name}" for prefix, m in clean_prefixes(sibling) for name in _own_names(m))
+    return any(f"{prefix}{name}" in own for prefix, module in clean_prefixes(child) for name in _own_names(module))
 
 
 def _own_names(module: nn.Module) -> Iterator[str]:
@@ -112,33 +116,33 @@ class ModelView:
     def _build(self) -> None:
         self._homes: list[tuple[dict[str, Any], str, str, str, int]] = []
         self._buffer_homes: list[tuple[dict[str, Any], str, str, str, int]] = []
-        self._shape_of_tree: list[tuple[nn.Module, tuple[object, ...]]] = []
+        self._children_seen: list[tuple[nn.Module, tuple[object, ...]]] = []
         self.extra: list[tuple[str, nn.Module]] = []
         layers: dict[int, int] = {}
-        for dot, module in clean_prefixes(self.model):
-            refuse_script(dot, module)
+        for prefix, module in clean_prefixes(self.model):
+            refuse_script(prefix, module)
             layer = layers.setdefault(id(module), len(layers))
-            self._shape_of_tree.append((module, _children(module)))
+            self._children_seen.append((module, _children(module)))
             for key in module._parameters:
-                self._homes.append((module._parameters, key, f"model/{dot}{key}", "param", layer))
+                self._homes.append((module._parameters, key, f"model/{prefix}{key}", "param", layer))
             for key in module._buffers:
                 if key not in module._non_persistent_buffers_set:
-                    self._homes.append((module._buffers, key, f"model/{dot}{key}", "buffer", layer))
+                    self._homes.append((module._buffers, key, f"model/{prefix}{key}", "buffer", layer))
                     self._buffer_homes.append(self._homes[-1])
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                self.extra.append((f"{dot}_extra_state", module))
+                self.extra.append((f"{prefix}_extra_state", module))
 
     def refresh(self) -> bool:
         """Follow modules that were added, removed or replaced since the last call. Return whether there were any."""
-        changed = any(_children(module) != seen for module, seen in self._shape_of_tree)
+        changed = any(_children(module) != seen for module, seen in self._children_seen)
         if changed:
             self._build()
         return changed
 
     def tensors(self, trained: frozenset[int] | set[int] | None) -> list[Live]:
-        """Return every tensor once; a second name of the same tensor or the same memory is marked as an alias.
-        ``trained``: ids of the parameters that an optimizer updates, or None if the caller does not need
-        ``is_frozen``."""
+        """Return every tensor under each of its names; a second name of the same tensor or the same memory is marked as
+        an alias. ``trained``: ids of the parameters that an optimizer updates, or None if the caller does not
+        need ``is_frozen``."""
         by_id: dict[int, Live] = {}
         by_address: dict[int, Live] = {}
         lives: list[Live] = []
@@ -263,7 +267,8 @@ class OptimizerView:
         self.wraps = role.wraps
         self.is_wrapped = role.is_wrapped
         self.optimizer = optimizer
-        self._had: set[int] = set()
+        self._ids_of_all_params: set[int] = set()
+        """Ids of the parameters that it has and had."""
         self.refresh(names)
 
     @property
@@ -274,7 +279,7 @@ class OptimizerView:
         """Include parameters that were added or replaced."""
         self.names: list[list[str]] = []
         self.params: list[tuple[str, torch.Tensor]] = []
-        self._shape = self._group_shape()
+        self._ids_seen = self._ids_of_groups()
         for g, group in enumerate(self.optimizer.param_groups):
             in_group = []
             for i, p in enumerate(group["params"]):
@@ -282,13 +287,13 @@ class OptimizerView:
                 in_group.append(name)
                 self.params.append((name, p))
             self.names.append(in_group)
-        self._had.update(id(p) for _, p in self.params)
+        self._ids_of_all_params.update(id(p) for _, p in self.params)
 
     def has_changed(self) -> bool:
         """Whether the groups hold other parameters than at the last ``refresh``."""
-        return self._shape != self._group_shape()
+        return self._ids_seen != self._ids_of_groups()
 
-    def _group_shape(self) -> list[list[int]]:
+    def _ids_of_groups(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
 
     def outside(self) -> Iterator[Live]:
@@ -315,9 +320,9 @@ class OptimizerView:
                     yield Live(full, "optimizer", value, home, key, alias=None if one == full else one)
 
     def state_values(self, params: Sequence[tuple[str, torch.Tensor]] | None = None) -> dict[str, object]:
-        """Return the rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value. For a
-        wrapper that is all of the state; a state that is no dict is returned as it is. ``params``: the parameters that
-        have such values, if known."""
+        """Return the rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value. A
+        wrapper's state is returned whole, tensors included. A state that is no dict is returned as it is. ``params``:
+        the parameters that have such values, if known."""
         state = self.optimizer.state
         values: dict[str, object] = {}
         for name, p in self.params if params is None or self.wraps else params:
@@ -340,7 +345,7 @@ class OptimizerView:
         """Raise ``StateValueError`` for state under a tensor that never was a parameter, because it has no name to be
         saved under."""
         for key in self.optimizer.state:
-            if isinstance(key, torch.Tensor) and id(key) not in self._had:
+            if isinstance(key, torch.Tensor) and id(key) not in self._ids_of_all_params:
                 raise StateValueError(
                     f"{self.class_name} keeps state under a tensor of shape {list(key.shape)} that is in none of its "
                     "param_groups. State is saved under the name of its parameter, and this tensor has no name. Use a "

@@ -19,10 +19,10 @@ from torch import nn
 from lightck.errors import listed
 
 log = logging.getLogger("lightck")
-_ALWAYS = 3
-"""All modules are walked through at so many first checkpoints, and after those at each one whose number is a power of
-two."""
-_LARGEST = 2**63
+_FIRST_CHECKPOINTS = 3
+"""All modules are walked through at this many first checkpoints, and later at each checkpoint whose number is a power
+of two."""
+_INT64_LIMIT = 2**63
 
 
 class ModuleNumbers:
@@ -34,14 +34,15 @@ class ModuleNumbers:
         self._n_checkpoints = self._n_samples = 0
         self._last = {name: home[key] for name, home, key in _numbers(model)}
         self._changes: dict[str, int] = {}
-        """Name -> at how many samples the number differed from the sample before."""
+        """Name -> at how many samples the number differed from the sample before. Samples are counted from the first
+        one at which any number differed."""
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
 
     def now(self) -> dict[str, int]:
         """Return the values of the numbers that change, by ``module.attribute``. To be called at each checkpoint."""
         self._n_checkpoints += 1
         n = self._n_checkpoints
-        if n <= _ALWAYS or n & (n - 1) == 0:
+        if n <= _FIRST_CHECKPOINTS or n & (n - 1) == 0:
             self._sample()
         often = [name for name, count in self._changes.items() if 2 * count > self._n_samples]
         found = ((name, *self._homes[name]) for name in often)
@@ -51,7 +52,7 @@ class ModuleNumbers:
         self._n_samples += bool(self._changes)
         for name, home, key in _numbers(self._model):
             if self._last.get(name, home[key]) != home[key]:
-                self._n_samples += not self._changes  # samples before the first change do not count
+                self._n_samples += not self._changes  # the first change: counting begins with this sample
                 self._changes[name] = self._changes.get(name, 0) + 1
                 self._homes[name] = home, key
             self._last[name] = home[key]
@@ -80,4 +81,4 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, dict[str, object], str]]:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) is int and -_LARGEST <= value < _LARGEST
+    return type(value) is int and -_INT64_LIMIT <= value < _INT64_LIMIT

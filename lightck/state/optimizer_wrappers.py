@@ -32,9 +32,10 @@ def followed(optimizers: Iterable[object]) -> tuple[Any, ...]:
     return found
 
 
-def _members(optimizer: object, outside: tuple[int, ...]) -> list[object]:
-    inner = [] if id(optimizer) in outside else inner_of(optimizer)
-    if not inner and not has_hooks(optimizer) and hasattr(optimizer, "optimizer") and len(outside) < _DEPTH:
+def _members(optimizer: object, around: tuple[int, ...]) -> list[object]:
+    """Return this optimizer, if it is to be followed, and those inside it. ``around``: ids of its wrappers."""
+    inner = [] if id(optimizer) in around else inner_of(optimizer)
+    if not inner and not has_hooks(optimizer) and hasattr(optimizer, "optimizer") and len(around) < _DEPTH:
         inner = [optimizer.optimizer]
     if not inner:
         if not isinstance(optimizer, Optimizer) or not has_hooks(optimizer):
@@ -43,7 +44,7 @@ def _members(optimizer: object, outside: tuple[int, ...]) -> list[object]:
                 "torch.optim.Optimizer and its subclasses. Pass such an object, or the one that this object wraps."
             )
         return [optimizer]
-    found = [m for one in inner for m in _members(one, (*outside, id(optimizer)))]
+    found = [m for one in inner for m in _members(one, (*around, id(optimizer)))]
     if _steps_with_hooks(optimizer) or has_own_state(optimizer):
         found.insert(0, optimizer)
     return found
@@ -112,6 +113,7 @@ class WrapperRole:
     """The role of one followed optimizer among wrappers. Numbers are indices in the list of followed optimizers."""
 
     outermost: int
+    """The outermost wrapper of this one, or itself."""
     root: int
     """The optimizer whose step is an update of this one: itself, or its outermost wrapper that has hooks."""
     wraps: bool

@@ -52,7 +52,7 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
         raise ValueError("it wraps another optimizer")
     foreign = _foreign_code(type(view.optimizer))
     if foreign is not None:
-        raise ValueError(f"{foreign} is not torch's own code, and only that is run on trial")
+        raise ValueError(f"{foreign} is not torch's own code, and only torch's own optimizers make a scratch step")
     groups, stand_ins = _stand_ins(view)
     make: Any = type(view.optimizer)
     scratch: torch.optim.Optimizer = make(groups)
@@ -149,7 +149,8 @@ def _entry(
     name: str, p: torch.Tensor, key: object, dtype: torch.dtype, device: torch.device, dims: tuple[_Rule, ...]
 ) -> Entry:
     shape = tuple(_size(p, kind, n) for kind, n in dims)
-    # torch's optimizers create such state with preserve_format. Other state gets a new extent at its first checkpoint.
+    # State of the parameter's shape gets the parameter's strides too, because torch creates it with preserve_format.
+    # Where this is wrong, the state gets a new extent at its first checkpoint.
     stride = tuple(p.stride()) if shape == tuple(p.shape) and _is_dense(p) else contiguous_stride(shape)
     nbytes = dtype.itemsize
     for size in shape:

@@ -207,11 +207,12 @@ def _as_tensor(value: object) -> Tensor:
 # -- torch.random.fork_rng() ------------------------------------------------------------------------------------------
 
 _function: object = getattr(torch.random.fork_rng, "__wrapped__", None)
-_held: tuple[object, ...] = (_function, getattr(_function, "__code__", None))
+_shared_by_blocks: tuple[object, ...] = (_function, getattr(_function, "__code__", None))
+"""Each open ``fork_rng`` block holds references to these two."""
 
 
 def _references() -> int:
-    return sum(map(sys.getrefcount, _held))
+    return sum(map(sys.getrefcount, _shared_by_blocks))
 
 
 class ForkWatch:
@@ -234,8 +235,8 @@ class ForkWatch:
         self._is_inside_fork = _references() > self._at_attach
 
     def closed_later(self) -> None:
-        """Warn once if the last update was made inside such a block. To be called when a forward or the next update
-        closes the checkpoint, which then holds the random state of right after its update."""
+        """Warn once if the last update was made inside a ``fork_rng`` block. To be called when a forward or the next
+        update closes the checkpoint, which then holds the random state of right after its update."""
         if self._is_inside_fork and not self._is_reported:
             self._is_reported = True
             log.warning(

@@ -1,7 +1,7 @@
 """Signatures of tensors: whether a tensor is the same one, in the same memory, without reading its bytes.
 
-These checks run at every step, so loops over many tensors run in C. Values are compared one at a time, because a list
-of as many shapes would trigger the garbage collector.
+These checks run at every step, so loops over many tensors run in C. Values are compared one at a time and not
+collected in a list first: so many new objects would trigger the garbage collector.
 
 Finding and naming every tensor again takes microseconds for each, and usually no tensor appears or disappears for
 thousands of steps. So a ``TensorList`` keeps the tensors that one boundary found, and the next boundary checks whether
@@ -51,8 +51,8 @@ class MemoryLayouts:
     """The memory layouts of tensors, to compare later. The constructor raises what ``data_ptr`` raises for a tensor
     without memory.
 
-    Only complex tensors are asked whether they are conjugated or negated. A negated real tensor is a part of a complex
-    one, is never dense, and so is copied at each checkpoint.
+    Only complex tensors are asked whether they are conjugated or negated. A real tensor is negated only as a
+    view of a complex one (``x.conj().imag``). Such a view is never dense, so it is copied at each checkpoint anyway.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -78,12 +78,12 @@ class MemoryLayouts:
         """Return the indices of the tensors whose memory layout changed."""
         was = zip(self.addresses, self.shapes, self._strides, self._dtypes, strict=True)
         now = map(memory_layout_of, self.tensors)
-        turned = map(memory_layout_of, self._complex)
-        other = {id(t) for t, a, b in zip(self._complex, turned, self._layouts, strict=True) if a != b}
+        now_complex = map(memory_layout_of, self._complex)
+        changed_complex = {id(t) for t, a, b in zip(self._complex, now_complex, self._layouts, strict=True) if a != b}
         return {
             i
             for i, (tensor, a, b) in enumerate(zip(self.tensors, now, was, strict=True))
-            if a[:4] != b or id(tensor) in other
+            if a[:4] != b or id(tensor) in changed_complex
         }
 
 
@@ -121,7 +121,7 @@ class Registrations:
         return all_same(map(getitem, self._homes, self._keys), self._tensors)
 
 
-_grads = attrgetter("requires_grad")
+_requires_grad = attrgetter("requires_grad")
 _UNREADABLE = (KeyError, TypeError, RuntimeError, NotImplementedError, ValueError)
 """Errors of a tensor that has no memory of its own, or of a place that no longer exists."""
 
@@ -140,7 +140,7 @@ class TensorList:
         self._registrations = Registrations(lives)
         self._layouts = MemoryLayouts([live.tensor for live in lives])
         self._params = [live.tensor for live in lives if live.role == "param"]
-        self._grads = list(map(_grads, self._params))
+        self._requires_grad_flags = list(map(_requires_grad, self._params))
         self._storages = list(map(storage_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
         self._states = [_StateSignature(view) for view in views]
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
@@ -154,7 +154,7 @@ class TensorList:
                 self._registrations.are_unchanged()
                 and not any(home.get(key) is not None for home, key in self._vacant)
                 and self._layouts.are_unchanged()
-                and all_same(map(_grads, self._params), self._grads)
+                and all_same(map(_requires_grad, self._params), self._requires_grad_flags)
                 and (self._storages is None or all_equal(map(storage_of, self._layouts.tensors), self._storages))
                 and all(signature.is_unchanged() for signature in self._states)
             )
@@ -183,8 +183,8 @@ class _StateSignature:
         self._dicts = [home for home in self._homes if isinstance(home, dict)]
         self._sizes = list(map(len, self._dicts))
         self.with_values = [(name, p) for name, p in view.params if p in state and not _only_tensors(state[p])]
-        self._mixed = [state[p] for _, p in self.with_values]
-        self._directs = list(map(_n_direct, self._mixed))
+        self._states_with_values = [state[p] for _, p in self.with_values]
+        self._n_direct_tensors = list(map(_n_direct, self._states_with_values))
 
     def is_unchanged(self) -> bool:
         state = self.view.optimizer.state
@@ -193,7 +193,7 @@ class _StateSignature:
             and all_same(state.keys(), self._keys)
             and all_same(state.values(), self._homes)
             and list(map(len, self._dicts)) == self._sizes
-            and list(map(_n_direct, self._mixed)) == self._directs
+            and list(map(_n_direct, self._states_with_values)) == self._n_direct_tensors
         )
 
 

@@ -2,7 +2,7 @@
 
 ``refuse_unstorable`` checks one tensor. ``refuse_hidden_state`` checks modules: what a module writes into its
 ``state_dict`` beside parameters, buffers and extra state would silently be lost. ``check_objects`` checks the objects
-of ``state=``, and ``is_key`` keys of dicts and items of sets in the small state. Nothing here reads bytes.
+of ``state=``. ``is_key`` checks the keys of dicts and the items of sets in the small state. Nothing here reads bytes.
 
 One table (``ITEM_NBYTES``) lists the dtypes that can be stored. A new dtype of a later torch is refused until it has a
 line there.
@@ -51,8 +51,8 @@ _KEEP_OUT = "or keep it out of what is saved (a buffer with persistent=False) an
 
 
 def refuse_unstorable(name: str, tensor: torch.Tensor, action: str = "stored") -> None:
-    """Raise ``StateValueError`` for a tensor that a pool cannot hold. ``action``: what the tensor was to be, for the
-    message."""
+    """Raise ``StateValueError`` for a tensor that a pool cannot hold. ``action``: "stored" or "restored", for
+    the message."""
     if not is_name(name):
         raise StateValueError(
             f"The tensor {name[:60]!r}... cannot be stored: its name has more than {NAME_NBYTES_MAX} bytes, or "
@@ -134,18 +134,18 @@ def _is_backed(tensor: torch.Tensor) -> bool:
 
 def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str]) -> None:
     """Raise ``StateValueError`` if a module's own ``_save_to_state_dict`` writes names that are not ``known``."""
-    for dot, module in modules:
+    for prefix, module in modules:
         if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
             continue
         written: dict[str, object] = {}
-        module._save_to_state_dict(written, dot, True)
+        module._save_to_state_dict(written, prefix, True)
         hidden = sorted(name for name, value in written.items() if value is not None and name not in known)
         if hidden:
             raise StateValueError(
-                f"The module {dot.rstrip('.') or 'at the root'} ({type(module).__name__}) keeps {', '.join(hidden[:3])}"
-                " outside of its parameters and buffers, and writes it in its own _save_to_state_dict. lightck "
-                "saves parameters, buffers and extra state only, so it would be lost. Register it as a buffer, or "
-                "implement get_extra_state() and set_extra_state()."
+                f"The module {prefix.rstrip('.') or 'at the root'} ({type(module).__name__}) keeps "
+                f"{', '.join(hidden[:3])} outside of its parameters and buffers, and writes it in its own "
+                "_save_to_state_dict. lightck saves parameters, buffers and extra state only, so it would be lost. "
+                "Register it as a buffer, or implement get_extra_state() and set_extra_state()."
             )
 
 
@@ -155,7 +155,7 @@ NUMPY_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4",
 NUMPY_SCALARS: dict[type, str] = {np.dtype(code).type: np.dtype(code).str for code in NUMPY_CODES}
 PLAIN = frozenset((type(None), bool, float, bytes))
 _SCALARS = frozenset((*PLAIN, int, str, *NUMPY_SCALARS))
-_GROUPS = frozenset((tuple, frozenset))
+_CONTAINERS = frozenset((tuple, frozenset))
 COLLIDING_MAX = 100
 INT_NBYTES_MAX = 1700
 """Python converts no int of more than 4300 digits to text, and an error or a report may have to print one."""
@@ -164,7 +164,7 @@ INT_NBYTES_MAX = 1700
 def is_key(value: object) -> bool:
     """Whether a value can be a key: it is hashed by its value, and so is everything in it."""
     kind = type(value)
-    return kind in _SCALARS or (kind in _GROUPS and all(map(is_key, value)))  # type: ignore[call-overload]
+    return kind in _SCALARS or (kind in _CONTAINERS and all(map(is_key, value)))  # type: ignore[call-overload]
 
 
 def has_many_collisions(keys: Collection[object]) -> bool:

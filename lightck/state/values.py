@@ -46,7 +46,7 @@ _NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in 
 _SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
 _LEAF = MAX_DEPTH + 1  # depth of values that contain no others; it stops endless extensions in extensions
 _MANY = 16
-"""From this number of items on, a check whether all are of one type saves time."""
+"""A list of this many items or more is first tested for being all text, which saves time."""
 
 
 # --------------------------------------------------------------------------------------------------- packing
@@ -67,8 +67,8 @@ def pack(
             these types, nested up to 32 deep.
         path: where the value lies, e.g. ``state/ema``; starts the paths in errors and the names of large tensors.
         large: called with (path, tensor) for each tensor of ``large_nbytes`` or more, in order; only the path is
-            stored. The tensor is the caller's own object, on its device and in its layout. Paths are unique: ``#2``
-            and so on is appended to a path that keys joined to before.
+            stored. The tensor is the caller's own object, on its device and in its layout. Paths are unique: if the
+            keys of two tensors join to the same path, the second one ends with ``#2``, and so on.
 
     Raises:
         StateValueError: something cannot be stored; the message names its path and type.
@@ -94,7 +94,8 @@ class CachedPacker:
         one."""
 
     def pack(self, value: object, *, path: str) -> bytes:
-        """As `pack`. Raises ``StateValueError``, except where bytes became an equal ``bytearray`` or ``memoryview``."""
+        """As `pack`. One refusal is missing: bytes that became an equal ``bytearray`` or ``memoryview`` pass as
+        unchanged, although `pack` raises ``StateValueError`` for these types."""
         try:
             now = self._writer.pack(value)  # exact in types, order and bits; a type that needs an extension raises
         except (TypeError, ValueError, OverflowError, RecursionError):
@@ -115,7 +116,7 @@ def _tuple_only(value: object) -> msgpack.ExtType:
 class _Packer:
     """Encodes values, innermost first. ``_path`` is the current path, which is joined only for an error."""
 
-    __slots__ = ("_large", "_large_nbytes", "_names", "_native", "_path", "_writer")
+    __slots__ = ("_large", "_large_nbytes", "_msgpack", "_names", "_path", "_writer")
 
     def __init__(self, path: str, large: Callable[[str, torch.Tensor], None] | None, large_nbytes: int) -> None:
         self._path: list[object] = [path]
@@ -123,7 +124,7 @@ class _Packer:
         self._large_nbytes = large_nbytes
         self._names: set[str] = set()
         self._writer = msgpack.Packer(strict_types=True, use_bin_type=True)
-        self._native: Callable[[object], bytes] = self._writer.pack
+        self._msgpack: Callable[[object], bytes] = self._writer.pack
 
     def encode(self, value: object) -> bytes:
         handler = _ENCODE.get(type(value))
@@ -136,7 +137,7 @@ class _Packer:
 
     def plain(self, value: object) -> bytes:
         try:
-            return self._native(value)
+            return self._msgpack(value)
         except ValueError as error:
             raise self.refused(value, f"it is too large for one value ({error})") from error
 
@@ -161,7 +162,7 @@ class _Packer:
 
     def integer(self, value: int) -> bytes:
         if -(1 << 63) <= value < 1 << 64:
-            return self._native(value)
+            return self._msgpack(value)
         nbytes = value.bit_length() // 8 + 1
         if nbytes > INT_NBYTES_MAX:
             raise self.refused(value, f"it has more than {INT_NBYTES_MAX} bytes, which Python cannot print")
@@ -169,7 +170,7 @@ class _Packer:
 
     def text(self, value: str) -> bytes:
         try:
-            return self._native(value)
+            return self._msgpack(value)
         except UnicodeEncodeError:
             raise self.refused(value, "it holds lone surrogates, which are no text") from None
         except ValueError as error:
@@ -188,7 +189,7 @@ class _Packer:
         if len(values) >= _MANY and set(map(type, values)) == {str}:
             self._check_depth(values)
             with contextlib.suppress(ValueError):  # the general path below reports which item is no text
-                return self._native(list(values))
+                return self._msgpack(list(values))
         items = self.items(values)
         return self.header(len(items)) + b"".join(items)
 
@@ -232,11 +233,11 @@ class _Packer:
         return self.ext(ARRAY, self._array_fields(value.dtype.str, value.shape, value.tobytes()))
 
     def _array_fields(self, dtype: str, shape: tuple[int, ...], raw: bytes) -> bytes:
-        sizes = b"".join(map(self._native, shape))
-        return b"".join((b"\x93", self._native(dtype), self.header(len(shape)), sizes, self.plain(raw)))
+        sizes = b"".join(map(self._msgpack, shape))
+        return b"".join((b"\x93", self._msgpack(dtype), self.header(len(shape)), sizes, self.plain(raw)))
 
     def scalar(self, value: np.generic) -> bytes:
-        return self.ext(SCALAR, _PAIR + self._native(NUMPY_SCALARS[type(value)]) + self._native(value.tobytes()))
+        return self.ext(SCALAR, _PAIR + self._msgpack(NUMPY_SCALARS[type(value)]) + self._msgpack(value.tobytes()))
 
     def tensor(self, value: torch.Tensor) -> bytes:
         why = unstorable_reason(value)
@@ -474,7 +475,7 @@ class _Reader:
     def large(self, _depth: int) -> torch.Tensor:
         name = self.exactly(str)
         if self._tensor is None:
-            raise _corrupt(f"it names the large tensor {name!r} where none can be")
+            raise _corrupt(f"it names the large tensor {name!r} in a part that cannot hold one")
         if name in self._seen:  # each tensor has its own name, and allocates memory
             raise _corrupt(f"it names the large tensor {name!r} twice")
         self._seen.add(name)

@@ -150,7 +150,9 @@ def test_a_group_that_was_added_on_the_way_is_named(pool):
         train(model, opt, 2, start=1)
     model = net()
     opt = torch.optim.AdamW(model[2].parameters(), lr=0.01)
-    with pytest.raises(DriftError, match=r"1 parameter group, the checkpoint 2.*0\.weight, 0\.bias.*add_param_group"):
+    with pytest.raises(
+        DriftError, match=r"1 parameter group, and the checkpoint has 2.*0\.weight, 0\.bias.*add_param_group"
+    ):
         lightck.attach(model, pool, optimizer=opt, resume=True)
     opt.add_param_group({"params": list(model[0].parameters()), "lr": 0.001})
     with lightck.attach(model, pool, optimizer=opt, resume=True) as session:
