@@ -4,8 +4,10 @@
 
 The session's own listener (``session/steps.py``) comes last, because it acts: it may wait, close a checkpoint, or
 raise. Listeners that only observe (a trace) come before it, the newest first. Each event is one method, with the same
-name here and in each listener. (In a layer-wise update only the session's ``Steps.layers_begin`` waits at the gate;
-other listeners receive ``gate`` at ``step()``.)
+name here and in each listener.
+
+A layer-wise update changes tensors before ``step()`` is called, so the session passes its gate in ``layers_begin``. The
+other listeners receive ``gate`` at ``step()``, as in any other update.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ class StepListener:
         """A fused optimizer under GradScaler found an infinity: its ``step`` changed nothing."""
 
     def step_ended(self, step: int) -> None:
-        """The session counted an update. ``step``: updates so far. Several optimizers make one when each has
-        stepped."""
+        """The session counted an update. ``step``: updates so far. With several optimizers an update is counted when
+        each of them has stepped."""
 
     def unknown_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer that the session does not follow is about to step."""

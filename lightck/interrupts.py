@@ -99,9 +99,8 @@ def _restore_handlers() -> None:
     try:
         while _user_handlers:
             number, user = next(iter(_user_handlers.items()))
-            if (
-                _handler_of(number) is _defer
-            ):  # else somebody installed another handler meanwhile (a DataLoader, for CHLD)
+            # Another handler may have been installed meanwhile (by a DataLoader, for CHLD): it stays.
+            if _handler_of(number) is _defer:
                 _set_handler(number, user)
             del _user_handlers[number]
     finally:

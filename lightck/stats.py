@@ -31,8 +31,8 @@ class Stats:
     committed: int | None = None
     """Step of the newest durable checkpoint."""
     skipped: int = 0
-    """Checkpoints that were dropped because a source changed during the copy, or refused by ``pause_on_nonfinite``, and
-    optimizer steps that a GradScaler skipped."""
+    """The sum of three counts: checkpoints that were dropped because a source changed during the copy, checkpoints that
+    ``pause_on_nonfinite`` refused, and optimizer steps that a GradScaler skipped."""
     recopied: int = 0
     """Tensors that were copied again because something wrote to them after their layer was updated (``layerwise``).
     Without ``layerwise`` always 0: a checkpoint whose source changed is dropped (``skipped``)."""
@@ -60,7 +60,8 @@ class Stats:
 
 
 class Observer(Protocol):
-    """Receives each stall as it ends, for a trace. Times are in seconds of ``time.perf_counter``."""
+    """Receives each stall as it ends, for a trace. Times are in seconds of ``time.perf_counter``. ``is_state``: the
+    time in which small state was read; it lies inside another stall."""
 
     def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None: ...
 

@@ -1,1 +1,1 @@
-"""What follows a checkpoint: recorded beside it, and compared after a resume."""
+"""What follows a checkpoint in the training: it is recorded beside the checkpoint, and compared after a resume."""

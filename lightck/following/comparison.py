@@ -1,4 +1,4 @@
-"""Compares how a resumed training continues with how the original continued: recorded with each checkpoint.
+"""Compares the first inputs after a resume with those that the interrupted training recorded after the checkpoint.
 
 A resume is exact only if the loop continues with the same data. What a loop keeps to itself (a batch fetched ahead, a
 list of batches, a hidden state, a counter that indexes the data) is in no checkpoint. So checksums of the first inputs
@@ -26,7 +26,7 @@ log = logging.getLogger("lightck")
 _PAGE = "docs/loops.md"
 _PART = {
     GRADIENT: "the gradient of {}",
-    OPTIONS: "an option of {} (as its lr)",
+    OPTIONS: "an option of {} (for example its lr)",
     OPTIMIZER_STATE: "the optimizer's state of {}",
 }
 
@@ -41,8 +41,8 @@ class Recorder:
         self._parts = parts or UpdateParts(())
         self._since_closed: FirstInputs | None = None
         self._held: FirstInputs | None = None
-        """First inputs since the last update, while a checkpoint is due that this forward or the pre-step hook will
-        close."""
+        """First inputs since the last update, if this forward or the pre-step hook after it will close a checkpoint, to
+        which they then belong."""
 
     def closed(self, event: Event) -> None:
         """A checkpoint was closed and is being saved."""
@@ -67,10 +67,10 @@ class Recorder:
         if after is not None:
             after.batch_given(name, of, batch, checksum, read)
 
-    def forward(self, inputs: object, is_due: bool) -> None:
-        """A training forward begins; it closes no checkpoint yet. ``is_due``: it or the pre-step hook will close
-        one."""
-        if is_due:
+    def forward(self, inputs: object, will_close: bool) -> None:
+        """A training forward begins; it closes no checkpoint yet. ``will_close``: it or the pre-step hook
+        will."""
+        if will_close:
             self._held = self._held or FirstInputs()
             self._held.forward(inputs)
         if self._since_closed is not None and self._since_closed.forward(inputs):
@@ -88,7 +88,7 @@ class Recorder:
 
 
 class Continuation:
-    """How one session's training continues after each checkpoint: recorded, and after a resume compared."""
+    """Passes what one session's training does on to the ``Recorder``, and after a resume to the ``Comparison``."""
 
     def __init__(self, recorder: Recorder, comparison: Comparison | None, loop_counter: LoopCounterCheck) -> None:
         self.recorder, self.loop_counter = recorder, loop_counter
@@ -126,10 +126,10 @@ class Continuation:
         self.recorder.closing()
         self._comparison = None
 
-    def ended(self) -> None:
+    def session_ends(self) -> None:
         """The session is about to be closed."""
         if self._comparison is not None:
-            self._comparison.closed()
+            self._comparison.session_ends()
 
 
 @dataclass(slots=True)
@@ -155,8 +155,8 @@ class Comparison:
         same_bits: bool = True,
         parts: UpdateParts | None = None,
     ) -> None:
-        """``recorded``: None if nothing was recorded. ``same_bits``: the same operations give the same bits as then, on
-        this machine with this torch."""
+        """``recorded``: None if nothing was recorded. ``same_bits``: this machine and this torch give
+        the same bits for the same operations as those of the interrupted run."""
         self._step = step
         self._same_bits = same_bits
         self._parts = parts or UpdateParts(())
@@ -207,11 +207,11 @@ class Comparison:
         if self._error is not None:
             raise self._error
 
-    def closed(self) -> None:
-        """Warn, as the session closes, if it made no update although one followed the restored checkpoint.
+    def session_ends(self) -> None:
+        """Warn if the session made no update although one followed the restored checkpoint.
 
         Such a loop took itself for finished: its last batches were in the memory of the killed process, or nothing was
-        left of its pass. It counts only if the loop asked for a batch, or no loader gives any."""
+        left of its pass. If a loader gave the recorded batch, this warns only if the loop asked for a batch now."""
         kinds = {kind for _, kind in self._recorded}
         is_asked = (bool(self._seen.loaders) or self._is_batch_asked_for) and not kinds.isdisjoint(KINDS)
         # A loader's batch is recorded only if the loop asked for it.
@@ -221,8 +221,8 @@ class Comparison:
         log.warning(
             "lightck: The first batch after the resume is not the one that followed step %d: no update came "
             "before the session was closed. If you did not end this run early, the loop took itself for "
-            "finished: its batches were fetched ahead (list(loader)), it counted from nothing, or it ends "
-            "where a pass that goes on has no batch left. %s has these loops, and how each is exact",
+            "finished: its batches were fetched ahead (list(loader)), it counted from 0, or it ended because the "
+            "restored pass had no batch left. %s shows such loops, and how to make each exact",
             self._step,
             _PAGE,
         )
@@ -264,11 +264,11 @@ class Comparison:
     def _other_random_numbers(self) -> str:
         return (
             "Torch's random state at the first training forward after the resume is not the one that followed step "
-            f"{self._step}: dropout and whatever else draws go on with other numbers than in a run that was never "
-            "killed. Likely causes: numbers are drawn between attach and the loop, or at the loop's top before the "
-            "first next() of a session loader (an evaluation); a DataLoader outside session.loader() begins a pass; an "
-            "evaluation loader has persistent workers. Draw before attach, and pass such loaders to session.loader(). "
-            f"{_PAGE} has these loops, and how each is exact"
+            f"{self._step}: dropout, and all else that draws random numbers, gets other numbers than in a run that was "
+            "never killed. Likely causes: numbers are drawn between attach and the loop, or at the loop's top before "
+            "the first next() of a session loader (an evaluation); a DataLoader outside session.loader() begins a pass; "
+            "an evaluation loader has persistent workers. Draw before attach, and pass such loaders to session.loader(). "
+            f"{_PAGE} shows such loops, and how to make each exact"
         )
 
     def _other_data(self, differing: list[FirstInput], verdict: _Verdict) -> str:
@@ -279,21 +279,21 @@ class Comparison:
         if not loaders and any(first.name for first in verdict.equal):
             why = (
                 "The batches of its loaders are the same. Likely causes: a hidden state, or other data that one "
-                "iteration leaves to the next, is not saved; values between loader and model come from a generator of "
-                "their own, or from a counter that started over. Pass what one iteration leaves to the next in "
-                "state=, and count by session.step"
+                "iteration leaves to the next, is not saved; the loop changes the batch with random numbers from a "
+                "generator of its own, or with a counter that started over. Pass what one iteration leaves to the next "
+                "in state=, and count by session.step"
             )
         else:
             why = (
                 "Likely causes: a batch that is fetched ahead by hand, one iteration before it is used; data that are "
                 "drawn between attach and the loop; another data set, order or transform; a loop that starts at "
                 "another place. Iterate over session.loader(loader) from loader.start, or end the iteration with "
-                "session.end_step() and fetch its batch behind that"
+                "session.end_step() and fetch the next batch after it"
             )
         return (
             f"The first batch after the resume is not the one that followed step {self._step}: {' and '.join(what)} "
             f"differ{'' if len(what) > 1 else 's'}, so the training goes on with other data than a run that was never "
-            f"killed. {why}. {_PAGE} has these loops, and how each is exact"
+            f"killed. {why}. {_PAGE} shows such loops, and how to make each exact"
         )
 
     def _other_update(self, verdict: _Verdict) -> str:
@@ -307,17 +307,19 @@ class Comparison:
                 f"{'Its batch is the same, so s' if _data_of(verdict.equal) else 'S'}omething else that the loss "
                 "depends on is in no checkpoint, or the loop changed it between the restore and this update. Likely "
                 "causes: a second model (a target network, a teacher); a number or a tensor that a module keeps as a "
-                "plain attribute; a generator of the loss's own; weights that an epoch's top changes, where the run "
-                "was killed in mid-epoch. Pass a second model or a generator in state=, make an attribute a buffer"
+                "plain attribute; a generator of the loss's own; weights that the loop changes at an epoch's top, if "
+                "the run was killed in mid-epoch. Pass a second model or a generator in state=, and "
+                "make an attribute a buffer"
             )
         if verdict.parts.keys() - {GRADIENT}:
             why.append(
-                "The loop has changed options or state of the optimizer once more, as an epoch's top does after a kill "
-                "in mid-epoch. Change them at the epoch's end, or only where a pass begins (if loader.start == 0)"
+                "The loop has changed options or state of the optimizer once more, for example at an epoch's top, "
+                "which runs again after a kill in mid-epoch. Change them at the epoch's end, or only where a "
+                "pass begins (if loader.start == 0)"
             )
         return (
-            f"The first update after the resume is not the one that followed step {self._step}. Not as then: "
-            f"{', '.join(what)}. {'. '.join(why)}. {_PAGE} has these loops, and how each is exact"
+            f"The first update after the resume is not the one that followed step {self._step}. What differs: "
+            f"{', '.join(what)}. {'. '.join(why)}. {_PAGE} shows such loops, and how to make each exact"
         )
 
     def _log_result(self, verdict: _Verdict) -> None:
@@ -326,8 +328,8 @@ class Comparison:
         if not data and not gradients:
             log.info(
                 "lightck: the first batch after the resume was compared with nothing: the batch that followed step %d "
-                "is not recorded, as after a kill at an epoch's end or in an evaluation, or it is on a device. "
-                "That is no error, and no proof that the data are the same",
+                "is not recorded (for example after a kill at an epoch's end or in an evaluation), or it is on a "
+                "device. That is no error, and no proof that the data are the same",
                 self._step,
             )
             return
@@ -354,11 +356,11 @@ class LoopCounterCheck:
     the end, which no batch shows. A correct loop has read the session's step or iteration, or the loader's epoch.
     """
 
-    def __init__(self, step: int, loaders: Sequence[SessionLoader], *, by_itself: bool) -> None:
-        """``step``: the restored step; 0 for a fresh start. ``by_itself``: an object in ``state=`` may hold the loop's
-        own counter."""
+    def __init__(self, step: int, loaders: Sequence[SessionLoader], *, may_keep_count: bool) -> None:
+        """``step``: the restored step; 0 for a fresh start. ``may_keep_count``: an object in ``state=`` may
+        hold the loop's own counter."""
         self._step, self._loaders = step, loaders
-        self.is_asked = by_itself or not step
+        self.is_asked = may_keep_count or not step
         """Whether the loop has read the session's step or iteration."""
 
     def before_update(self) -> None:
@@ -371,8 +373,8 @@ class LoopCounterCheck:
         where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""
         log.warning(
             "lightck: The training goes on from step %d%s, and the loop did not ask for it. A loop that counts "
-            "from 0, as range(steps) or range(epochs), makes too many updates: count from session.step, "
-            "or over a session loader for epoch in range(loader.epoch, epochs)",
+            "from 0, as range(steps) or range(epochs), makes too many updates. Count from session.step; "
+            "over a session loader, write: for epoch in range(loader.epoch, epochs)",
             self._step,
             where,
         )

@@ -17,15 +17,16 @@ from lightck.dataloader.batch import TensorReads, checksum_of
 from lightck.dataloader.passes import Pass
 
 BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE = 1, 2, 3, 4, 5, 6, 7
-"""Kinds of first inputs: a session loader's first batch, before or after the first update (``LATER_BATCH``); the
-arguments of the first training forward, and of the first forward after a session loader gave a batch; torch's random
-state at the beginning of these forwards, or, if there was none, before the first update. Pools store these numbers."""
+"""Kinds of first inputs; pools store these numbers. ``BATCH``: a session loader's first batch; ``LATER_BATCH``: the
+same, if it came after the first update. ``FORWARD``: the arguments of the first training forward; ``FORWARD_OF_BATCH``:
+those of the first forward after a session loader gave a batch. ``RANDOM``, ``RANDOM_OF_BATCH``: torch's random state at
+the beginning of these two forwards; ``RANDOM_AT_UPDATE``: before the first update, if no forward was seen."""
 RANDOM_STATES = (RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE)
 
 
 class FirstInput(NamedTuple):
-    """The checksum of one first input. ``name``: of the loader; empty for the forward's arguments and the random state;
-    for parts of an update see ``update_parts.py``."""
+    """The checksum of one first input. ``name``: the loader's name; empty for the forward's arguments and the random
+    state. ``update_parts.py`` gives the parts of an update names of their own."""
 
     name: str
     kind: int
@@ -43,8 +44,9 @@ class FirstInputs:
         self._both_forwards = both_forwards
         self._saw_forward = self._saw_forward_of_batch = False
         self._batches: dict[str, tuple[Pass | None, int, int | None]] = {}
-        """Loader -> pass, kind and checksum of its first batch. Pass None: the batch is final."""
-        self._is_unsettled = False
+        """Loader -> pass, kind and checksum of its first batch. Pass None: the batch is final, and in ``inputs``."""
+        self._has_new_batch = False
+        """Whether a batch is not final yet: the batch of a later pass may replace it."""
         self._read: TensorReads = {}
         """Checksums of tensors of the batches: the forward is often called with the same tensors."""
         self._updates: set[int | None] = set()
@@ -66,11 +68,11 @@ class FirstInputs:
         if checksum is None:
             checksum = checksum_of(batch, self._read)
         self._batches[name] = of, LATER_BATCH if self.is_updated else BATCH, checksum
-        self._is_unsettled = True
+        self._has_new_batch = True
 
     def forward(self, inputs: object) -> bool:
         """A training forward begins with these arguments. Returns whether ``inputs`` grew."""
-        grew = self._is_unsettled and self._settle()
+        grew = self._has_new_batch and self._add_batches()
         if self.is_updated:
             return grew
         is_first, has_batch = not self._saw_forward, bool(self._batches)
@@ -82,12 +84,12 @@ class FirstInputs:
         checksum, state = checksum_of(inputs, self._read), random_checksum()
         self._read = {}
         if is_of_batch:
-            self._note(FORWARD_OF_BATCH, checksum, RANDOM_OF_BATCH, state)
+            self._add_forward(FORWARD_OF_BATCH, checksum, RANDOM_OF_BATCH, state)
         if is_first and (self._both_forwards or not has_batch):
-            self._note(FORWARD, checksum, RANDOM, state)
+            self._add_forward(FORWARD, checksum, RANDOM, state)
         return True
 
-    def _note(self, kind: int, checksum: int | None, random_kind: int, state: int) -> None:
+    def _add_forward(self, kind: int, checksum: int | None, random_kind: int, state: int) -> None:
         if checksum is not None:
             self.inputs.append(FirstInput("", kind, checksum))
         self.inputs.append(FirstInput("", random_kind, state))
@@ -96,27 +98,28 @@ class FirstInputs:
         """An update is about to be made by the optimizer ``index`` (None if none is followed). ``parts``: returns the
         checksums of what the update uses. Returns whether ``inputs`` grew."""
         if index in self._updates:
-            return self._is_unsettled and self._settle()
+            return self._has_new_batch and self._add_batches()
         self._updates.add(index)
-        is_unseen, self.is_updated = not (self.is_updated or self._saw_forward), True
+        had_no_forward, self.is_updated = not (self.is_updated or self._saw_forward), True
         before = len(self.inputs)
-        if self._is_unsettled:
-            self._settle()
-        if is_unseen:
+        if self._has_new_batch:
+            self._add_batches()
+        if had_no_forward:
             self.inputs.append(FirstInput("", RANDOM_AT_UPDATE, random_checksum()))
         if index is not None:
             self.inputs.extend(parts(index))
         self._read = {}
         return len(self.inputs) > before
 
-    def _settle(self) -> bool:
+    def _add_batches(self) -> bool:
+        """Make the batches final and add them to ``inputs``. Returns whether ``inputs`` grew."""
         before = len(self.inputs)
         for name, (of, kind, checksum) in self._batches.items():
             if of is not None:
                 self._batches[name] = None, kind, None
                 if checksum is not None:
                     self.inputs.append(FirstInput(name, kind, checksum))
-        self._is_unsettled = False
+        self._has_new_batch = False
         return len(self.inputs) > before
 
 

@@ -1,1 +1,1 @@
-"""When: torch's calls become events, and which event closes a checkpoint."""
+"""When a checkpoint closes: torch's calls become events, and which event closes a checkpoint."""

@@ -22,8 +22,11 @@ class Boundary:
         self.explicit = explicit
         """Whether ``end_step()`` was called: from then on only the user's calls are boundaries."""
         self._closed = step
+        """Step of the last checkpoint that was closed."""
         self._updates: dict[int, int] = {}
+        """Optimizer -> its updates since then."""
         self._flushed = False
+        """Whether ``flush()`` has closed the checkpoint of this iteration, which ends later."""
 
     @property
     def step(self) -> int:
@@ -50,8 +53,9 @@ class Boundary:
         """The largest number of updates that one optimizer made since the last checkpoint closed."""
         return max(self._updates.values(), default=0)
 
-    def is_due(self, event: Event) -> bool:
-        """Whether this event closes a checkpoint."""
+    def closes_at(self, event: Event) -> bool:
+        """Whether this event closes a checkpoint. With several optimizers, only ``next()`` and the pre-step hook close
+        one by themselves, and only when each optimizer has stepped."""
         if not self._updates:
             return False
         if event in _BY_USER:
@@ -64,6 +68,7 @@ class Boundary:
 
     def close(self, event: Event) -> int:
         """Close the checkpoint, count the iteration that ends here, and return the checkpoint's step."""
+        # The user may close a checkpoint when only some of several optimizers have stepped: that counts as an update.
         partial = self.optimizers > 1 and not self._is_round_complete
         self._closed = self.step + int(partial)
         self._updates.clear()

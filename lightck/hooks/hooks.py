@@ -53,7 +53,7 @@ class Hooks:
         self.add(optimizers)
 
     def add(self, optimizers: Sequence[Optimizer]) -> None:
-        """Follow these optimizers too: one optimizer, or a wrapper with the optimizers wrapped_ids it."""
+        """Follow these optimizers too: one optimizer, or a wrapper with the optimizers inside it."""
         self._roots.extend(len(self._optimizers) + place.root for place in wrapper_roles(optimizers))
         self._optimizers.extend(optimizers)
         for optimizer in filter(has_hooks, optimizers):
@@ -114,10 +114,10 @@ class Hooks:
         if closure is None:
             self._events.gate()
             return None
-        waits = type(optimizer).__module__.startswith("torch.optim.")
-        if not waits:
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        if not is_of_torch:
             self._events.gate()
-        return own_hooks.with_closure(args, kwargs, self._wrapped(closure, gate_after_first=waits))
+        return own_hooks.with_closure(args, kwargs, self._wrapped(closure, gate_after_first=is_of_torch))
 
     def _is_inside(self, index: int, frame: FrameType | None) -> bool:
         """Whether this ``step`` runs inside the ``step`` of the same optimizer (a subclass whose ``step`` calls

@@ -18,8 +18,8 @@ from lightck.state.blocks import checksums
 from lightck.state.signatures import version_counter_of
 
 _NOT_SHARED = ("step", "_optimizer_")
-"""Prefixes of attributes that a layer's optimizer instance does not copy: hooks, and a ``step`` that a scheduler
-wrapped. So the instance keeps no other optimizer alive, and a search for optimizers does not find it."""
+"""Prefixes of attributes that a layer's optimizer instance does not copy: a ``step`` that a scheduler wrapped, which
+would keep another optimizer alive, and the registries of hooks, without which a search for optimizers skips it."""
 BLOCK = 1 << 20
 """Bytes of a gradient per checksum."""
 Group = dict[str, object]
@@ -62,8 +62,9 @@ class UsedGradient:
     crcs: npt.NDArray[np.uint32] | None
     """Checksums of the gradient, if its bytes are compared too."""
     param_counter: int = 0
-    """Version counter of the parameter after its update. ``state``: its optimizer state after the update."""
+    """Version counter of the parameter after its update."""
     state: StateSnapshot = field(default_factory=dict)
+    """The parameter's optimizer state after its update."""
     is_hidden: bool = False
     """Whether ``param.grad`` is None so that ``step()`` skips the parameter; it stays None if ``step()`` raises."""
 
@@ -134,7 +135,7 @@ def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor
     counters = [p._version for p in params]
     type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
     silent = [p for p, before in zip(params, counters, strict=True) if p._version == before]
-    if silent:  # a fused kernel moves no version counter: tell autograd that its saved tensors are stale
+    if silent:  # a fused kernel moves no version counter, from which autograd sees that saved tensors were changed
         torch.autograd.graph.increment_version(silent)
 
 
@@ -165,12 +166,13 @@ class PartialUpdate:
             raise SessionError(
                 "A checkpoint cannot be closed between backward() and step(): with lightck.layerwise some layers are "
                 "updated then, and others are not. Call step() of each such optimizer first. (A backward() that "
-                "reaches the parameters of another optimizer updates those too: give that one no layers.)"
+                "reaches parameters of another layer-wise optimizer updates those too: do not call "
+                "lightck.layerwise() for that optimizer.)"
             )
 
-    def defer(self, work: Callable[[], None]) -> bool:
-        """Call ``work`` inside a backward pass. If it raises ``StateChangedError``, keep the error for
-        ``raise_deferred`` and return False: a backward pass that ended here would have computed only some of the
+    def call_in_backward(self, work: Callable[[], None]) -> bool:
+        """Call ``work`` inside a backward pass, and return whether it succeeded. If it raises ``StateChangedError``,
+        keep the error for ``raise_deferred``: a backward pass that ended here would have computed only some of the
         gradients."""
         try:
             work()

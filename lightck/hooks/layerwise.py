@@ -245,22 +245,24 @@ class Layerwise:
                 listener.layers_begin(index)
         begin = time.monotonic_ns()
         params = [p for p in layer.params if p.grad is not None]
-        self._note(layer, params)
+        self._record_used(layer, params)
         step_layer(layer, optimizer, params)
         for p in params:
             self._used[id(p)].updated(optimizer)
         for listener, _ in listeners:
             listener.layer_updated(layer.name, begin, [t for p in params for t in tensors_of(optimizer, p)])
 
-    def _note(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
+    def _record_used(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
         """Record what the update uses, so that ``step()`` detects changes. A write through ``.data`` moves no version
-        counter, so bytes are compared too: at first of all gradients, later of some in rotation."""
+        counter, so bytes are compared too: of all gradients in the first updates, later of the first layer and, in
+        rotation, of others."""
         layer.used = [options_of(group) for group in layer.groups]
-        turn = self._updates <= _FULLY_COMPARED or len(self._used) in (0, self._updates % max(len(self._layer_of), 1))
+        in_turn = self._updates % max(len(self._layer_of), 1)
+        is_compared = self._updates <= _FULLY_COMPARED or len(self._used) in (0, in_turn)
         for p in params:
             grad = p.grad
             assert grad is not None
-            crcs = checksums(grad, BLOCK) if turn and grad.is_contiguous() and not grad.is_sparse else None
+            crcs = checksums(grad, BLOCK) if is_compared and grad.is_contiguous() and not grad.is_sparse else None
             self._used[id(p)] = UsedGradient(layer, p, grad, grad._version, crcs)
 
     # -- between backward() and step() -------------------------------------------------------------------
@@ -271,7 +273,7 @@ class Layerwise:
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(), and its layers were updated inside "
                 "backward() already: its gradients would be those of the new parameters. Call optimizer.step() before "
-                f"the next forward, or forward it all before backward(); one that only measures goes under "
+                "the next forward, or run all forwards before backward(). Run a forward that only measures under "
                 f"torch.no_grad(). {_CURE}"
             )
 
@@ -299,10 +301,10 @@ class Layerwise:
             if what is not None:
                 raise UnsupportedError(
                     f"The {what} between backward() and step(), and the layer {layer.name!r} was updated inside "
-                    "backward() with what there was before. Clipping, GradScaler, DistributedDataParallel, and all "
-                    "that reads gradients or changes anything at this place, does not work with a layer-wise update. "
-                    "Leave out lightck.layerwise() or move it before backward(). The pool holds the step before; "
-                    "layers.forget() goes on from the layers as they are."
+                    "backward() with what there was before. Clipping, GradScaler, DistributedDataParallel, and "
+                    "anything else that changes gradients, parameters or options there, does not work with a "
+                    "layer-wise update. Change options before backward(), or leave out lightck.layerwise(). The pool "
+                    "holds the step before; layers.forget() goes on from the layers as they are."
                 )
 
     def _step_post(self, *_: object) -> None:

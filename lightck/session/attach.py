@@ -71,15 +71,14 @@ def attach(
         model: the root module. Attach after its optimizer and LR scheduler were built.
         pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device.
         optimizer: an optimizer or a list of them. By default those of this model are found among live objects.
-        state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}`` saves
-            none.
+        state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}``
+            saves no scheduler.
         interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
         resume: restore the newest checkpoint, if the pool holds one, and continue from it.
         overwrite: discard what the pool holds.
         strategy: what a checkpoint holds; by default ``FullState()``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path, and ``"pmdk"`` for a new pool
-            on
-            persistent memory.
+            on persistent memory.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
         slots: how many checkpoints the pool has room for, 2 to 8; by default 2, or as many as an existing pool has.
         keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``. Needs one more slot.
@@ -93,7 +92,8 @@ def attach(
         CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` is True.
         PoolError: the pool cannot be created, opened, locked or read (see :mod:`lightck.errors`).
         DriftError, CorruptPoolError: ``resume=True``, and the checkpoint does not fit, or none is intact.
-        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see each.
+        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError:
+            each class says when.
     """
     save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data)
     return _attach(Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options))
@@ -102,12 +102,12 @@ def attach(
 def _attach(arguments: Arguments) -> Session:
     cadence = arguments.check()
     path = _pool_path(arguments.pool_path)
-    kind = backend_for(path, arguments.backend)
-    durable = kind.probe(path)
+    backend = backend_for(path, arguments.backend)
+    durable = backend.probe(path)
     durability.require(durable, arguments.require)
     found = _discover(arguments)
     capture = Capture(arguments.model, found.optimizers, found.state)
-    file = PoolFile(arguments, path, kind, found, capture)
+    file = PoolFile(arguments, path, backend, found, capture)
     lock = file.lock()
     meter = Meter()
     strategy = arguments.save_options.strategy or FullState()
@@ -116,12 +116,12 @@ def _attach(arguments: Arguments) -> Session:
         undo.callback(lock.release)
         slots = arguments.save_options.slots or 2
         pipeline = Pipeline(
-            path, kind, durable, slots, meter, strategy, arguments.save_options.staging, check=is_checked, lock=lock
+            path, backend, durable, slots, meter, strategy, arguments.save_options.staging, check=is_checked, lock=lock
         )
         undo.callback(pipeline.close)
         participants = _commit_participants(arguments.save_options, found, path, meter)
         participants.join(pipeline)
-        kind.remove_stale(path)
+        backend.remove_stale(path)
         first = _first_step(found, arguments)
         resumed = file.open(pipeline)
         if resumed is not None:

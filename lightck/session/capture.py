@@ -41,7 +41,8 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class Provisional:
-    """The state that was read right after an update."""
+    """The state that was read right after an update. ``large``: large tensors in the state of loaders. ``extra``: the
+    modules' extra state, with its large tensors in ``extra_large``."""
 
     rng: rng.RngState
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class Capture:
         """The tensors of the last boundary; None if a tensor was added or removed since."""
         self._compared_list: TensorList | None = None
         """The tensor list whose buffers were last compared with those that the model was built with."""
-        self._built: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
+        self._built_buffers: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
         self.expected_state_nbytes = 0
         """Length of the small state, as the last call of ``expected_tensors`` found it."""
         self.optimizers: list[OptimizerView] = []
@@ -80,11 +81,15 @@ class Capture:
         self.numbers = ModuleNumbers(model)
         self._groups: defaultdict[int, values.CachedPacker] = defaultdict(values.CachedPacker)
         self._n_followed = 0
+        """How many optimizers are followed, wrappers included."""
         self._reported_shared = False
         self._forked = ForkWatch()
         self._by_hand: set[int] = set()
+        """Indexes of optimizers that were stepped outside the ``step`` of their wrapper."""
         self._without_grad: dict[int, dict[int, torch.Tensor]] = {}
+        """View index -> the parameters that no update has changed yet, by id, because they never had a gradient."""
         self._seen_grad: frozenset[int] = frozenset()
+        """Ids of parameters that had a gradient at an update."""
         self.add_optimizers(optimizers)
 
     def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -95,19 +100,19 @@ class Capture:
         self._tensor_list = None
         self.optimizers.extend(views)
         self.built.add(views)
-        self._without_grad |= {view.index: self._torch_params(view) for view in views}
+        self._without_grad |= {view.index: self._skipped_without_gradient(view) for view in views}
 
-    def _torch_params(self, view: OptimizerView) -> dict[int, torch.Tensor]:
-        """Parameters that a torch.optim class leaves unchanged while they have no gradient. A wrapper may write
-        them."""
+    def _skipped_without_gradient(self, view: OptimizerView) -> dict[int, torch.Tensor]:
+        """The parameters that this optimizer leaves unchanged while they have no gradient. Only a class of torch.optim
+        without a wrapper is known to do so."""
         if view.wraps or view.is_wrapped or not type(view.optimizer).__module__.startswith("torch.optim."):
             return {}
         return {id(p): p for _, p in view.params}
 
     def remember_built_buffers(self) -> None:
         """Record the buffers that the model was built with: a buffer that differs later is resizable."""
-        self._built = {live.name: _kind(live.tensor) for live in self.model.buffers()}
-        self._built |= {name: None for name, _, _ in self.model.vacant_buffers()}
+        self._built_buffers = {live.name: _kind(live.tensor) for live in self.model.buffers()}
+        self._built_buffers |= {name: None for name, _, _ in self.model.vacant_buffers()}
 
     def forget(self) -> None:
         """Drop all references: a closed session keeps no model, optimizer or worker alive."""
@@ -127,7 +132,7 @@ class Capture:
             for view in self.optimizers:
                 view.refresh(names)
                 self._without_grad[view.index] |= {
-                    k: p for k, p in self._torch_params(view).items() if k not in self._seen_grad
+                    k: p for k, p in self._skipped_without_gradient(view).items() if k not in self._seen_grad
                 }
 
     # -- at the update -----------------------------------------------------------------------------------
@@ -140,10 +145,10 @@ class Capture:
         """Record which parameters this update can change: torch's optimizers skip those without a gradient."""
         for view in self.optimizers:
             if view.root == index:
-                self._note_gradients(self._without_grad[view.index])
+                self._remove_ready(self._without_grad[view.index])
 
-    def _note_gradients(self, waiting: dict[int, torch.Tensor]) -> None:
-        """Remove the parameters that have a gradient now: an update may change them."""
+    def _remove_ready(self, waiting: dict[int, torch.Tensor]) -> None:
+        """Remove from ``waiting`` the parameters that have a gradient now, because the update may change them."""
         ready = [key for key, p in waiting.items() if p.grad is not None]
         for key in ready:
             del waiting[key]
@@ -164,7 +169,7 @@ class Capture:
             )
 
     def after_update(self) -> None:
-        """TensorReads provisionally the state that the next forward or ``next()`` changes."""
+        """Read provisionally the state that the next forward or ``next()`` changes."""
         self.devices.add_update_streams()
         self._forked.updated()
         self.provisional = provisional = Provisional(rng.capture(), self._buffer_copies.take(self.model))
@@ -188,12 +193,11 @@ class Capture:
         stale_after: int | None = None,
     ) -> ClosedStep:
         """Read the checkpoint that this event closes. ``copied_at_boundary``: names of tensors that no background copy
-        may read. ``stale_after``: older checkpoints of a larger generation are stale."""
+        may read. ``stale_after``: a generation; the checkpoints between it and this one are stale."""
         self.refresh()
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
-        before_forward = (
-            before if event is Event.PRE_STEP else None
-        )  # here the forward of the next step has run already
+        # At the pre-step hook the forward of the next step has changed the buffers already.
+        before_forward = before if event is Event.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
             self._compared_list = tensor_list
@@ -205,8 +209,8 @@ class Capture:
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
 
     def _warn_shared_memory(self, lives: list[Live]) -> None:
-        """Warn once, when optimizer state exists, if two tensors share memory: a restore makes them separate
-        tensors."""
+        """Warn once, as soon as optimizer state exists, if two of its tensors share memory: a restore makes them
+        separate tensors."""
         if self._reported_shared:
             return
         states = [live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)]
@@ -235,10 +239,12 @@ class Capture:
     def _find_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
         now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
         for name, tensor in now.items():
-            if self._built.setdefault(name, _kind(tensor)) != _kind(tensor):
+            if self._built_buffers.setdefault(name, _kind(tensor)) != _kind(tensor):
                 self.resizable.add(name)
-        if len(now) < len(self._built):
-            self.resizable |= {name for name, kind in self._built.items() if kind is not None and name not in now}
+        if len(now) < len(self._built_buffers):
+            self.resizable |= {
+                name for name, kind in self._built_buffers.items() if kind is not None and name not in now
+            }
 
     @staticmethod
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
@@ -283,14 +289,14 @@ class Capture:
         stale_after: int | None = None,
     ) -> bytes:
         now = rng.capture()
-        first = now if before is None else before.rng
+        at_start = now if before is None else before.rng  # from which the next step starts
         if before is not None:
             self._forked.closed_later()
         state = {
             "version": values.STATE_VERSION,
             "event": event.value,
             "explicit": explicit,
-            "rng": first.to_value(),
+            "rng": at_start.to_value(),
             "rng_forward": now.to_value() if event is Event.FORWARD else None,
             "optimizers": [self._optimizer_value(view, lives) for view in self.optimizers],
             "state": self._objects_value(before, lives),
@@ -338,7 +344,8 @@ class Capture:
         return values.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
 
     def _extra_state(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
-        """The modules' extra state. A forward may change it, so after the forward the provisional state is used."""
+        """The modules' extra state. A forward may change it, so at the pre-step hook, which
+        comes after the forward, the provisional state is used."""
         if event is not Event.PRE_STEP or before is None:
             return self._pack_extra_state(lives)
         lives.extend(before.extra_large)

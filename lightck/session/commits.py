@@ -98,9 +98,9 @@ class Commits:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no checkpoint is due or in flight."""
+        """Whether no checkpoint is in flight, and none would close at a forward now."""
         is_saved = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
-        return is_saved and not self._boundary.is_due(Event.FORWARD)
+        return is_saved and not self._boundary.closes_at(Event.FORWARD)
 
     # -- a checkpoint closes -----------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class Commits:
     def _save(self, event: Event, step: int) -> None:
         began = time.perf_counter()
         self.saved_step, self._is_done_saved = step, self._capture.is_done
-        self.guard(self.pipeline.check_left_out)
+        self.run(self.pipeline.check_left_out)
         closed_step = self._capture.close(
             event,
             step,
@@ -128,7 +128,7 @@ class Commits:
         )
         self._meter.state_was_read(step, began)
         self._recorder.closing()
-        self.guard(lambda: self.pipeline.begin_checkpoint(closed_step))
+        self.run(lambda: self.pipeline.begin_checkpoint(closed_step))
         self._recorder.closed(event)
 
     # -- what the user waits for -------------------------------------------------------------------------
@@ -136,19 +136,20 @@ class Commits:
     def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
         """Commit the checkpoint of the current step. If it was closed before and not saved (``interval``), or was
         dropped, save the present state as this step."""
-        self.guard(lambda: self._finish(timeout, deadline))
+        self.run(lambda: self._finish(timeout, deadline))
         step = self._boundary.step
         if self.pipeline.committed != step and not self.paused and (step or also_step_0):
             self._save(Event.FLUSH, step)
-            self.guard(lambda: self._finish(timeout, deadline))
+            self.run(lambda: self._finish(timeout, deadline))
 
     def commit_done(self) -> None:
-        """Commit that the training is finished. If this step was committed without that, save it once more."""
+        """Commit a checkpoint that says that the training is finished. If this step was committed without that, save it
+        once more."""
         if self.is_done:
             return
         if not self._is_done_saved and not self.paused:
             self._save(Event.FLUSH, self._boundary.step)
-            self.guard(lambda: self._finish(None, None))
+            self.run(lambda: self._finish(None, None))
         if self.pipeline.committed == self._boundary.step:
             self._done_at = self._boundary.step
 
@@ -161,9 +162,10 @@ class Commits:
 
     # -- what failed -------------------------------------------------------------------------------------
 
-    def guard(self, work: Callable[[], object]) -> None:
-        """Call ``work``. A ``BackgroundError`` is kept, and raised again at every later step and at close. Signals
-        interrupt waits in ``work``; a handler may close the session, and then ``work`` is not repeated."""
+    def run(self, work: Callable[[], object]) -> None:
+        """Call ``work`` and keep a ``BackgroundError`` that it raises: the error is raised again at every later step
+        and at close. A signal may interrupt a wait in ``work``; then ``work`` is repeated after the signal's handler,
+        unless the handler closed the session."""
         try:
             retry_interrupted(lambda: work() if self._session_lock.is_open else None)
         except BackgroundError as err:
@@ -176,7 +178,7 @@ class Commits:
 
     def raise_keep_failure(self) -> None:
         """Raise an error of ``keep=``. Called before an update, where a loop can catch the error and call ``step()``
-        again; raised in ``next()`` it would end the loop."""
+        again. (An error in ``next()`` would leave the ``for`` loop.)"""
         if self.participants.keeper is not None:
             self.participants.keeper.raise_failure(at_close=not self._session_lock.is_open)
 

@@ -37,24 +37,25 @@ class Found:
     state: Objects
     classes: Mapping[str, str] = field(default_factory=dict)
     """Name -> class name, of the objects that were found rather than passed."""
-    declined: bool = False
-    """Whether ``optimizer=`` was passed, so that no optimizer is searched for."""
+    optimizers_were_passed: bool = False
+    """Whether ``optimizer=`` was passed (it may be an empty list), so that no optimizer is searched for."""
     persistent: tuple[DataLoader[object], ...] = ()
     """Live DataLoaders with persistent workers."""
 
 
 def count_updating(optimizers: Sequence[Optimizer]) -> int:
-    """Count the optimizers that make updates: those wrapped_ids a wrapper do not."""
+    """Count the optimizers that make updates: those inside a wrapper do not."""
     return sum(place.steps for place in wrapper_roles(optimizers))
 
 
 def unwrap(optimizer: object) -> Optimizer:
-    """The innermost optimizer, which identifies a wrapper and the schedulers of its inner optimizer alike."""
+    """The innermost optimizer. A scheduler may refer to a wrapper or to the optimizer inside it; both give the same
+    innermost one."""
     innermost: Optimizer = followed([optimizer])[-1]
     return innermost
 
 
-def positions(model: nn.Module) -> dict[int, int]:
+def param_positions(model: nn.Module) -> dict[int, int]:
     """Id of each parameter -> its position in the model."""
     return {id(p): i for i, p in enumerate(model.parameters())}
 
@@ -64,7 +65,7 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
 
     Raises ``AmbiguousError`` if two live objects could fill one role.
     """
-    given, params = dict(state or {}), positions(model)
+    given, params = dict(state or {}), param_positions(model)
     live = LiveObjects()
     if optimizer is None:
         optimizers = _find_optimizers(live, params)
@@ -78,7 +79,7 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
     found |= {name: type(obj).__name__ for name, obj in extra.items()}
     kept = {name: obj for name, obj in {**given, **extra}.items() if obj is not None}
     persistent = tuple(live.matching(DataLoader, draws_once))
-    return Found(optimizers, kept, found, declined=optimizer is not None, persistent=persistent)
+    return Found(optimizers, kept, found, optimizers_were_passed=optimizer is not None, persistent=persistent)
 
 
 _KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
@@ -90,7 +91,8 @@ class LiveObjects:
 
     def __init__(self, *, collect: bool = True) -> None:
         if gc.get_freeze_count():
-            gc.unfreeze()  # gc.get_objects() leaves out frozen objects; freezing again would keep garbage for ever
+            # gc.get_objects() leaves out frozen objects. They are not frozen again, which would also freeze garbage.
+            gc.unfreeze()
         if collect:
             gc.collect()
         # type() and not isinstance(), which would resolve lazy proxies through their __class__. One pass with a set
@@ -107,7 +109,7 @@ def _with_subclasses(kind: type) -> set[type]:
 
 
 def drives(optimizer: object, params: Mapping[int, int]) -> bool:
-    """Whether the optimizer has one of these parameters. ``params``: see ``positions``."""
+    """Whether the optimizer has one of these parameters. ``params``: see ``param_positions``."""
     groups = getattr(optimizer, "param_groups", None) or ()
     try:
         return any(id(p) in params for g in groups for p in g["params"])
@@ -118,9 +120,10 @@ def drives(optimizer: object, params: Mapping[int, int]) -> bool:
 def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
     """The optimizers that drive this model now; of wrapped ones the outermost wrapper only. Empty if the search is
     ambiguous: then each optimizer is followed when it first steps."""
-    for collect in (False, True):  # garbage is no candidate
+    # A collection of garbage is slow, so it is done only if the quick search finds something, which may be garbage.
+    for collect in (False, True):
         try:
-            found = _find_optimizers(LiveObjects(collect=collect), positions(model))
+            found = _find_optimizers(LiveObjects(collect=collect), param_positions(model))
         except (AmbiguousError, UnsupportedError, TypeError):
             return ()
         if not found:
@@ -195,7 +198,7 @@ def _scheduled(scheduler: LRScheduler) -> Optimizer | None:
 
 def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given: Objects) -> dict[str, LRScheduler]:
     taken = {id(_scheduled(obj)) for obj in given.values() if isinstance(obj, LRScheduler)}
-    if not optimizers or given.get("scheduler", 0) is None:
+    if not optimizers or given.get("scheduler", 0) is None:  # the caller passed state={"scheduler": None}
         return {}
     alive, found = schedulers_of(live, optimizers), {}
     innermost = [o for o, place in zip(optimizers, wrapper_roles(optimizers), strict=True) if not place.wraps]
@@ -218,7 +221,7 @@ def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given
 
 
 def _warn_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> None:
-    """Warn about schedulers of an optimizer for which another one was passed: they are not saved."""
+    """Warn about schedulers that are not saved, because another scheduler was passed for their optimizer."""
     if schedulers:
         log.warning(
             "lightck: %s drives %s too, and is not saved: another scheduler was passed. If your loop steps it, "
@@ -230,7 +233,8 @@ def _warn_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) ->
 
 def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradScaler]:
     kind = torch.amp.GradScaler
-    if given.get("scaler", 0) is None or any(isinstance(obj, kind) for obj in given.values()):
+    is_declined = given.get("scaler", 0) is None  # the caller passed state={"scaler": None}
+    if is_declined or any(isinstance(obj, kind) for obj in given.values()):
         return {}
     scalers = live.matching(kind, lambda s: s.is_enabled())
     if len(scalers) > 1:

@@ -20,7 +20,8 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class FirstStep:
-    """Made at attach; ``check`` runs once, in the first pre-step hook."""
+    """The checks of one session at its first update. Made at attach; the first pre-step hook calls
+    ``check`` once."""
 
     optimizers: tuple[Optimizer, ...]
     objects: Objects
@@ -31,8 +32,10 @@ class FirstStep:
     _is_rank: bool = field(default_factory=lambda: rank_and_world_size() is not None)
     """Whether the process was one of several ranks already at attach."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
+    """Each parameter group that a scheduler has driven, and its restored learning rate."""
     _scheduler_counts_at_attach: list[object] = field(default_factory=list)
     _options_are_compared: bool = False
+    """Whether ``Comparison`` compares the options of optimizers at the first update."""
     _schedulers_at_attach: list[weakref.ref[LRScheduler]] = field(default_factory=list)
     """Schedulers that existed at attach, saved or not."""
 
@@ -60,12 +63,13 @@ class FirstStep:
 
     def _scheduler_counts(self) -> list[object]:
         schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
-        # Of a chained scheduler only the parts count their steps.
+        # A chained scheduler does not count its steps; its parts do.
         parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]
-        counts = ("last_epoch", "_step_count", "T_cur")  # T_cur: of warm restarts, which step within epochs
+        counts = ("last_epoch", "_step_count", "T_cur")  # T_cur: warm restarts count in fractions of an epoch
         return [[getattr(s, name, None) for name in counts] for s in [*schedulers, *parts]]
 
     def _check_lr(self) -> None:
+        """Raise or warn if a restored learning rate has changed, and no scheduler that lightck knows has stepped."""
         if not self._lrs or self._scheduler_counts() != self._scheduler_counts_at_attach:
             return
         moved = [(was, float(g["lr"])) for g, was in self._lrs if "initial_lr" in g and float(g["lr"]) != was]
@@ -82,8 +86,8 @@ class FirstStep:
         if self._options_are_compared:
             return
         log.warning(
-            "lightck: %s. If the loop sets it, or an object that is no torch LRScheduler, nothing is wrong. A "
-            "scheduler that was built after attach has started over: build it before attach",
+            "lightck: %s. If the loop sets the learning rate itself, or by an object that is no torch LRScheduler, "
+            "nothing is wrong. If a scheduler was built after attach, it has started over: build it before attach",
             fact,
         )
 

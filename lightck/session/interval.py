@@ -58,16 +58,17 @@ class Auto:
 
     Args:
         budget: the share of the training's time that checkpoints may cost: 0.03 is 3 %.
-        mtbf: mean time between failures, in seconds. If checkpoints are very cheap, they are sqrt(2 x cost x mtbf)
-            seconds apart, which minimizes their cost plus the work that failures lose (Young, Commun. ACM 17(9), 1974).
-            None or infinity: only the budget counts.
+        mtbf: mean time between failures, in seconds. Checkpoints are then at least sqrt(2 x cost x mtbf) seconds
+            apart, even if the budget allows more of them: this distance minimizes their cost plus the work that
+            failures lose (Young, Commun. ACM 17(9), 1974). None or infinity: only the budget counts.
         most: upper bound of the interval, in updates.
 
     The budget is CheckFreq's rule (Mohan et al., FAST 2021), measured during the whole training and not only at its
     start: now and then three checkpoints are left out, to measure steps without one. After a lasting change of the time
-    of steps or checkpoints, the interval is right again 12 checkpoints and 40 steps later, or, if it was 1 (where steps
-    without a checkpoint are rare), 12 checkpoints and 240 steps later. One outlier changes nothing. If the times of
-    steps vary much (batches of varying length), it saves a half to a quarter of the checkpoints that the budget allows.
+    of steps or checkpoints, the interval is right again 12 checkpoints and 40 steps later. If the interval was 1, where
+    steps without a checkpoint are rare, this takes 12 checkpoints and 240 steps. One outlier changes nothing. If the
+    times of steps vary much (batches of varying length), only a half to a quarter of the checkpoints that the budget
+    allows are saved.
     """
 
     budget: float = 0.03
@@ -96,6 +97,7 @@ def _number(value: object) -> float:
         return math.nan
 
 
+# A *pair* is a step after a saved checkpoint, and the next step, which follows none (see ``Adaptive``).
 _WARM_UP = 3
 """The first steps, which are not measured: they create optimizer state and touch memory first."""
 _STEPS = 15
@@ -113,8 +115,9 @@ class _Cost:
     """A cost in seconds. It follows the measurements only as far as they agree: up to the least of the last three, down
     to the largest of the last five.
 
-    So one outlier changes nothing. A medium that keeps up with few checkpoints only makes them look cheap until there
-    are more; since more are tried only every five intervals, that costs little above the budget.
+    So one outlier changes nothing. A medium may keep up with few checkpoints but not with many. Then few look cheap,
+    more are saved, and these look expensive, so fewer are saved again. More are tried only after five low measurements,
+    so this costs little above the budget.
     """
 
     value: float = 0.0
@@ -176,7 +179,8 @@ class Adaptive:
         self._boundaries += 1
         self._last = now, stall_seconds
         if not saved and self._saved_in_a_row > _SKIP_SOON:
-            self._extra.last.clear()  # too old to be compared with new ones
+            # No pair was measured during so many saved checkpoints in a row, so the old pairs do not apply any more.
+            self._extra.last.clear()
         self._saved_in_a_row = self._saved_in_a_row + 1 if saved else 0
         self._saved += saved
 
@@ -191,10 +195,9 @@ class Adaptive:
 
     def _decide(self) -> None:
         wanted, pairs = self._wanted_interval(self._extra.value), self._extra.last
-        is_turn = (wanted == 1) != (self.interval == 1)
-        if (is_turn or len(pairs) < _AGREE_UP) and self._wanted_interval(
-            0.0
-        ) == 1:  # the decision depends on pairs: stalls alone would allow 1
+        is_turn = (wanted == 1) != (self.interval == 1)  # whether the interval would become 1, or leave 1
+        allows_1_by_stalls = self._wanted_interval(0.0) == 1  # then only the pairs can decide against 1
+        if (is_turn or len(pairs) < _AGREE_UP) and allows_1_by_stalls:
             if is_turn and (wanted == 1 or self._saved_in_a_row > _SKIP_SOON):
                 pairs.clear()  # pairs of a larger interval do not apply at 1; pairs of 1 may be old
             wanted = wanted if len(pairs) >= _AGREE_UP else min(wanted, 2)  # at 2 each checkpoint gives a new pair

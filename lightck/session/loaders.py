@@ -45,8 +45,8 @@ class LoaderEvents(LoaderHost):
             steps.commits.raise_failure()
             if steps.loop_top is not None:
                 steps.loop_top.fetches(loader)
-            steps.event(Event.NEXT)
-            steps.commits.guard(steps.pipeline.poll)
+            steps.handle(Event.NEXT)
+            steps.commits.run(steps.pipeline.poll)
 
     def loader_gave(
         self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: TensorReads
@@ -67,7 +67,7 @@ class LoaderEvents(LoaderHost):
             steps.continuation.pass_ended()
         if steps.commits.failure is None:
             with steps.meter.stall("pass ended"):
-                steps.commits.guard(steps.pipeline.wait_for_copies)
+                steps.commits.run(steps.pipeline.wait_for_copies)
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         return self._session_lock.run_if_open(lambda: self._restored_rng(loader, pass_))
@@ -77,6 +77,7 @@ class LoaderEvents(LoaderHost):
         if resumed is None or self.updates > resumed.step:
             return None  # an update was made since the restore, without a loader
         state = resumed.take_rng(loader, pass_)
-        for other in self._steps.capture.loaders if state is not None and resumed.closed_by_next else ():
-            other.put_back()
+        if state is not None and resumed.closed_by_next:  # next() closed the restored checkpoint
+            for other in self._steps.capture.loaders:
+                other.put_back()
         return state

@@ -1,15 +1,16 @@
-"""Finds what a loop changes at its top, before the point at which a checkpoint closes: a resume changes it once more.
+"""Finds changes that the top of a loop makes before a checkpoint closes, and that a resumed loop therefore makes twice.
 
-Without a session loader or ``end_step()``, a checkpoint closes at the model's next forward (or, if that hook never
-fires, at the next step of the optimizer). If the loop changes something between its top and that point, such as an
-object in ``state=`` or weights that it shrinks, the checkpoint contains the change, and the resumed loop makes it
-again. One boundary alone cannot distinguish that from work at the end of an iteration, such as ``scheduler.step()``. So
-the check compares state on three occasions only, and reads nothing after them:
+Without a session loader or ``end_step()``, a checkpoint closes in the middle of the loop's body, at a *closing point*:
+the model's next forward, or, if that hook never fires, the next step of the optimizer. If the loop changes something
+between its top and that point, such as an object in ``state=`` or weights that it shrinks, the checkpoint contains the
+change, and the resumed loop makes it again. One boundary alone cannot distinguish that from work at the end of an
+iteration, such as ``scheduler.step()``. So the check compares state on three occasions only, and reads nothing later:
 
-*After a restore* of a checkpoint that closed at such a point: what changes until the loop reaches that point again was
-changed twice. After ``end_step()`` and ``flush()`` a loop rightly repeats what comes after them.
+*After a restore* of a checkpoint that closed at a closing point: what changes until the loop reaches that point again
+was changed twice. (A checkpoint that ``end_step()`` or ``flush()`` closed does not hold what the loop does afterwards.)
 
-*In a fresh run*: what changes both before the first such point and between the first update and the next such point.
+*In a fresh run*: a change counts if the loop makes it before the first closing point, and makes it again between the
+first update and the next closing point.
 
 *In a resume in the middle of a pass over a session loader*: what changes until the loop continues that pass. The top of
 the epoch comes before it, and ran before the kill too.
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightck")
 _CURE = "Call session.end_step() as the last statement of the loop, or make the change right after the update"
 _POINTS = (Event.FORWARD, Event.PRE_STEP)
+"""The closing points."""
 _WHERE = {Event.FORWARD: "the model's training forward", Event.PRE_STEP: "the step of the optimizer"}
 
 
@@ -57,13 +59,14 @@ class LoopTopCheck:
         self._before = self._marks()
         self._point: Event | None = None
         self._candidates: set[str] = set()
-        self._updated: Marks | None = None
-        self._restored = restored is not None
-        self._states = self._optimizer_states() if self._restored and capture.positions.any_live else {}
-        self._fetched_in: Pass | None = None
+        self._after_update: Marks | None = None
+        self._checks_passes = restored is not None
+        self._states_before = self._optimizer_states() if self._checks_passes and capture.positions.any_live else {}
+        self._checked_pass: Pass | None = None
 
     def reaches(self, event: Event, boundary: Boundary) -> bool:
-        """A training forward or a step begins, which may close a checkpoint. Returns whether the check goes on."""
+        """A training forward or a step of the optimizer begins, and may close a checkpoint. Returns whether the check
+        goes on."""
         if self._closed_by is not None:
             return self._after_restore(event)
         if boundary.explicit or self._capture.loaders:
@@ -76,24 +79,30 @@ class LoopTopCheck:
             options = {options_label(view) for view in self._capture.optimizers}
             self._candidates = set(self._changed(self._before, event)) - options
             return bool(self._candidates)
-        if self._updated is None or not boundary.is_due(event):
+        if self._after_update is None or not boundary.closes_at(event):
             return True
         if event is self._point:
-            self._warn_fresh_run(self._changed(self._updated, event))
+            self._warn_fresh_run(self._changed(self._after_update, event))
         return False
 
     def fetches(self, loader: SessionLoader) -> None:
-        """Check at the first ``next()`` of a restored pass. It is repeated for each pass, since one before the loop may
-        only inspect a batch. Options of optimizers are not compared: a loop may set them again after ``next()``."""
+        """Check at the first ``next()`` of a restored pass, and at that of each later pass until an update is made: a
+        pass before the loop may only inspect a batch. Options of optimizers are not compared, because a loop may set
+        them again after ``next()``."""
         pass_ = loader.current_pass
-        if not self._restored or pass_ is None or not (pass_.restored and pass_.trained) or pass_ is self._fetched_in:
+        if (
+            not self._checks_passes
+            or pass_ is None
+            or not (pass_.restored and pass_.trained)
+            or pass_ is self._checked_pass
+        ):
             return
-        self._fetched_in = pass_
+        self._checked_pass = pass_
         options = {options_label(view) for view in self._capture.optimizers}
         names = self._repeatable([name for name in self._changed(self._before, Event.FORWARD) if name not in options])
-        names += changed_names(self._states, self._optimizer_states())
+        names += changed_names(self._states_before, self._optimizer_states())
         if names:
-            self._restored = False
+            self._checks_passes = False
             log.warning(
                 "lightck: %s changed between the restore and the first next() of loader %r, which goes on in "
                 "the middle of a pass. The top of the epoch comes before it, and ran in the interrupted run "
@@ -105,9 +114,9 @@ class LoopTopCheck:
 
     def updated(self, boundary: Boundary) -> None:
         """An update was made, which the next checkpoint may follow."""
-        self._restored = False
-        if self._point is not None and boundary.is_due(Event.PRE_STEP):
-            self._updated = self._marks(self._candidates)
+        self._checks_passes = False
+        if self._point is not None and boundary.closes_at(Event.PRE_STEP):
+            self._after_update = self._marks(self._candidates)
 
     def _after_restore(self, event: Event) -> bool:
         if event is not self._closed_by:
@@ -132,16 +141,16 @@ class LoopTopCheck:
             log.warning(
                 "lightck: %s changed before %s for the first update, and again between that update and the "
                 "next such point, where a checkpoint closes. If the loop changes it at its top, the "
-                "checkpoint holds that already, and a resumed loop changes it once more (which does no harm "
-                "where it is set to what depends on the step alone). %s",
+                "checkpoint holds that change already, and a resumed loop makes it once more. (That does no harm "
+                "if the new value depends on the step alone.) %s",
                 listed(changed),
                 _WHERE[self._point],
                 _CURE,
             )
 
     def _changed(self, before: Marks, event: Event) -> list[str]:
-        """Names whose marks changed. At a step buffers do not count: a forward changes them, and the checkpoint has
-        those of the update before."""
+        """Names whose marks changed. If the closing point is a step of the optimizer, buffers do not count: the forward
+        has changed them, but the checkpoint has them as they were right after the update before."""
         names = changed_names(before, self._marks(set(before)))
         return names if event is Event.FORWARD else [name for name in names if name not in self._buffers()]
 
@@ -160,8 +169,8 @@ class LoopTopCheck:
 
     def _marks(self, names: set[str] | None = None) -> Marks:
         """Marks of the model's tensors, the objects in ``state=`` and the optimizers' options. ``names``: only of
-        these.
-        Loaders are left out: they are saved as they were right after the update, so their batches are repeated."""
+        these. Loaders are left out: they are saved as they were right after the update, so their batches are
+        repeated."""
         marks: Marks = {}
         for name, obj in self._capture.objects.items():
             if not is_loader(obj) and (names is None or f"state[{name!r}]" in names):

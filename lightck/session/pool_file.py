@@ -96,6 +96,7 @@ class PoolFile:
         except PoolError as err:
             if not self.arguments.overwrite:
                 raise
+            # Only a damaged pool, or a device whose content ``overwrite=True`` may replace, is discarded.
             if err.in_the_way if isinstance(err, NotAPoolError) else self.backend.recognises(self.path):
                 return None
             raise

@@ -1,9 +1,10 @@
 """Warns if nothing of a training is being saved, from the first training forward to ``close()``.
 
-A checkpoint closes only after an update that lightck detects. A loop without an optimizer object makes none; with a
-second optimizer that never steps, no round is complete; and a session whose model was built again sees no call at all.
-Each of these trains on without an error. The watch counts iterations in which no checkpoint closed. If such iterations
-have other explanations (accumulated gradients, a GradScaler that skips), it compares the parameters.
+A checkpoint closes only after an update that lightck detects. Three kinds of loops train on without an error, and no
+checkpoint ever closes: a loop without an optimizer object; a loop with a second optimizer that never steps, so that no
+update is complete; and a loop whose model was built again, while the session follows the old one. The watch counts
+iterations in which no checkpoint closed. Accumulated gradients, or a GradScaler that skips, may explain such
+iterations: then the watch compares the parameters.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ log = logging.getLogger("lightck")
 MANY = 100
 """Iterations without a checkpoint before a check: more than any loop accumulates or skips in a row."""
 MANY_EXPLICIT = 1000
-"""The same if an earlier run called ``end_step()``, which it may do once in an epoch."""
+"""The same if an earlier run called ``end_step()``: a loop may call it only once in an epoch."""
 _FIRST = 8
-"""The first forwards, or calls of ``end_step()``, at which parameters are compared."""
+"""The first forwards at which parameters are compared; of calls of ``end_step()`` half as many."""
 _TWIN_STEPS = 10
-"""Steps of one optimizer of another model, from which on that model is compared with this session's."""
+"""After so many steps in a row of an optimizer of another model, that model is compared with this session's."""
 _FOREIGN = 4
-"""Updates by optimizers without a parameter of this model, after which its parameters must have changed."""
+"""Followed optimizers may have no parameter of this model, if the loop copies master weights into it. After so many of
+their updates the model's parameters must have changed."""
 _NO_OPTIMIZER = (
     "no optimizer is followed: none was found or passed that has a parameter of this model. So lightck does not know "
     "when an update is made"
 )
 _CURE = (
     "Build the optimizer over this model's parameters before attach, or pass it: attach(..., optimizer=opt). In a loop "
-    "that updates by hand call session.end_step() after each update (it counts as the update then), and pass what the "
-    "update keeps, as momentum, in state="
+    "that updates by hand call session.end_step() after each update (the call then counts as the update), and pass in "
+    "state= what the update keeps, such as momentum"
 )
 
 
@@ -49,18 +51,19 @@ class SavedWatch:
         """``follow_live``: finds an optimizer of this model among live objects and follows it; returns whether there is
         one."""
         self._capture, self._boundary, self._follow_live = capture, boundary, follow_live
-        self._idle = 0  # training forwards since the last update
-        self._ended = 0  # end_step() in this session
+        self._idle_forwards = 0  # training forwards since the last update
+        self._end_steps = 0  # calls of end_step() in this session
         self._longest_interval = 0  # the most updates between two calls of end_step()
-        self._idle_ended = 0  # the same since the last update
+        self._idle_end_steps = 0  # calls of end_step() since the last update
         self._is_alive = False  # a training forward or an update was seen
-        self._elsewhere = 0  # steps of optimizers that have no parameter of this model
-        self._last_elsewhere: weakref.ref[Optimizer] | None = None  # the last of these optimizers
-        self._steps_in_a_row = 0  # of the last one
-        self._twin = False
-        self._before: Marks = {}
-        self._at_end: Marks = {}
-        self._is_reported = self._is_looked_for = False
+        self._steps_elsewhere = 0  # steps of optimizers of other models
+        self._last_optimizer_elsewhere: weakref.ref[Optimizer] | None = None  # the last of these optimizers
+        self._steps_in_a_row = 0  # of the last of these optimizers
+        self._is_twin_trained = False
+        self._before: Marks = {}  # parameters at an earlier iteration, to compare with
+        self._at_end_step: Marks = {}  # tensors of the model at the last end_step()
+        self._is_reported = False
+        self._was_searched = False  # for an optimizer that was made after attach
         self._foreign_updates = -1
         """Updates by followed optimizers without a parameter of this model; -1: not counted."""
 
@@ -69,10 +72,10 @@ class SavedWatch:
     def training_forward(self) -> None:
         """A training forward of the root module begins."""
         self._is_alive = True
-        self._idle += 1
+        self._idle_forwards += 1
         if self._boundary.optimizers:
-            self._idle_iterations(self._idle)
-        elif not self._ended:
+            self._idle_iterations(self._idle_forwards)
+        elif not self._end_steps:
             self._forward_without_optimizer()
 
     def updated(self) -> None:
@@ -80,27 +83,27 @@ class SavedWatch:
         if not self._is_alive and self._have_no_parameter_here():
             self._foreign_updates = 0
         self._is_alive = True
-        self._idle = self._idle_ended = 0
+        self._idle_forwards = self._idle_end_steps = 0
         if 0 <= self._foreign_updates < _FOREIGN:
             self._compare_updates()
 
     def end_step(self) -> bool:
         """``end_step()`` was called. Returns whether it counts as an update, because no optimizer is followed."""
-        self._ended += 1
-        if self._ended > 1:  # before the first call other events closed checkpoints
+        self._end_steps += 1
+        if self._end_steps > 1:  # before the first call other events closed checkpoints
             self._longest_interval = max(self._longest_interval, self._boundary.most_pending)
-        self._idle_ended += 1
-        if not self._boundary.optimizers and self._ended == 1:
+        self._idle_end_steps += 1
+        if not self._boundary.optimizers and self._end_steps == 1:
             self._look_for_optimizer()
         if self._boundary.optimizers:
-            self._idle_iterations(self._idle_ended)
+            self._idle_iterations(self._idle_end_steps)
             return False
-        if self._ended == 1:
+        if self._end_steps == 1:
             log.info(
                 "lightck: no optimizer is followed: each end_step() counts as an update, and waits for its checkpoint"
             )
-        if self._ended <= _FIRST // 2:
-            self._compare_ends()
+        if self._end_steps <= _FIRST // 2:
+            self._compare_end_steps()
         return True
 
     def before_step(self, index: int) -> None:
@@ -108,13 +111,13 @@ class SavedWatch:
         n = self._boundary.pending(index)
         if n < MANY or self._is_reported:
             return
-        if self._boundary.explicit and n >= MANY_EXPLICIT and not self._ended:
+        if self._boundary.explicit and n >= MANY_EXPLICIT and not self._end_steps:
             self._warn(
                 f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from "
                 "then on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the "
                 "last statement of the loop"
             )
-        elif self._boundary.explicit and self._ended and n >= max(MANY, 3 * self._longest_interval):
+        elif self._boundary.explicit and self._end_steps and n >= max(MANY, 3 * self._longest_interval):
             self._warn(
                 f"{n} updates were made since session.end_step() was last called, and none of them is saved. From the "
                 "first end_step() on, only end_step(), flush() and close() close a checkpoint; next() on a session "
@@ -126,15 +129,15 @@ class SavedWatch:
 
     def step_elsewhere(self, optimizer: Optimizer) -> None:
         """An optimizer steps that has no parameter of this model and is followed by no open session."""
-        self._elsewhere += 1
-        if self._last_elsewhere is None or self._last_elsewhere() is not optimizer:
-            self._last_elsewhere, self._steps_in_a_row = weakref.ref(optimizer), 0
+        self._steps_elsewhere += 1
+        if self._last_optimizer_elsewhere is None or self._last_optimizer_elsewhere() is not optimizer:
+            self._last_optimizer_elsewhere, self._steps_in_a_row = weakref.ref(optimizer), 0
         self._steps_in_a_row += 1
         # Copies of the model with optimizers of their own, as in federated learning, make few steps each.
         steps = self._steps_in_a_row
-        if not (self._is_alive or self._ended or self._is_reported) and _TWIN_STEPS <= steps < 2 * _TWIN_STEPS:
-            self._twin = self._is_twin(optimizer)
-            if self._twin:
+        if not (self._is_alive or self._end_steps or self._is_reported) and _TWIN_STEPS <= steps < 2 * _TWIN_STEPS:
+            self._is_twin_trained = self._is_twin(optimizer)
+            if self._is_twin_trained:
                 self._warn(
                     f"{type(optimizer).__name__} made {steps} updates of a model with parameters of the same "
                     "shapes, and the model of this session was neither called nor updated since attach. A model that "
@@ -144,56 +147,62 @@ class SavedWatch:
 
     def problem(self) -> str | None:
         """The message that ``close()`` raises if the model was trained and nothing was saved; else None."""
-        if self._twin and not self._is_alive and not self._ended:
+        if self._is_twin_trained and not self._is_alive and not self._end_steps:
             return (
                 "Nothing was saved: the model of this session was neither called nor updated since attach, while "
                 "another one with parameters of the same shapes was trained. Attach to the model that is trained."
             )
-        if self._boundary.optimizers or self._ended or self._idle < 2:
+        if self._boundary.optimizers or self._end_steps or self._idle_forwards < 2:
             return None
         changed = changed_names(self._before, self._params())
-        if not (changed or self._has_gradients() or self._elsewhere):
+        if not (changed or self._has_gradients() or self._steps_elsewhere):
             return None  # the model was called but not trained
         fact = f" ({_some(changed)} changed)" if changed else ""
-        return f"Nothing was saved of {self._idle} training forwards{fact}: {_NO_OPTIMIZER}. {_CURE}."
+        return f"Nothing was saved of {self._idle_forwards} training forwards{fact}: {_NO_OPTIMIZER}. {_CURE}."
 
     # -- no optimizer is followed ------------------------------------------------------------------------
 
     def _forward_without_optimizer(self) -> None:
-        n = self._idle
+        n = self._idle_forwards
         if n == 1:
             self._before = self._params()
         elif not self._is_reported and (n <= _FIRST or n == MANY):
             changed = changed_names(self._before, self._params())
-            is_sure = n == MANY or (not self._is_looked_for and (changed or self._elsewhere > 1))
+            is_sure = n == MANY or (not self._was_searched and (changed or self._steps_elsewhere > 1))
             if is_sure and not self._look_for_optimizer():
                 fact = f"{_some(changed)} changed" if changed else f"{n} training forwards ran"
-                self._warn(f"{fact}, and {_NO_OPTIMIZER}, nothing is saved, and close() will be an error. {_CURE}")
+                self._warn(f"{fact}, and {_NO_OPTIMIZER}, nothing is saved, and close() will raise an error. {_CURE}")
 
     def _look_for_optimizer(self) -> bool:
         """Search once for an optimizer that was made after attach. Returns whether there is one, followed or not."""
-        if self._is_looked_for:
+        if self._was_searched:
             return False
-        self._is_looked_for = True
+        self._was_searched = True
         return self._follow_live()
 
-    def _compare_ends(self) -> None:
-        """Warn about an ``end_step()`` without an update: a checkpoint holds no accumulated gradients."""
+    def _compare_end_steps(self) -> None:
+        """Warn if the model did not change between two calls of ``end_step()`` although it has gradients. They are
+        probably accumulated, and a checkpoint does not hold them."""
         now = tensor_marks(self._capture.model.tensors(None))
-        is_same = bool(self._at_end) and self._at_end.keys() == now.keys() and not changed_names(self._at_end, now)
-        self._at_end = now if self._ended < _FIRST // 2 else {}
+        is_same = (
+            bool(self._at_end_step)
+            and self._at_end_step.keys() == now.keys()
+            and not changed_names(self._at_end_step, now)
+        )
+        self._at_end_step = now if self._end_steps < _FIRST // 2 else {}
         if is_same and not self._is_reported and self._has_gradients():
             self._warn(
                 "end_step() was called twice, no optimizer is followed, and the model did not change in between "
                 "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
-                "gradients: where they are accumulated, a resume loses those of the batches before. Call it after "
-                "an update only"
+                "gradients: if they are accumulated, a resume loses those of the batches before. Call end_step() "
+                "only after an update"
             )
 
     # -- an optimizer is followed ------------------------------------------------------------------------
 
     def _idle_iterations(self, n: int) -> None:
-        """Check after ``n`` iterations without an update: accumulation explains them unless parameters change."""
+        """Check after ``n`` iterations without an update. Accumulated gradients explain them, unless parameters
+        change."""
         if n == MANY:
             self._before = self._params()
         elif n == MANY + 1 and not self._is_reported:
@@ -212,9 +221,9 @@ class SavedWatch:
         names = [self._named(root) for root in roots if not self._boundary.pending(root)]
         self._warn(
             f"{self._named(index)} made {n} updates since a checkpoint closed, and {' and '.join(names)} none. With "
-            f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass those "
-            "that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last statement of "
-            "the loop"
+            f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass only "
+            "those that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last "
+            "statement of the loop"
         )
 
     def _named(self, root: int) -> str:
@@ -239,9 +248,9 @@ class SavedWatch:
         ):
             classes = ", ".join(view.class_name for view in self._capture.optimizers)
             self._warn(
-                f"{classes} made {_FOREIGN} updates, has no parameter of this model, and no parameter of this model "
-                "changed meanwhile. It was built over another model, or over parameters that were replaced since, so "
-                "the training of that is not saved. Build it over model.parameters() of the model that is attached"
+                f"{classes} made {_FOREIGN} updates but has no parameter of this model, and no parameter of this model "
+                "changed meanwhile. The optimizer was built over another model, or over parameters that were replaced "
+                "since, so what it trains is not saved. Build it over model.parameters() of the attached model"
             )
 
     # -- inside ------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class Session:
             self._steps.commits.raise_failure()
             self._steps.partial_update.refuse_boundary()
             if self._steps.commits.paused or not self._steps.watch.end_step():
-                self._steps.event(Event.END_STEP)
+                self._steps.handle(Event.END_STEP)
             else:
                 self._steps.updated_by_hand()
 
@@ -194,7 +194,7 @@ class Session:
         participants = self._steps.commits.participants
         with self._steps.meter.stall("pin"):
             pinned: list[Hold] = []
-            self._steps.commits.guard(lambda: pinned.append(participants.pin(self._pipeline)))
+            self._steps.commits.run(lambda: pinned.append(participants.pin(self._pipeline)))
         self._check_usable()
         return Pin(pinned[0], participants.holds.release)
 
@@ -212,7 +212,7 @@ class Session:
             if self._steps.partial_update:
                 log.warning("lightck: the session was closed between backward() and step(): the open step is not saved")
             elif not self._steps.session_lock.is_forked and self._steps.commits.failure is None:
-                self._steps.continuation.ended()
+                self._steps.continuation.session_ends()
                 with self._steps.meter.stall("close"):
                     self._steps.capture.is_done = done or self.done
                     self._steps.commit_current(None, also_step_0=False)
@@ -242,7 +242,7 @@ class Session:
         """A block in which weights may be swapped and swapped back (EMA for evaluation): no boundary, and no copies."""
         self._check_usable()
         with self._steps.session_lock, self._steps.meter.stall("paused"):
-            self._steps.commits.guard(self._pipeline.wait_for_copies)
+            self._steps.commits.run(self._pipeline.wait_for_copies)
         self._steps.commits.paused += 1
         try:
             yield

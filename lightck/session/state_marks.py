@@ -1,7 +1,7 @@
 """Marks of tensors and objects: compact values that differ if the content differs.
 
-Marks read bytes, so they are for a few moments of a training and never for every step. The mark of a tensor on a device
-is its version counter and address: a write that moves no version counter is not detected there.
+To make a mark reads all bytes, so marks are made at a few moments of a training and never at every step. The mark of a
+tensor on a device is its version counter and address: a write that moves no version counter is not detected there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def option_marks(view: OptimizerView) -> Marks:
 
 
 def optimizer_state_mark(view: OptimizerView) -> Mark:
-    """Of the tensors of an optimizer's state, by their names."""
+    """The mark of an optimizer's state: its tensors' names and marks."""
     marks = {live.name: _mark(live.tensor) for live in view.state_tensors() if live.alias is None}
     return "state", *sorted(marks.items(), key=lambda item: item[0])
 

@@ -26,7 +26,7 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants, Commits, deadline_after
-from lightck.session.discover import Found, count_updating, drives, follow_late, live_optimizers, positions
+from lightck.session.discover import Found, count_updating, drives, follow_late, live_optimizers, param_positions
 from lightck.session.first_step import FirstStep
 from lightck.session.interval import Cadence
 from lightck.session.loop_top import LoopTopCheck
@@ -79,7 +79,7 @@ class Steps(StepListener):
         self.loop_top: LoopTopCheck | None = LoopTopCheck(
             capture, None if resumed is None else (resumed.event, resumed.step)
         )
-        self._declines_optimizers = found.declined
+        self._optimizers_were_passed = found.optimizers_were_passed
         self.step_thread: int | None = None
         """The thread on which the optimizer steps."""
         self._reported_step = self.boundary.step
@@ -129,8 +129,8 @@ class Steps(StepListener):
                 self.capture.stepped_by_hand(index)
             self._check_first_step()
             self._check_loop_top(Event.PRE_STEP)
-            if self.boundary.is_due(Event.PRE_STEP):
-                self.event(Event.PRE_STEP)
+            if self.boundary.closes_at(Event.PRE_STEP):
+                self.handle(Event.PRE_STEP)
                 self._log_no_forward()
             if not self.commits.paused:
                 self.watch.before_step(index)
@@ -140,7 +140,7 @@ class Steps(StepListener):
     def gate(self) -> None:
         with self.meter.stall("gate"):
             self.commits.raise_failure()
-            self.commits.guard(self.pipeline.gate)
+            self.commits.run(self.pipeline.gate)
 
     def after_step(self, index: int) -> None:
         with self.meter.stall("after the update"):
@@ -178,25 +178,30 @@ class Steps(StepListener):
         self.boundary.updated(BY_HAND)
         self.capture.positions.updated()
         self.capture.devices.add_update_streams()
-        self.event(Event.END_STEP)
-        self.commits.guard(self.pipeline.gate)
+        self.handle(Event.END_STEP)
+        self.commits.run(self.pipeline.gate)
         self.events.update_begins()
 
     # -- a layer-wise update -----------------------------------------------------------------------------
 
     def layers_begin(self, index: int) -> None:
-        self.partial_update.defer(lambda: self.before_step(index, False, False, in_backward=True))
-        while not self.partial_update.defer(self.gate):
-            pass  # a checkpoint was dropped; there may be others
+        self.partial_update.call_in_backward(lambda: self.before_step(index, False, False, in_backward=True))
+        while not self.partial_update.call_in_backward(self.gate):
+            pass  # the gate raised for one checkpoint that it dropped, and there may be others: pass the gate again
         # Eager copies of an update that no boundary followed belong to no checkpoint.
-        self.commits.guard(self.pipeline.eager.drop)
+        self.commits.run(self.pipeline.eager.drop)
         self.partial_update.begin(index)
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
-        step, is_last = self.boundary.step + 1, self.boundary.optimizers == 1  # another optimizer may still write them
-        if is_last and not self.commits.paused and self.commits.cadence.will_be_due(step, self.commits.saved_step):
+        step = self.boundary.step + 1
+        has_final_values = self.boundary.optimizers == 1  # another optimizer might still write these tensors
+        if (
+            has_final_values
+            and not self.commits.paused
+            and self.commits.cadence.will_be_due(step, self.commits.saved_step)
+        ):
             with self.meter.stall("layer updated"):
-                self.commits.guard(lambda: self.pipeline.copy_eagerly(tensors))
+                self.commits.run(lambda: self.pipeline.copy_eagerly(tensors))
 
     def layers_forgotten(self, index: int) -> None:
         self.partial_update.end(index)
@@ -211,9 +216,9 @@ class Steps(StepListener):
             self.watch.training_forward()
             self._check_loop_top(Event.FORWARD)
             if self.commits.failure is None:
-                self.continuation.recorder.forward(inputs, self.boundary.is_due(Event.PRE_STEP))
-                self.commits.guard(self.pipeline.forward_begins)
-                self.event(Event.FORWARD)
+                self.continuation.recorder.forward(inputs, self.boundary.closes_at(Event.PRE_STEP))
+                self.commits.run(self.pipeline.forward_begins)
+                self.handle(Event.FORWARD)
             if self.resumed is not None:
                 self.resumed.forward_begins(self.capture.numbers)
             self.continuation.forward(inputs)
@@ -223,15 +228,15 @@ class Steps(StepListener):
         if not (self._is_forward_known or self.boundary.explicit):
             self._is_forward_known = True
             log.info(
-                "lightck: the model's forward hook does not fire (compiled before attach, or never called "
-                "itself): checkpoints close at the optimizer's step, and their copies are waited for there. "
+                "lightck: the model's forward hook does not fire (the model was compiled before attach, or the loop "
+                "calls only its submodules): checkpoints close at the optimizer's step, which waits for their copies. "
                 "session.loader() or session.end_step() closes them earlier"
             )
 
     def forward_ended(self) -> None:
         with self.meter.stall("forward ended"):
             if self.commits.failure is None:
-                self.commits.guard(self.pipeline.poll)  # release checkpoints whose copies are done before the gate
+                self.commits.run(self.pipeline.poll)  # release checkpoints whose copies are done before the gate
 
     # -- optimizers made after attach --------------------------------------------------------------------
 
@@ -239,7 +244,7 @@ class Steps(StepListener):
         model = self.model
         if model is None:
             return
-        if not drives(optimizer, positions(model)):
+        if not drives(optimizer, param_positions(model)):
             if not is_followed(optimizer):
                 self.watch.step_elsewhere(optimizer)
             return
@@ -249,22 +254,23 @@ class Steps(StepListener):
         self.hooks.add(new)
 
     def _follow_live(self) -> bool:
-        """Follow optimizers that were made after attach and have not stepped yet. Returns whether there is any,
-        followed or declined."""
+        """Follow optimizers that were made after attach and have not stepped yet; none if ``optimizer=`` was passed.
+        Returns whether there is any, followed or not."""
         model = self.model
         found = () if model is None else live_optimizers(model)
-        for optimizer in () if self._declines_optimizers else found:
+        for optimizer in () if self._optimizers_were_passed else found:
             self.unknown_optimizer(optimizer)
         return bool(found)
 
     # -- what may close a checkpoint ---------------------------------------------------------------------
 
-    def event(self, event: Event) -> None:
-        """Close the checkpoint if this event closes one, and save it if it is due."""
+    def handle(self, event: Event) -> None:
+        """Handle an event that may be a boundary: close the checkpoint if this event closes one, and save it if it is
+        due."""
         if self.commits.paused:
             return
         self.capture.devices.join_updates()
-        if not self.boundary.is_due(event):
+        if not self.boundary.closes_at(event):
             is_skip = event is not Event.FLUSH and self._scalers.skipped()
             self.boundary.passed_without_update(event, is_skip)
             return
@@ -272,14 +278,14 @@ class Steps(StepListener):
             return  # the batch may be taken for inspection only
         self.partial_update.refuse_boundary()
         step = self.boundary.close(event)
-        self._scalers.skipped()
+        self._scalers.skipped()  # so that the next call reports only what comes after this boundary
         self.commits.closed(event, step)
         self._report_step_ended()
 
     def commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
         """Close the checkpoint of the current step, and commit it."""
         deadline = deadline_after(timeout)
-        self.event(Event.FLUSH)
+        self.handle(Event.FLUSH)
         self.commits.commit(timeout, deadline, also_step_0=also_step_0)
 
     def _check_loop_top(self, event: Event) -> None:
@@ -302,5 +308,7 @@ def _continuation_of(
     if resumed is not None:
         step, is_same = resumed.step, resumed.same_conditions
         comparison = Comparison(step, resumed.recorded, is_strict=strict_data, same_bits=is_same, parts=parts)
-    loop_counter = LoopCounterCheck(step, capture.loaders, by_itself=bool(found.state.keys() - found.classes.keys()))
+    loop_counter = LoopCounterCheck(
+        step, capture.loaders, may_keep_count=bool(found.state.keys() - found.classes.keys())
+    )
     return Continuation(Recorder(pipeline.store_next_batch, parts), comparison, loop_counter)
