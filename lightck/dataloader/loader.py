@@ -281,7 +281,8 @@ class SessionLoader:
             refuse_drift(self.name, position, kind, len(self._generators), self._identity)
         elif position.kind != kind or len(position.generators) != len(self._generators):
             log.warning(
-                "loader %r was built differently when it was saved: its next pass begins without its saved state",
+                "loader %r was built differently when it was saved (another class, or other generators), so its next "
+                "pass begins without the saved state and may give another order. Build it as it was to avoid this",
                 self.name,
             )
             state = replace(position.state, inner=None)
@@ -511,15 +512,15 @@ class SessionLoader:
                     self.name,
                     fact,
                     self._risk
-                    or "Possible reasons are random augmentation in persistent workers, "
-                    "and a dataset that keeps a state from pass to pass",
+                    or "Possible reasons are random augmentation in persistent workers, and a dataset that keeps a "
+                    "state from pass to pass. Pass persistent_workers=False, or let the dataset keep no such state",
                 )
 
     def _warn_recovered(self, place: int) -> None:
         log.warning(
-            "loader %r: after batch %d of the pass it raised an error, which the loop ignored, and now it gives a "
-            "batch there, which lightck drops. If the fetch that failed had drawn random numbers in a worker, "
-            "that worker's next ones differ",
+            "loader %r: before the checkpoint the fetch after %d batches of the pass raised an error, which the loop "
+            "ignored. The same fetch succeeds now, and lightck drops its batch, so that the next ones are the same. If "
+            "it draws random numbers in a worker, the later batches of that worker may differ. Nothing can be done now",
             self.name,
             place,
         )
@@ -571,8 +572,9 @@ class SessionLoader:
     def _count_batch(self, pass_: Pass, batch: object, before: RngSnapshot | None) -> None:
         if TAKEN_BEFORE in self._identity and self._risk is None:
             self._warn_risk(
-                "an iterator has only one pass, and this one was left and iterated again. A new process begins at "
-                "its first batch, and refuses to go on. Pass the iterable that creates the iterator"
+                "it is an iterator, which has only one pass, and the loop left it and iterated over it again. A "
+                "resumed run gets a new iterator, which begins at its first batch, so it fails. Pass the iterable that "
+                "creates the iterator"
             )
         state = pass_.state
         state.given += 1

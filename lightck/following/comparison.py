@@ -220,9 +220,9 @@ class Comparison:
             return
         log.warning(
             "lightck: The first batch after the resume is not the one that followed step %d: no update came "
-            "before the session was closed. If you did not end this run early, the loop took itself for "
-            "finished: its batches were fetched ahead (list(loader)), it counted from nothing, or it ends "
-            "where a pass that goes on has no batch left. %s has these loops, and how each is exact",
+            "before the session was closed. If you did not end this run early, the loop ended too soon: it "
+            "fetched all batches ahead (list(loader)), it counted from 0, or it ends when the rest of an "
+            "interrupted pass has no batch. %s shows these loops, and how to make each exact",
             self._step,
             _PAGE,
         )
@@ -307,16 +307,18 @@ class Comparison:
                 f"{'Its batch is the same, so s' if _data_of(verdict.equal) else 'S'}omething else that the loss "
                 "depends on is in no checkpoint, or the loop changed it between the restore and this update. Likely "
                 "causes: a second model (a target network, a teacher); a number or a tensor that a module keeps as a "
-                "plain attribute; a generator of the loss's own; weights that an epoch's top changes, where the run "
-                "was killed in mid-epoch. Pass a second model or a generator in state=, make an attribute a buffer"
+                "plain attribute; a generator of the loss's own; weights that the loop changes where an epoch begins, "
+                "which it does again after a kill in mid-epoch. Pass a second model or a generator in state=, make an "
+                "attribute a buffer, and change weights where an epoch ends"
             )
         if verdict.parts.keys() - {GRADIENT}:
             why.append(
-                "The loop has changed options or state of the optimizer once more, as an epoch's top does after a kill "
-                "in mid-epoch. Change them at the epoch's end, or only where a pass begins (if loader.start == 0)"
+                "The loop changed options or state of the optimizer a second time, as a loop does that changes them "
+                "where an epoch begins, and was killed in mid-epoch. Change them where the epoch ends, or only if the "
+                "pass is a new one (if loader.start == 0)"
             )
         return (
-            f"The first update after the resume is not the one that followed step {self._step}. Not as then: "
+            f"The first update after the resume is not the one that followed step {self._step}. These differ: "
             f"{', '.join(what)}. {'. '.join(why)}. {_PAGE} has these loops, and how each is exact"
         )
 
@@ -325,8 +327,8 @@ class Comparison:
         gradients = [part for part in verdict.equal if part.kind == GRADIENT]
         if not data and not gradients:
             log.info(
-                "lightck: the first batch after the resume was compared with nothing: the batch that followed step %d "
-                "is not recorded, as after a kill at an epoch's end or in an evaluation, or it is on a device. "
+                "lightck: the first batch after the resume could not be checked: the batch that followed step %d was "
+                "not recorded (the run was killed at an epoch's end or in an evaluation), or it is on a device. "
                 "That is no error, and no proof that the data are the same",
                 self._step,
             )

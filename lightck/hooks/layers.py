@@ -163,9 +163,10 @@ class PartialUpdate:
         """Raise ``SessionError`` while an update is not complete: no step starts from such a state."""
         if self._indexes:
             raise SessionError(
-                "A checkpoint cannot be closed between backward() and step(): with lightck.layerwise some layers are "
-                "updated then, and others are not. Call step() of each such optimizer first. (A backward() that "
-                "reaches the parameters of another optimizer updates those too: give that one no layers.)"
+                "No checkpoint can be saved between backward() and step(): with lightck.layerwise() some layers are "
+                "updated then, and others are not. Call step() of each optimizer that was passed to "
+                "lightck.layerwise() first. (A backward() also updates the layers of another such optimizer, if it "
+                "reaches them: call lightck.layerwise() for one of the two only.)"
             )
 
     def defer(self, work: Callable[[], None]) -> bool:

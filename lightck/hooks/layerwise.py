@@ -82,11 +82,14 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
         return known
     if sessions.has_open_session(model):
         raise SessionError(
-            "This model has an open session, whose hooks wait at step() and not before the first layer's update. Call "
-            "lightck.layerwise() before lightck.attach()."
+            "This model has an open session, which expects all updates in step(), and would save layers that are "
+            "updated earlier wrongly. Call lightck.layerwise() before lightck.attach()."
         )
     if known is not None:
-        raise SessionError("This optimizer updates the layers of another model already. Call remove() of that first.")
+        raise SessionError(
+            "This optimizer updates the layers of another model already. An optimizer updates those of one model only. "
+            "Call remove() of the object that lightck.layerwise() returned for the other model first."
+        )
     return Layerwise(model, optimizer)
 
 
@@ -270,9 +273,9 @@ class Layerwise:
         if self._used and torch.is_grad_enabled() and not own_hooks.is_in_backward():
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(), and its layers were updated inside "
-                "backward() already: its gradients would be those of the new parameters. Call optimizer.step() before "
-                f"the next forward, or forward it all before backward(); one that only measures goes under "
-                f"torch.no_grad(). {_CURE}"
+                "backward() already, so this forward would compute with the new parameters. Call optimizer.step() "
+                "before the next forward, or run all forwards before backward(); put a forward that only measures "
+                f"under torch.no_grad(). {_CURE}"
             )
 
     # -- in step() ---------------------------------------------------------------------------------------
@@ -299,8 +302,8 @@ class Layerwise:
             if what is not None:
                 raise UnsupportedError(
                     f"The {what} between backward() and step(), and the layer {layer.name!r} was updated inside "
-                    "backward() with what there was before. Clipping, GradScaler, DistributedDataParallel, and all "
-                    "that reads gradients or changes anything at this place, does not work with a layer-wise update. "
+                    "backward() already, with the earlier values. Clipping, GradScaler, DistributedDataParallel and "
+                    "all else that reads or changes something between the two does not work with a layer-wise update. "
                     "Leave out lightck.layerwise() or move it before backward(). The pool holds the step before; "
                     "layers.forget() goes on from the layers as they are."
                 )
@@ -328,7 +331,7 @@ def _refuse(optimizer: object) -> None:
     if step is None or not str(step.__module__).startswith("torch.optim.") or inner_of(optimizer):
         raise UnsupportedError(
             f"{kind} has a step() of its own, or wraps another optimizer. What it does with gradients of several "
-            "layers cannot be seen from outside. A layer-wise update is for the classes of torch.optim."
+            "layers cannot be seen from outside. Use a class of torch.optim itself, or leave out lightck.layerwise()."
         )
     if isinstance(optimizer, _NEEDS_ALL_GRADIENTS) or any(g.get("differentiable") for g in optimizer.param_groups):
         raise UnsupportedError(

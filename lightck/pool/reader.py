@@ -453,7 +453,7 @@ def refuse_unwritable(reader: PoolReader) -> None:
     highest = max(reader.commit_log().highest_number, *generations)
     if highest >= RESUMABLE_NUMBER_MAX:
         raise CorruptPoolError(
-            f"The pool {reader.path!r} has counters up to {highest}, and its numbers end at {NUMBER_MAX}. No training "
-            "gets so far: the pool is damaged or was manipulated. lightck.recover() reads it; train into another pool, "
-            "or discard this one with overwrite=True."
+            f"The pool {reader.path!r} counts checkpoints and sessions up to {highest}, and {NUMBER_MAX} is the limit. "
+            "No training gets so far: the pool is damaged or was manipulated. lightck.recover() reads it; train into "
+            "another pool, or discard this one with overwrite=True."
         )

@@ -159,7 +159,7 @@ def _match_tensors(
                 retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and objects.get(live.alias) is live.tensor and live.alias in contents.entries:
-                notes.append(f"{live.name} is tied to {live.alias} live, and was saved with values of its own")
+                notes.append(f"{live.name} is tied to {live.alias} in this run, and was saved with values of its own")
             else:  # tensors in shared memory are written too: ``contradiction`` checks their saved values
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
@@ -177,14 +177,16 @@ def _match_optimizers(
     for saved, live in pairs:
         if live is None:
             if complete:
-                notes.append(f"the checkpoint holds the state of {saved.class_name}, and no optimizer takes it")
+                notes.append(
+                    f"the checkpoint holds the state of {saved.class_name}, and this run has no optimizer for it"
+                )
             continue
         problem = _optimizer_problem(saved, live)
         if problem:
             notes.append(problem)
         else:
             plan.optimizers.append((saved, live))
-    notes.extend(f"the checkpoint holds nothing for the live {live.class_name}" for live in left)
+    notes.extend(f"the checkpoint holds no state for the {live.class_name} of this run" for live in left)
 
 
 _Pair = tuple[OptimizerContents, OptimizerView | None]
@@ -216,13 +218,13 @@ def _pairs(
 
 def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | None:
     if saved.class_name != live.class_name:
-        return f"the checkpoint holds the state of {saved.class_name}, and the live optimizer is {live.class_name}"
+        return f"the checkpoint holds the state of {saved.class_name}, and this run has {live.class_name}"
     if len(saved.names) != len(live.names):
         return _other_groups(saved, live)
     for g, (was, now) in enumerate(zip(saved.names, live.names, strict=True)):
         if set(was) != set(now):
             differ = sorted(set(was) ^ set(now))
-            return f"group {g} of {live.class_name} holds other parameters ({', '.join(differ[:3])})"
+            return f"parameter group {g} of {live.class_name} holds other parameters ({', '.join(differ[:3])})"
     return None
 
 
@@ -233,8 +235,8 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
         return fact
     names = [name for group in saved.names[n_live:] for name in group]
     return (
-        f"{fact}: those from group {n_live} on hold {listed(names)}. Add groups that a training adds later "
-        "(add_param_group) before attach: lightck.recover(path).step is the step that it reached"
+        f"{fact}: those from group {n_live} on hold {listed(names)}. Call add_param_group() before attach also for "
+        "groups that the interrupted run had added later (lightck.recover(path).step says how far it was)"
     )
 
 
@@ -247,23 +249,24 @@ def _match_objects(
         if objects.get(name) is not None:
             was = contents.classes.get(name)
             if was is not None and was != class_name_of(objects[name]):
-                notes.append(f"state {name!r} is {class_name_of(objects[name])} live, and was saved from {was}")
+                notes.append(f"state[{name!r}] is {class_name_of(objects[name])} in this run, and was saved from {was}")
                 if strict or not has_same_keys(objects[name], contents.state[name]):
                     continue
             plan.objects[name] = objects[name]
         elif complete and name not in plan.declined:
             notes.append(
-                f"the checkpoint holds state {name!r}, and nothing live takes it (a scheduler is built before attach; "
-                f'others are passed in state={{"{name}": ...}}; None there declines it)'
+                f"the checkpoint holds state {name!r}, and this run has no object for it (build a scheduler before "
+                f'attach; pass any other object in state={{"{name}": ...}}, or None there to leave it out)'
             )
     asked = objects.keys() - plan.declined - contents.state.keys()
-    notes.extend(f"the checkpoint holds nothing for state {name!r}" for name in sorted(asked))
+    notes.extend(f"the checkpoint holds no state for the object state[{name!r}]" for name in sorted(asked))
 
 
 def _match_extra(contents: Contents, view: ModelView, plan: RestorePlan, notes: list[str]) -> None:
     live = dict(view.extra)
     for name in contents.extra.keys() ^ live.keys():
-        notes.append(f"extra state {name!r} is only in the {'model' if name in live else 'checkpoint'}")
+        where = "model" if name in live else "checkpoint"
+        notes.append(f"extra state {name!r} (from get_extra_state()) is only in the {where}")
     plan.extra = [(name, module) for name, module in view.extra if name in contents.extra]
 
 

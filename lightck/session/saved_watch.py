@@ -32,7 +32,7 @@ _TWIN_STEPS = 10
 _FOREIGN = 4
 """Updates by optimizers without a parameter of this model, after which its parameters must have changed."""
 _NO_OPTIMIZER = (
-    "no optimizer is followed: none was found or passed that has a parameter of this model. So lightck does not know "
+    "no optimizer is followed: none was found or passed that has a parameter of this model, so lightck does not know "
     "when an update is made"
 )
 _CURE = (
@@ -110,16 +110,16 @@ class SavedWatch:
             return
         if self._boundary.explicit and n >= MANY_EXPLICIT and not self._ended:
             self._warn(
-                f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from "
-                "then on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the "
-                "last statement of the loop"
+                f"{n} updates were made since the last checkpoint. The interrupted run called session.end_step(), and "
+                "from then on only end_step() closes a checkpoint, also after a resume; this run has not called it, so "
+                "nothing is saved. Call it as the last statement of the loop"
             )
         elif self._boundary.explicit and self._ended and n >= max(MANY, 3 * self._longest_interval):
             self._warn(
-                f"{n} updates were made since session.end_step() was last called, and none of them is saved. From the "
-                "first end_step() on, only end_step(), flush() and close() close a checkpoint; next() on a session "
-                "loader and the model's forward no longer do. Call it as the last statement of every iteration, or "
-                "never (where a checkpoint is needed in between, call session.flush())"
+                f"{n} updates were made since session.end_step() was last called, and none of them is saved. Once "
+                "end_step() was called, only end_step(), flush() and close() close a checkpoint; next() on a session "
+                "loader and the model's forward no longer do. Call end_step() as the last statement of every "
+                "iteration; or never call it, and call session.flush() where you need a checkpoint"
             )
         elif not self._boundary.explicit and self._boundary.optimizers > 1:
             self._warn_incomplete_round(index, n)
@@ -168,7 +168,7 @@ class SavedWatch:
             is_sure = n == MANY or (not self._is_looked_for and (changed or self._elsewhere > 1))
             if is_sure and not self._look_for_optimizer():
                 fact = f"{_some(changed)} changed" if changed else f"{n} training forwards ran"
-                self._warn(f"{fact}, and {_NO_OPTIMIZER}, nothing is saved, and close() will be an error. {_CURE}")
+                self._warn(f"{fact}, and {_NO_OPTIMIZER}. Nothing is saved, and close() will raise an error. {_CURE}")
 
     def _look_for_optimizer(self) -> bool:
         """Search once for an optimizer that was made after attach. Returns whether there is one, followed or not."""
@@ -184,10 +184,9 @@ class SavedWatch:
         self._at_end = now if self._ended < _FIRST // 2 else {}
         if is_same and not self._is_reported and self._has_gradients():
             self._warn(
-                "end_step() was called twice, no optimizer is followed, and the model did not change in between "
-                "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
-                "gradients: where they are accumulated, a resume loses those of the batches before. Call it after "
-                "an update only"
+                "end_step() was called twice, the model has gradients, and its parameters did not change in between. "
+                "No optimizer is followed, so each end_step() counts as an update; and a checkpoint holds no "
+                "gradients, so a resume loses what was accumulated. Call end_step() after an update only"
             )
 
     # -- an optimizer is followed ------------------------------------------------------------------------
@@ -211,10 +210,10 @@ class SavedWatch:
         roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})  # which make updates
         names = [self._named(root) for root in roots if not self._boundary.pending(root)]
         self._warn(
-            f"{self._named(index)} made {n} updates since a checkpoint closed, and {' and '.join(names)} none. With "
-            f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass those "
-            "that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last statement of "
-            "the loop"
+            f"{self._named(index)} made {n} updates since the last checkpoint, and {' and '.join(names)} made none. "
+            "With several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass "
+            "those that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last "
+            "statement of the loop"
         )
 
     def _named(self, root: int) -> str:
@@ -241,7 +240,7 @@ class SavedWatch:
             self._warn(
                 f"{classes} made {_FOREIGN} updates, has no parameter of this model, and no parameter of this model "
                 "changed meanwhile. It was built over another model, or over parameters that were replaced since, so "
-                "the training of that is not saved. Build it over model.parameters() of the model that is attached"
+                "what it trains is not saved. Build it over model.parameters() of the model that is attached"
             )
 
     # -- inside ------------------------------------------------------------------------------------------

@@ -224,8 +224,8 @@ class Steps(StepListener):
             self._is_forward_known = True
             log.info(
                 "lightck: the model's forward hook does not fire (compiled before attach, or never called "
-                "itself): checkpoints close at the optimizer's step, and their copies are waited for there. "
-                "session.loader() or session.end_step() closes them earlier"
+                "itself): checkpoints close at the optimizer's next step, which waits until they are copied. "
+                "Iterate over session.loader(loader), or call session.end_step(), to close them earlier"
             )
 
     def forward_ended(self) -> None:

@@ -12,14 +12,14 @@ from .programs.updates import Longest, Queue
 
 pytestmark = pytest.mark.long
 
-GRADIENT = r"Not as then: the gradient of '.*Its batch is the same, so something else that the loss depends on"
+GRADIENT = r"These differ: the gradient of '.*Its batch is the same, so something else that the loss depends on"
 
 
 @pytest.mark.parametrize(
     ("name", "warning"),
     [
         ("top-steps-scheduler", r"state\['scheduler'\] changed between the restore and the first next\(\) of loader"),
-        ("top-halves-lr", r"Not as then: an option of 'SGD' \(as its lr\)\. The loop has changed options"),
+        ("top-halves-lr", r"These differ: an option of 'SGD' \(as its lr\)\. The loop changed options"),
         ("top-clears-optimizer-state", r"the state of AdamW changed between the restore and the first next"),
         ("top-clears-the-state-of-one-of-two", r"the state of SGD changed between the restore and the first next"),
         ("top-resets-head", r"4\.weight changed between the restore and the first next\(\) of loader 'loader\.0'"),
