@@ -88,9 +88,9 @@ def command(words: tuple[str, ...], pool_dir: Path | None, threads: int | None, 
     others = [word for word in words if word != MACHINE]
     if others:
         usage_error(
-            f"{others[0]!r} is unknown to this command. Tables and their options belong to the project's whole bench, "
-            f"which is not installed. Call it in the root of a checkout of lightck {lightck.__version__}, or with "
-            f"--checkout DIR, and without {MACHINE!r}."
+            f"{others[0]!r} is unknown to this command. If it is a table of the project's whole bench: that is not "
+            "installed with lightck, but lies in its source. Omit it to measure this machine; or run the command "
+            f"without {MACHINE!r} in a checkout of lightck {lightck.__version__}, or with --checkout DIR."
         )
     with ended_by_signals():
         found = _measured(pool_dir, threads)

@@ -220,7 +220,7 @@ def _named(parts: Sequence[Part], where: str) -> list[Part]:
     if newest is None:
         usage_error(
             "This pool holds no checkpoint to damage: none was committed yet, or none can be read. "
-            "WHERE can be superblock, table or an offset in the pool: --flip superblock."
+            "Name a place outside of checkpoints: superblock, table or an offset in the pool, as --flip superblock."
         )
     found = [part for part in parts if part.generation == newest and where in (ANYWHERE, part.kind, part.tensor)]
     if not found:

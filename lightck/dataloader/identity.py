@@ -27,21 +27,25 @@ def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) ->
     if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         raise TypeError(f"session.loader() was given {loader!r}, which cannot be iterated. Pass the DataLoader.")
     if any(other is loader for other in known):
-        raise SessionError("This is a session loader already. Wrap each loader once.")
+        raise SessionError(
+            "This loader was returned by session.loader() already. A loader has one position. Use it as it is."
+        )
     if name is None:
         for other in known:
             if other.loader is loader and other.is_begun:
                 raise SessionError(
-                    f"This loader is followed as {other.name!r} already, and was iterated. A resume finds its position "
-                    "by its number, so it could not find that of a second session loader. Call session.loader() once, "
-                    "before the loop over epochs, or give each its own name=."
+                    f"This loader was passed to session.loader() before, without a name= (as {other.name!r}), and was "
+                    "iterated. Loaders without a name= are numbered in the order of the calls, so a resumed run could "
+                    "take one for another. Call session.loader() once, before the loop over epochs, or give each its "
+                    "own name=."
                 )
         for other in known:
             if other.has_trained:
                 raise SessionError(
-                    f"A loader is wrapped without a name=, after the training used loader {other.name!r}. A resume "
-                    "would find its position by its number, which may be another loader's in the resumed run. Call "
-                    "session.loader() once for each loader, before the loop over epochs, or give this one a name=."
+                    f"session.loader() was called without a name= after the training used loader {other.name!r}. "
+                    "Loaders without a name= are numbered in the order of the calls, so a resumed run could take one "
+                    "for another. Call session.loader() once for each loader, before the loop over epochs, or give "
+                    "this one a name=."
                 )
         name = f"loader.{len(known)}"
     if any(other.name == name for other in known):
@@ -114,10 +118,10 @@ def drift_error(name: str, drift: Drift, position: Position) -> DriftError:
     given = position.state.given
     if given == position.identity.get("length"):
         return DriftError(
-            f"{fact} The loader had given all {given} batches of its pass when the checkpoint was closed, so the "
-            "loop goes on after them, at the epoch's end. If that was the end of the training, end it with "
-            "session.close(done=True), and do not enter the loop if session.done is true. Otherwise build the loader "
-            "as it was; session.loader(..., anew=True) would train this pass once more.",
+            f"{fact} The checkpoint was saved after the last of the {given} batches of a pass, so a resume goes on at "
+            "that pass's end. If that was the end of the training, call session.close(done=True) there, and do not "
+            "enter the loop if session.done is true. Otherwise build the loader as it was; session.loader(..., "
+            "anew=True) would train this pass once more.",
             drift,
         )
     return DriftError(

@@ -282,7 +282,8 @@ class SessionLoader:
             refuse_drift(self.name, position, kind, len(self._generators), self._identity)
         elif position.kind != kind or len(position.generators) != len(self._generators):
             log.warning(
-                "loader %r was built differently when it was saved: its next pass begins without its saved state",
+                "loader %r was built differently when it was saved (another class, or other generators), so its next "
+                "pass begins without the saved state and may give another order. Build it as it was to avoid this",
                 self.name,
             )
             state = replace(position.state, inner=None)
@@ -513,8 +514,8 @@ class SessionLoader:
                     self.name,
                     fact,
                     self._risk
-                    or "Possible reasons are random augmentation in persistent workers, "
-                    "and a dataset that keeps a state from pass to pass",
+                    or "Possible reasons are random augmentation in persistent workers, and a dataset that keeps a "
+                    "state from pass to pass. Pass persistent_workers=False, or let the dataset keep no such state",
                 )
 
     def _warn_recovered(self, place: int) -> None:

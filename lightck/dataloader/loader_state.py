@@ -141,8 +141,9 @@ class OwnedObjects:
             self._objects[key].load_state_dict(value)
         except Exception as error:
             raise DriftError(
-                f"state[{key!r}], which loader {self._name!r} iterates, did not load the state that it had when the "
-                f"pass began: {type(error).__name__}: {error}. Build it as it was, or begin the pass anew: anew=True."
+                f"loader {self._name!r} iterates over the object that was passed as state[{key!r}], and its "
+                "load_state_dict() refused the state that it had when the pass began: "
+                f"{type(error).__name__}: {error}. Build it as it was, or begin the pass anew: anew=True."
             ) from error
 
     def _warn_large(self, key: str, nbytes: int) -> None:

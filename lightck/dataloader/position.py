@@ -57,7 +57,9 @@ def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
 
 
 def corrupt(reason: str) -> CorruptPoolError:
-    return CorruptPoolError(f"the saved position of a loader is damaged: {reason}; recover an older checkpoint")
+    return CorruptPoolError(
+        f"the saved position of a loader is damaged: {reason}; recover an older step: recover(step=)"
+    )
 
 
 @dataclass(slots=True)

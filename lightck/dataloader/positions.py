@@ -91,7 +91,11 @@ class Positions:
                 else "the training does not go on from it",
             )
         else:
-            log.info("lightck: no loader has taken the position of %s so far; checkpoints keep it", _described(left))
+            log.info(
+                "lightck: the checkpoint holds the position of %s, which no session.loader() call of this run has "
+                "taken so far. New checkpoints keep it, and nothing is to be done",
+                _described(left),
+            )
         self._untaken = {name: value for name, value in self._untaken.items() if name not in in_pass}
 
     # -- batches that are used again
@@ -119,8 +123,8 @@ class Positions:
 
 
 _BATCHES_DIFFER = (
-    "A position counts only the batches that a loader gives, so a resume trains on other batches. Begin each pass "
-    "anew: while True: for batch in loader: ..."
+    "lightck counts the batches that the loader gives, and batches that the loop keeps are not among them, so a resume "
+    "would train on other ones. Iterate over the loader again for each pass: while True: for batch in loader: ..."
 )
 
 

@@ -68,7 +68,11 @@ def _repeat_failed_fetches(
         except StopIteration:
             raise PassTooShort(place) from None
         except Exception as error:
-            log.debug("lightck: an error that was ignored before is ignored again: %s: %s", type(error).__name__, error)
+            log.debug(
+                "lightck: a repeated fetch raises the error that the loop ignored before the checkpoint: %s: %s",
+                type(error).__name__,
+                error,
+            )
         else:
             warn_recovered(place)
 

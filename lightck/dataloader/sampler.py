@@ -15,7 +15,7 @@ import torch
 
 from lightck.dataloader.wrapped_loader import is_made_by_torch
 
-_CURE = "give the sampler a generator of its own, as its attribute generator"
+_CURE = "give the sampler a torch.Generator of its own, as its attribute generator"
 _WATCHED_BATCHES = 4  # in each pass, if workers fetch
 
 
@@ -62,7 +62,10 @@ class _WorkerFetchWatch:
     def risk(self) -> str | None:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
             return None
-        return f"its sampler draws from torch's global random generator at each next(), ahead of the loop: {_CURE}"
+        return (
+            "its sampler draws from torch's global random generator at each next(), for batches that are fetched ahead "
+            f"of the loop, and the draws of both cannot be separated again: {_CURE}"
+        )
 
 
 class _InProcessWatch:
@@ -79,7 +82,10 @@ class _InProcessWatch:
 
     def risk(self) -> str | None:
         if self._sampler.has_drawn:
-            return f"its sampler draws from torch's global random generator at next(), as the loop does: {_CURE}"
+            return (
+                "its sampler draws from torch's global random generator at next(), and so does the loop in between, "
+                f"and the draws of both cannot be separated again: {_CURE}"
+            )
         self._state = None if self._sampler.is_watched else torch.get_rng_state()
         return None
 

@@ -82,11 +82,14 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
         return known
     if sessions.has_open_session(model):
         raise SessionError(
-            "This model has an open session, whose hooks wait at step() and not before the first layer's update. Call "
-            "lightck.layerwise() before lightck.attach()."
+            "This model has an open session, which expects all updates in step(), and would save layers that are "
+            "updated earlier wrongly. Call lightck.layerwise() before lightck.attach()."
         )
     if known is not None:
-        raise SessionError("This optimizer updates the layers of another model already. Call remove() of that first.")
+        raise SessionError(
+            "This optimizer updates the layers of another model already. An optimizer updates those of one model only. "
+            "Call remove() of the object that lightck.layerwise() returned for the other model first."
+        )
     return Layerwise(model, optimizer)
 
 
@@ -330,7 +333,7 @@ def _refuse(optimizer: object) -> None:
     if step is None or not str(step.__module__).startswith("torch.optim.") or inner_of(optimizer):
         raise UnsupportedError(
             f"{kind} has a step() of its own, or wraps another optimizer. What it does with gradients of several "
-            "layers cannot be seen from outside. A layer-wise update is for the classes of torch.optim."
+            "layers cannot be seen from outside. Use a class of torch.optim itself, or leave out lightck.layerwise()."
         )
     if isinstance(optimizer, _NEEDS_ALL_GRADIENTS) or any(g.get("differentiable") for g in optimizer.param_groups):
         raise UnsupportedError(

@@ -76,7 +76,7 @@ class CurrentPool:
         wanted = slots + self.spare_slots if slots is not None else max(self.n_slots, 2 + self.spare_slots)
         if wanted != self.n_slots:
             log.info(
-                "lightck: %d slots instead of %d: the pool moves to a new file at the first boundary",
+                "lightck: the pool gets %d slots instead of %d: it moves to a new file when the first step closes",
                 wanted,
                 self.n_slots,
             )
@@ -90,7 +90,7 @@ class CurrentPool:
             raise RelayoutNeededError("there is no pool yet")
         if self.requested_slots is not None:
             self.n_slots, self.requested_slots = self.requested_slots, None
-            raise RelayoutNeededError(f"the pool shall have {self.n_slots} slots")
+            raise RelayoutNeededError(f"the pool gets {self.n_slots} slots")
         return self.writer
 
     def _new_writer(

@@ -130,8 +130,8 @@ def _summary(trial: Trial[bool]) -> str:
     """The measured times that decided the trial."""
     passive, active = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_PASSIVE, _ACTIVE))
     if not passive or not active:
-        return "too few checkpoints of the trial reached an update"
-    times = "{:.1f} ms to the gate, {:.1f} ms of it waiting there"
+        return "too few checkpoints were saved to compare the two"
+    times = "{:.1f} ms until the next update, {:.1f} ms of it waiting for the copy"
     return f"passive waiting took {times.format(*passive)}; active waiting {times.format(*active)}"
 
 

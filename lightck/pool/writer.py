@@ -194,7 +194,7 @@ class PoolWriter:
                     self._free_extras(self.numbers.keys() - present)
                     number = self._number_for(entry)
                 if number is None:
-                    raise RelayoutNeededError(f"the reserve has no room for {entry.name!r}")
+                    raise RelayoutNeededError(f"the space for later tensors has no room for {entry.name!r}")
                 self.numbers[entry.name] = number
         finally:
             self._index_entries()
@@ -383,7 +383,7 @@ class PoolWriter:
         image = slot.image
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
-            raise RelayoutNeededError("the small state outgrew the space for it")
+            raise RelayoutNeededError("the state beside large tensors (small state) has outgrown its space")
         written = np.concatenate([plan.records, plan.not_copied])
         listed = np.zeros(len(self.entries), np.bool_)
         listed[written] = listed[plan.unchanged] = True

@@ -191,7 +191,9 @@ class Recording:
         except LightckError as err:
             self._failed(err)
         except Exception as err:  # a bug of lightck, which must not end the training
-            log.exception("lightck: the trace %r failed", self.path)
+            log.exception(
+                "lightck: the trace %r could not be written, by a bug of lightck; training goes on", self.path
+            )
             self._failed(_error(self.path, err))
 
     def _stop(self) -> None:

@@ -63,7 +63,7 @@ def _edited(then: Mapping[Any, object], now: Mapping[Any, object], kept: Mapping
     checkpoint."""
     keys = [key for key in then if key in now and key in kept]
     return [
-        (str(key), f"({_text(now[key])} here, {_text(then[key])} then, {_text(kept[key])} in the checkpoint)")
+        (str(key), f"({_text(now[key])} here, {_text(then[key])} at the start, {_text(kept[key])} in the checkpoint)")
         for key in keys
         if not _is_equal(then[key], now[key]) and not _is_equal(now[key], kept[key])
     ]

@@ -177,14 +177,16 @@ def _match_optimizers(
     for saved, live in pairs:
         if live is None:
             if complete:
-                notes.append(f"the checkpoint holds the state of {saved.class_name}, and no optimizer takes it")
+                notes.append(
+                    f"the checkpoint holds the state of {saved.class_name}, and this run has no optimizer for it"
+                )
             continue
         problem = _optimizer_problem(saved, live)
         if problem:
             notes.append(problem)
         else:
             plan.optimizers.append((saved, live))
-    notes.extend(f"the checkpoint holds nothing for the live {live.class_name}" for live in left)
+    notes.extend(f"the checkpoint holds no state for the {live.class_name} of this run" for live in left)
 
 
 _Pair = tuple[OptimizerContents, OptimizerView | None]
@@ -216,13 +218,13 @@ def _pairs(
 
 def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | None:
     if saved.class_name != live.class_name:
-        return f"the checkpoint holds the state of {saved.class_name}, and the live optimizer is {live.class_name}"
+        return f"the checkpoint holds the state of {saved.class_name}, and this run has {live.class_name}"
     if len(saved.names) != len(live.names):
         return _other_groups(saved, live)
     for g, (was, now) in enumerate(zip(saved.names, live.names, strict=True)):
         if set(was) != set(now):
             differ = sorted(set(was) ^ set(now))
-            return f"group {g} of {live.class_name} holds other parameters ({', '.join(differ[:3])})"
+            return f"parameter group {g} of {live.class_name} holds other parameters ({', '.join(differ[:3])})"
     return None
 
 
@@ -257,13 +259,14 @@ def _match_objects(
                 f'pass any other object in state={{"{name}": ...}}, or None to leave it out)'
             )
     asked = objects.keys() - plan.declined - contents.state.keys()
-    notes.extend(f"the checkpoint holds nothing for state {name!r}" for name in sorted(asked))
+    notes.extend(f"the checkpoint holds no state for the object state[{name!r}]" for name in sorted(asked))
 
 
 def _match_extra(contents: Contents, view: ModelView, plan: RestorePlan, notes: list[str]) -> None:
     live = dict(view.extra)
     for name in contents.extra.keys() ^ live.keys():
-        notes.append(f"extra state {name!r} is only in the {'model' if name in live else 'checkpoint'}")
+        where = "model" if name in live else "checkpoint"
+        notes.append(f"extra state {name!r} (from get_extra_state()) is only in the {where}")
     plan.extra = [(name, module) for name, module in view.extra if name in contents.extra]
 
 

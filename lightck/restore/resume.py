@@ -154,7 +154,8 @@ def warn_differences(contents: Contents) -> None:
         log.info(
             "lightck: this checkpoint was closed when the model's next forward began, so no session loader recorded "
             "the position in the data. Whether the loop continues with the right batch is checked at the first update; "
-            "a DataLoader outside session.loader() does not resume in mid-epoch"
+            "a DataLoader outside session.loader() does not resume in mid-epoch. To resume there, iterate over "
+            "session.loader(loader)"
         )
 
 

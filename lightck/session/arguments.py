@@ -44,7 +44,9 @@ class SaveOptions:
         if keep is not None and not isinstance(keep, Keep):
             raise TypeError(f"keep is a {type(keep).__name__}. Pass lightck.Keep(every=1000, last=3, to=folder).")
         if keep is not None and slots == SLOTS_MAX:
-            raise ValueError(f"slots={slots} and keep=: a pool has {SLOTS_MAX} slots, and keep= needs one of them.")
+            raise ValueError(
+                f"slots={slots} and keep=: a pool has at most {SLOTS_MAX} slots, and keep= needs one more. Pass fewer."
+            )
         check_kind(self.staging)
         return cadence_of(self.interval)
 

@@ -163,8 +163,9 @@ class Capture:
             self._by_hand.add(index)
             classes = " around ".join(view.class_name for view in self.optimizers if view.root == index)
             log.info(
-                "lightck: %s: the inner optimizer is stepped outside the step() of its wrapper. lightck cannot wait "
-                "before writes that come earlier, so the tensors of both are copied at the boundary",
+                "lightck: %s: the inner optimizer is stepped outside the step() of its wrapper, where lightck cannot "
+                "wait for a copy to end before the tensors change. So the tensors of both are copied when a step "
+                "closes, before training goes on",
                 classes,
             )
 

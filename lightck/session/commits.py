@@ -193,5 +193,5 @@ def deadline_after(timeout: object) -> float | None:
         raise TypeError(f"timeout={timeout!r} is a {kind}. Pass a number of seconds, or None to wait for ever.")
     seconds = float(timeout)
     if math.isnan(seconds):
-        raise ValueError(f"timeout={timeout!r} is no time. Pass a number of seconds, or None to wait for ever.")
+        raise ValueError(f"timeout={timeout!r} is not a number. Pass a number of seconds, or None to wait for ever.")
     return None if seconds == math.inf else time.monotonic() + seconds

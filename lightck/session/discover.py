@@ -138,7 +138,7 @@ def follow_late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer
     if any(id(p) in known for one in new for g in one.param_groups for p in g["params"]):
         raise LateError(
             f"An optimizer ({type(optimizer).__name__}) steps parameters that another one had at attach. lightck saves "
-            "the state of that other one. Build the optimizer before attach, or close the session and attach again."
+            "the state of that one, not of this. Build this one before attach, or close the session and attach again."
         )
     log.warning(
         "lightck: %s was made after attach, or had no parameter of this model then. It is followed from now "
@@ -170,8 +170,8 @@ def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
                 if other is not opt and id(other) not in around:
                     raise AmbiguousError(
                         f"Two optimizers update the same parameters: {_describe(other)} and {_describe(opt)}. State is "
-                        "saved by parameter, so lightck follows one optimizer for each. If one of them is left over, "
-                        "pass the other: attach(..., optimizer=opt); else split their parameters."
+                        "saved by parameter, so lightck saves one optimizer for each. If one of them is unused, pass "
+                        "the other: attach(..., optimizer=opt); else give each optimizer parameters of its own."
                     )
 
 

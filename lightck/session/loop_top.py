@@ -105,9 +105,9 @@ class LoopTopCheck:
             self._checks_passes = False
             log.warning(
                 "lightck: %s changed between the restore and the first next() of loader %r, which goes on in "
-                "the middle of a pass. The top of the epoch comes before it, and ran in the interrupted run "
-                "too: its changes are made twice, and the training does not go on as the interrupted one would "
-                "have. Make them at the epoch's end, or only where a pass begins (if loader.start == 0)",
+                "the middle of a pass. The interrupted run made the same change where that epoch began, so it "
+                "is made twice now, and the training does not go on as the interrupted one would have. Make the "
+                "change where the epoch ends, or only if the pass is a new one (if loader.start == 0)",
                 listed(names),
                 loader.name,
             )
@@ -124,9 +124,9 @@ class LoopTopCheck:
         names = self._repeatable(self._changed(self._before, event))
         if names:
             log.warning(
-                "lightck: %s changed between the restore and %s. The checkpoint of step %d closed there, so it "
-                "holds what the loop changes before that point, and this loop has changed it once more: it "
-                "does not go on as the interrupted one would have. %s",
+                "lightck: %s changed between the restore and %s. The checkpoint of step %d was closed at that "
+                "point of the loop, so it holds the change already, and this run has made the change once more: "
+                "it does not go on as the interrupted one would have. %s",
                 listed(names),
                 _WHERE[event],
                 self._step,

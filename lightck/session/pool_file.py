@@ -129,7 +129,7 @@ class PoolFile:
             reader, None, self.arguments.model, list(self.found.optimizers), state, strict=True, complete=True
         )
         for rejected in checkpoint.rejected:
-            log.warning("lightck: passed over %s", rejected)
+            log.warning("lightck: a newer checkpoint cannot be used, and an older one is restored: %s", rejected)
         return checkpoint.contents, checkpoint.record
 
     def _go_on_from(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitRecord]:
@@ -139,7 +139,7 @@ class PoolFile:
         if missing:
             raise SessionError(
                 f"This model was restored from step {known.contents.step} of {self.path!r}, but "
-                f"{', '.join(missing)} of that checkpoint was restored nowhere. To continue would lose it. Pass "
+                f"{', '.join(missing)} of that checkpoint was restored nowhere, and to continue would lose it. Pass "
                 "it to recover() or restore() too, use attach(..., resume=True), or train into another pool; "
                 "overwrite=True discards what this one holds."
             )
@@ -148,8 +148,8 @@ class PoolFile:
         except DamagedError as err:
             raise CheckpointExistsError(
                 f"Step {known.contents.step}, which this model was restored from, is no longer in {self.path!r}: "
-                f"{err}. The pool was trained on since. Use attach(..., resume=True) to go on from its newest step, or "
-                "overwrite=True to discard it."
+                f"{err}. A training has gone on in the pool since. Use attach(..., resume=True) to go on from its "
+                "newest step, or overwrite=True to discard it."
             ) from err
         self.capture.built.use_record(known.contents.built)
         return known.contents, known.record
@@ -183,7 +183,7 @@ class PoolFile:
     def _predicted(self) -> dict[str, Entry] | None:
         entries = dict(self.entries)
         if not self.capture.optimizers:
-            log.info("lightck: no optimizer exists yet: the pool is created at the first boundary")
+            log.info("lightck: no optimizer exists yet: the pool is created when the first step closes")
             return None
         for view in self.capture.optimizers:
             predicted = predict(view)

@@ -34,7 +34,7 @@ _FOREIGN = 4
 """Followed optimizers may have no parameter of this model, if the loop copies master weights into it. After so many of
 their updates the model's parameters must have changed."""
 _NO_OPTIMIZER = (
-    "no optimizer is followed: none was found or passed that has a parameter of this model. So lightck does not know "
+    "no optimizer is followed: none was found or passed that has a parameter of this model, so lightck does not know "
     "when an update is made"
 )
 _CURE = (
@@ -113,16 +113,16 @@ class SavedWatch:
             return
         if self._boundary.explicit and n >= MANY_EXPLICIT and not self._end_steps:
             self._warn(
-                f"{n} updates were made since a checkpoint closed. The run before called session.end_step(), and from "
-                "then on nothing else closes one; this run has not called it yet, so nothing is saved. Call it as the "
-                "last statement of the loop"
+                f"{n} updates were made since the last checkpoint. The interrupted run called session.end_step(), and "
+                "from then on only end_step() closes a checkpoint, also after a resume; this run has not called it, so "
+                "nothing is saved. Call it as the last statement of the loop"
             )
         elif self._boundary.explicit and self._end_steps and n >= max(MANY, 3 * self._longest_interval):
             self._warn(
-                f"{n} updates were made since session.end_step() was last called, and none of them is saved. From the "
-                "first end_step() on, only end_step(), flush() and close() close a checkpoint; next() on a session "
-                "loader and the model's forward no longer do. Call it as the last statement of every iteration, or "
-                "never (where a checkpoint is needed in between, call session.flush())"
+                f"{n} updates were made since session.end_step() was last called, and none of them is saved. Once "
+                "end_step() was called, only end_step(), flush() and close() close a checkpoint; next() on a session "
+                "loader and the model's forward no longer do. Call end_step() as the last statement of every "
+                "iteration; or never call it, and call session.flush() where you need a checkpoint"
             )
         elif not self._boundary.explicit and self._boundary.optimizers > 1:
             self._warn_incomplete_round(index, n)

@@ -64,8 +64,8 @@ class ModuleNumbers:
         other = [f"{name} is {value} and was {saved[name]}" for name, value in now.items() if value != saved[name]]
         if other:
             log.warning(
-                "lightck: No checkpoint restores numbers that modules keep as plain attributes, and at the first "
-                "training forward after the resume they are not what they were at step %d: %s. If the "
+                "lightck: The numbers that modules keep as plain attributes are not restored, and at the first "
+                "training forward after the resume some are not what they were at step %d: %s. If the "
                 "training depends on one, make it a buffer (register_buffer), or set it from session.step. To "
                 "exclude one from this check, begin its name with an underscore",
                 step,

@@ -53,8 +53,8 @@ def _members(optimizer: object, around: tuple[int, ...]) -> list[object]:
 def refuse_unsupported(optimizer: object) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} is not supported: it takes sparse gradients only, and lightck follows, and "
-            "lays its pool out for, updates by dense gradients. Make the embedding dense (sparse=False) and use "
+            f"{type(optimizer).__name__} is not supported: it takes sparse gradients only, and lightck saves "
+            "trainings with dense gradients. Make the embedding dense (sparse=False) and use "
             "torch.optim.Adam or AdamW."
         )
 

@@ -40,7 +40,7 @@ def predict(view: OptimizerView) -> list[Entry] | None:
             return list(_predict(view))
     except Exception as err:
         log.info(
-            "lightck: the state of %s cannot be predicted (%s); the pool is laid out at the first boundary",
+            "lightck: the size of the state of %s is not known before its first update (%s); the pool is created then",
             view.class_name,
             err,
         )

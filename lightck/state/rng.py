@@ -129,7 +129,7 @@ def _restore_cuda(states: tuple[tuple[int, Tensor], ...]) -> None:
 
 
 def _corrupt(reason: str) -> CorruptPoolError:
-    return CorruptPoolError(f"the saved random state is damaged: {reason}; recover an older checkpoint")
+    return CorruptPoolError(f"the saved random state is damaged: {reason}; recover an older step: recover(step=)")
 
 
 def _read_python(value: object) -> tuple[object, ...]:

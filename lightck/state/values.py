@@ -196,7 +196,7 @@ class _Packer:
     def pairs(self, value: Mapping[object, object]) -> bytes:
         self._check_depth(value)
         if has_many_collisions(value):
-            raise self.refused(value, "its keys have the same hash")
+            raise self.refused(value, "too many of its keys have the same hash")
         path, out = self._path, [self.header(len(value))]
         for key, item in value.items():
             if not is_key(key):
@@ -219,7 +219,7 @@ class _Packer:
                     value, f"an item of it is a {type(item).__qualname__}, which does not compare by value"
                 )
         if has_many_collisions(value):
-            raise self.refused(value, "its items have the same hash")
+            raise self.refused(value, "too many of its items have the same hash")
         # Sorted, so that equal sets give equal bytes whatever the hash seed.
         return self.header(len(value)) + b"".join(sorted(self.items(value)))
 
@@ -332,7 +332,7 @@ def typed(value: object, kind: type[T]) -> T:
 
 
 def _corrupt(reason: str) -> CorruptPoolError:
-    return CorruptPoolError(f"the small state is damaged: {reason}; recover an older checkpoint")
+    return CorruptPoolError(f"the small state is damaged: {reason}; recover an older step: recover(step=)")
 
 
 class _Reader:

@@ -203,7 +203,7 @@ class Retention(CommitListener):
     def _export(self, reader: PoolReader, record: CommitRecord) -> None:
         path = self._folder / f"step-{record.step:08d}.safetensors"
         if os.path.lexists(path) and not self._is_own(path):
-            raise ExportError(f"{str(path)!r} exists already, and was not written by this training")
+            raise ExportError(f"{str(path)!r} exists already, was not written by this training, and is not overwritten")
         stored = reader.checkpoint(record)
         chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _BY_HAND)
         chosen.metadata[_MARK] = self._mark

@@ -206,8 +206,8 @@ def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, 
 
 def _damaged(hold: Hold, err: DamagedError) -> CorruptPoolError:
     return CorruptPoolError(
-        f"The pool must move to a new file, and the checkpoint of step {hold.step}, which is held, cannot be carried "
-        f"over: {err}. The newest checkpoint is intact. Release the pin, and check the health of the pool's medium.",
+        f"The pool must move to a new file, and the pinned checkpoint of step {hold.step} cannot be copied there: "
+        f"{err}. The newest checkpoint is intact. Release the pin, and check the health of the pool's medium.",
         (str(err),),
     )
 

@@ -716,7 +716,7 @@ DAMAGE = [
 def test_damage(checkpoint, key, value):
     position = values.unpack(checkpoint)["loaders"]["train"]
     position[key] = value
-    with pytest.raises(CorruptPoolError, match="recover an older checkpoint"):
+    with pytest.raises(CorruptPoolError, match="recover an older step"):
         SessionLoader(IN_PROCESS["generator"](), Host(), "train", position)
 
 

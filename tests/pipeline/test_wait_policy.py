@@ -92,7 +92,10 @@ def test_three_starved_checkpoints_of_five_begin_a_trial_and_what_is_better_stay
     with caplog.at_level(logging.INFO, "lightck"):
         assert training.checkpoints(31, STARVED) == TRIAL
         assert training.checkpoints(1, STARVED) == PASSIVE
-    assert "wait passively while checkpoints are copied: passive waiting took 600.0 ms to the gate, 1.0" in caplog.text
+    assert (
+        "wait passively while checkpoints are copied: passive waiting took 600.0 ms until the next update, 1.0"
+        in caplog.text
+    )
     training.turns.clear()
     assert training.checkpoints(500, FED) == PASSIVE
     assert all(training.turns)

@@ -182,14 +182,14 @@ def _items(data: bytes, *, is_table: bool) -> Iterator[object]:
     try:
         unpacker.feed(data)
         if is_table and (unpacker.read_map_header() != 1 or unpacker.unpack() != "entries"):
-            raise DamagedError("layout table: not a map of entries")
+            raise DamagedError("layout table: it is not a map of entries")
         count = unpacker.read_array_header()
         if count > ENTRIES_MAX:
-            raise DamagedError("layout table: too many entries")
+            raise DamagedError("layout table: it has too many entries")
         for _ in range(count):
             yield unpacker.unpack()
         if unpacker.tell() != len(data):
-            raise DamagedError("layout table: bytes are left")
+            raise DamagedError("layout table: bytes are left after its last entry")
     except DamagedError:
         raise
     except Exception as err:
@@ -212,12 +212,12 @@ def _entry(item: object) -> Entry:
     name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
     for text in (name, device) if alias is None else (name, device, alias):
         if type(text) is not str or not is_name(text):
-            raise DamagedError("layout table: bad text")
+            raise DamagedError("layout table: an entry has a name that is not text")
     is_whole = type(nbytes) is type(offset) is type(layer) is int
     if not is_whole or not 0 <= nbytes < INT_MAX or not 0 <= offset < INT_MAX or not -1 <= layer < INT_MAX:
-        raise DamagedError("layout table: bad number")
+        raise DamagedError("layout table: an entry has a number out of range")
     if not type(shape) is type(stride) is list or not _INT.issuperset(map(type, shape + stride)):
-        raise DamagedError("layout table: bad list of numbers")
+        raise DamagedError("layout table: an entry has a shape or stride that is no list of numbers")
     if not (type(role) is type(dtype) is str and role in ROLES and dtype in ITEM_NBYTES and len(shape) == len(stride)):
         raise DamagedError(f"layout table: entry {name!r} has an unknown role, dtype or stride")
     shape, stride = tuple(shape), tuple(stride)

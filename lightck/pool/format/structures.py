@@ -142,7 +142,7 @@ class Superblock:
             raise NotAPoolError("no lightck signature")
         body, (check,) = data[:-8], _U64.unpack(data[-8:])
         if crc64(body) != check:
-            raise DamagedError("superblock checksum")
+            raise DamagedError("its checksum does not match")
         return cls._from_checked(body)
 
     @classmethod
@@ -156,7 +156,7 @@ class Superblock:
                 f"(features {INCOMPAT_KNOWN:#x}). It was written by a newer lightck. Install that version to read it."
             )
         if n_regions > (len(body) - _SUPER.size) // _REGION.size:
-            raise DamagedError("superblock regions")
+            raise DamagedError("it lists more regions than fit into it")
         slots: list[tuple[int, int]] = []
         for i in range(n_regions):
             kind, index, off, length, _ = _REGION.unpack_from(body, _SUPER.size + i * _REGION.size)
@@ -209,7 +209,7 @@ class Superblock:
             and self.payload_offset <= self.reserve_offset <= self.slots[0][1]
         )
         if not ok:
-            raise DamagedError("superblock geometry")
+            raise DamagedError("its offsets and sizes do not go together")
 
     @property
     def has_next_batch(self) -> bool:
@@ -258,7 +258,7 @@ class CommitRecord(NamedTuple):
     def unpack(cls, data: bytes, uuid: bytes) -> CommitRecord | None:
         """Parse one record; None if none was ever completed here. Raises ``DamagedError`` if its checksum fails."""
         if len(data) < COMMIT_RECORD_NBYTES:
-            raise DamagedError("commit record truncated")
+            raise DamagedError("the commit record is cut short")
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
             # Its last store was interrupted, or a bit of it was lost. The record of a checkpoint holds the generation
@@ -267,12 +267,12 @@ class CommitRecord(NamedTuple):
             if body[:8] == bytes(8) or crc64(uuid + body) != check:
                 return None
         if crc64(uuid + body) != check:
-            raise DamagedError("commit record checksum")
+            raise DamagedError("the commit record does not match its checksum")
         record = cls._make(_COMMIT_RECORD.unpack(body)[:-2])
         if record.kind not in (KIND_CHECKPOINT, KIND_ADOPTION) or record.manifest_index > 1:
-            raise DamagedError("commit record kind")
+            raise DamagedError("the commit record is of an unknown kind")
         if max(record.generation, record.incarnation, record.step, record.payload_generation) >= NUMBER_MAX:
-            raise DamagedError("commit record numbers")
+            raise DamagedError("the commit record has impossible numbers")
         return record
 
 
@@ -378,7 +378,7 @@ class ManifestHeader(NamedTuple):
         """Parse the header and check its bounds against the manifest's length, which is ``nbytes`` if only the header
         is given. Raises ``DamagedError``."""
         if len(manifest) < MANIFEST_HEADER_NBYTES or manifest[:8] != MANIFEST_MAGIC:
-            raise DamagedError("manifest signature")
+            raise DamagedError("its manifest has no signature")
         values = _MANIFEST.unpack_from(manifest)[1:-1]
         head, (records_offset, record_nbytes, *tail) = values[:_N_BEFORE_RECORDS], values[_N_BEFORE_RECORDS:]
         found = cls._make((*head, *tail))
@@ -390,11 +390,11 @@ class ManifestHeader(NamedTuple):
         )
         nbytes = len(manifest) if nbytes is None else nbytes
         if any(off + n > nbytes for off, n in parts) or found.n_table > found.n_records:
-            raise DamagedError("manifest bounds")
+            raise DamagedError("parts of its manifest lie outside of it")
         if (records_offset, record_nbytes) != (MANIFEST_HEADER_NBYTES, TENSOR_RECORD_NBYTES) or found.crcs_offset % 4:
-            raise DamagedError("manifest geometry")
+            raise DamagedError("the parts of its manifest have the wrong place or size")
         if max(found.generation, found.incarnation, found.step, found.iteration) >= NUMBER_MAX:
-            raise DamagedError("manifest numbers")
+            raise DamagedError("its manifest has impossible numbers")
         return found
 
 

@@ -85,7 +85,7 @@ def _labelled(found: Durability) -> Durability:
     profile = emulation.active_profile()
     if profile is None:
         return found
-    seen = f"its speed is emulated: that of {profile.name} ({profile.source}). What it survives is not"
+    seen = f"its speed is slowed down to that of {profile.name} ({profile.source}); what it survives is its own"
     medium = f"{found.medium}, {emulation.label()}"
     return replace(found, medium=medium, evidence=(*found.evidence, seen), emulated=profile.name)
 
@@ -121,7 +121,7 @@ def require(durability: Durability, level: str | None) -> None:
         raise MediumError(
             f"The pool would not survive {what[level]}, which require={level!r} asks for: its medium is "
             f"{durability.medium} ({'; '.join(durability.evidence)}). Put the pool on a disk or on persistent "
-            "memory, or require less."
+            'memory, or require less (require="process" is the least).'
         )
 
 

@@ -146,8 +146,9 @@ def _load(path: str) -> None:
         pmemobj.load()
     except pmemobj.MissingError as err:
         raise LibraryMissingError(
-            f"The pool {path!r} is (to be) a PMDK pool, and PMDK's library cannot be loaded: {err}. Writing such a "
-            f"pool needs it; reading does not. Install it (Debian and Ubuntu: apt-get install libpmemobj1), or put its "
+            f"The pool {path!r} is a PMDK pool, or is to become one, and PMDK's library cannot be loaded: {err}. "
+            "Writing such a pool needs it; reading does not. Install it (Debian and Ubuntu: apt-get install "
+            "libpmemobj1), or put its "
             f'path into {pmemobj.LIBRARY_VARIABLE}, or use backend="file" for a new pool.'
         ) from err
 

@@ -57,8 +57,8 @@ def test_an_edited_option_is_named_with_all_its_values(pool, said):
     script = Script(lr=0.001, weight_decay=0.5)
     with script.attach(pool):
         (warning,) = said()
-        assert "AdamW's lr (0.001 here, 0.01 then, 0.01 in the checkpoint)" in warning
-        assert "AdamW's weight_decay (0.5 here, 0.01 then, 0.01 in the checkpoint)" in warning
+        assert "AdamW's lr (0.001 here, 0.01 at the start, 0.01 in the checkpoint)" in warning
+        assert "AdamW's weight_decay (0.5 here, 0.01 at the start, 0.01 in the checkpoint)" in warning
         assert "set them after attach" in warning
         assert script.opt.param_groups[0]["lr"] == 0.01
 
@@ -71,7 +71,7 @@ def test_it_is_said_once_for_each_edit(pool, said):
     assert len(said()) == 1
     Script(lr=0.003).run(pool)
     assert len(said()) == 2
-    assert "lr (0.003 here, 0.001 then, 0.01 in the checkpoint)" in said()[-1]
+    assert "lr (0.003 here, 0.001 at the start, 0.01 in the checkpoint)" in said()[-1]
 
 
 def test_a_scheduled_lr_is_no_edit_and_an_edited_schedule_is(pool, said):
@@ -80,7 +80,7 @@ def test_a_scheduled_lr_is_no_edit_and_an_edited_schedule_is(pool, said):
     assert said() == []
     script = Script(scheduler={"T_max": 20}).run(pool)
     (warning,) = said()
-    assert "CosineAnnealingLR's T_max (20 here, 9 then, 9 in the checkpoint)" in warning
+    assert "CosineAnnealingLR's T_max (20 here, 9 at the start, 9 in the checkpoint)" in warning
     assert script.state["scheduler"].T_max == 9
 
 
@@ -89,7 +89,7 @@ def test_the_group_is_named_where_there_are_several(pool, said):
     script = Script(groups=2)
     script.opt.param_groups[1]["betas"] = (0.5, 0.9)
     script.run(pool)
-    assert "AdamW's betas of group 1 ((0.5, 0.9) here, (0.9, 0.999) then" in said()[0]
+    assert "AdamW's betas of group 1 ((0.5, 0.9) here, (0.9, 0.999) at the start" in said()[0]
 
 
 def test_an_edit_to_what_the_checkpoint_holds_is_nothing(pool, said):

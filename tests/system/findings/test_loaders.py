@@ -175,7 +175,7 @@ def test_a_session_loader_has_the_attributes_of_the_loader(pool: Path) -> None:
         with pytest.raises(AttributeError, match="part of every checkpoint"):
             loader.state_dict()
         assert not hasattr(loader, "_iterator")
-        with pytest.raises(SessionError, match="a session loader already"):
+        with pytest.raises(SessionError, match=r"returned by session\.loader\(\) already"):
             session.loader(loader)
 
 

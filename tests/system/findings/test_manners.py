@@ -122,7 +122,7 @@ def test_a_finished_training_with_another_loader_says_that_its_pass_is_at_its_en
         return session
 
     attached(2)
-    with pytest.raises(errors.DriftError, match=r"all 4 batches of its pass.*close\(done=True\)"):
+    with pytest.raises(errors.DriftError, match=r"last of the 4 batches of a pass.*close\(done=True\)"):
         attached(4)
     assert attached(2, done=True).step == 4
     assert attached(4).done

@@ -289,7 +289,10 @@ def test_first_run_names_what_the_loop_moves_at_its_top(pool, caplog):
         at_top(model, optimizer, counter, 3)
         asked = counter.asked
         (said,) = warnings(caplog)
-        assert re.search(r"state\['n'\] changed before .*forward for the first update.*again.*end_step\(\)", said)
+        assert re.search(
+            r"state\['n'\] changed before .*forward for the first update, and again.*second.*end_step\(\)",
+            said,
+        )
         at_top(model, optimizer, counter, 5)
         assert counter.asked == asked + 5, "later it is asked once for each checkpoint, as ever"
     assert len(warnings(caplog)) == 1
@@ -508,7 +511,9 @@ def test_run_that_does_not_call_end_step_as_the_one_before_it_did(pool, caplog):
     with lightck.attach(model, pool, resume=True) as session:
         train(model, optimizer, 1002)
         assert session.committed == 1
-    assert any(re.search(r"1000 updates.*run before called session.end_step\(\)", said) for said in warnings(caplog))
+    assert any(
+        re.search(r"1000 updates.*interrupted run called session.end_step\(\)", said) for said in warnings(caplog)
+    )
 
 
 def test_dozens_of_skipped_steps_are_no_alarm(pool, caplog):
