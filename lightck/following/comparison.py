@@ -266,9 +266,9 @@ class Comparison:
             "Torch's random state at the first training forward after the resume is not the one that followed step "
             f"{self._step}: dropout, and all else that draws random numbers, gets other numbers than in a run that was "
             "never killed. Likely causes: numbers are drawn between attach and the loop, or at the loop's top before "
-            "the first next() of a session loader (an evaluation); a DataLoader outside session.loader() begins a pass; "
-            "an evaluation loader has persistent workers. Draw before attach, and pass such loaders to session.loader(). "
-            f"{_PAGE} shows such loops, and how to make each exact"
+            "the first next() of a session loader (an evaluation); a DataLoader outside session.loader() begins a "
+            "pass; an evaluation loader has persistent workers. Draw before attach, and pass such loaders to "
+            f"session.loader(). {_PAGE} shows such loops, and how to make each exact"
         )
 
     def _other_data(self, differing: list[FirstInput], verdict: _Verdict) -> str:
