@@ -290,7 +290,7 @@ def test_first_run_names_what_the_loop_moves_at_its_top(pool, caplog):
         asked = counter.asked
         (said,) = warnings(caplog)
         assert re.search(
-            r"state\['n'\] changed before .*forward for the first update, and again.*second.*end_step\(\)",
+            r"state\['n'\] changed before .*forward for the first update, and again.*the next such point.*end_step\(\)",
             said,
         )
         at_top(model, optimizer, counter, 5)
@@ -388,7 +388,7 @@ def count(counter: Any) -> None:
 def test_what_moved_since_the_restore_is_named(pool, caplog):
     counter = Counter()
     (said,) = resumed(pool, counter, lambda model, optimizer: count(counter), caplog)
-    assert re.search(r"state\['n'\] changed between the restore.*step 3 closed there.*end_step\(\)", said)
+    assert re.search(r"state\['n'\] changed between the restore.*step 3 was closed at that point.*end_step\(\)", said)
 
 
 @pytest.mark.usefixtures("commits_early")
