@@ -2,9 +2,8 @@
 
 Invariant: after a restore the wrapped loader gives the batches that the killed run would have given, and the global
 generators draw what they would have drawn. A plain loader is replayed: its iterator is created from the random state at
-the beginning of the pass, and the batches given before are fetched and dropped. This needs nothing private of torch. A
-loader with ``state_dict`` loads its own state. This module decides no boundary and writes no checkpoint: it reports to
-its host when a ``next()`` begins.
+the beginning of the pass, and the batches given before are fetched and dropped. A loader with ``state_dict`` loads its
+own state. This module decides no boundary and writes no checkpoint: it reports each ``next()`` to its host.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ class Comparison:
         gradients = [part for part in verdict.equal if part.kind == GRADIENT]
         if not data and not gradients:
             log.info(
-                "lightck: the first batch after the resume was compared with nothing: the batch that followed step %d "
+                "lightck: the first batch after the resume could not be checked: the batch that followed step %d "
                 "is not recorded (for example after a kill at an epoch's end or in an evaluation), or it is on a "
                 "device. That is no error, and no proof that the data are the same",
                 self._step,

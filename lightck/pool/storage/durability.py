@@ -85,7 +85,7 @@ def _labelled(found: Durability) -> Durability:
     profile = emulation.active_profile()
     if profile is None:
         return found
-    seen = f"its speed is slowed down to that of {profile.name} ({profile.source}); what it survives is its own"
+    seen = f"its speed is emulated, as that of {profile.name} ({profile.source}); what it survives is its own"
     medium = f"{found.medium}, {emulation.label()}"
     return replace(found, medium=medium, evidence=(*found.evidence, seen), emulated=profile.name)
 
