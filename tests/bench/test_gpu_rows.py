@@ -32,7 +32,7 @@ def test_rows_follow_the_machine(monkeypatch):
 def test_without_a_device_nothing_is_measured_and_nothing_fails(folder):
     result = CliRunner().invoke(command, ["gpu", "--results", str(folder)])
     assert result.exit_code == 0, result.output
-    assert "without gpu: this machine has nothing to measure it on" in result.output
+    assert "skipped gpu: this machine lacks the hardware for it" in result.output
     with pytest.raises(BenchError, match="no CUDA device"):
         measure("gpu", {"workload": "vgg16", "size": "small", "saver": "lightck", "pairs": 1, "device": "cuda"}, "")
 

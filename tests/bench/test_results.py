@@ -66,7 +66,7 @@ def test_a_row_is_kept_when_it_is_done(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": {}}', '{"format": 99, "rows": {}}', '{"format": 1, "rows": []}'])
 def test_a_file_that_holds_no_results_is_refused(text, tmp_path):
     (tmp_path / "many.json").write_text(text)
-    with pytest.raises(BenchError, match="Move it away"):
+    with pytest.raises(BenchError, match="Move the file away"):
         Results(tmp_path).rows("many")
 
 
@@ -99,7 +99,7 @@ def test_what_is_no_row_is_refused(row, tmp_path):
     (tmp_path / "many.json").write_text(json.dumps({"format": 1, "measure": "many", "rows": {"one": row}}))
     done = call("bench", "many", "--show", "--results", tmp_path)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "holds a row 'one' that is none of lightck bench. Move it away." in done.stderr
+    assert "holds a row 'one' that is not from lightck bench. Move the file away." in done.stderr
 
 
 def test_a_row_of_other_numbers_is_an_error_where_it_is_shown(tmp_path):
@@ -165,7 +165,7 @@ def test_another_byte_of_a_source_is_other_code(tmp_path, monkeypatch):
 
 def test_a_row_that_fails_says_why(folder):
     wrong = Row("nonsense", "wrong", {})
-    with pytest.raises(BenchError, match=r"The row 'wrong' of nonsense failed: .*Nothing is called 'nonsense'"):
+    with pytest.raises(BenchError, match=r"The row 'wrong' of nonsense failed: .*There is no measure 'nonsense'"):
         rows.run(wrong, Place(tmpfs=str(folder), threads=1))
     assert not list(folder.iterdir())
 

@@ -222,7 +222,7 @@ def test_a_child_that_fails_is_an_error_with_its_last_words(tmp_path):
         (["--kills", "30", "--steps", "20"], "30 kills need at least"),
         (["--kills", "0"], "not in the range"),
         (["--size", "huge"], "not one of"),
-        (["--keep", "{tmp}/a", "--pool-dir", "{tmp}"], "pass one"),
+        (["--keep", "{tmp}/a", "--pool-dir", "{tmp}"], "pass only one"),
         (["--keep", "{tmp}"], "exists already"),
         (["--pool-dir", "{tmp}/none"], "does not exist"),
         (["surplus"], "unexpected extra argument"),

@@ -192,7 +192,7 @@ def test_a_damaged_second_copy_is_put_right_first(made, monkeypatch):
 def test_planted_bugs_are_found(made, monkeypatch, bug):
     toys.pool_with(Path(made.path), 2)
     if bug == "records not fenced":
-        monkeypatch.setattr(Medium, "record", lambda self, offset, line: self.store(offset, line))
+        monkeypatch.setattr(Medium, "store_commit_record", lambda self, offset, record: self.store(offset, record))
     else:
         monkeypatch.setattr(Medium, "store", lambda self, at, data: lib.lck_m_store(self.handle, at, data, len(data)))
     found = outcomes(made, monkeypatch)

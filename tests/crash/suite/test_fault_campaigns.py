@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import planted_faults
 import pytest
 from crash.campaign import Order, Tally
 from crash.campaigns import exits, full, syscalls, truncations
@@ -37,11 +38,13 @@ def backend(request) -> str:
 def played(
     campaign: ModuleType, stage: Stage, folder: Path, trials: range, backend: str = "file", plant: str | None = None
 ) -> Tally:
+    assert plant is None or hasattr(planted_faults, plant)  # else the stage's process fails, and that is a finding too
     stage.plant = None if plant is None else f"planted_faults:{plant}"
     try:
         tally: Tally = campaign.run(Order(11, trials, backend, str(folder)), stage)
     finally:
         stage.plant = None
+    assert "exit code 99" not in findings(tally), "the plant replaces something that does not exist"
     return tally
 
 
@@ -60,7 +63,7 @@ BUGS = {
     "short_reads_are_believed": (Fault("memory", "pread", 150, SHORT, EVER), "less than it was asked for"),
     "a_refused_attach_keeps_its_lock": (Fault("memory", "posix_fallocate", 1, EIO, 1), "PoolLockedError"),
     "a_failed_sync_is_good": (Fault("disk", "fdatasync", 5, EIO, EVER), "step"),
-    "a_failure_is_raised_once": (Fault("disk", "fdatasync", 5, EIO, EVER), "raised by the step and not by close"),
+    "a_failure_is_reported_once": (Fault("disk", "fdatasync", 5, EIO, EVER), "raised by the step and not by close"),
 }
 
 

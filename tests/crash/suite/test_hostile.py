@@ -322,7 +322,7 @@ def mid_batch(nbytes: int, work: Any) -> Any:
 
 HOLLOW = {
     "slots with nothing in them": {"slot": 40 * GIB},
-    "a manifest as long as a commit record can say": {"slot": 16 * GIB, "line_nbytes": 2**32 - 64},
+    "a manifest as long as a commit record can say": {"slot": 16 * GIB, "commit_record_nbytes": 2**32 - 64},
     "a layout table of zeros": {"table": 200 * MIB},
 }
 
