@@ -1,8 +1,8 @@
 """The random state of a process: python, numpy's global generator, torch on the CPU and on every CUDA device in use.
 
-``capture`` takes raw objects and converts nothing, because it runs at every step. ``to_value`` makes them storable, and
-``from_value`` checks stored values before it passes any to a generator. Generators that a program creates itself
-(``torch.Generator``, ``numpy.random.Generator``) are not included.
+``capture`` runs at every step, so it takes raw bytes where it can (``generator_memory.py``) and converts nothing.
+``to_value`` and ``packed`` make the state storable, and ``from_value`` checks stored values before it passes any to a
+generator. Generators that a program creates itself (``torch.Generator``, ``numpy.random.Generator``) are not included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,14 @@ import torch
 from torch import Tensor
 
 from lightck.errors import CorruptPoolError
+from lightck.state import values
+from lightck.state.generator_memory import WORDS, Twister, numpy_twister, python_twister
 
 log = logging.getLogger("lightck")
 _PYTHON_VERSION = 3
 _PYTHON_WORDS = struct.Struct("<625I")
+_PYTHON_POSITION = struct.Struct("<I")
+_NUMPY_KEY_DTYPE = np.dtype(np.uint32).str
 _MAX_CUDA_BYTES = 4096
 _MAX_CUDA_DEVICES = 1024
 # numpy's setters do not check these positions, and with a wrong one the generator reads beyond its buffer.
@@ -37,19 +40,47 @@ _NUMPY_POSITIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class RngState:
     """The state of the global generators at one moment.
 
-    python: the result of ``random.getstate()``. numpy: the result of ``numpy.random.get_state(legacy=False)``. torch:
-    uint8, 1-d, on the CPU. cuda: (device index, uint8 tensor, 1-d, on the CPU) for each device; empty if CUDA was not
-    used.
+    torch: uint8, 1-d, on the CPU. cuda: (device index, uint8 tensor, 1-d, on the CPU) for each device; empty if CUDA
+    was not used.
     """
 
-    python: tuple[Any, ...]
-    numpy: dict[str, Any]
-    torch: Tensor
-    cuda: tuple[tuple[int, Tensor], ...] = ()
+    __slots__ = ("_numpy", "_python", "cuda", "torch")
+
+    def __init__(
+        self,
+        python: Twister | tuple[Any, ...],
+        numpy: Twister | dict[str, Any],
+        torch: Tensor,
+        cuda: tuple[tuple[int, Tensor], ...] = (),
+    ) -> None:
+        """``python``: as ``random.getstate()`` returns it, or as bytes. ``numpy``: as
+        ``numpy.random.get_state(legacy=False)`` returns it, or as bytes."""
+        self._python, self._numpy, self.torch, self.cuda = python, numpy, torch, cuda
+
+    @property
+    def python(self) -> tuple[Any, ...]:
+        """The state of Python's generator, as ``random.getstate()`` returns it."""
+        state = self._python
+        if not isinstance(state, Twister):
+            return state
+        return _PYTHON_VERSION, _PYTHON_WORDS.unpack(_python_bytes(state)), state.gauss
+
+    @property
+    def numpy(self) -> dict[str, Any]:
+        """The state of numpy's generator, as ``numpy.random.get_state(legacy=False)`` returns it."""
+        state = self._numpy
+        if not isinstance(state, Twister):
+            return state
+        key = np.frombuffer(state.key, np.uint32).copy()
+        return {
+            "bit_generator": "MT19937",
+            "state": {"key": key, "pos": state.position},
+            "has_gauss": int(state.has_gauss),
+            "gauss": state.gauss,
+        }
 
     def restore(self) -> None:
         """Set every generator. States of devices that this machine does not have are skipped.
@@ -66,11 +97,39 @@ class RngState:
     def to_value(self) -> dict[str, object]:
         """Return the state as data for ``values.pack``: a dict of bytes, ints, floats and small numpy arrays."""
         return {
-            "python": [_PYTHON_WORDS.pack(*self.python[1]), self.python[2]],
+            "python": self._python_value(),
             "numpy": self.numpy,
             "torch": self.torch.numpy().tobytes(),
             "cuda": [[index, state.numpy().tobytes()] for index, state in self.cuda],
         }
+
+    def packed(self) -> bytes:
+        """Return what ``values.pack`` makes of `to_value`, in a few calls instead of one for each part: this runs at
+        every checkpoint."""
+        numpy = self._numpy
+        if not isinstance(numpy, Twister):
+            return values.pack(self.to_value(), path="rng")
+        key = values.plain_extension(values.ARRAY, [_NUMPY_KEY_DTYPE, [WORDS], numpy.key])
+        state = values.plain_extension(values.DICT, [["key", key], ["pos", numpy.position]])
+        fields = [["state", state], ["has_gauss", int(numpy.has_gauss)], ["gauss", numpy.gauss]]
+        return values.pack_plain(
+            values.plain_extension(
+                values.DICT,
+                [
+                    ["python", self._python_value()],
+                    ["numpy", values.plain_extension(values.DICT, [["bit_generator", "MT19937"], *fields])],
+                    ["torch", self.torch.numpy().tobytes()],
+                    ["cuda", [[index, state.numpy().tobytes()] for index, state in self.cuda]],
+                ],
+            )
+        )
+
+    def _python_value(self) -> list[object]:
+        """The words with the position, as bytes, and the normal number that the next draw returns, or None."""
+        state = self._python
+        if isinstance(state, Twister):
+            return [_python_bytes(state), state.gauss]
+        return [_PYTHON_WORDS.pack(*state[1]), state[2]]
 
     @classmethod
     def from_value(cls, value: object) -> RngState:
@@ -93,11 +152,16 @@ def capture() -> RngState:
     """Return the state of all global generators now, without drawing, starting a CUDA context or waiting for a
     device."""
     return RngState(
-        random.getstate(),
-        np.random.get_state(legacy=False),
+        python_twister() or random.getstate(),
+        numpy_twister() or np.random.get_state(legacy=False),
         torch.default_generator.get_state(),
         _capture_cuda(),
     )
+
+
+def _python_bytes(state: Twister) -> bytes:
+    """As ``_PYTHON_WORDS`` packs the words of ``random.getstate()``: the position is the last one."""
+    return state.key + _PYTHON_POSITION.pack(state.position)
 
 
 @contextmanager

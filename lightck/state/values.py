@@ -35,6 +35,7 @@ from lightck.state.storable import (
 )
 
 T = TypeVar("T")
+_plain_packer = msgpack.Packer(strict_types=True, use_bin_type=True)
 STATE_VERSION = 1
 """Version of the set of parts that the small state consists of."""
 TUPLE, DICT, ORDERED_DICT, COUNTER, DEFAULT_DICT, SET, DEQUE = 1, 2, 3, 4, 5, 6, 7
@@ -74,6 +75,17 @@ def pack(
         StateValueError: something cannot be stored; the message names its path and type.
     """
     return _Packer(path, large, large_nbytes).encode(value)
+
+
+def plain_extension(code: int, items: list[object]) -> msgpack.ExtType:
+    """Encode an extension, to be part of another one or of ``pack_plain``. ``items``: what it consists of (for a
+    dict: pairs), of None, bool, int, float, str, bytes, lists of these, and extensions."""
+    return msgpack.ExtType(code, _plain_packer.pack(items))
+
+
+def pack_plain(value: object) -> bytes:
+    """Encode a value of the kinds that ``plain_extension`` takes, in one call."""
+    return cast("bytes", _plain_packer.pack(value))
 
 
 class ConstantDict(dict[Any, object]):

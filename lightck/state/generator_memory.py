@@ -1,0 +1,167 @@
+"""The states of Python's and numpy's global generators, read from the generators' memory.
+
+``random.getstate()`` and ``numpy.random.get_state()`` build a Python object for each of 624 words: 8 and 31 us, at each
+update of a training that may take 500 us. The same words lie in one piece in the memory of the generator. Python and
+numpy do not document where, so ``_find_*`` search for it once, in generators made for that purpose: the place must hold
+exactly what the public functions return, at several states of the generator. Where it is not found (another
+interpreter, another version), and for any other kind of generator, the public functions are called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WORDS = 624
+"""Words of 32 bits in the state of a Mersenne Twister."""
+_KEY = struct.Struct(f"<{WORDS}I")
+_INT = struct.Struct("<i")
+_GAUSS = struct.Struct("<d")
+
+
+class Twister(NamedTuple):
+    """The state of a Mersenne Twister. ``key``: 624 words of 32 bits. ``position``: of the next word. ``gauss``: the
+    normal number that the next draw returns if ``has_gauss``."""
+
+    key: bytes
+    position: int
+    has_gauss: bool
+    gauss: float | None
+
+
+class _PythonPlace(NamedTuple):
+    """Offsets from the beginning of a ``random.Random``."""
+
+    key: int
+    position: int
+
+
+class _NumpyPlace(NamedTuple):
+    """Offsets from the beginning of a ``numpy.random.RandomState``."""
+
+    has_gauss: int
+    gauss: int
+
+
+class _PythonMemory:
+    """The memory of one ``random.Random``."""
+
+    def __init__(self, generator: Any, place: _PythonPlace) -> None:
+        self.generator = generator
+        self._key = (ctypes.c_char * _KEY.size).from_address(id(generator) + place.key)
+        self._position = ctypes.c_int.from_address(id(generator) + place.position)
+
+    def read(self) -> Twister:
+        gauss = self.generator.gauss_next
+        return Twister(self._key.raw, self._position.value, gauss is not None, gauss)
+
+
+class _NumpyMemory:
+    """The memory of one ``numpy.random.RandomState`` over an ``MT19937``."""
+
+    def __init__(self, generator: Any, bits: Any, place: _NumpyPlace) -> None:
+        self.generator, self.bits, self._lock = generator, bits, bits.lock
+        address = bits.ctypes.state_address  # documented: the words, and then the position
+        self._key = (ctypes.c_char * _KEY.size).from_address(address)
+        self._position = ctypes.c_int.from_address(address + _KEY.size)
+        self._has_gauss = ctypes.c_int.from_address(id(generator) + place.has_gauss)
+        self._gauss = ctypes.c_double.from_address(id(generator) + place.gauss)
+
+    def read(self) -> Twister:
+        with self._lock:  # numpy draws large arrays without the GIL
+            return Twister(self._key.raw, self._position.value, self._has_gauss.value != 0, self._gauss.value)
+
+
+_python: _PythonMemory | None = None
+_numpy: _NumpyMemory | None = None
+"""The global generators that were read last. They are kept alive, so that their addresses stay theirs."""
+
+
+def python_twister() -> Twister | None:
+    """The state of ``random``'s global generator, or None if only ``random.getstate()`` can tell it."""
+    global _python
+    generator = getattr(random.getstate, "__self__", None)
+    if _python is None or _python.generator is not generator:
+        place = _python_place()
+        if place is None or type(generator) is not random.Random:
+            return None
+        _python = _PythonMemory(generator, place)
+    return _python.read()
+
+
+def numpy_twister() -> Twister | None:
+    """The state of ``numpy.random``'s global generator, or None if only ``numpy.random.get_state()`` can tell it."""
+    global _numpy
+    generator = getattr(np.random.get_state, "__self__", None)
+    bits: Any = getattr(generator, "_bit_generator", None)
+    if _numpy is None or _numpy.generator is not generator or _numpy.bits is not bits:
+        place = _numpy_place()
+        if place is None or type(generator) is not np.random.RandomState or type(bits) is not np.random.MT19937:
+            return None
+        _numpy = _NumpyMemory(generator, bits, place)
+    return _numpy.read()
+
+
+# -- where the states lie ----------------------------------------------------------------------------------------------
+
+
+@cache
+def _python_place() -> _PythonPlace | None:
+    generator = random.Random(1)
+    memory = _memory_of(generator, random.Random.__basicsize__)
+    key = memory.find(_python_by_call(generator).key)
+    for position in (key - _INT.size, key + _KEY.size):
+        if key >= 0 and 0 <= position <= len(memory) - _INT.size:
+            place = _PythonPlace(key, position)
+            found = _PythonMemory(generator, place)
+            if _agree(found.read, lambda: _python_by_call(generator), lambda: generator.gauss(0, 1)):
+                return place
+    return None
+
+
+def _python_by_call(generator: random.Random) -> Twister:
+    _, words, gauss = generator.getstate()
+    return Twister(_KEY.pack(*words[:WORDS]), words[WORDS], gauss is not None, gauss)
+
+
+@cache
+def _numpy_place() -> _NumpyPlace | None:
+    bits = np.random.MT19937(1)
+    generator = np.random.RandomState(bits)
+    generator.standard_normal()
+    memory = _memory_of(generator, np.random.RandomState.__basicsize__)
+    gauss = memory.find(_GAUSS.pack(_numpy_by_call(generator).gauss))
+    if gauss < _GAUSS.size:
+        return None
+    place = _NumpyPlace(gauss - _GAUSS.size, gauss)  # an int, padded to the alignment of the double behind it
+    found = _NumpyMemory(generator, bits, place)
+    return place if _agree(found.read, lambda: _numpy_by_call(generator), generator.standard_normal) else None
+
+
+def _numpy_by_call(generator: np.random.RandomState) -> Twister:
+    state: Any = generator.get_state(legacy=False)
+    return Twister(state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"] != 0, state["gauss"])
+
+
+def _memory_of(generator: object, nbytes: int) -> bytes:
+    """The memory of an object; empty where ``id`` is no address, or where words are not stored as in a pool."""
+    is_readable = sys.implementation.name == "cpython" and sys.byteorder == "little"
+    return ctypes.string_at(id(generator), nbytes) if is_readable else b""
+
+
+def _agree(read: Callable[[], Twister], call: Callable[[], Twister], draw: Callable[[], object]) -> bool:
+    """Whether both give the same at several states: with a normal number kept and without, and in several blocks of
+    words."""
+    for draws in (1, 1, 2, 301, 1000):
+        for _ in range(draws):
+            draw()
+        if read() != call():
+            return False
+    return True
