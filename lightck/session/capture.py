@@ -31,12 +31,14 @@ from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, 
 from lightck.state.numbers import ModuleNumbers
 from lightck.state.rng import ForkWatch
 from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
+from lightck.state.small_state import StatePacker
 from lightck.state.storable import class_name_of, is_loader
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader
 
 log = logging.getLogger("lightck")
+_NO_VALUES = values.pack({}, path="")
 
 
 @dataclass(slots=True)
@@ -79,7 +81,10 @@ class Capture:
         self.optimizers: list[OptimizerView] = []
         self.built = CurrentBuild(self.model, (), self.objects)
         self.numbers = ModuleNumbers(model)
+        self._state = StatePacker()
         self._groups: defaultdict[int, values.CachedPacker] = defaultdict(values.CachedPacker)
+        self._optimizer_states: defaultdict[int, StatePacker] = defaultdict(lambda: StatePacker(replaced=("names",)))
+        self._object_states: defaultdict[str, values.CachedPacker] = defaultdict(values.CachedPacker)
         self._n_followed = 0
         """How many optimizers are followed, wrappers included."""
         self._reported_shared = False
@@ -297,9 +302,11 @@ class Capture:
             "version": values.STATE_VERSION,
             "event": event.value,
             "explicit": explicit,
-            "rng": at_start.to_value(),
-            "rng_forward": now.to_value() if event is Event.FORWARD else None,
-            "optimizers": [self._optimizer_value(view, lives) for view in self.optimizers],
+            "rng": values.Packed(at_start.packed()),
+            "rng_forward": values.Packed(now.packed()) if event is Event.FORWARD else None,
+            "optimizers": values.Packed(
+                values.join_list([self._packed_optimizer(view, lives) for view in self.optimizers])
+            ),
             "state": self._objects_value(before, lives),
             "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
             "extra": self._extra_state(event, before, lives),
@@ -314,21 +321,23 @@ class Capture:
             "frozen": self.built.frozen_since(self._tensor_list, self.model),
             "fingerprint": fingerprint(),
         }
-        return values.pack(state, path="", large=None)
+        return self._state.pack(state)
 
-    def _optimizer_value(self, view: OptimizerView, lives: list[Live]) -> dict[str, object]:
+    def _packed_optimizer(self, view: OptimizerView, lives: list[Live]) -> bytes:
         view.refuse_nameless()
         path = role("optimizer", view.index, len(self.optimizers))
         with_values = None if self._tensor_list is None else self._tensor_list.with_values[view.index]
-        state = view.state_values(with_values)
-        return {
-            "class": view.class_name,
-            "wraps": view.wraps,
-            "names": view.names,
-            "groups": self._groups[view.index].pack(view.groups(), path=f"{path}/param_groups"),
-            "values": values.pack(state, path=f"in {path}", large=_collector(lives, "optimizer")),
-            "rest": values.pack(view.rest(), path=f"in {path}/rest", large=_collector(lives, "optimizer")),
-        }
+        state, rest, large = view.state_values(with_values), view.rest(), _collector(lives, "optimizer")
+        return self._optimizer_states[view.index].pack(
+            {
+                "class": view.class_name,
+                "wraps": view.wraps,
+                "names": view.names,
+                "groups": self._groups[view.index].pack(view.groups(), path=f"{path}/param_groups"),
+                "values": values.pack(state, path=f"in {path}", large=large) if state else _NO_VALUES,
+                "rest": values.pack(rest, path=f"in {path}/rest", large=large) if rest else _NO_VALUES,
+            }
+        )
 
     def _objects_value(self, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
         known: Mapping[str, bytes] = {}
@@ -340,9 +349,9 @@ class Capture:
             for name, obj in self.objects.items()
         }
 
-    @staticmethod
-    def _object_bytes(name: str, obj: Any, lives: list[Live]) -> bytes:
-        return values.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
+    def _object_bytes(self, name: str, obj: Any, lives: list[Live]) -> bytes:
+        packer = self._object_states[name]
+        return packer.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
 
     def _extra_state(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
         """The modules' extra state. A forward may change it, so at the pre-step hook, which

@@ -13,7 +13,8 @@ import ctypes
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgpack
@@ -96,6 +97,30 @@ class ConstantDict(dict[Any, object]):
     packed: bytes | None
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A value that is packed already. It is stored as it is."""
+
+    data: bytes
+
+
+def pair_prefix(key: str) -> bytes:
+    """The bytes before the value of this key in a packed dict (see ``join_dict``)."""
+    return _PAIR + pack(key, path="")
+
+
+def join_dict(count: int, pieces: Iterable[bytes]) -> bytes:
+    """Join packed items to a packed dict. ``pieces``: of each of the ``count`` items the ``pair_prefix`` of its key,
+    then its packed value."""
+    payload = b"".join((_plain_packer.pack_array_header(count), *pieces))
+    return cast("bytes", _plain_packer.pack_ext_type(DICT, payload))
+
+
+def join_list(items: Sequence[bytes]) -> bytes:
+    """Join packed items to a packed list."""
+    return b"".join((_plain_packer.pack_array_header(len(items)), *items))
+
+
 class CachedPacker:
     """Packs one value at many checkpoints, and encodes it again only if it changed."""
 
@@ -105,13 +130,13 @@ class CachedPacker:
         """The value's fast encoding and its packed form, assigned together so that a signal handler never sees only
         one."""
 
-    def pack(self, value: object, *, path: str) -> bytes:
+    def pack(self, value: object, *, path: str, large: Callable[[str, torch.Tensor], None] | None = None) -> bytes:
         """As `pack`. One refusal is missing: bytes that became an equal ``bytearray`` or ``memoryview`` pass as
         unchanged, although `pack` raises ``StateValueError`` for these types."""
         try:
             now = self._writer.pack(value)  # exact in types, order and bits; a type that needs an extension raises
         except (TypeError, ValueError, OverflowError, RecursionError):
-            return pack(value, path=path)
+            return pack(value, path=path, large=large)
         seen, packed = self._last
         if now != seen:
             packed = pack(value, path=path)
@@ -302,6 +327,7 @@ _ENCODE: dict[type, Callable[[_Packer, Any], bytes]] = {
     tuple: lambda packer, value: packer.ext(TUPLE, packer.sequence(value)),
     dict: lambda packer, value: packer.ext(DICT, packer.pairs(value)),
     ConstantDict: _Packer.constant,
+    Packed: lambda packer, value: value.data,
     OrderedDict: lambda packer, value: packer.ext(ORDERED_DICT, packer.pairs(value)),
     Counter: lambda packer, value: packer.ext(COUNTER, packer.pairs(value)),
     defaultdict: _encode_default_dict,
