@@ -55,8 +55,8 @@ class StepListener:
     def forward_ended(self) -> None:
         """The forward returned."""
 
-    def before_step(self, index: int, by_hand: bool, has_gradients: bool) -> None:
-        """An optimizer's ``step`` is called. ``by_hand``: outside the ``step`` of the wrapper around it;
+    def before_step(self, index: int, outside_wrapper: bool, has_gradients: bool) -> None:
+        """An optimizer's ``step`` is called. ``outside_wrapper``: outside the ``step`` of the wrapper around it;
         ``has_gradients``: the gradients exist already, because no closure computes them inside ``step``."""
 
     def gate(self) -> None:
@@ -174,8 +174,8 @@ class StepEvents(StepListener):
     def forward_ended(self) -> None:
         self._emit(lambda listener: listener.forward_ended())
 
-    def before_step(self, index: int, by_hand: bool, has_gradients: bool) -> None:
-        self._emit(lambda listener: listener.before_step(index, by_hand, has_gradients))
+    def before_step(self, index: int, outside_wrapper: bool, has_gradients: bool) -> None:
+        self._emit(lambda listener: listener.before_step(index, outside_wrapper, has_gradients))
 
     def gate(self) -> None:
         """Pass on ``gate``, then ``update_begins``."""

@@ -16,8 +16,9 @@ _BY_USER = (Event.END_STEP, Event.FLUSH)
 class Boundary:
     """Counts updates and iterations, and decides which event closes a checkpoint."""
 
-    def __init__(self, optimizers: int, step: int = 0, iteration: int = 0, explicit: bool = False) -> None:
-        self.optimizers = optimizers
+    def __init__(self, n_optimizers: int, step: int = 0, iteration: int = 0, explicit: bool = False) -> None:
+        self.n_optimizers = n_optimizers
+        """How many optimizers make updates; those inside a wrapper do not count."""
         self.iteration = iteration
         self.explicit = explicit
         """Whether ``end_step()`` was called: from then on only the user's calls are boundaries."""
@@ -31,13 +32,13 @@ class Boundary:
     @property
     def step(self) -> int:
         """Updates so far. With several optimizers a round in which each has stepped is one update."""
-        if self.optimizers <= 1:
+        if self.n_optimizers <= 1:
             return self._closed + sum(self._updates.values())
         return self._closed + int(self._is_round_complete)
 
     @property
     def _is_round_complete(self) -> bool:
-        return len(self._updates) >= max(self.optimizers, 1)
+        return len(self._updates) >= max(self.n_optimizers, 1)
 
     def updated(self, optimizer: int) -> None:
         """Count an optimizer step that made an update."""
@@ -62,14 +63,14 @@ class Boundary:
             return True
         if self.explicit:
             return False
-        if self.optimizers <= 1:
+        if self.n_optimizers <= 1:
             return True
         return self._is_round_complete and event in (Event.NEXT, Event.PRE_STEP)
 
     def close(self, event: Event) -> int:
         """Close the checkpoint, count the iteration that ends here, and return the checkpoint's step."""
         # The user may close a checkpoint when only some of several optimizers have stepped: that counts as an update.
-        partial = self.optimizers > 1 and not self._is_round_complete
+        partial = self.n_optimizers > 1 and not self._is_round_complete
         self._closed = self.step + int(partial)
         self._updates.clear()
         self.iteration += 1

@@ -154,7 +154,7 @@ class Hooks:
             return
         index, wrapper = self._index(optimizer), sys._getframe(1)
         if self._stepping.get(index, wrapper) is not wrapper:
-            return
+            return  # this step is inside another one, which reports the update
         self._stepping.pop(index, None)
         if _changed_nothing(optimizer):
             self._events.skipped_step(index)
@@ -166,6 +166,7 @@ class Hooks:
     def _any_step_post(self, *_: object) -> None:
         """After the user's own post hooks, which belong to the update: they may draw random numbers and write
         buffers."""
+        # Frame 1 is the function of ``weak_hook``, frame 2 that of torch around ``step``.
         if self._updated_frame is not None and self._updated_frame is sys._getframe(2):
             self._updated_frame = None
             self._events.after_step_hooks()
@@ -178,6 +179,8 @@ def _changed_nothing(optimizer: Optimizer) -> bool:
 
 
 def _is_init_step(kwargs: dict[str, object]) -> bool:
+    """Whether ``_INIT_STEP`` makes this step. It passes ``closure=None``. The call stack is searched only for such
+    steps, because the search is slow."""
     if "closure" not in kwargs or kwargs["closure"] is not None:
         return False
     return own_hooks.is_called_by(lambda frame: frame.f_code.co_name == _INIT_STEP)

@@ -18,8 +18,9 @@ from lightck.state.blocks import checksums
 from lightck.state.signatures import version_counter_of
 
 _NOT_SHARED = ("step", "_optimizer_")
-"""Prefixes of attributes that a layer's optimizer instance does not copy: a ``step`` that a scheduler wrapped, which
-would keep another optimizer alive, and the registries of hooks, without which a search for optimizers skips it."""
+"""Prefixes of attributes that a layer's optimizer instance does not copy. A ``step`` that a scheduler wrapped would
+keep another optimizer alive. The registries of hooks are missing so that a search for optimizers skips the
+instance."""
 BLOCK = 1 << 20
 """Bytes of a gradient per checksum."""
 Group = dict[str, object]
@@ -135,7 +136,7 @@ def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor
     counters = [p._version for p in params]
     type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
     silent = [p for p, before in zip(params, counters, strict=True) if p._version == before]
-    if silent:  # a fused kernel moves no version counter, from which autograd sees that saved tensors were changed
+    if silent:  # a fused kernel moves no version counter, but autograd needs it to detect changes of saved tensors
         torch.autograd.graph.increment_version(silent)
 
 

@@ -82,8 +82,8 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
         return known
     if sessions.has_open_session(model):
         raise SessionError(
-            "This model has an open session, which expects all updates in step(), and would save layers that are "
-            "updated earlier wrongly. Call lightck.layerwise() before lightck.attach()."
+            "This model has an open session, which expects all updates in step(). Layers that are updated earlier "
+            "would be saved wrongly. Call lightck.layerwise() before lightck.attach()."
         )
     if known is not None:
         raise SessionError(
@@ -174,8 +174,8 @@ class Layerwise:
         return self._model() is model
 
     def add_listener(self, listener: StepListener, index: int) -> own_hooks.Handle:
-        """Report updates inside the backward pass to ``listener``, until the handle is removed. ``index``: of the
-        optimizer, for the listener. The listener is referred to weakly."""
+        """Report updates inside the backward pass to ``listener``, until the handle is removed. ``index``: the
+        number under which the listener knows the optimizer. The listener is referred to weakly."""
         handle = RemovableHandle(self._listeners)
         self._listeners[handle.id] = weakref.ref(listener), index
         return handle
@@ -260,8 +260,9 @@ class Layerwise:
         counter, so bytes are compared too: of all gradients in the first updates, later of the first layer and, in
         rotation, of others."""
         layer.used = [options_of(group) for group in layer.groups]
+        n_before = len(self._used)  # how many parameters this update has changed before this layer
         in_turn = self._updates % max(len(self._layer_of), 1)
-        is_compared = self._updates <= _FULLY_COMPARED or len(self._used) in (0, in_turn)
+        is_compared = self._updates <= _FULLY_COMPARED or n_before in (0, in_turn)
         for p in params:
             grad = p.grad
             assert grad is not None
@@ -370,8 +371,9 @@ def _refuse_scaled(optimizer: Optimizer) -> None:
     # The call stack is searched too: ``unscale_`` writes to the gradients without moving a version counter.
     if fused or own_hooks.is_called_by(_is_of_scaler):
         raise UnsupportedError(
-            "A GradScaler drives this optimizer. Whether a step is skipped is known when all gradients are there, and "
-            "a layer-wise update comes before that. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none)."
+            "A GradScaler drives this optimizer. Only when all gradients are there, it decides whether a step is "
+            "skipped, and a layer-wise update comes before that. Leave out lightck.layerwise(), or the scaler "
+            "(bfloat16 needs none)."
         )
 
 

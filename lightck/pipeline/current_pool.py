@@ -149,8 +149,8 @@ class CurrentPool:
 def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Layout, list[Entry]]:
     """The layout of the file that replaces ``old``, and the tensors for which its reserve must have space besides.
     ``now``: the tensors of the training (empty: those of ``old``). ``held``: the tensors of held checkpoints; those
-    that have another shape or dtype now go into the reserve. The layout keeps extents for optimizer state that does
-    not exist yet, but not for tensors of the user's objects that no longer exist."""
+    whose shape or dtype has changed since are placed in the reserve. The layout keeps extents for optimizer state
+    that does not exist yet, but not for tensors of the user's objects that no longer exist."""
     current = {entry.name: entry for entry in now}
     layout = _kept_entries(old, current) if old is not None else {}
     layout |= {entry.name: entry for entry in (*held, *now)}

@@ -185,7 +185,7 @@ class _UpdateCopies:
 
     def _begin(self) -> None:
         waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
-        addresses = [one.signature[1][0] for one in waiting.values()]
+        addresses = [one.signature[1][0] for one in waiting.values()]  # the first item of each memory layout
         # No tensor has moved since the table was computed, so the memory that the table keeps alive is theirs.
         if self.reservation.copy(list(waiting), addresses, self._table.keep_alive):
             self._copies |= waiting

@@ -74,8 +74,7 @@ class WriteGuard:
         self._reading_turn, self._verified_until = RoundRobin(), 0
         """The next source blocks to read, and the newest generation whose sources were all verified."""
         self.stale_after: int | None = None
-        """Checkpoints of a larger generation are stale, up to the first one begun after the discovery. None: none is
-        stale."""
+        """Checkpoints of a larger generation are stale if they were begun before the discovery. None: none is stale."""
         self._found_at = 0
         """The newest generation when the unannounced write was found."""
 

@@ -243,9 +243,10 @@ class Pipeline:
             if writer.slots.n_usable < wanted:
                 pool.n_slots = max(wanted, pool.n_slots)
                 log.info("lightck: the pool %r moves to a new file with %d slots, for a pin", self.path, pool.n_slots)
-                original_generation = (
-                    self._newest[1].original_generation or self._newest[2] if self._newest is not None else None
-                )
+                original_generation = None
+                if self._newest is not None:
+                    _, slot, generation = self._newest
+                    original_generation = slot.original_generation or generation
                 self.eager.drop()
                 pool.relayout((), 0, lambda _: None)
                 self._newest = _slot_of_original(self._writer, original_generation)

@@ -18,7 +18,7 @@ import torch
 from lightck.errors import StateChangedError
 from lightck.state.blocks import ALL, NO_BLOCKS, Blocks, Positions, RoundRobin, checksums
 from lightck.state.device_transfers import on_host, transfer_of
-from lightck.state.inventory import Live, is_plain, memory_of, staged
+from lightck.state.inventory import Live, in_plain_memory, is_plain, memory_of
 from lightck.state.signatures import (
     MemoryLayout,
     MemoryLayouts,
@@ -54,7 +54,8 @@ class SourceWatch:
         self._registrations = Registrations(lives)
         self._blocks = NO_BLOCKS
         self._at_boundary = self._blocks.checksum_positions[:0], np.zeros(0, np.uint32), self._blocks.owners[:0]
-        """Of the blocks that were read at the boundary: places of their checksums, checksums, owners."""
+        """The blocks that were read at the boundary, as parallel arrays: where the checksum of the copy will be, the
+        checksum at the boundary, and the position of the source in ``lives``."""
 
     def changed(self) -> list[int]:
         """Positions of the sources whose signatures differ from those at the boundary."""
@@ -212,7 +213,7 @@ class UnchangedTensors:
         here = {name: known for name, known in proved.items() if is_plain(known.tensor)}
         counts = [len(known.crcs) for known in here.values()]
         blocks = Blocks.of(
-            [known.signature[1][0] for known in here.values()],
+            [known.signature[1][0] for known in here.values()],  # addresses
             [known.tensor.nbytes for known in here.values()],
             np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64),
             block,
@@ -238,7 +239,7 @@ class UnchangedTensors:
             name = names[self._others_turn % len(names)]
             known = self._known[name]
             if self._has_same_signature(name):
-                if not np.array_equal(checksums(staged(on_host(known.tensor)), block), known.crcs):
+                if not np.array_equal(checksums(in_plain_memory(on_host(known.tensor)), block), known.crcs):
                     return {name}
                 spent += known.tensor.nbytes
             if spent >= COPIED_TO_READ_NBYTES or not known.tensor.is_cpu:

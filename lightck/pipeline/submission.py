@@ -11,7 +11,7 @@ from lightck.pipeline.plan import WritePlan
 from lightck.pipeline.write_table import NO_RECORDS, StagedTensor, TensorRecord
 from lightck.pool.writer import CopyPlan, PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
-from lightck.state.inventory import Live, memory_of, staged
+from lightck.state.inventory import Live, in_plain_memory, memory_of
 
 
 class Submission:
@@ -35,7 +35,7 @@ class Submission:
     def _add_at_boundary(self, live: Live, record: TensorRecord) -> None:
         source, address = live.tensor, record.address
         if not record.plain:
-            source = staged(live.tensor)
+            source = in_plain_memory(live.tensor)
             address = source.data_ptr()
         self._numbers.append(record.number)
         self._sources.append(address)
@@ -73,7 +73,7 @@ class Submission:
         numbers = np.concatenate([*(table.numbers for table in tables), np.array(self._numbers, np.int64)])
         sources = np.concatenate([*(table.sources for table in tables), np.array(self._sources, np.uint64)])
         at_boundary = np.concatenate([*(table.at_boundary for table in tables), np.ones(len(self._numbers), np.bool_)])
-        present = np.array([number for table in tables for number in table.present], np.int64)
+        without_bytes = np.array([number for table in tables for number in table.without_bytes], np.int64)
         if len(begun):
             left = np.isin(numbers, begun, invert=True)
             numbers, sources, at_boundary = numbers[left], sources[left], at_boundary[left]
@@ -84,7 +84,7 @@ class Submission:
             sources,
             at_boundary,
             np.array([record.number for _, record in self.plan.unchanged], np.int64),
-            np.concatenate([present, begun]),
+            np.concatenate([without_bytes, begun]),
             len(closed_step.lives),
             closed_step.state,
         )

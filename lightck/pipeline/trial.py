@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 class Margin(NamedTuple):
-    """By how much a cost must be lower than another: by more than ``share`` of the other plus ``least``. With a
-    negative ``share`` it may be higher than the other by less than that share."""
+    """How much lower a cost must be than another one: below ``(1 - share) * other - least``. So a ``share`` of -0.01
+    allows a cost that is up to 1 % higher."""
 
     share: float
     least: float = 0.0
@@ -27,8 +27,8 @@ class Trial(Generic[T]):
 
     An alternative is better than another one if each of its median costs is lower by the margin of that cost. The
     caller gives at least one margin whose share is not negative, so that no two alternatives are each better than the
-    other. The first alternative that no other one is better than wins. If
-    ``rounds`` is 0, the first alternative wins at once.
+    other. The first alternative for which there is no better one wins. If ``rounds`` is 0, the first
+    alternative wins at once.
     """
 
     def __init__(

@@ -48,7 +48,8 @@ class TensorRecord:
 
     def describes(self, live: Live) -> bool:
         """Whether this is still the record of the tensor. Object and address alone are not enough: ``resize_``, ``t_``
-        and ``.data = ...`` can keep both, and so does a tensor that was tied to another one which is replaced."""
+        and ``.data = ...`` can keep both. A tied tensor also keeps both when the tensor to which it was tied is
+        replaced."""
         is_same = self.tensor is live.tensor and self.alias == live.alias
         return is_same and self.memory_layout == memory_layout_of(live.tensor)
 
@@ -102,7 +103,7 @@ class WriteTable:
     """The memory of ``background``."""
     background: list[Live]
     background_numbers: list[int]
-    present: list[int]
+    without_bytes: list[int]
     """Record numbers of tensors without bytes of their own: empty or tied."""
     undecided: list[tuple[Live, TensorRecord]]
     """Tensors for which each checkpoint decides: frozen ones, and ones that must be made contiguous first."""
@@ -115,7 +116,7 @@ class WriteTable:
 
     def without(self, left_out: Collection[int]) -> WriteTable:
         """A copy of this table without these record numbers, for a plan that leaves them out (``WritePlan.unchanged``).
-        ``present`` and ``undecided`` stay as they are."""
+        ``without_bytes`` and ``undecided`` stay as they are."""
         stays = ~np.isin(self.numbers, np.fromiter(left_out, np.int64, len(left_out)))
         later = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
         return WriteTable(
@@ -128,7 +129,7 @@ class WriteTable:
             [self.keep_alive[i] for i in later],
             [self.background[i] for i in later],
             [self.background_numbers[i] for i in later],
-            self.present,
+            self.without_bytes,
             self.undecided,
             [one for one in self.staged if one.record.number not in left_out],
         )
@@ -155,12 +156,12 @@ def write_table(
 ) -> WriteTable:
     """Sort tensors by how they are written. ``copied_at_boundary``: names that no background copy may read."""
     written: list[tuple[Live, TensorRecord, bool]] = []
-    present: list[int] = []
+    without_bytes: list[int] = []
     undecided: list[tuple[Live, TensorRecord]] = []
     staged: list[StagedTensor] = []
     for live, record in zip(lives, records, strict=True):
         if not record.nbytes:
-            present.append(record.number)
+            without_bytes.append(record.number)
         elif record.transfer is not None and not live.is_frozen:
             staged.append(
                 StagedTensor(live, record, record.transfer, record.at_boundary or live.name in copied_at_boundary)
@@ -180,7 +181,7 @@ def write_table(
         [memory_of(live.tensor) for live, _ in later],
         [live for live, _ in later],
         [number for _, number in later],
-        present,
+        without_bytes,
         undecided,
         staged,
     )

@@ -296,7 +296,7 @@ class _StepRecorder(StepListener):
     def forward_ended(self) -> None:
         self._layers_end()
 
-    def before_step(self, index: int, by_hand: bool, has_gradients: bool) -> None:
+    def before_step(self, index: int, outside_wrapper: bool, has_gradients: bool) -> None:
         self._backward_over()
 
     def update_begins(self) -> None:

@@ -167,9 +167,9 @@ def _discover(arguments: Arguments) -> Found:
         )
     if enabled_scalers(found.state) and any(layerwise_of(o) is not None for o in found.optimizers):
         raise UnsupportedError(
-            "A GradScaler is enabled, and layers are updated inside backward(). Whether a step is skipped is known "
-            "when all gradients are there. Leave out lightck.layerwise(), or the scaler (bfloat16 needs none); if "
-            'the scaler is of another training, pass state={"scaler": None}.'
+            "A GradScaler is enabled, and layers are updated inside backward(). The scaler decides whether a step is "
+            "skipped only after that, when all gradients are there. Leave out lightck.layerwise(), or the scaler "
+            '(bfloat16 needs none); if the scaler is of another training, pass state={"scaler": None}.'
         )
     return found
 

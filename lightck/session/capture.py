@@ -27,7 +27,7 @@ from lightck.state.buffers import BufferCopies
 from lightck.state.build_record import CurrentBuild
 from lightck.state.device_transfers import Devices
 from lightck.state.fingerprint import fingerprint
-from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, optimizer_views, staged
+from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, in_plain_memory, optimizer_views
 from lightck.state.numbers import ModuleNumbers
 from lightck.state.rng import ForkWatch
 from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
@@ -89,7 +89,7 @@ class Capture:
         """How many optimizers are followed, wrappers included."""
         self._reported_shared = False
         self._forked = ForkWatch()
-        self._by_hand: set[int] = set()
+        self._stepped_outside: set[int] = set()
         """Indexes of optimizers that were stepped outside the ``step`` of their wrapper."""
         self._without_grad: dict[int, dict[int, torch.Tensor]] = {}
         """View index -> the parameters that no update has changed yet, by id, because they never had a gradient."""
@@ -147,7 +147,8 @@ class Capture:
         self.devices.set_tensors(live.tensor for live in self.tensors())
 
     def before_update(self, index: int) -> None:
-        """Record which parameters this update can change: torch's optimizers skip those without a gradient."""
+        """Record which parameters this update can change: torch's optimizers skip those without a gradient. ``index``:
+        the number of the optimizer that makes the update."""
         for view in self.optimizers:
             if view.root == index:
                 self._remove_ready(self._without_grad[view.index])
@@ -161,11 +162,11 @@ class Capture:
             self._tensor_list = None
             self._seen_grad = self._seen_grad | frozenset(ready)
 
-    def stepped_by_hand(self, index: int) -> None:
+    def stepped_outside_wrapper(self, index: int) -> None:
         """An optimizer inside a wrapper is stepped outside the wrapper's ``step``: by another of its methods, or by the
         loop."""
-        if index not in self._by_hand:
-            self._by_hand.add(index)
+        if index not in self._stepped_outside:
+            self._stepped_outside.add(index)
             classes = " around ".join(view.class_name for view in self.optimizers if view.root == index)
             log.info(
                 "lightck: %s: the inner optimizer is stepped outside the step() of its wrapper, where lightck cannot "
@@ -184,7 +185,7 @@ class Capture:
                 provisional.loaders[name] = self._object_bytes(name, obj, provisional.large)
         provisional.extra = self._pack_extra_state(provisional.extra_large)
         for live in provisional.extra_large:
-            live.tensor = staged(live.tensor).clone()
+            live.tensor = in_plain_memory(live.tensor).clone()
 
     # -- at the boundary ---------------------------------------------------------------------------------
 
@@ -201,8 +202,9 @@ class Capture:
         """Read the checkpoint that this event closes. ``copied_at_boundary``: names of tensors that no background copy
         may read. ``stale_after``: a generation; the checkpoints between it and this one are stale."""
         self.refresh()
+        # At these two events the next step has begun: its batch is fetched, and random numbers are drawn.
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
-        # At the pre-step hook the forward of the next step has changed the buffers already.
+        # At the pre-step hook its forward has run too, and has changed the buffers.
         before_forward = before if event is Event.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
@@ -237,9 +239,9 @@ class Capture:
     def _written_outside_step(self, lives: list[Live]) -> frozenset[str]:
         """Tensors that methods of a wrapper other than ``step`` write (SAM's ascent step, and the weights that it
         saves). No gate comes before such a method, so no background copy may read them."""
-        if not self._by_hand:
+        if not self._stepped_outside:
             return frozenset()
-        params = {id(p) for view in self.optimizers if view.root in self._by_hand for _, p in view.params}
+        params = {id(p) for view in self.optimizers if view.root in self._stepped_outside for _, p in view.params}
         return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
 
     def _find_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
@@ -294,6 +296,8 @@ class Capture:
         lives: list[Live],
         stale_after: int | None = None,
     ) -> bytes:
+        """Pack the small state. Large tensors in it are appended to ``lives``. ``before``: the state to use instead of
+        the present one, where the next step has begun already."""
         now = rng.capture()
         at_start = now if before is None else before.rng  # from which the next step starts
         if before is not None:
@@ -326,6 +330,7 @@ class Capture:
     def _packed_optimizer(self, view: OptimizerView, lives: list[Live]) -> bytes:
         view.refuse_nameless()
         path = role("optimizer", view.index, len(self.optimizers))
+        # Only these parameters have state that is not a tensor. None: this is not known.
         with_values = None if self._tensor_list is None else self._tensor_list.with_values[view.index]
         state, rest, large = view.state_values(with_values), view.rest(), _collector(lives, "optimizer")
         return self._optimizer_states[view.index].pack(

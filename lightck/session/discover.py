@@ -137,8 +137,8 @@ def follow_late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer
     new = followed([optimizer])
     if any(id(p) in known for one in new for g in one.param_groups for p in g["params"]):
         raise LateError(
-            f"An optimizer ({type(optimizer).__name__}) steps parameters that another one had at attach. lightck saves "
-            "the state of that one, not of this. Build this one before attach, or close the session and attach again."
+            f"An optimizer ({type(optimizer).__name__}) steps parameters that another optimizer had at attach. lightck "
+            "saves only the state of the other. Build this one before attach, or close the session and attach again."
         )
     log.warning(
         "lightck: %s was made after attach, or had no parameter of this model then. It is followed from now "

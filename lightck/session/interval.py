@@ -194,9 +194,10 @@ class Adaptive:
         self._steps.append(step)
 
     def _decide(self) -> None:
+        """Set the interval. If the stalls alone allow 1, it is at most 2 until there are enough recent pairs."""
         wanted, pairs = self._wanted_interval(self._extra.value), self._extra.last
         is_turn = (wanted == 1) != (self.interval == 1)  # whether the interval would become 1, or leave 1
-        allows_1_by_stalls = self._wanted_interval(0.0) == 1  # then only the pairs can decide against 1
+        allows_1_by_stalls = self._wanted_interval(0.0) == 1  # whether only the cost of pairs can decide against 1
         if (is_turn or len(pairs) < _AGREE_UP) and allows_1_by_stalls:
             if is_turn and (wanted == 1 or self._saved_in_a_row > _SKIP_SOON):
                 pairs.clear()  # pairs of a larger interval do not apply at 1; pairs of 1 may be old

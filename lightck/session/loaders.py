@@ -79,5 +79,5 @@ class LoaderEvents(LoaderHost):
         state = resumed.take_rng(loader, pass_)
         if state is not None and resumed.closed_by_next:  # next() closed the restored checkpoint
             for other in self._steps.capture.loaders:
-                other.put_back()
+                other.put_back()  # to their positions in the checkpoint
         return state

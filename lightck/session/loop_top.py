@@ -12,8 +12,8 @@ was changed twice. (A checkpoint that ``end_step()`` or ``flush()`` closed does 
 *In a fresh run*: a change counts if the loop makes it before the first closing point, and makes it again between the
 first update and the next closing point.
 
-*In a resume in the middle of a pass over a session loader*: what changes until the loop continues that pass. The top of
-the epoch comes before it, and ran before the kill too.
+*In a resume in the middle of a pass over a session loader*: what changes until the loop continues that pass. The
+interrupted run executed the top of this epoch too, so such a change was made twice.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class LoopTopCheck:
         if boundary.explicit or self._capture.loaders:
             return False
         if self._point is None:
-            if event is Event.FORWARD and boundary.optimizers > 1:
+            if event is Event.FORWARD and boundary.n_optimizers > 1:
                 return True  # with several optimizers a forward closes nothing
             self._point = event
-            # Many loops set options from the step number before each update, which a resumed loop may repeat.
+            # Many loops compute options from the step number before each update. To repeat that does no harm.
             options = {options_label(view) for view in self._capture.optimizers}
             self._candidates = set(self._changed(self._before, event)) - options
             return bool(self._candidates)
@@ -86,9 +86,9 @@ class LoopTopCheck:
         return False
 
     def fetches(self, loader: SessionLoader) -> None:
-        """Check at the first ``next()`` of a restored pass, and at that of each later pass until an update is made: a
-        pass before the loop may only inspect a batch. Options of optimizers are not compared, because a loop may set
-        them again after ``next()``."""
+        """Check at the first ``next()`` of each restored pass, until an update is made. There may be several: a script
+        may begin a pass before its loop, to inspect a batch. Options of optimizers are not compared, because a loop
+        may set them again after ``next()``."""
         pass_ = loader.current_pass
         if (
             not self._checks_passes
@@ -113,14 +113,14 @@ class LoopTopCheck:
             )
 
     def updated(self, boundary: Boundary) -> None:
-        """An update was made, which the next checkpoint may follow."""
+        """An update was made. The marks after it are kept if its checkpoint may close at the next closing point."""
         self._checks_passes = False
         if self._point is not None and boundary.closes_at(Event.PRE_STEP):
             self._after_update = self._marks(self._candidates)
 
     def _after_restore(self, event: Event) -> bool:
         if event is not self._closed_by:
-            return event is Event.FORWARD
+            return event is Event.FORWARD  # a step closed the checkpoint: it comes after this forward
         names = self._repeatable(self._changed(self._before, event))
         if names:
             log.warning(
@@ -139,8 +139,8 @@ class LoopTopCheck:
         if changed:
             assert self._point is not None
             log.warning(
-                "lightck: %s changed before %s for the first update, and again between that update and the "
-                "next such point, where a checkpoint closes. If the loop changes it at its top, the "
+                "lightck: %s changed before the loop reached %s for the first time, and again between the "
+                "first update and the next time, at which a checkpoint closes. If the loop changes it at its top, the "
                 "checkpoint holds that change already, and a resumed loop makes it once more. (That does no harm "
                 "if the new value depends on the step alone.) %s",
                 listed(changed),
@@ -155,7 +155,7 @@ class LoopTopCheck:
         return names if event is Event.FORWARD else [name for name in names if name not in self._buffers()]
 
     def _repeatable(self, names: list[str]) -> list[str]:
-        """Leave out objects whose ``state_dict()`` differs at every call, as with the time of day."""
+        """Leave out objects whose ``state_dict()`` differs at every call, for example because it holds the time."""
         changes = changed_names(self._marks(set(names)), self._marks(set(names)))
         return [name for name in names if name not in changes]
 

@@ -73,7 +73,7 @@ class SavedWatch:
         """A training forward of the root module begins."""
         self._is_alive = True
         self._idle_forwards += 1
-        if self._boundary.optimizers:
+        if self._boundary.n_optimizers:
             self._idle_iterations(self._idle_forwards)
         elif not self._end_steps:
             self._forward_without_optimizer()
@@ -93,9 +93,9 @@ class SavedWatch:
         if self._end_steps > 1:  # before the first call other events closed checkpoints
             self._longest_interval = max(self._longest_interval, self._boundary.most_pending)
         self._idle_end_steps += 1
-        if not self._boundary.optimizers and self._end_steps == 1:
+        if not self._boundary.n_optimizers and self._end_steps == 1:
             self._look_for_optimizer()
-        if self._boundary.optimizers:
+        if self._boundary.n_optimizers:
             self._idle_iterations(self._idle_end_steps)
             return False
         if self._end_steps == 1:
@@ -124,7 +124,7 @@ class SavedWatch:
                 "loader and the model's forward no longer do. Call end_step() as the last statement of every "
                 "iteration; or never call it, and call session.flush() where you need a checkpoint"
             )
-        elif not self._boundary.explicit and self._boundary.optimizers > 1:
+        elif not self._boundary.explicit and self._boundary.n_optimizers > 1:
             self._warn_incomplete_round(index, n)
 
     def step_elsewhere(self, optimizer: Optimizer) -> None:
@@ -152,7 +152,7 @@ class SavedWatch:
                 "Nothing was saved: the model of this session was neither called nor updated since attach, while "
                 "another one with parameters of the same shapes was trained. Attach to the model that is trained."
             )
-        if self._boundary.optimizers or self._end_steps or self._idle_forwards < 2:
+        if self._boundary.n_optimizers or self._end_steps or self._idle_forwards < 2:
             return None
         changed = changed_names(self._before, self._params())
         if not (changed or self._has_gradients() or self._steps_elsewhere):
@@ -171,7 +171,7 @@ class SavedWatch:
             is_sure = n == MANY or (not self._was_searched and (changed or self._steps_elsewhere > 1))
             if is_sure and not self._look_for_optimizer():
                 fact = f"{_some(changed)} changed" if changed else f"{n} training forwards ran"
-                self._warn(f"{fact}, and {_NO_OPTIMIZER}, nothing is saved, and close() will raise an error. {_CURE}")
+                self._warn(f"{fact}, and {_NO_OPTIMIZER}. Nothing is saved, and close() will raise an error. {_CURE}")
 
     def _look_for_optimizer(self) -> bool:
         """Search once for an optimizer that was made after attach. Returns whether there is one, followed or not."""

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightck.state import rng, values
 from lightck.state.blocks import checksums
 from lightck.state.device_transfers import transfer_of
-from lightck.state.inventory import Live, OptimizerView, address_of, has_memory, staged
+from lightck.state.inventory import Live, OptimizerView, address_of, has_memory, in_plain_memory
 from lightck.state.signatures import version_counter_of
 
 _BLOCK = 1 << 20
@@ -48,8 +48,8 @@ def object_marks(name: str, obj: Any) -> Marks:
 
 
 def _epoch_of(state: object) -> object:
-    """The position of a scheduler and of the schedulers in it. The rest of its state changes at each
-    ``step(epoch)``."""
+    """The position of a scheduler and of the schedulers in it. The rest of its state changes even if
+    ``step(epoch)`` is called with the same epoch again."""
     if not isinstance(state, dict) or "last_epoch" not in state:
         return state
     return state["last_epoch"], [_epoch_of(each) for each in state.get("_schedulers") or ()]
@@ -96,4 +96,4 @@ def _mark(tensor: torch.Tensor) -> Mark | None:
         return None
     if not tensor.is_contiguous():  # in the order of its elements, so that channels_last changes no mark
         tensor = tensor.detach().contiguous()
-    return checksums(staged(tensor), _BLOCK).tobytes(), str(tensor.dtype), tuple(tensor.shape)
+    return checksums(in_plain_memory(tensor), _BLOCK).tobytes(), str(tensor.dtype), tuple(tensor.shape)

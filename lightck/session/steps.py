@@ -116,7 +116,7 @@ class Steps(StepListener):
 
     # -- an update ---------------------------------------------------------------------------------------
 
-    def before_step(self, index: int, by_hand: bool, has_gradients: bool, in_backward: bool = False) -> None:
+    def before_step(self, index: int, outside_wrapper: bool, has_gradients: bool, in_backward: bool = False) -> None:
         """``in_backward``: called before the first layer of a layer-wise update."""
         self.capture.devices.refuse_capture("An optimizer's step")
         with self.meter.stall("before the update"):
@@ -125,8 +125,8 @@ class Steps(StepListener):
                 self.commits.raise_keep_failure()
                 self.partial_update.raise_deferred()
                 self.step_thread = threading.get_ident()
-            if by_hand:
-                self.capture.stepped_by_hand(index)
+            if outside_wrapper:
+                self.capture.stepped_outside_wrapper(index)
             self._check_first_step()
             self._check_loop_top(Event.PRE_STEP)
             if self.boundary.closes_at(Event.PRE_STEP):
@@ -194,7 +194,7 @@ class Steps(StepListener):
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
         step = self.boundary.step + 1
-        has_final_values = self.boundary.optimizers == 1  # another optimizer might still write these tensors
+        has_final_values = self.boundary.n_optimizers == 1  # another optimizer might still write these tensors
         if (
             has_final_values
             and not self.commits.paused
@@ -250,7 +250,7 @@ class Steps(StepListener):
             return
         new = follow_late(optimizer, {id(p) for view in self.capture.optimizers for _, p in view.params})
         self.capture.add_optimizers(new)
-        self.boundary.optimizers += count_updating(new)
+        self.boundary.n_optimizers += count_updating(new)
         self.hooks.add(new)
 
     def _follow_live(self) -> bool:
@@ -308,7 +308,6 @@ def _continuation_of(
     if resumed is not None:
         step, is_same = resumed.step, resumed.same_conditions
         comparison = Comparison(step, resumed.recorded, is_strict=strict_data, same_bits=is_same, parts=parts)
-    loop_counter = LoopCounterCheck(
-        step, capture.loaders, may_keep_count=bool(found.state.keys() - found.classes.keys())
-    )
+    has_own_objects = bool(found.state.keys() - found.classes.keys())  # the user passed objects in state=
+    loop_counter = LoopCounterCheck(step, capture.loaders, may_keep_count=has_own_objects)
     return Continuation(Recorder(pipeline.store_next_batch, parts), comparison, loop_counter)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from lightck.state.device_transfers import transfer_of
-from lightck.state.inventory import Live, ModelView, is_plain, staged
+from lightck.state.inventory import Live, ModelView, in_plain_memory, is_plain
 from lightck.state.signatures import MemoryLayouts, all_same
 from lightck.state.storable import refuse_unstorable
 
@@ -56,7 +56,7 @@ def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     """Copy a tensor, into its last copy where that fits, because fresh memory costs a page fault on every page. The
     copy of a tensor on a device stays on the device: a copy to the host would wait for all pending work of the
     device."""
-    source = staged(tensor) if transfer_of(tensor) is None else tensor.detach().resolve_conj().resolve_neg()
+    source = in_plain_memory(tensor) if transfer_of(tensor) is None else tensor.detach().resolve_conj().resolve_neg()
     if last is not None and (last.shape, last.dtype, last.stride()) == (source.shape, source.dtype, source.stride()):
         return last.copy_(source)
     return source.clone()

@@ -418,7 +418,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def staged(tensor: torch.Tensor) -> torch.Tensor:
+def in_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy on the CPU if its memory cannot be copied directly. The copy of a dense tensor has
     the same order of dimensions; any other copy is contiguous."""
     tensor = tensor.detach()

@@ -88,7 +88,7 @@ class SameBytes:
 
 def numbers(table: WriteTable) -> list[int]:
     """The records of a table, without the undecided ones."""
-    return [*table.numbers.tolist(), *table.present, *(one.record.number for one in table.staged)]
+    return [*table.numbers.tolist(), *table.without_bytes, *(one.record.number for one in table.staged)]
 
 
 def described(plan: WritePlan) -> tuple[Any, ...]:

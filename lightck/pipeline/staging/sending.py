@@ -98,13 +98,13 @@ class Staging:
         if self._trial is None:
             rounds = _ROUNDS if self._kind is None else 0
             self._trial = Trial(self._methods(), [_LESS_STALL], rounds=rounds, warm_up=_WARM_UP, lead_in=_LEAD_IN)
-        trial, has_ended = self._trial, self._trial.is_over
+        trial, is_result_reported = self._trial, self._trial.is_over
         before, self._stall_seconds = self._stall_seconds, self._meter.stall_seconds
         if self._method is not None:
             trial.finish(self._stall_seconds - before)
         method = trial.begin()
         while True:
-            if trial.is_over and not has_ended:
+            if trial.is_over and not is_result_reported:
                 self._end_trial(trial)  # first, so that no memory is released while this checkpoint is being sent
             try:
                 method.prepare(writer, staged)
@@ -116,7 +116,7 @@ class Staging:
                         "lightck: staging=%s is not possible here (%s). lightck.Host() is used.", method.kind, why
                     )
                 trial.withdraw(method)
-                method, has_ended = trial.current, False
+                method, is_result_reported = trial.current, False
                 continue
             self._method, self._meter.staging = method, str(method.kind)
             self._meter.staging_trial = not trial.is_over
