@@ -56,8 +56,8 @@ class StepListener:
         """The forward returned."""
 
     def before_step(self, index: int, by_hand: bool, has_gradients: bool) -> None:
-        """An optimizer's ``step`` is called. ``by_hand``: outside the ``step`` of the wrapper around it;
-        ``has_gradients``: the gradients exist already, because no closure computes them inside ``step``."""
+        """An optimizer's ``step`` is called. ``by_hand``: the loop calls it itself, and not through the optimizer's
+        wrapper. ``has_gradients``: the gradients exist already, because no closure computes them inside ``step``."""
 
     def gate(self) -> None:
         """An update is about to change tensors. It begins after this method has returned."""
