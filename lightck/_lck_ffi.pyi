@@ -1,4 +1,4 @@
-"""Types of the module that the build makes from native/include/lck.h; tests/pool/test_native.py holds them to it.
+"""Types of the module that the build makes from native/include/lck.h; tests/pool/test_native.py compares the two.
 
 ``ffi`` as far as lightck uses it, and all of the native library. The classes are there for type checkers only.
 """
@@ -46,8 +46,8 @@ class Event(CData):
     data: int
 
 Pointer: TypeAlias = CData | Sequence[int] | None
-"""What a function takes for a pointer: one, or bytes or a list of numbers, which are put into memory for the call. A
-handle is None once it is closed, and a call with it is a TypeError."""
+"""What a function accepts as a pointer argument: a pointer; or bytes or a list of numbers, which cffi copies to
+memory for the call. A closed handle is None, and a call with it is a TypeError."""
 
 class FFI:
     NULL: CData

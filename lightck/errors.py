@@ -88,7 +88,7 @@ class PoolLockedError(PoolError, BlockingIOError):
 class NoSpaceError(PoolError, _SystemError):
     """The medium cannot hold the pool. ``errno`` is ``ENOSPC``."""
 
-    in_the_way = False
+    discard_helps = False
     """Whether there is space for the pool once the old pool at this path is discarded."""
 
     def __init__(self, message: str) -> None:
@@ -114,8 +114,8 @@ class MediumError(PoolError, _SystemError):
 class NotAPoolError(PoolError, ValueError):
     """The file is not a lightck pool."""
 
-    in_the_way = False
-    """Whether the path is a device, whose content only ``overwrite=True`` can replace."""
+    discard_helps = False
+    """Whether a pool can be made here once the present content is discarded: that of a device (``overwrite=True``)."""
 
 
 class PoolTruncatedError(PoolError, EOFError):

@@ -56,7 +56,7 @@ class StepListener:
         """The forward returned."""
 
     def before_step(self, index: int, outside_wrapper: bool, has_gradients: bool) -> None:
-        """An optimizer's ``step`` is called. ``outside_wrapper``: outside the ``step`` of the wrapper around it;
+        """An optimizer's ``step`` is called. ``outside_wrapper``: outside the ``step`` of the wrapper around it.
         ``has_gradients``: the gradients exist already, because no closure computes them inside ``step``."""
 
     def gate(self) -> None:

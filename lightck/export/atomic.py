@@ -1,7 +1,7 @@
 """Write a file that appears under its name complete and durable, or not at all.
 
 The file is written under a temporary name in the same folder, synced and renamed. Its mode follows the umask. Only a
-regular file is ever replaced, and never a pool: a rename over ``/dev/null`` would succeed.
+regular file that is no pool is replaced. This is checked first, because a rename would replace even ``/dev/null``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Choose the content of a safetensors file: tensors by name, and everything else as metadata.
 
-The model's tensors have the names of its ``state_dict()``, and each is stored once: of tied names the first in module
-order is kept, for a language model with a tied head that of the embedding. With ``what="all"`` the other tensors follow
-under ``optimizer/``, ``state/``, ``outside/`` and ``rng/``, and values that are no tensors are stored as JSON.
+The model's tensors have the names of its ``state_dict()``, and each is stored once. A tied tensor is stored under the
+first of its names in module order: in a language model with a tied head, under the name of the embedding. With
+``what="all"`` the other tensors follow under ``optimizer/``, ``state/``, ``outside/`` and ``rng/``, and values that are
+no tensors are stored as JSON.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor], c
         for name, entry in contents.entries.items():
             if not name.startswith("model/") and entry.alias is None:
                 chosen.add(name, PlannedTensor(entry.dtype, entry.shape, partial(read, name)))
-    rest = JsonEncoder(chosen, contents, read)
+    encoder = JsonEncoder(chosen, contents, read)
     chosen.metadata |= {"format": "pt", "lightck_step": str(contents.step)}
     if chosen.tied:
         chosen.metadata["lightck_tied"] = json.dumps(chosen.tied)
     if contents.extra:
-        extra = {name: rest.of(_unpack(packed), name) for name, packed in contents.extra.items()}
+        extra = {name: encoder.encode(_unpack(packed), name) for name, packed in contents.extra.items()}
         chosen.metadata["lightck_extra_state"] = json.dumps(extra)
     if what == "all":
-        chosen.metadata["lightck_all"] = json.dumps(_rest(contents, rest))
+        chosen.metadata["lightck_all"] = json.dumps(_rest(contents, encoder))
     return chosen
 
 
@@ -82,25 +83,25 @@ def _model(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tenso
             chosen.add(name, PlannedTensor(entry.dtype, entry.shape, partial(read, entry.name)))
 
 
-def _rest(contents: Contents, rest: JsonEncoder) -> dict[str, object]:
+def _rest(contents: Contents, encoder: JsonEncoder) -> dict[str, object]:
     return {
         "step": contents.step,
         "iteration": contents.iteration,
-        "optimizers": [_optimizer(saved, rest) for saved in contents.optimizers],
-        "state": {name: rest.of(_unpack(packed), f"state/{name}") for name, packed in contents.state.items()},
-        "rng": rest.of(contents.rng.to_value(), "rng"),
+        "optimizers": [_optimizer(saved, encoder) for saved in contents.optimizers],
+        "state": {name: encoder.encode(_unpack(packed), f"state/{name}") for name, packed in contents.state.items()},
+        "rng": encoder.encode(contents.rng.to_value(), "rng"),
     }
 
 
-def _optimizer(saved: OptimizerContents, rest: JsonEncoder) -> dict[str, object]:
+def _optimizer(saved: OptimizerContents, encoder: JsonEncoder) -> dict[str, object]:
     return {
         "class": saved.class_name,
         "groups": [
-            {"params": names, **rest.of_map(options, "optimizer/param_groups")}
+            {"params": names, **encoder.encode_map(options, "optimizer/param_groups")}
             for names, options in zip(saved.names, saved.groups, strict=True)
         ],
-        "values": rest.of(unpack_dict(saved.values, tensor=_payload_ref), "optimizer"),
-        "rest": rest.of(unpack_dict(saved.rest, tensor=_payload_ref), "optimizer/rest"),
+        "values": encoder.encode(unpack_dict(saved.values, tensor=_payload_ref), "optimizer"),
+        "rest": encoder.encode(unpack_dict(saved.rest, tensor=_payload_ref), "optimizer/rest"),
     }
 
 

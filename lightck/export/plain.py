@@ -42,7 +42,7 @@ class JsonEncoder:
         self._contents = contents
         self._read = read
 
-    def of(self, value: object, path: str) -> object:
+    def encode(self, value: object, path: str) -> object:
         if isinstance(value, np.generic):
             value = value.item()
         if value is None or isinstance(value, (bool, int, str)):
@@ -52,16 +52,16 @@ class JsonEncoder:
         if isinstance(value, complex):
             return [value.real, value.imag]
         if isinstance(value, Mapping):
-            return self.of_map(value, path)
+            return self.encode_map(value, path)
         if isinstance(value, (list, tuple, set, frozenset, deque)):
-            return [self.of(item, f"{path}/{i}") for i, item in enumerate(value)]
+            return [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]
         if isinstance(value, PayloadRef):
-            return {"tensor": self._large(value.name)}
-        return {"tensor": self._tensor(path, _as_tensor(value))}
+            return {"tensor": self._payload_tensor(value.name)}
+        return {"tensor": self._small_state_tensor(path, _as_tensor(value))}
 
-    def of_map(self, value: Mapping[Any, object], path: str) -> dict[str, object]:
+    def encode_map(self, value: Mapping[Any, object], path: str) -> dict[str, object]:
         self._refuse_equal_names(value, path)
-        return {str(key): self.of(item, f"{path}/{key}") for key, item in value.items()}
+        return {str(key): self.encode(item, f"{path}/{key}") for key, item in value.items()}
 
     def _refuse_equal_names(self, value: Iterable[object], path: str) -> None:
         """Refuse keys such as 1 and "1", of which JSON would silently keep the last."""
@@ -74,13 +74,13 @@ class JsonEncoder:
                 )
             seen[str(key)] = key
 
-    def _large(self, name: str) -> str:
+    def _payload_tensor(self, name: str) -> str:
         entry = entry_of(self._contents.entries, name)
         if name not in self._chosen.tensors:
             self._chosen.add(name, PlannedTensor(entry.dtype, entry.shape, lambda: self._read(name)))
         return name
 
-    def _tensor(self, path: str, tensor: torch.Tensor) -> str:
+    def _small_state_tensor(self, path: str, tensor: torch.Tensor) -> str:
         name, n = path, 1
         while name in self._chosen.tensors:
             n += 1

@@ -40,21 +40,21 @@ class Recorder:
         self._store = store
         self._parts = parts or UpdateParts(())
         self._since_closed: FirstInputs | None = None
-        self._held: FirstInputs | None = None
-        """First inputs since the last update, if this forward or the pre-step hook after it will close a checkpoint, to
-        which they then belong."""
+        self._of_next: FirstInputs | None = None
+        """The first inputs after the next checkpoint, if they come before it is closed: this forward, or the pre-step
+        hook after it, will close it."""
 
     def closed(self, event: Event) -> None:
         """A checkpoint was closed and is being saved."""
-        is_held = event in (Event.FORWARD, Event.PRE_STEP) and self._held is not None
-        self._since_closed = self._held if is_held else FirstInputs()
-        self._held = None
-        if is_held and self._since_closed is not None:
+        is_of_next = event in (Event.FORWARD, Event.PRE_STEP) and self._of_next is not None
+        self._since_closed = self._of_next if is_of_next else FirstInputs()
+        self._of_next = None
+        if is_of_next and self._since_closed is not None:
             self._record(self._since_closed)
 
     def closed_unsaved(self) -> None:
         """A checkpoint was closed that is not saved (``interval``)."""
-        self._held = None
+        self._of_next = None
 
     def closing(self) -> None:
         """A checkpoint is about to be closed: stop recording for the one before it, also if closing fails."""
@@ -68,11 +68,11 @@ class Recorder:
             after.batch_given(name, of, batch, checksum, read)
 
     def forward(self, inputs: object, will_close: bool) -> None:
-        """A training forward begins; it closes no checkpoint yet. ``will_close``: it or the pre-step hook
-        will."""
+        """A training forward begins, and no checkpoint was closed at it yet. ``will_close``: this forward, or the
+        pre-step hook after it, will close one."""
         if will_close:
-            self._held = self._held or FirstInputs()
-            self._held.forward(inputs)
+            self._of_next = self._of_next or FirstInputs()
+            self._of_next.forward(inputs)
         if self._since_closed is not None and self._since_closed.forward(inputs):
             self._record(self._since_closed)
 
@@ -88,7 +88,8 @@ class Recorder:
 
 
 class Continuation:
-    """Passes what one session's training does on to the ``Recorder``, and after a resume to the ``Comparison``."""
+    """Reports the batches, forwards and updates of one session to the ``Recorder``, and after a resume also to the
+    ``Comparison``."""
 
     def __init__(self, recorder: Recorder, comparison: Comparison | None, loop_counter: LoopCounterCheck) -> None:
         self.recorder, self.loop_counter = recorder, loop_counter
@@ -107,13 +108,13 @@ class Continuation:
             self._comparison.pass_ended()
 
     def forward(self, inputs: object) -> None:
-        """A training forward begins, after the checkpoint that it may close."""
+        """A training forward begins. If it closes a checkpoint, that is closed already."""
         if self._comparison is not None:
             self._comparison.forward(inputs)
 
     def before_update(self, index: int | None) -> None:
-        """An update is about to be made, after the checkpoint that its hook may close. ``index``: see ``Recorder``.
-        Raises ``DataMismatchError``."""
+        """An update is about to be made. If its pre-step hook closes a checkpoint, that is closed already. ``index``:
+        see ``Recorder``. Raises ``DataMismatchError``."""
         self.recorder.before_update(index)
         self.loop_counter.before_update()
         if self._comparison is not None:
@@ -179,6 +180,7 @@ class Comparison:
         self._seen.batch_given(name, of, batch, checksum, read)
 
     def pass_ended(self) -> None:
+        """A pass ends when the loop asks for a batch and there is none left."""
         self._is_batch_asked_for = True
 
     def forward(self, inputs: object) -> None:
@@ -198,8 +200,9 @@ class Comparison:
             self._report(self._other_update(verdict))
         if not (verdict.differing or verdict.parts or self._is_judged):
             self._log_result(verdict)
-        if not self._is_judged:  # what was not seen by the first update is not expected any more
+        if not self._is_judged:
             self._is_judged = True
+            # From now on only parts of updates, and later batches of loaders that gave none yet, are expected.
             came = {next_key(name) for name in self._seen.loaders}
             self._recorded = {
                 k: v for k, v in self._recorded.items() if k[1] in KINDS or (k[1] == LATER_BATCH and k[0] not in came)
@@ -208,21 +211,22 @@ class Comparison:
             raise self._error
 
     def session_ends(self) -> None:
-        """Warn if the session made no update although one followed the restored checkpoint.
+        """Warn if the session made no update, although one followed the restored checkpoint in the killed run.
 
-        Such a loop took itself for finished: its last batches were in the memory of the killed process, or nothing was
-        left of its pass. If a loader gave the recorded batch, this warns only if the loop asked for a batch now."""
+        The loop then ended too early: its last batches were in the memory of the killed process, or its pass had no
+        batch left. If the record names a loader's batch, this warns only if the loop has asked for a batch now."""
         kinds = {kind for _, kind in self._recorded}
-        is_asked = (bool(self._seen.loaders) or self._is_batch_asked_for) and not kinds.isdisjoint(KINDS)
-        # A loader's batch is recorded only if the loop asked for it.
-        is_missed = is_asked if BATCH in kinds else FORWARD in kinds
+        has_asked = bool(self._seen.loaders) or self._is_batch_asked_for
+        has_recorded_update = not kinds.isdisjoint(KINDS)
+        # A loader's batch is recorded when the loop asks for it: that alone does not mean that an update followed.
+        is_missed = has_asked and has_recorded_update if BATCH in kinds else FORWARD in kinds
         if self._is_judged or not is_missed:
             return
         log.warning(
             "lightck: The first batch after the resume is not the one that followed step %d: no update came "
-            "before the session was closed. If you did not end this run early, the loop took itself for "
-            "finished: its batches were fetched ahead (list(loader)), it counted from 0, or it ended because the "
-            "restored pass had no batch left. %s shows such loops, and how to make each exact",
+            "before the session was closed. If you did not end this run early, the loop ended too early: "
+            "its batches were fetched ahead (list(loader)), it counted from 0, or the restored pass had no batch "
+            "left. %s shows such loops, and how to make each exact",
             self._step,
             _PAGE,
         )
@@ -364,8 +368,8 @@ class LoopCounterCheck:
         """Whether the loop has read the session's step or iteration."""
 
     def before_update(self) -> None:
-        """Warn before the first update after the resume. In the first pass over each loader ``range(epochs)`` is
-        right."""
+        """Warn before the first update after the resume. There is no warning if the resume is in the first pass over
+        each loader, because ``range(epochs)`` is right there."""
         later = [loader for loader in self._loaders if loader.restored_epoch]
         if self.is_asked or any(loader.position_was_read for loader in self._loaders) or (self._loaders and not later):
             return

@@ -34,7 +34,8 @@ class FirstInput(NamedTuple):
 
 
 class FirstInputs:
-    """Collects the first inputs since a point in ``inputs``, which only grows. Its methods run at every step."""
+    """Collects the first inputs after a point of a training. ``inputs`` has them and only grows. The methods run at
+    every step."""
 
     def __init__(self, *, both_forwards: bool = False) -> None:
         """``both_forwards``: collect the first forward and the first forward of a loader's batch, if they differ; else

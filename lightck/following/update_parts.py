@@ -2,8 +2,8 @@
 
 The same batch on the same weights gives bit-identical gradients. If a resumed training has other gradients, the loss
 depends on something that is in no checkpoint: a second model, a number that a module keeps as an attribute, a generator
-of the loss's own. Only this comparison finds that. A few words of two gradients cost microseconds; the code waits for
-no device.
+of the loss's own. Only this comparison finds that. To read a few words of two gradients takes microseconds; the code
+waits for no device.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _have_gradients(view: OptimizerView, chosen: tuple[int, ...]) -> bool:
 
 
 def _choose(view: OptimizerView) -> tuple[int, ...] | None:
-    """Choose the parameters whose gradients are read: the first and the last of at most one dimension, else of any
-    shape.
+    """Choose two parameters whose gradients are read: the first and the last with at most one dimension; if no
+    parameter has so few, the first and the last of all.
 
     Biases and scales have no gradient rows that are always zero, as embeddings have. The gradients of the first and the
     last layers depend on all layers. Empty if no parameter has a gradient now; None if they are on a device."""

@@ -68,7 +68,7 @@ def _allocated(backend: Backend, path: str, nbytes: int, may_discard: bool) -> C
     try:
         return backend.create(path, nbytes)
     except (NoSpaceError, NotAPoolError) as err:
-        if not may_discard or not err.in_the_way:
+        if not may_discard or not err.discard_helps:
             raise
     backend.discard(path)
     return backend.create(path, nbytes)

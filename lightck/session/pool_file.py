@@ -97,7 +97,7 @@ class PoolFile:
             if not self.arguments.overwrite:
                 raise
             # Only a damaged pool, or a device whose content ``overwrite=True`` may replace, is discarded.
-            may_discard = err.in_the_way if isinstance(err, NotAPoolError) else self.backend.recognises(self.path)
+            may_discard = err.discard_helps if isinstance(err, NotAPoolError) else self.backend.recognises(self.path)
             if may_discard:
                 return None
             raise

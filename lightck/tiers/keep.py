@@ -108,7 +108,8 @@ class Retention(CommitListener):
         return _error(fact, err.strerror or str(err), err)
 
     def adopted(self, writer: PoolWriter, step: int) -> None:
-        """Continue the count of steps from the newest export up to this step. Raises ``KeepError``."""
+        """Find the last export that the folder holds up to this step: the next one is due after it. Raises
+        ``KeepError``."""
         try:
             self._last = max((at for at, _ in self._own() if at <= step), default=0)
         except OSError as err:
@@ -155,8 +156,8 @@ class Retention(CommitListener):
         return step // self._keep.every > self._last // self._keep.every
 
     def _start(self, writer: PoolWriter, step: int, *, here: bool = False) -> None:
-        """Export the newest checkpoint, on a new thread or, with ``here``, on this one. An error fails this export,
-        which is not tried again, and not the training."""
+        """Export the newest checkpoint, on a new thread or, with ``here``, on this one. After an error the export is
+        not tried again, and the training goes on."""
         self._last = step
         try:
             self._hold = hold = self._holds.take(writer)

@@ -179,14 +179,14 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
 
 
 def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
-    """Record numbers in the new file for the tensors of a held checkpoint. The tensors of the training keep their
-    numbers and do not count as grown."""
-    own, grew = dict(writer.numbers), set(writer.resized)
+    """Return the record numbers in the new file for the tensors of a held checkpoint. The numbers of the training's
+    tensors, and which of them were resized, are the same afterwards."""
+    own, resized = dict(writer.numbers), set(writer.resized)
     other = [entry for entry in stored.entries.values() if not writer.has_extent_for(entry)]
     if other:
         writer.add(other, set(stored.entries))
     numbers = {name: writer.numbers[name] for name in stored.entries}
-    writer.numbers, writer.resized = writer.numbers | own, grew
+    writer.numbers, writer.resized = writer.numbers | own, resized
     return numbers
 
 

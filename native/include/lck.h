@@ -71,7 +71,7 @@ uint64_t lck_crc64(uint64_t crc, const void *data, uint64_t nbytes);
 int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uint32_t *out);
 /* lck_crc32c of `count` blocks, each by its own address and length, into out[count]. */
 int32_t lck_crc32c_each(const uint64_t *addresses, const uint64_t *nbytes, uint64_t count, uint32_t *out);
-/* lck_crc32c of the 8-byte words with these numbers, concatenated. `data` needs no alignment. */
+/* lck_crc32c of the 8-byte words at these indices, one after the other. `data` needs no alignment. */
 uint32_t lck_crc32c_words(const void *data, const int64_t *numbers, uint64_t count);
 /* lck_crc32c of `words` 8-byte words, spread evenly over these bytes (all words if there are fewer), and of the bytes
  * after the last whole word. `size`: bytes of an element (2, 4, 8) if it is a floating-point number, so that negative
@@ -117,12 +117,12 @@ uint64_t lck_huge(int32_t fd, uint64_t off, uint64_t nbytes, uint32_t threads);
  * journal. */
 int32_t lck_prewrite(int32_t fd, uint64_t nbytes);
 
-/* Map these extents of fd back to back, from an address that is a multiple of 2 MiB, so that huge pages fit
- * (shared, read and write, MADV_DONTFORK, MADV_DONTDUMP). Of a character device (device-dax) there is one extent,
- * in multiples of its alignment, and the kernel chooses its address. LCK_EINVAL unless their offsets, and all
- * lengths but the last, are whole pages; LCK_ESHORT if the file is shorter; LCK_ESYS with EOPNOTSUPP if the tier
- * needs MAP_SYNC and it is not granted, with ENOTSUP if the processor cannot write cache lines back as the tier
- * needs. The fd is duplicated (O_CLOEXEC) for fdatasync on LCK_TIER_DISK and is not needed afterwards. */
+/* Map these extents of fd back to back (shared, read and write, MADV_DONTFORK, MADV_DONTDUMP). The address is a
+ * multiple of 2 MiB, so that huge pages fit. A character device (device-dax) must have one extent, in multiples of the
+ * device's alignment, and the kernel chooses the address. LCK_EINVAL if an offset, or a length other than the last, is
+ * not a multiple of the page size; LCK_ESHORT if the file is shorter; LCK_ESYS with EOPNOTSUPP if the tier needs
+ * MAP_SYNC and it is not granted, with ENOTSUP if the processor cannot write cache lines back as the tier needs.
+ * The fd is duplicated (O_CLOEXEC) for fdatasync on LCK_TIER_DISK and is not needed afterwards. */
 int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t tier, lck_medium **out);
 /* Unmap and free; frees its trace. No job may be running on it. In a forked child: frees nothing. */
 int32_t lck_medium_close(lck_medium *medium);
@@ -135,8 +135,8 @@ int32_t lck_m_store(lck_medium *medium, uint64_t off, const void *src, uint64_t 
 /* One atomic 8-byte store (off is 8-aligned; compiled as a single store). */
 int32_t lck_m_store8(lck_medium *medium, uint64_t off, uint64_t value);
 /* Non-temporal copy of nbytes; *crc (may be NULL) becomes lck_crc32c of exactly the bytes that were stored,
- * computed on the registers that are being streamed: the source is read once. Lines that are not covered whole
- * are stored and flushed. Needs this thread's fence before it is ordered. */
+ * computed on the registers that are being streamed: the source is read once. Partial cache lines at both ends are
+ * stored through the caches and flushed. The copy is ordered only after a fence on this thread. */
 int32_t lck_m_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
 /* Write the lines of [off, off + nbytes) back. Executed on LCK_TIER_PM (and _EMULATED) only; recorded always. */
 int32_t lck_m_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
@@ -190,20 +190,20 @@ int32_t lck_kill(const char *site, uint64_t nth);
 /* -- the speed of another memory, process-wide, for benches and tests -- */
 
 enum { LCK_EMULATED_FENCE_MAX = 1000000000 }; /* ns */
-/* Emulate a memory: copies into media that are opened from now on, and all verified reads, take at least the time
- * that a memory of this bandwidth (bytes per second; 0: no limit) needs, which transfers whole units (a power of
- * two, at most 1 MiB, or 0) and takes fence_ns for each fence and sync. All threads share the bandwidth; each
- * medium has the write bandwidth for itself, and all reads share one read bandwidth. CPU time of stalls is not
- * emulated. Media that are open already are not affected. */
+/* Emulate a memory: copies into media that are opened from now on, and all verified reads, take at least as long as on
+ * that memory. write_bps, read_bps: its bandwidth in bytes per second (0: no limit). fence_ns: the time of each fence
+ * and sync. unit: a transfer takes as long as all the units that it touches (a power of two, at most 1 MiB; 0: as its
+ * bytes). All threads share the bandwidth; each medium has the write bandwidth for itself, and all reads share one read
+ * bandwidth. CPU time of stalls is not emulated. Media that are open already are not affected. */
 int32_t lck_emulate(uint64_t write_bps, uint64_t read_bps, uint64_t fence_ns, uint64_t unit);
 
 /* ---- engine: background copies and the commit -------------------------------------------------------- */
 
 typedef struct lck_engine lck_engine;
 
-/* threads (1 to 64) workers at idle priority (SCHED_IDLE, else nice 19; at normal priority, where that is permitted,
- * while a caller of lck_job_wait has nothing left to do but wait for them), named lightck-copy-0, -1, ..., all signals
- * blocked. */
+/* Start threads (1 to 64) workers, named lightck-copy-0, -1, ... They block all signals but SIGBUS. They run at idle
+ * priority (SCHED_IDLE, else nice 19). While a caller of lck_job_wait or lck_job_drop can only wait for them, they run
+ * at normal priority, if the system permits it. */
 int32_t lck_engine_open(uint32_t threads, lck_engine **out);
 /* Finish jobs that are released, drop the others, join the workers, free. A job that is held and released fails,
  * because nobody can start it any more. */
@@ -229,7 +229,7 @@ uint64_t lck_engine_cpu_ns(const lck_engine *engine);
 
 enum {
     LCK_NOW = 1,   /* copied by the calling thread inside lck_job_submit, before it returns */
-    LCK_PLACED = 2 /* a device stores the bytes at dst: the job only reads their checksums and writes cache lines back */
+    LCK_PLACED = 2 /* a device stores the bytes at dst: the job computes checksums and writes lines back */
 };
 
 /* One tensor (or any run of bytes) to copy into the pool. */
@@ -245,8 +245,8 @@ typedef struct lck_copy {
 enum {
     /* A partial job copies some tensors of a checkpoint before the others are known (eager copies, device transfers).
      * It writes neither manifest nor commit record, and ends as LCK_JOB_COMMITTED when its copies are fenced and it is
-     * released. A later job of the same generation commits the checkpoint; that job fails (LCK_ESTATE) if a partial job
-     * that was not forgotten failed or was dropped. */
+     * released. A later job of the same generation commits the checkpoint. That job fails (LCK_ESTATE) if a partial job
+     * has failed or was dropped, and its entry was not freed (lck_job_forget). */
     LCK_PART = 1,
     LCK_FOLLOWS = 2, /* not the first job of its generation: the slot's header is written already */
     LCK_HELD = 4     /* the sources are not complete yet: nothing is copied before lck_job_start */
@@ -293,14 +293,15 @@ typedef struct lck_job_info {
     uint64_t blocks;
 } lck_job_info;
 
-/* Start a checkpoint: mark BEGIN(generation); write the slot header {generation, ...} (docs/format.md), flush,
- * fence (mark and header not with LCK_FOLLOWS); copy the LCK_NOW ones on this thread and fence; queue the others
- * for the workers. *ticket identifies the job. Jobs on an engine commit in the order in which they were submitted.
- * The job does not commit before lck_job_release. On failure nothing is queued. */
+/* Start a checkpoint. First (not with LCK_FOLLOWS) the trace gets the mark BEGIN(generation), and the slot header
+ * {generation, ...} (docs/format.md) is written, flushed and fenced. Then this thread makes the LCK_NOW copies and
+ * fences. Then the other copies are queued for the workers. *ticket identifies the job. Jobs on an engine commit in the
+ * order in which they were submitted, and no job commits before its lck_job_release. On failure nothing is queued. */
 int32_t lck_job_submit(lck_engine *engine, lck_medium *medium, const lck_copy *copies, uint64_t count,
                        const lck_commit *commit, uint64_t *ticket);
-/* Start the copies of a held job, whose sources are complete (outcome LCK_OK); or fail it with another outcome, if they
- * will never be. LCK_OK also if the copies have begun already; LCK_EDROPPED for a job that was dropped. */
+/* End the hold of a held job. With outcome LCK_OK its sources are complete, and its copies start. With another outcome
+ * the sources will never be complete, and the job fails with that status. Returns LCK_OK also if the copies
+ * have begun already; LCK_EDROPPED for a job that was dropped. */
 int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome);
 /* Allow the commit. A worker or a waiting thread then seals the job (writes manifest and commit record). Returns the
  * failure of a job that has failed. Allowed once per job: LCK_ESTATE after that. */
@@ -347,8 +348,8 @@ typedef struct lck_span {
 int32_t lck_spans_start(lck_engine *engine, uint64_t cells);
 /* Stop recording; spans that have begun may be added to the queue afterwards. */
 int32_t lck_spans_stop(lck_engine *engine);
-/* Take up to `most` spans, in the order of their ends on each thread. *dropped: number of spans that found no free cell
- * since the last call. One caller at a time. */
+/* Take up to `most` spans. The spans of one thread come in the order of their ends. *dropped: number of spans that
+ * found no free cell since the last call. One caller at a time. */
 int32_t lck_spans_take(lck_engine *engine, lck_span *out, uint64_t most, uint64_t *count, uint64_t *dropped);
 
 /* ---- verified reads ---------------------------------------------------------------------------------- */
@@ -416,7 +417,7 @@ int32_t lck_pmdk_alloc(lck_pmdk *pmdk, uint64_t place, uint64_t nbytes, uint64_t
 /* Store into an object and make the bytes durable. Used for the root object, before the pool is visible. */
 int32_t lck_pmdk_store(lck_pmdk *pmdk, uint64_t off, const void *src, uint64_t nbytes);
 int32_t lck_pmdk_close(lck_pmdk *pmdk);
-/* To be called in a forked child for each pool that its parent holds: keeps libpmemobj usable there for others. */
+/* To be called in a forked child for each pool that its parent holds: keeps libpmemobj usable there for other pools. */
 int32_t lck_pmdk_forked(const lck_pmdk *pmdk);
 
 /* CFFI_END */

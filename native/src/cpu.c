@@ -32,8 +32,8 @@ __attribute__((target("clwb"))) static void back_clwb(const unsigned char *line,
         _mm_clwb((void *)(uintptr_t)line);
 }
 
-/* Best first: clwb may keep the line cached, clflushopt does not wait for the one before. Leaf 7 has the bits; no
- * processor state is needed. clflush is part of x86-64. */
+/* Best first: clwb may keep the line cached, clflushopt does not wait for the flush before it. CPUID leaf 7 says which
+ * of them exist, and they need no support from the operating system. clflush is part of x86-64. */
 static const struct write_back {
     const char *name;
     write_back_fn *lines;

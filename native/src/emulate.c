@@ -28,12 +28,12 @@ int32_t lck_emulate(uint64_t write_bps, uint64_t read_bps, uint64_t fence_ns, ui
     return LCK_OK;
 }
 
-void emulate_open(struct shape *shape)
+void emulate_open(struct emulated_speed *speed)
 {
-    shape->write_bps = atomic_load(&profile.write_bps);
-    shape->fence_ns = atomic_load(&profile.fence_ns);
-    shape->unit = atomic_load(&profile.unit);
-    atomic_store(&shape->writes.free_at, 0);
+    speed->write_bps = atomic_load(&profile.write_bps);
+    speed->fence_ns = atomic_load(&profile.fence_ns);
+    speed->unit = atomic_load(&profile.unit);
+    atomic_store(&speed->writes.free_at, 0);
 }
 
 /* ---- buckets ----------------------------------------------------------------------------------------- */
@@ -41,12 +41,12 @@ void emulate_open(struct shape *shape)
 /* Reserve a transfer of nbytes from now on; returns the time of its end. */
 uint64_t bucket_take(struct bucket *bucket, uint64_t now, uint64_t nbytes, uint64_t bps)
 {
-    uint64_t lasts = (uint64_t)((double)nbytes * 1e9 / (double)bps);
-    uint64_t free_at = atomic_load(&bucket->free_at), over;
+    uint64_t duration = (uint64_t)((double)nbytes * 1e9 / (double)bps);
+    uint64_t free_at = atomic_load(&bucket->free_at), end;
     do
-        over = (free_at > now ? free_at : now) + lasts;
-    while (!atomic_compare_exchange_weak(&bucket->free_at, &free_at, over));
-    return over;
+        end = (free_at > now ? free_at : now) + duration;
+    while (!atomic_compare_exchange_weak(&bucket->free_at, &free_at, end));
+    return end;
 }
 
 /* The number of bytes in the whole units that a transfer touches. */
@@ -81,12 +81,12 @@ void emulate_wait(uint64_t time)
     spin_until(time);
 }
 
-uint64_t emulate_write(struct shape *shape, uint64_t off, uint64_t nbytes)
+uint64_t emulate_write(struct emulated_speed *speed, uint64_t off, uint64_t nbytes)
 {
-    return bucket_take(&shape->writes, clock_ns(), whole_units(off, nbytes, shape->unit), shape->write_bps);
+    return bucket_take(&speed->writes, clock_ns(), whole_units(off, nbytes, speed->unit), speed->write_bps);
 }
 
-void emulate_fence(const struct shape *shape) { emulate_wait(clock_ns() + shape->fence_ns); }
+void emulate_fence(const struct emulated_speed *speed) { emulate_wait(clock_ns() + speed->fence_ns); }
 
 uint64_t emulate_read(uint64_t off, uint64_t nbytes)
 {

@@ -201,7 +201,7 @@ static void fail_held(lck_engine *engine, uint64_t ticket)
     job_leave(job);
 }
 
-/* End the jobs that are not released first: they would keep later, released ones from committing. */
+/* First end the jobs that are not released: later jobs, which are released, cannot commit before that. */
 static void end_jobs(lck_engine *engine)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {

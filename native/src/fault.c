@@ -18,7 +18,7 @@ static const char *const site_names[KILL_SITES] = {
 };
 
 /* True for exactly one of the threads that pass, also if several pass at once. */
-static bool strikes(struct countdown *countdown)
+static bool triggers(struct countdown *countdown)
 {
     uint64_t left = atomic_load_explicit(&countdown->left, memory_order_relaxed);
     while (LCK_UNLIKELY(left != 0))
@@ -27,11 +27,11 @@ static bool strikes(struct countdown *countdown)
     return false;
 }
 
-int32_t fault_take(uint32_t op) { return strikes(&faults[op]) ? atomic_load(&faults[op].error) : 0; }
+int32_t fault_take(uint32_t op) { return triggers(&faults[op]) ? atomic_load(&faults[op].error) : 0; }
 
 void kill_point(enum kill_site site)
 {
-    if (!strikes(&kills[site]))
+    if (!triggers(&kills[site]))
         return;
     kill(getpid(), SIGKILL);
     for (;;)

@@ -13,9 +13,9 @@ struct fetch {
     struct read_from from;
     const lck_read *reads;
     uint64_t count, total;
-    uint64_t *ends;               /* blocks up to and with each read */
+    uint64_t *ends;               /* ends[i]: blocks of reads 0..i */
     _Atomic uint64_t next, bad;   /* bad: the first bad block, or total */
-    pthread_mutex_t lock;         /* both below, and lowering bad */
+    pthread_mutex_t lock;         /* for the two fields below, and to lower bad */
     int32_t status;
     int error;
 };
@@ -82,7 +82,7 @@ static int32_t number_blocks(struct fetch *fetch)
     for (uint64_t i = 0; i < fetch->count; i++) {
         if (read_check_one(&fetch->reads[i]) != LCK_OK)
             return LCK_EINVAL;
-        fetch->total += blocks_of(fetch->reads[i].nbytes, fetch->from.block); /* of less than 2^63 bytes each */
+        fetch->total += blocks_of(fetch->reads[i].nbytes, fetch->from.block); /* read_check_one: less than 2^63 bytes */
         fetch->ends[i] = fetch->total;
     }
     return LCK_OK;

@@ -21,7 +21,8 @@ void *huge_reserve(uint64_t nbytes)
         errno = ENOMEM;
         return MAP_FAILED;
     }
-    unsigned char *space = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    unsigned char *space = mmap(NULL, nbytes + HUGE_PAGE, PROT_NONE, flags, -1, 0);
     if (space == MAP_FAILED)
         return MAP_FAILED;
     uint64_t before = (HUGE_PAGE - ((uintptr_t)space & (HUGE_PAGE - 1))) & (HUGE_PAGE - 1);

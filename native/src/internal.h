@@ -74,9 +74,10 @@ void kill_point(enum kill_site site);
 
 /* ---- guard.c ----------------------------------------------------------------------------------------- */
 
-/* Between guard_enter and guard_leave, a SIGBUS of this thread in the range returns to the sigsetjmp(guard.back, 0)
- * before guard_enter, and the guard is left. No lock may be held meanwhile. (0: the handler restores the signal
- * mask, so that a store costs no system call.) */
+/* The caller calls sigsetjmp(guard.back, 0) and then guard_enter. If this thread gets a SIGBUS in the range before
+ * guard_leave, the sigsetjmp returns a second time, and the guard is left. No lock may be held meanwhile. The 0 means
+ * that sigsetjmp does not save the signal mask, which would cost a system call for each store: the handler restores
+ * it. */
 struct guard {
     sigjmp_buf back;
     uintptr_t start;
@@ -91,7 +92,7 @@ void guard_leave(void);
 
 struct trace {
     _Atomic bool on;
-    pthread_mutex_t lock; /* all below */
+    pthread_mutex_t lock; /* for all fields below */
     bool lost;            /* there was no memory for an event: the trace is incomplete */
     lck_event *events;
     uint64_t count, capacity;
@@ -137,17 +138,17 @@ struct bucket {
 };
 
 /* The speed that a medium emulates; all 0 for none. */
-struct shape {
+struct emulated_speed {
     uint64_t write_bps, fence_ns, unit;
     struct bucket writes;
 };
 
-void emulate_open(struct shape *shape);
+void emulate_open(struct emulated_speed *speed);
 /* The time at which a transfer that begins now ends; 0 if reads are not emulated. */
-uint64_t emulate_write(struct shape *shape, uint64_t off, uint64_t nbytes);
+uint64_t emulate_write(struct emulated_speed *speed, uint64_t off, uint64_t nbytes);
 uint64_t emulate_read(uint64_t off, uint64_t nbytes);
 void emulate_wait(uint64_t time);
-void emulate_fence(const struct shape *shape);
+void emulate_fence(const struct emulated_speed *speed);
 uint64_t bucket_take(struct bucket *bucket, uint64_t now, uint64_t nbytes, uint64_t bps);
 uint64_t whole_units(uint64_t off, uint64_t nbytes, uint64_t unit);
 
@@ -170,7 +171,7 @@ struct lck_medium {
     pid_t pid; /* the process in which the mapping exists */
     _Atomic bool lost; /* a store met a missing page: every later copy and sync fails */
     struct trace trace;
-    struct shape shape;
+    struct emulated_speed speed;
 };
 
 /* The functions lck_m_... without checks, for callers that have checked handle and range. */
@@ -247,7 +248,7 @@ struct job {
 /* A mapping whose pages are being touched. Same protocol as struct job: increment users, then check medium. */
 struct populate {
     _Atomic(lck_medium *) medium;
-    _Atomic(lck_medium *) owner; /* the medium that it was started for last; never dereferenced */
+    _Atomic(lck_medium *) owner; /* the medium that last had this entry; never dereferenced */
     _Atomic uint32_t users;
     _Atomic uint64_t next;
 };
@@ -270,8 +271,8 @@ struct lck_engine {
     struct job jobs[ENGINE_JOBS];
     struct populate populates[ENGINE_POPULATES];
     pthread_t workers[ENGINE_THREADS];
-    pthread_t team;
-    _Atomic bool has_team; /* `team` is there */
+    pthread_t team; /* the thread that keeps an OpenMP team: openmp.c */
+    _Atomic bool has_team; /* the thread `team` was started */
     _Atomic bool no_room;  /* no further OpenMP thread could be started: not tried again */
 };
 

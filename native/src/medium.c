@@ -30,9 +30,9 @@ static bool file_too_short(int fd, const lck_extent *extents, uint64_t count)
 
 static bool whole_pages(const lck_extent *extents, uint64_t count)
 {
-    uint64_t inside = (uint64_t)sysconf(_SC_PAGESIZE) - 1;
+    uint64_t page_mask = (uint64_t)sysconf(_SC_PAGESIZE) - 1;
     for (uint64_t i = 0; i < count; i++)
-        if ((extents[i].off & inside) != 0 || (i + 1 < count && (extents[i].nbytes & inside) != 0))
+        if ((extents[i].off & page_mask) != 0 || (i + 1 < count && (extents[i].nbytes & page_mask) != 0))
             return false;
     return true;
 }
@@ -74,13 +74,13 @@ static int32_t map_device(lck_medium *medium, int fd, const lck_extent *extents,
     return keep_from_children(base, extents->nbytes);
 }
 
-static int32_t map_privately(lck_medium *medium, int fd, const lck_extent *extents, uint64_t count)
+static int32_t map_extents(lck_medium *medium, int fd, const lck_extent *extents, uint64_t count)
 {
     struct stat st;
     if (fstat(fd, &st) == 0 && S_ISCHR(st.st_mode))
         return map_device(medium, fd, extents, count);
-    uint64_t inside = (uint64_t)sysconf(_SC_PAGESIZE) - 1, at = 0;
-    uint64_t nbytes = (medium->nbytes + inside) & ~inside;
+    uint64_t page_mask = (uint64_t)sysconf(_SC_PAGESIZE) - 1, at = 0;
+    uint64_t nbytes = (medium->nbytes + page_mask) & ~page_mask;
     unsigned char *base = huge_reserve(nbytes);
     if (base == MAP_FAILED)
         return status_sys(errno);
@@ -134,10 +134,10 @@ int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, u
     medium->pid = getpid();
     guard_init();
     trace_init(&medium->trace);
-    emulate_open(&medium->shape);
+    emulate_open(&medium->speed);
     int32_t status = duplicate_fd(medium, fd);
     if (status == LCK_OK)
-        status = map_privately(medium, fd, extents, count);
+        status = map_extents(medium, fd, extents, count);
     if (status != LCK_OK) {
         release(medium);
         return status;
@@ -271,7 +271,7 @@ int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t 
     int32_t error = fault_take(LCK_OP_COPY);
     if (LCK_UNLIKELY(error != 0))
         return status_sys(error);
-    uint64_t over = LCK_UNLIKELY(medium->shape.write_bps != 0) ? emulate_write(&medium->shape, off, nbytes) : 0;
+    uint64_t ends_at = LCK_UNLIKELY(medium->speed.write_bps != 0) ? emulate_write(&medium->speed, off, nbytes) : 0;
     const struct kernel *kernel = kernel_current();
     uint32_t sum = src == NULL ? sum_guarded(medium, off, nbytes) : copy_guarded(medium, kernel, off, src, nbytes);
     if (is_lost(medium))
@@ -286,16 +286,16 @@ int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t 
         medium_flush(medium, off, nbytes);
     else
         flush_copied(medium, kernel, off, nbytes);
-    if (LCK_UNLIKELY(over != 0))
-        emulate_wait(over);
+    if (LCK_UNLIKELY(ends_at != 0))
+        emulate_wait(ends_at);
     return LCK_OK;
 }
 
 static void fence(lck_medium *medium)
 {
     cpu_fence();
-    if (LCK_UNLIKELY(medium->shape.fence_ns != 0))
-        emulate_fence(&medium->shape);
+    if (LCK_UNLIKELY(medium->speed.fence_ns != 0))
+        emulate_fence(&medium->speed);
 }
 
 void medium_fence(lck_medium *medium)

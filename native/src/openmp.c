@@ -21,7 +21,7 @@ enum {
     TEAM = 2,
     PAUSE_SOFT = 1, /* omp_pause_soft of OpenMP 5.0 */
     NAP_NS = 20000,
-    NAPS = 100000, /* some seconds, on a processor that others keep busy */
+    NAPS = 100000, /* 2 seconds; more if other threads keep the processor busy */
 };
 
 typedef void parallel_fn(void (*work)(void *), void *arg, unsigned threads, unsigned flags);
@@ -95,8 +95,8 @@ static void *probe(void *arg)
     return NULL;
 }
 
-/* Wait until the kernel has removed a joined thread, which counts against limits until then. */
-static bool is_taken_down(pid_t tid)
+/* Wait until the kernel has removed a joined thread: it counts against limits until then. False if it stays. */
+static bool wait_until_removed(pid_t tid)
 {
     const struct timespec nap = {.tv_nsec = NAP_NS};
     bool there = syscall(SYS_tgkill, getpid(), tid, 0) == 0;
@@ -107,8 +107,8 @@ static bool is_taken_down(pid_t tid)
     return !there;
 }
 
-/* libgomp ends the process if it cannot start a thread (a limit on threads or memory). It needs one thread here;
- * therefore this function first checks that two threads can be started at once. */
+/* libgomp ends the process if it cannot start a thread (a limit on threads or memory). It needs one thread here.
+ * Therefore this function first checks that two threads can be started at once: one, and one as a margin. */
 static bool room_for_a_thread(void)
 {
     pthread_mutex_t end = PTHREAD_MUTEX_INITIALIZER;
@@ -121,7 +121,7 @@ static bool room_for_a_thread(void)
     pthread_mutex_unlock(&end);
     for (int i = 0; i < started; i++) {
         pthread_join(threads[i], NULL);
-        gone += is_taken_down(probes[i].tid);
+        gone += wait_until_removed(probes[i].tid);
     }
     pthread_mutex_destroy(&end);
     return gone == 2;

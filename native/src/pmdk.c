@@ -39,7 +39,7 @@ static struct {
     int (*log_set_threshold)(int threshold, int level);
 } api;
 
-enum { API_MAJOR = 2, API_MINOR = 4 }; /* of 1.12.1, and of all since */
+enum { API_MAJOR = 2, API_MINOR = 4 }; /* the interface of release 1.12.1, which all later releases keep */
 
 /* ---- messages ----------------------------------------------------------------------------------------- */
 

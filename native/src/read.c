@@ -87,12 +87,12 @@ int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t 
 {
     uint64_t at = index * from->block;
     uint64_t left = what->nbytes - at, n = left < from->block ? left : from->block;
-    uint64_t over = emulate_read(what->off + at, n);
+    uint64_t ends_at = emulate_read(what->off + at, n);
     unsigned char *dst = what->dst == 0 ? NULL : (unsigned char *)(uintptr_t)what->dst + at;
     const unsigned char *bytes;
     int32_t status = fetch_block(from, what->off + at, n, buffer, &bytes);
-    if (LCK_UNLIKELY(over != 0))
-        emulate_wait(over);
+    if (LCK_UNLIKELY(ends_at != 0))
+        emulate_wait(ends_at);
     if (status != LCK_OK)
         return status;
     uint32_t seed = lck_block_seed(from->uuid_lo, from->uuid_hi, what->tensor, what->generation, index);

@@ -10,7 +10,7 @@
 #include "internal.h"
 
 struct span_cell {
-    _Atomic uint64_t turn; /* position: free for that one; position + 1: filled */
+    _Atomic uint64_t turn; /* p: free for the span at position p; p + 1: filled with it */
     lck_span span;
 };
 

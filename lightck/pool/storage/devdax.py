@@ -260,7 +260,7 @@ def _place(device: _Device, nbytes: int) -> int:
         "complete, and it is intact. Use a larger namespace; or export the newest checkpoint, and start afresh with "
         "overwrite=True."
     )
-    error.in_the_way = True
+    error.discard_helps = True
     raise error
 
 
@@ -318,7 +318,7 @@ def _foreign(path: str) -> NotAPoolError:
         f"The first {HEAD_NBYTES >> 20} MiB of the device {path!r} hold data of another program. Nothing was changed. "
         "If nobody needs the data, overwrite=True discards it; or name another device."
     )
-    error.in_the_way = True
+    error.discard_helps = True
     return error
 
 
