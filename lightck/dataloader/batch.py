@@ -187,7 +187,7 @@ def _word_offsets(total: int, count: int) -> CData:
 @lru_cache(maxsize=256)
 def sample_positions(total: int, count: int) -> npt.NDArray[np.int64]:
     """Return ``count`` fixed numbers below ``total``, which is larger: one in each of ``count`` equal intervals, at a
-    pseudo-random distance from its beginning (splitmix64), so that no row length of a batch is a period of them."""
+    pseudo-random distance from its beginning (splitmix64). Equal distances could hit the same columns of every row."""
     begins = np.arange(count + 1, dtype=np.int64) * total // count
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

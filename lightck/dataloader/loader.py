@@ -107,8 +107,8 @@ class SessionLoader:
             host: the session.
             name: the name of the position, also for messages.
             restored: what `position` returned for the restored checkpoint. Untrusted.
-            rng_at_iter: apply the restored random state at the first ``iter()``. For checkpoints in which no loader of
-                the session was in a pass; otherwise it is applied at the first ``next()`` of a loader that was.
+            rng_at_iter: apply the restored random state at the first ``iter()``, because no loader was in a pass when
+                the checkpoint closed. Otherwise the first ``next()`` of a loader that was in a pass applies it.
             is_anew: the user wants its pass to begin anew, whatever was saved.
             objects: the objects of ``state=`` by name. Passes change the state of those that are part of ``dl``.
             skips: a resume in mid-pass fetches only the last batch that was given.
@@ -265,7 +265,7 @@ class SessionLoader:
 
     def _warn_risk(self, risk: str, level: int = logging.WARNING) -> None:
         self._risk = risk
-        log.log(level, "loader %r: a resume in mid-pass may not be exact; %s", self.name, risk)
+        log.log(level, "loader %r: a resume in mid-pass may not be exact, or may be refused; %s", self.name, risk)
 
     # -- restoring
 
@@ -308,8 +308,8 @@ class SessionLoader:
 
     def _drop_used_position(self) -> None:
         """Drop the restored position once the training has gone on from it: an update was made in its pass, or the pass
-        was left and was no preview. A restored pass in which no update was made (an evaluation) is dropped after any
-        update: if the resumed run has trained before it entered that pass, it will not continue it."""
+        was left and was no preview. The position in a pass without updates (an evaluation) is dropped after any update:
+        a loop that trains before it enters this pass does not continue the pass."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -350,8 +350,8 @@ class SessionLoader:
             self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """Return to the restored position: the checkpoint was closed in the pass of another loader, which goes on.
-        What this run has taken from this loader since the restore, the earlier run had taken before the checkpoint."""
+        """Return to the restored position if batches were taken since the restore and their pass was left: the ``next``
+        of another loader closed the checkpoint, so the earlier run took the same batches before the checkpoint."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
             return
@@ -386,7 +386,7 @@ class SessionLoader:
         state.objects = self._owned.packed_states()
         inner = iter(self.loader)
         if self._persistent and self._at_workers is None and not same_rng(state.at_iter, self._generators.snapshot()):
-            self._at_workers = state.at_iter  # otherwise a wrapper starts its workers at the first next()
+            self._at_workers = state.at_iter  # iter() drew the workers' seed; some wrappers do so at next()
         return self._start_pass(inner, pass_)
 
     def _count_left_pass(self) -> None:
@@ -396,7 +396,7 @@ class SessionLoader:
             self._previews.left(pass_)
             self._has_trained |= self._is_of_training(pass_)
             self._taken += pass_.state.given
-            self._ended = pass_.left
+            self._ended = pass_.left_tick
             self._epoch += int(pass_.restored or pass_.has_trained(self._host.updates))
 
     def _prepare(self, position: Position) -> None:
@@ -405,7 +405,7 @@ class SessionLoader:
             with self._generators.preserved():
                 self._load(position.state.inner)
                 if self._dataloader is not None:
-                    # In this iter() torchdata repeats the finished pass. The earlier run did not make its random draws.
+                    # Here torchdata repeats the finished pass and draws. The earlier run did not: the draws are undone.
                     iter(self._dataloader)
         elif self._persistent and self._at_workers is not None and self._dataloader is not None:
             with self._generators.preserved():
@@ -465,7 +465,7 @@ class SessionLoader:
         return iterate_after_skip(self.loader, count, set_last_rng)
 
     def _is_at_position(self) -> bool:
-        """Whether a preview has already advanced an iterator that has only one pass to the position."""
+        """Whether a preview has already advanced the loader, an iterator that has only one pass, to this position."""
         if self._has_one_pass and self._taken:
             raise DriftError(
                 f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has only one pass, and "
@@ -573,14 +573,14 @@ class SessionLoader:
     def _count_batch(self, pass_: Pass, batch: object, before: RngSnapshot | None) -> None:
         if TAKEN_BEFORE in self._identity and self._risk is None:
             self._warn_risk(
-                "it is an iterator, which has only one pass, and the loop left it and iterates over it again. In a new "
-                "process it would begin at its first batch, so a resume is refused. Pass the iterable that creates it"
+                "it is an iterator, which has only one pass, and the loop left it and iterates over it again. A new "
+                "process would begin at its first batch, so the resume is refused. Pass the iterable that creates it"
             )
         state = pass_.state
         state.given += 1
         self.reused.fetched(batch)
         pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
-        pass_.fetched_at, pass_.fetched, pass_.in_eval = self._host.updates, tick(), self.in_eval
+        pass_.fetched_at, pass_.fetched_tick, pass_.in_eval = self._host.updates, tick(), self.in_eval
         if self._makes_checksums:
             self._read.clear()
             state.checksum = checksum_of(batch, self._read)

@@ -1,11 +1,11 @@
 """Whether a checkpoint closes within a batch of a session loader, whose position counts that batch as a whole.
 
 Two signs show it. The first: an event other than ``next()`` and ``end_step()`` closes the checkpoint in mid-pass. Then
-the loop holds a batch that it has not finished, or has already fetched the next one in eval mode, in which ``next()``
-closes nothing. The second: no loader fetches anything between two boundaries, so both lie within one batch. A single
-such batch does not count, because a loop that turns to another source of batches leaves one behind. If other loaders
-fetch and only one does not, this loader may be one that gives a batch only now and then. That is correct, unless whole
-passes of another loader run inside its batches.
+the loop has not finished its batch, or it has fetched the next batch in eval mode, in which ``next()`` closes nothing.
+The second: no loader fetches anything between two boundaries, so both lie within one batch. This has to happen with two
+batches, because it also happens once, with the last batch of a loader, when a loop goes on with batches from elsewhere.
+If other loaders fetch and only one does not, this loader may be one that gives a batch only now and then. That is
+correct, unless whole passes of another loader run inside its batches.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class MidBatch:
         self._saved: tuple[int, list[_PassAndCount]] | None = None
         """The last boundary, if its checkpoint was saved: its step, and the pass and count of each loader."""
         self._unchanged_since: dict[str, _PassAndCount] = {}
-        """Loader name -> pass and count of the loader when, for the first time, nothing was fetched between two
-        boundaries."""
+        """Loader name -> its pass, and the number of batches given in the pass, when nothing was fetched between two
+        boundaries for the first time."""
 
     def fetches(self, loader: SessionLoader, in_eval: bool) -> None:
         """Record a ``next()`` of this loader. ``in_eval``: whether the model is in eval mode."""
@@ -42,8 +42,8 @@ class MidBatch:
 
     def holds_batch(self, step: int) -> bool:
         """Whether the loop still holds the batch of the last update. A forward now may be for logging only, so it is no
-        boundary, but the next ``next()`` is. If another update comes before that, its boundary warns, and from then on
-        forwards are boundaries again."""
+        boundary, and the checkpoint closes at the following ``next()``. If another update comes before that ``next()``,
+        the boundary of this update warns, and from then on forwards are boundaries again."""
         return any(
             _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
         )
@@ -90,4 +90,4 @@ def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
     between, and updates are made in it."""
     if inner is None or not inner.has_trained(step):
         return False
-    return inner.after < outer.fetched < inner.begun and inner.updates == outer.fetched_at
+    return inner.previous_end_tick < outer.fetched_tick < inner.begun_tick and inner.updates == outer.fetched_at

@@ -27,18 +27,18 @@ def tick() -> int:
 class Pass:
     """A pass that is under way.
 
-    ``updates``, ``fetched_at`` and ``left_at`` are numbers of finished updates. ``begun``, ``after``, ``fetched`` and
-    ``left`` are values of `tick`, and are compared to find out what came first.
+    ``updates``, ``fetched_at`` and ``left_at`` are numbers of finished updates. Values of `tick` are compared to find
+    out what came first.
     """
 
     updates: int
     """Finished updates when it began."""
-    begun: int
-    after: int = 0
+    begun_tick: int
+    previous_end_tick: int = 0
     """The end of the pass before it."""
     state: PassState = field(default_factory=PassState)
-    fetched: int = 0
-    left: int = 0
+    fetched_tick: int = 0
+    left_tick: int = 0
     fetched_at: int | None = None
     """Finished updates when its last batch was fetched."""
     in_eval: bool = False
@@ -71,7 +71,7 @@ class Pass:
     @property
     def was_left_at_once(self) -> bool:
         """Whether it was left right after it began, and no loader gave a batch in between."""
-        return self.left == self.begun + 1
+        return self.left_tick == self.begun_tick + 1
 
     def has_updated(self, updates: int) -> bool:
         """Whether updates were made in it, in this process. ``updates``: updates finished now."""
@@ -80,7 +80,7 @@ class Pass:
     def leave(self, updates: int) -> None:
         """Record that the loop let go of its iterator, or began another pass. Only the first call counts."""
         if self.left_at is None:
-            self.left, self.left_at = tick(), updates
+            self.left_tick, self.left_at = tick(), updates
 
     def has_trained(self, updates: int) -> bool:
         """Whether updates were made in it, in any run."""
@@ -89,16 +89,19 @@ class Pass:
     def is_of_training(self, updates: int, fetched_to_train: int) -> bool:
         """Whether updates were made in it and its ``next()`` belongs to the training, in whatever mode the model is.
 
-        The updates may have been made on batches of another loader. This is so if the model was in eval mode at the
-        last fetch of this pass, and a batch was fetched in training mode after it (at ``fetched_to_train``): this pass
-        is an evaluation, unfinished, or with an iterator that the loop kept."""
-        is_evaluation = self.in_eval and fetched_to_train > self.fetched if self.fetched else not self.restored
+        An evaluation that the loop did not finish, or whose iterator it keeps, may see updates on batches of another
+        loader. The pass is an evaluation if the model was in eval mode at its last fetch, and a later batch was fetched
+        in training mode (at ``fetched_to_train``). A pass without a fetch is one unless it was restored."""
+        if self.fetched_tick:
+            is_evaluation = self.in_eval and fetched_to_train > self.fetched_tick
+        else:
+            is_evaluation = not self.restored
         return self.has_trained(updates) and not is_evaluation
 
     def is_over(self, updates: int) -> bool:
-        """Whether the next iter() begins a new pass: this one was left with nothing trained in it (an evaluation, a
-        preview), or the training has gone on with another loader. A pass with updates that was left is not over
-        before the next update, because the loop may still stand there."""
+        """Whether the next ``iter()`` begins a new pass. A pass without updates (an evaluation, a preview) is over when
+        the loop leaves it. A pass with updates is over at the next update after the loop left it; a checkpoint before
+        that update still belongs to the pass."""
         return self.left_at is not None and (not self.has_trained(updates) or updates > self.left_at)
 
 

@@ -71,8 +71,8 @@ class PassState:
     last batch (None if a worker fetched it); ``before_last``, the one before that, for a loader that fetches one batch
     ahead of those that it gives. ``given``: batches given. ``checksum``: of the last batch given (saved as "content";
     older pools have another checksum as "checksum", which is not compared). ``inner``: a stateful loader's own state;
-    for Accelerate's, the state before the pass. ``pass_number``: the number from which Accelerate's loader tells
-    samplers the epoch. ``objects``: packed states, before the pass, of objects in ``state=`` that are part of the
+    for Accelerate's, the state before the pass. ``pass_number``: the number of the pass that Accelerate's
+    loader gives to samplers. ``objects``: packed states, before the pass, of objects in ``state=`` that are part of the
     loader. ``raised``: place -> how often ``next()`` raised an error there; the place is the number of
     batches given before.
     """
@@ -94,10 +94,11 @@ class Position:
     """What a checkpoint says about one loader.
 
     ``kind``: "plain" or "stateful". ``epoch``: passes finished. ``live``: a pass is under way. ``trained``: updates
-    were made in this pass. ``at_workers``: the ``at_iter`` of the pass that started persistent workers. ``version``:
-    the `VERSION` of the lightck that saved it; 1 if it saved none. ``previews``: passes without an update that the
-    process had begun and left before its first update; ``previews_in_loop``: there were later ones too. ``used_again``:
-    updates were made on batches of the last pass after it ended.
+    were made in this pass. ``at_workers``: the random state from which persistent workers were started (the
+    ``at_iter`` or ``at_first`` of their first pass). ``version``: the `VERSION` of the lightck that saved it; 1 if it
+    saved none. ``previews``: passes without an update that the process had begun and left before its first update;
+    ``previews_in_loop``: there were later ones too. ``used_again``: updates were made on batches of the last pass after
+    it ended.
     """
 
     kind: str

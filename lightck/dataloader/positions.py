@@ -1,9 +1,11 @@
 """The positions of all session loaders of a checkpoint: each is restored, kept, or reported as unused. Also detects
 loops that use batches again after a pass.
 
-A position belongs to the loader that has its name. If no loader took it by the first update after a resume, it is lost
-if it lies in mid-pass. Another loader that started from its beginning instead is refused, because it would give batches
-that were given before. A position between two passes is kept in later checkpoints, for a loader that is wrapped later.
+A position belongs to the loader that has its name. The first update after a resume decides about a position that no
+loader took. If the position lies in mid-pass, it is lost; and if the loop trains on a pass that another loader began at
+its first batch, the resume is refused, because batches would be given twice. If the position lies between two passes,
+later checkpoints keep it for a loader that is wrapped later.
+
 Batches that are used again after their pass has ended (``itertools.cycle``, a list) are part of no position.
 """
 
@@ -110,8 +112,8 @@ class Positions:
             self._ended_loader, self._is_first_update_after_pass = loader, True
 
     def updated(self) -> None:
-        """Check, after an update, whether batches are used again. The first update after a pass may be a normal one,
-        for the gradients that are left from its last batches. It counts only if the loop surely holds old batches."""
+        """Check, after an update, whether batches are used again. The first update after a pass may only apply
+        gradients that were accumulated on its last batches. So it counts only if the loop surely holds old batches."""
         loader = self._ended_loader
         if loader is None:
             return
@@ -151,8 +153,8 @@ class ReusedBatches:
             self._first = None if tensor is None else weakref.ref(tensor)
 
     def is_held(self, *, certain: bool) -> bool:
-        """Whether the loop still holds a batch. ``certain``: return False if this is not sure: the batch cannot be
-        tracked, or is the only one, and the loop's variable may hold it still."""
+        """Whether the loop still holds a batch. ``certain``: return False if this is not sure. It is not sure
+        if the batch cannot be tracked, or if it is the pass's only batch, which the loop's variable may still hold."""
         if not self._fetched:
             return False
         if self._first is None:

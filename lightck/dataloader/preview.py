@@ -83,6 +83,8 @@ class Previews:
             return True
         if self.taken >= self.expected:
             return False
+        # A loop that continues a pass with updates makes an update before it leaves that pass: this was a preview. Any
+        # other pass may be one that the loop itself left: an evaluation, or a preview in each epoch.
         return (position.live and position.trained) or not (pass_.evaluates or self.in_loop)
 
 

@@ -64,7 +64,7 @@ class _WorkerFetchWatch:
             return None
         return (
             "its sampler draws from torch's global random generator at each next(), for batches that are fetched ahead "
-            f"of the loop, and the draws of both cannot be separated again: {_CURE}"
+            f"of the loop, and a replay cannot separate these draws from the loop's own: {_CURE}"
         )
 
 

@@ -301,7 +301,7 @@ class Capture:
         now = rng.capture()
         at_start = now if before is None else before.rng  # from which the next step starts
         if before is not None:
-            self._forked.closed_later()
+            self._forked.warn_if_forked()
         state = {
             "version": values.STATE_VERSION,
             "event": event.value,

@@ -17,7 +17,8 @@ from lightck.errors import SessionError
 from lightck.pool.format.layout import is_dense
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Host memory (as many bytes as the tensor has) and the tensor to copy there."""
+"""Target memory, with as many bytes as the tensor has, and the tensor to copy there. The target is host memory;
+only in ``copy_on_device`` it is memory of the device."""
 
 
 class Arrival(Protocol):
@@ -44,7 +45,7 @@ class DeviceTransfer(Protocol):
         """Return bytes of a tensor as they are now, without waiting for pending work of the computation."""
 
     def copy_on_device(self, pairs: Sequence[Pair]) -> None:
-        """As ``send_in_order``, to memory on the same device."""
+        """As ``send_in_order``, but the targets are memory of the same device."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Allocate host memory that the device can write to directly."""

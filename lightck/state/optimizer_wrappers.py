@@ -119,8 +119,8 @@ class WrapperRole:
     wraps: bool
     is_wrapped: bool
     steps: bool
-    """Whether its steps are updates. Those of an optimizer inside a root are not, nor those of a wrapper without
-    hooks."""
+    """Whether its steps are updates. The steps of an optimizer that has another one as its root are not, and neither
+    are those of a wrapper without hooks."""
 
 
 def wrapper_roles(optimizers: Sequence[object]) -> list[WrapperRole]:
@@ -157,7 +157,7 @@ def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 class ScalerWatch:
-    """Detects updates that GradScalers among the objects of ``state`` skip, once per boundary. With an unfused
+    """Detects updates that GradScalers among the objects of ``state`` skip; asked once per boundary. With an unfused
     optimizer, a scaler that skips an update calls no step, and only its own state changes."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
@@ -171,7 +171,7 @@ class ScalerWatch:
         self._stepped = True
 
     def skipped(self) -> bool:
-        """Whether a scaler was updated since the last call without an optimizer step in between."""
+        """Whether, since the last call, a scaler was updated and no optimizer made a step."""
         scalers = enabled_scalers(self._objects).values()
         seen = tuple((float(scaler.get_scale()), int(scaler._get_growth_tracker())) for scaler in scalers)
         stepped, self._stepped = self._stepped, False

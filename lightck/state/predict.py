@@ -28,9 +28,10 @@ from lightck.state.storable import dtype_name
 log = logging.getLogger("lightck")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
-# How a size of a state tensor follows from its parameter: its dimension i, its numel, or a constant size.
-_Rule = tuple[str, int]
-_Rules = tuple[torch.dtype, torch.device, tuple[_Rule, ...]]
+_SizeRule = tuple[str, int]
+"""How one size of a state tensor follows from its parameter: dimension i of it, its numel, or a constant size."""
+_StateRule = tuple[torch.dtype, torch.device, tuple[_SizeRule, ...]]
+"""Dtype and device of one state tensor, and a rule for each of its sizes."""
 
 
 def predict(view: OptimizerView) -> list[Entry] | None:
@@ -119,17 +120,17 @@ def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
             registry.update(hooks | registered_since)
 
 
-def _rules(p: torch.Tensor, state: dict[object, object]) -> dict[object, _Rules]:
+def _rules(p: torch.Tensor, state: dict[object, object]) -> dict[object, _StateRule]:
     rules = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            rules[key] = (value.dtype, value.device, tuple(_rule(p, size) for size in value.shape))
+            rules[key] = (value.dtype, value.device, tuple(_size_rule(p, size) for size in value.shape))
         elif isinstance(value, (list, tuple, dict)) and value:
             raise ValueError(f"state {key!r} is a {type(value).__name__}")
     return rules
 
 
-def _rule(p: torch.Tensor, size: int) -> _Rule:
+def _size_rule(p: torch.Tensor, size: int) -> _SizeRule:
     if size == 1:
         return "size", 1
     if size in p.shape:
@@ -146,7 +147,7 @@ def _size(p: torch.Tensor, kind: str, n: int) -> int:
 
 
 def _entry(
-    name: str, p: torch.Tensor, key: object, dtype: torch.dtype, device: torch.device, dims: tuple[_Rule, ...]
+    name: str, p: torch.Tensor, key: object, dtype: torch.dtype, device: torch.device, dims: tuple[_SizeRule, ...]
 ) -> Entry:
     shape = tuple(_size(p, kind, n) for kind, n in dims)
     # State of the parameter's shape gets the parameter's strides too, because torch creates it with preserve_format.
@@ -159,6 +160,7 @@ def _entry(
 
 
 def _is_dense(p: torch.Tensor) -> bool:
+    """Whether a parameter's memory is dense. For a parameter on a device this is assumed."""
     from lightck.state.inventory import is_plain
 
     return p.device.type != "cpu" or is_plain(p)

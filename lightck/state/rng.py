@@ -298,7 +298,7 @@ class ForkWatch:
     def updated(self) -> None:
         self._is_inside_fork = _references() > self._at_attach
 
-    def closed_later(self) -> None:
+    def warn_if_forked(self) -> None:
         """Warn once if the last update was made inside a ``fork_rng`` block. To be called when a forward or the next
         update closes the checkpoint, which then holds the random state of right after its update."""
         if self._is_inside_fork and not self._is_reported:

@@ -1,7 +1,7 @@
 """Signatures of tensors: whether a tensor is the same one, in the same memory, without reading its bytes.
 
 These checks run at every step, so loops over many tensors run in C. Values are compared one at a time and not
-collected in a list first: so many new objects would trigger the garbage collector.
+collected in a list first, because that many new objects would trigger the garbage collector.
 
 Finding and naming every tensor again takes microseconds for each, and usually no tensor appears or disappears for
 thousands of steps. So a ``TensorList`` keeps the tensors that one boundary found, and the next boundary checks whether
@@ -135,13 +135,15 @@ class TensorList:
     ) -> None:
         self.lives = lives
         self.token = object()
-        """Identifies this list, for an object that must not keep its tensors alive."""
+        """Identifies this list for an object that must not keep the list's tensors alive."""
         self._vacant = list(vacant)
         self._registrations = Registrations(lives)
         self._layouts = MemoryLayouts([live.tensor for live in lives])
         self._params = [live.tensor for live in lives if live.role == "param"]
         self._requires_grad_flags = list(map(_requires_grad, self._params))
         self._storages = list(map(storage_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
+        """None if no tensor is frozen. Whether a tensor is frozen depends on the storage of the other tensors too: see
+        ``inventory._unfreeze_shared``."""
         self._states = [_StateSignature(view) for view in views]
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
         """Index of the optimizer view -> parameters whose state is not only tensors, and has to be read at every

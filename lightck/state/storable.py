@@ -189,8 +189,8 @@ def class_name_of(obj: object) -> str:
 def is_loader(obj: object) -> bool:
     """Whether an object in ``state`` yields batches, so that its position has to be read right after the update.
 
-    DataLoaders, samplers and iterable datasets of torch do, and any object that iterates and is an iterator or has a
-    dataset or a batch size. A history of losses only iterates, and is no loader.
+    Torch's DataLoaders, samplers and iterable datasets do. So does any other iterable that is an iterator, or that has
+    a dataset or a batch size. An iterable without these, such as a history of losses, is no loader.
     """
     if isinstance(obj, (DataLoader, Sampler, IterableDataset)):
         return True

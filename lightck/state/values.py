@@ -46,7 +46,7 @@ MAX_DEPTH = 32
 MAX_DIMS = 64
 _NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in NUMPY_CODES for order in "<>"}
 _SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
-_LEAF = MAX_DEPTH + 1  # depth of values that contain no others; it stops endless extensions in extensions
+_LEAF = MAX_DEPTH + 1  # depth at which values without contents are read; an extension is refused there
 _MANY = 16
 """A list of this many items or more is first tested for being all text, which saves time."""
 
@@ -131,8 +131,8 @@ class CachedPacker:
         one."""
 
     def pack(self, value: object, *, path: str, large: Callable[[str, torch.Tensor], None] | None = None) -> bytes:
-        """As `pack`. One refusal is missing: bytes that became an equal ``bytearray`` or ``memoryview`` pass as
-        unchanged, although `pack` raises ``StateValueError`` for these types."""
+        """As `pack`, with one difference: if an equal ``bytearray`` or ``memoryview`` has replaced a ``bytes`` value,
+        this value counts as unchanged, although `pack` raises ``StateValueError`` for these types."""
         try:
             now = self._writer.pack(value)  # exact in types, order and bits; a type that needs an extension raises
         except (TypeError, ValueError, OverflowError, RecursionError):
@@ -151,7 +151,8 @@ def _tuple_only(value: object) -> msgpack.ExtType:
 
 
 class _Packer:
-    """Encodes values, innermost first. ``_path`` is the current path, which is joined only for an error."""
+    """Encodes values, innermost first. ``_path`` is the current path. It is joined only for errors and for names of
+    large tensors."""
 
     __slots__ = ("_large", "_large_nbytes", "_msgpack", "_names", "_path", "_writer")
 
@@ -363,7 +364,7 @@ def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) 
 
 def typed(value: object, kind: type[T]) -> T:
     """Return a value unpacked from the small state if it is of exactly this type. Raises ``CorruptPoolError``
-    otherwise."""
+    otherwise; "its" in the message is the checkpoint's, in whose list of reasons the message appears."""
     if type(value) is not kind or not isinstance(value, kind):
         raise CorruptPoolError(f"its small state is malformed ({kind.__name__} expected)")
     return value
@@ -462,7 +463,7 @@ class _Reader:
         self._end = outer
         return value
 
-    # Payloads of the extensions. ``sequence`` counts as one container, as in the packer.
+    # Payloads of the extensions. An extension and the list in it count as one container, as in the packer.
 
     def sequence(self, depth: int) -> list[object]:
         return self._list(self._count(), depth)
@@ -514,7 +515,7 @@ class _Reader:
         name = self.exactly(str)
         if self._tensor is None:
             raise _corrupt(f"it names the large tensor {name!r} in a part that cannot hold one")
-        if name in self._seen:  # each tensor has its own name, and allocates memory
+        if name in self._seen:  # `pack` uses each name once; each use here allocates the memory of a tensor
             raise _corrupt(f"it names the large tensor {name!r} twice")
         self._seen.add(name)
         try:
