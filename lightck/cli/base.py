@@ -29,7 +29,8 @@ _COMPLETED_MAX = 200
 _SYSTEM = (OSError, ImportError)
 """Errors that are no bug of lightck: a path that the system refuses, a library that is not installed."""
 _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
-"""``lightck`` without arguments: the message is the whole help. Before click 8.2, click itself prints the help."""
+"""The exception that click raises for ``lightck`` without arguments; its message is the whole help. Click before 8.2
+has no such exception and prints the help itself."""
 
 
 def print_error(message: str) -> None:

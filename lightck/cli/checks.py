@@ -127,7 +127,8 @@ def workers(_: Machine) -> Iterator[Finding]:
 
 
 def media(machine: Machine, asked: str | None = None) -> Iterator[Finding]:
-    """Findings for the folders in which a pool could lie. Only ``asked``, if given, can be a problem."""
+    """Findings for the folders in which a pool could lie. An unusable folder is a problem if it is ``asked``, else a
+    note. Without ``asked`` it is one problem if no folder is usable."""
     folders = [SHARED, machine.env.get("XDG_RUNTIME_DIR", ""), "/tmp", os.getcwd()]
     folders += [mount.point for mount in machine.mounts() if is_dax(mount.options + mount.own_options)]
     lines = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
@@ -152,7 +153,7 @@ def is_dax(options: tuple[str, ...]) -> bool:
 
 
 def _device(machine: Machine, path: str) -> Finding | None:
-    """The finding for a device-dax device; None where the path is none."""
+    """The finding for a device-dax device; None if the path is no such device."""
     try:
         found = machine.device(path)
     except (LightckError, OSError) as error:
@@ -244,7 +245,9 @@ def memory(machine: Machine) -> Iterator[Finding]:
         yield Finding("memory", NOTE, f"limited to {size(limit)} by a control group", cure)
     swaps = machine.swaps()
     if swaps:
-        cure = "Pools on tmpfs may be swapped out, which is slow and leaves weights there: swapoff -a, or encrypt it."
+        cure = (
+            "Swapping out a pool on tmpfs is slow, and leaves weights in the swap. Run swapoff -a, or encrypt the swap."
+        )
         yield Finding("swap", NOTE, f"on: {', '.join(swaps)}", cure)
     else:
         yield Finding("swap", OK, "off")

@@ -49,7 +49,7 @@ class Damage:
 @click.argument("copy", type=click.Path())
 @click.option("--flip", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Flip one bit.")
 @click.option("--zero-page", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Zero a page of 4 KiB.")
-@click.option("--torn-slot", is_flag=True, help="Replace the rest of the newest checkpoint by bytes of another one.")
+@click.option("--torn-slot", is_flag=True, help="Replace the newest checkpoint, from a drawn tensor on, by another.")
 @click.option("--truncate", type=int, metavar="N", help="Cut the file to N bytes; -N: cut off N bytes.")
 @click.option(
     "--seed",
@@ -70,8 +70,8 @@ def command(
     """Copy POOL to COPY, which must not exist, and damage the copy. POOL is only read.
 
     WHERE is an offset in the pool, or a structure of the newest checkpoint: superblock, table, line (its commit
-    record), header, manifest, payload, or the name of a tensor. Without WHERE the place is drawn; such an option must
-    come after COPY.
+    record), header, manifest, payload, or the name of a tensor. --flip or --zero-page without WHERE draws the place,
+    and must come after COPY.
     """
     if [flip, zero_page, torn_slot or None, truncate].count(None) != 3:
         usage_error("Pass exactly one of --flip, --zero-page, --torn-slot, --truncate.")
@@ -243,7 +243,7 @@ def _tensor_and_step(hit: Sequence[Part]) -> tuple[str | None, int | None]:
 
 
 def _write(reader: PoolReader, offset: int, data: bytes) -> int:
-    """Into the copy. Returns where in its file."""
+    """Write the bytes into the copy. Returns their offset in its file."""
     places = runs(reader.container.extents, offset, len(data))
     with open(reader.path, "r+b") as file:
         for at, n in places:

@@ -59,7 +59,8 @@ class Speed:
     bytes_per_second: dict[str, float]
     state_nbytes: int
     is_synced: bool
-    """Whether torch.save is followed by fsync: it is where a pool survives a crash of the OS, so that both do."""
+    """Whether torch.save is followed by fsync. That is so if a pool in this folder survives a crash of the OS, so that
+    the two ways to save survive the same."""
     rounds: int
     step_seconds: dict[str, float]
     added: dict[str, Share]

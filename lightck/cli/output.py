@@ -18,8 +18,8 @@ def prepare() -> TextIO | None:
     """Set up stdout and stderr for a command. Returns the original stdout, for ``restore``.
 
     A stderr that the shell closed (``2>&-``) becomes /dev/null, so that no file opened later gets its descriptor.
-    Characters that the encoding lacks are printed as escapes. Stdout is buffered, even under ``PYTHONUNBUFFERED``:
-    unbuffered, Python ignores a write that a full disk took only partly.
+    Characters that the encoding lacks are printed as escapes. Stdout is buffered, even under ``PYTHONUNBUFFERED``,
+    because Python's unbuffered stdout does not notice that a full disk took only a part of a write.
     """
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COMMITTED, REJECTED, DEAD = "committed", "rejected", "dead"
 ATTEMPTS = 20
-"""How often a pool is read again whose checkpoints are overwritten meanwhile."""
+"""How often a pool is read again if its checkpoints are overwritten while they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,8 @@ def _parsed(reader: PoolReader, record: CommitRecord, state: str) -> FoundCheckp
 
 
 def is_in_slot(reader: PoolReader, record: CommitRecord) -> bool:
-    """Whether the slot still holds the bytes that the commit record names; also if its header is damaged."""
+    """Whether the slot still holds the bytes that the commit record names. True if the slot's header is damaged: only a
+    header that names a newer checkpoint shows that the slot was reused."""
     return not reader.is_reused(record)
 
 

@@ -39,7 +39,7 @@ def count(number: int, thing: str) -> str:
 
 
 def listed(items: Iterable[str], most: int = 6) -> str:
-    """The items as ``a, b, c``; of more than ``most`` the first ones, and the number of the others."""
+    """The items as ``a, b, c``. If there are more than ``most``, the first ones and the number of the others."""
     items = list(items)
     rest = len(items) - most
     return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -80,9 +80,7 @@ def _show(trace: Trace, steps: list[StepFacts]) -> None:
         f"{about['model'] or 'a training'} on {about['medium'] or 'an unknown medium'}: {count(len(steps), 'step')}"
     )
     if about["dropped"]:
-        print_line(
-            f"{count(about['dropped'], 'event')} did not fit into the recorder and was dropped: the times are too low"
-        )
+        print_line(f"{count(about['dropped'], 'event')} did not fit into the recorder: the times are too low")
     if about["compiled"]:
         print_line(f"compiled modules, recorded as a whole: {', '.join(about['compiled'][:6])}")
     if not steps:

@@ -1,8 +1,8 @@
 """``lightck verify``: checks structures, manifests and blocks of a pool against their checksums.
 
-Of structures that exist twice both copies are checked. Blocks are read of the newest checkpoint, and of the next older
-ones until one is intact; with ``--deep`` of every checkpoint. What a kill or an active writer leaves behind is no
-damage.
+If a structure exists twice, both copies are checked. The blocks of the newest checkpoint are read, and those of older
+ones until one is intact; ``--deep`` reads the blocks of every checkpoint. What a kill or an active writer leaves behind
+is no damage.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightck.pool.reader import PoolReader, StoredCheckpoint
 SHOWN_MAX = 10
 """The most damaged tensors that the text names per checkpoint."""
 _GENERATIONS_TRIED = 1000
-"""The most generations between an adoption's commit record and its checkpoint that are tried."""
+"""The largest difference that is tried between the generations of an adoption and of its checkpoint."""
 _READS, _PAUSE_SECONDS = 5, 0.02
 """A structure that fails its check may be half written: it is read up to so often, with this pause."""
 
@@ -103,7 +103,8 @@ Reason = tuple[str | None, bool]
 
 
 def _stable_reason(read: Callable[[], Reason]) -> Reason:
-    """The reason of the last read, once a writer had time to finish: a record or header takes it microseconds."""
+    """Read a structure until it is good, and return the reason of the last read. The pauses give a writer time to
+    finish: it writes a record or header within microseconds."""
     for attempt in range(_READS):
         if attempt:
             time.sleep(_PAUSE_SECONDS)
@@ -134,10 +135,11 @@ def _record_reason(reader: PoolReader, position: int) -> Reason:
 
 
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
-    """Whether the commit record is complete but for its generation, which is still that of the record before it.
+    """Whether the commit record is complete except for its generation, which is stored last.
 
-    Tries each generation that the record could have had, until its checksum matches: its payload's, or for an adoption
-    a later one. No two records have the same generation: one that another record has is the result of a flipped bit.
+    Then the place of the generation still holds that of the overwritten record. The missing generation is that of the
+    payload, or a larger one for an adoption; all possible ones are tried until the checksum of the record matches. No
+    two records have the same generation, so if another record has the one in this place, a bit was flipped.
     """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()

@@ -1,7 +1,7 @@
 """One training in a child process: starts it, reads its reports, kills it, and ends its workers too.
 
-A dead child is not reaped before its process group (with the loader's workers) was killed: until then no other process
-can get the number of the group.
+A dead child is reaped only after its process group (with the loader's workers) was killed: until the child is reaped,
+no other process can get the number of the group.
 """
 
 from __future__ import annotations

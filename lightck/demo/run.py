@@ -257,7 +257,8 @@ class _Survivor(_Run):
         ] = []  # kills after which no child has started: how, and the last update reported
         self.counters: list[dict[str, Any]] = []  # of each child, as of its last report
         self.stalls: list[float] = []
-        """Seconds of each update but the first of each child, in which lightck searches all live objects."""
+        """The stall of each update, in seconds. The first update of each child is left out: lightck then searches all
+        live objects."""
         self.durability: dict[str, Any] = {}
 
     def run(self) -> None:

@@ -57,17 +57,17 @@ class Layers:
         self._modules.clear()
 
     def _computing(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that get hooks, with their names."""
-        inside: set[int] = set()
+        """The modules that get hooks, with their names. Modules inside a compiled module get none."""
+        in_compiled: set[int] = set()
         for dot, module in clean_prefixes(model):
-            if id(module) in inside or getattr(module, "_compiled_call_impl", None) is not None:
-                inside.update(map(id, module.children()))
-                if id(module) not in inside:
+            if id(module) in in_compiled or getattr(module, "_compiled_call_impl", None) is not None:
+                in_compiled.update(map(id, module.children()))
+                if id(module) not in in_compiled:
                     self.compiled.append(dot[:-1] or self._model)
                 continue
             if type(module).__name__ == "OptimizedModule":
                 self.compiled.append(dot[:-1] or self._model)
-                inside.update(map(id, module.children()))
+                in_compiled.update(map(id, module.children()))
                 yield dot[:-1], module
             elif not module._modules or module._parameters:
                 yield dot[:-1], module

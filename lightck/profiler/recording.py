@@ -153,7 +153,7 @@ class Recording:
         self._layers.backward_over()
 
     def update_begins(self) -> None:
-        """An update begins: the gate before it is passed."""
+        """An update begins, right after its gate."""
         self._spans.take()
         self._update_since = time.monotonic_ns()
 

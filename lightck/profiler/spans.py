@@ -122,7 +122,7 @@ class Spans:
             return Event(COMMIT, _COMMIT_EVENTS[kind], begin, end, args)
         if kind == lib.LCK_SPAN_HEADER:
             return Event(STALL, "slot header", begin, end, args)
-        if kind == lib.LCK_SPAN_NOW:
+        if kind == lib.LCK_SPAN_NOW:  # all copies at the boundary; docs/trace.md shows the name
             return Event(HELPED, "at once", begin, end, args) if nbytes else None
         number = int(span["tensor"])
         name = checkpoint.entries[number].name if number < len(checkpoint.entries) else f"tensor {number}"

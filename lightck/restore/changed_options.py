@@ -96,16 +96,20 @@ def set_flags(contents: Contents, model: ModelView) -> None:
     if built is None:
         return
     lives = model.tensors(None)
-    was = set(built.frozen if contents.frozen is None else contents.frozen)
+    frozen = set(built.frozen if contents.frozen is None else contents.frozen)
     edited = set(built.frozen) ^ set(frozen_names(lives))
     changed = []
     for live in lives:
         name, tensor = live.name.removeprefix("model/"), live.tensor
-        can_need = tensor.is_floating_point() or tensor.is_complex()
-        if live.role == "param" and tensor.requires_grad == (name in was) and (tensor.requires_grad or can_need):
-            tensor.requires_grad_(name not in was)
+        can_require_grad = tensor.is_floating_point() or tensor.is_complex()
+        if (
+            live.role == "param"
+            and tensor.requires_grad == (name in frozen)
+            and (tensor.requires_grad or can_require_grad)
+        ):
+            tensor.requires_grad_(name not in frozen)
             changed.append(name)
-    overridden = [f"{name} ({'False' if name in was else 'True'})" for name in changed if name in edited]
+    overridden = [f"{name} ({'False' if name in frozen else 'True'})" for name in changed if name in edited]
     if overridden:
         log.warning(
             "lightck: requires_grad is set as in the checkpoint, and not as this script built it, for %s. To "

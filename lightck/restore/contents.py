@@ -59,9 +59,13 @@ class OptimizerContents:
 
     class_name: str
     names: list[list[str]]
+    """For each group, the names of its parameters."""
     groups: list[dict[str, object]]
+    """For each group, its options."""
     values: bytes
+    """Packed: parameter name -> the part of its state that is not stored as tensors of the pool."""
     rest: bytes
+    """Packed: the state under keys that are no parameters."""
     wraps: bool = False
     """It wraps another optimizer, to which the state tensors named by parameter belong."""
 
@@ -82,7 +86,7 @@ class Contents:
     """Whether ``session.end_step()`` had been called: from then on only the user's calls are boundaries."""
     rng: RngState
     rng_forward: RngState | None
-    """Random states with which the forward began that closed the checkpoint; None if another event closed it."""
+    """Random states at the start of the forward that closed the checkpoint; None if another event closed it."""
     optimizers: list[OptimizerContents]
     state: dict[str, bytes]
     classes: dict[str, str]
@@ -99,7 +103,8 @@ class Contents:
     fingerprint: dict[str, object]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
-    """Older checkpoints with a generation above this are stale: they hold old bytes of a tensor. None: none is."""
+    """Older checkpoints whose generation is larger than this number are stale: they hold old bytes of a tensor. None
+    if no older checkpoint is stale."""
     persistent_started: bool = False
     """A DataLoader outside the session had started its persistent workers."""
     done: bool = False

@@ -31,7 +31,8 @@ _Names = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Differences between a checkpoint and the objects that it is restored into: tensor names, and sentences."""
+    """Differences between a checkpoint and the objects that it is restored into. ``other`` holds sentences, the other
+    fields hold the names of tensors."""
 
     missing: tuple[str, ...] = ()
     """Tensors that only the model has."""

@@ -57,7 +57,7 @@ class Resumed:
     @classmethod
     def from_contents(cls, contents: Contents, recorded: Sequence[NextBatch] | None) -> Resumed:
         closed_by_forward = contents.event == Event.FORWARD.value
-        once = RestoredRng(None if closed_by_forward else contents.rng)
+        rng_for_pass = RestoredRng(None if closed_by_forward else contents.rng)
         closed_by_next = contents.event == Event.NEXT.value
         return cls(
             contents.step,
@@ -70,7 +70,7 @@ class Resumed:
             recorded,
             not _changed_conditions(contents),
             contents.rng,
-            once,
+            rng_for_pass,
             contents.rng_forward,
             contents.event,
             # At PRE_STEP the next forward had run already, and may have changed the numbers.
@@ -87,13 +87,13 @@ class Resumed:
         self._rng.restore()
 
     def take_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the random states to restore at the first ``next()`` of a pass that is no preview, else None. They
-        undo what the script has drawn since attach."""
+        """Return the random states to restore at the first ``next()`` of a pass; None if an earlier pass, which was no
+        preview, took them. This restore undoes what the script has drawn since attach."""
         return self._rng_for_pass.take(loader, pass_)
 
     def forward_begins(self, numbers: ModuleNumbers) -> None:
-        """Called before a training forward. Before the first one, restore the random states that it had in the earlier
-        run, if it closed the checkpoint there, and compare the numbers of modules."""
+        """Called before a training forward. Before the first one, restore the random states with which this forward
+        began in the earlier run (if it closed the checkpoint), and compare the numbers of modules."""
         if self._rng_forward is not None:
             self._rng_forward.restore()
             self._rng_forward = None
