@@ -31,7 +31,7 @@ from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, 
 from lightck.state.numbers import ModuleNumbers
 from lightck.state.rng import ForkWatch
 from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
-from lightck.state.small_state import StatePacker
+from lightck.state.small_state import CachedPacker, Packed, StatePacker, join_list
 from lightck.state.storable import class_name_of, is_loader
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ class Capture:
         self.built = CurrentBuild(self.model, (), self.objects)
         self.numbers = ModuleNumbers(model)
         self._state = StatePacker()
-        self._groups: defaultdict[int, values.CachedPacker] = defaultdict(values.CachedPacker)
+        self._groups: defaultdict[int, CachedPacker] = defaultdict(CachedPacker)
         self._optimizer_states: defaultdict[int, StatePacker] = defaultdict(lambda: StatePacker(replaced=("names",)))
-        self._object_states: defaultdict[str, values.CachedPacker] = defaultdict(values.CachedPacker)
+        self._object_states: defaultdict[str, CachedPacker] = defaultdict(CachedPacker)
         self._n_followed = 0
         """How many optimizers are followed, wrappers included."""
         self._reported_shared = False
@@ -306,11 +306,9 @@ class Capture:
             "version": values.STATE_VERSION,
             "event": event.value,
             "explicit": explicit,
-            "rng": values.Packed(at_start.packed()),
-            "rng_forward": values.Packed(now.packed()) if event is Event.FORWARD else None,
-            "optimizers": values.Packed(
-                values.join_list([self._packed_optimizer(view, lives) for view in self.optimizers])
-            ),
+            "rng": Packed(at_start.packed()),
+            "rng_forward": Packed(now.packed()) if event is Event.FORWARD else None,
+            "optimizers": Packed(join_list([self._packed_optimizer(view, lives) for view in self.optimizers])),
             "state": self._objects_value(before, lives),
             "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
             "extra": self._extra_state(event, before, lives),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightck.errors import CorruptPoolError
-from lightck.state import values
+from lightck.state import small_state, values
 from lightck.state.generator_memory import WORDS, Twister, numpy_twister, python_twister
 
 log = logging.getLogger("lightck")
@@ -109,15 +109,15 @@ class RngState:
         numpy = self._numpy
         if not isinstance(numpy, Twister):
             return values.pack(self.to_value(), path="rng")
-        key = values.plain_extension(values.ARRAY, [_NUMPY_KEY_DTYPE, [WORDS], numpy.key])
-        state = values.plain_extension(values.DICT, [["key", key], ["pos", numpy.position]])
+        key = small_state.plain_extension(values.ARRAY, [_NUMPY_KEY_DTYPE, [WORDS], numpy.key])
+        state = small_state.plain_extension(values.DICT, [["key", key], ["pos", numpy.position]])
         fields = [["state", state], ["has_gauss", int(numpy.has_gauss)], ["gauss", numpy.gauss]]
-        return values.pack_plain(
-            values.plain_extension(
+        return small_state.pack_plain(
+            small_state.plain_extension(
                 values.DICT,
                 [
                     ["python", self._python_value()],
-                    ["numpy", values.plain_extension(values.DICT, [["bit_generator", "MT19937"], *fields])],
+                    ["numpy", small_state.plain_extension(values.DICT, [["bit_generator", "MT19937"], *fields])],
                     ["torch", self.torch.numpy().tobytes()],
                     ["cuda", [[index, state.numpy().tobytes()] for index, state in self.cuda]],
                 ],

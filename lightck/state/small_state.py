@@ -7,10 +7,16 @@ before and of a type whose values never change. The result is the same as that o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgpack
+import torch
 
 from lightck.state import values
 
+_plain_packer = msgpack.Packer(strict_types=True, use_bin_type=True)
 _IMMUTABLE = frozenset((type(None), bool, int, float, str, bytes, values.ConstantDict))
 
 
@@ -32,8 +38,8 @@ class StatePacker:
             if part is None:
                 part = known[key] = _Part(key, f"{self._path}/{key}", key in self._replaced)
             pieces.append(part.prefix)
-            pieces.append(value.data if type(value) is values.Packed else part.pack(value))
-        return values.join_dict(len(parts), pieces)
+            pieces.append(value.data if type(value) is Packed else part.pack(value))
+        return join_dict(len(parts), pieces)
 
 
 class _Part:
@@ -42,9 +48,9 @@ class _Part:
     __slots__ = ("_cache", "_data", "_is_replaced", "_path", "_value", "prefix")
 
     def __init__(self, key: str, path: str, is_replaced: bool) -> None:
-        self.prefix = values.pair_prefix(key)
+        self.prefix = pair_prefix(key)
         self._path, self._is_replaced = path, is_replaced
-        self._cache = values.CachedPacker()
+        self._cache = CachedPacker()
         self._value: object = self  # equal to no value that is ever packed
         self._data = b""
 
@@ -55,3 +61,74 @@ class _Part:
         data = self._cache.pack(value, path=self._path)
         self._value, self._data = (value, data) if is_fixed else (self, b"")
         return data
+
+
+class CachedPacker:
+    """Packs one value at many checkpoints, and encodes it again only if it changed."""
+
+    def __init__(self) -> None:
+        self._last: tuple[bytes | None, bytes] = None, b""
+        """The value's fast encoding and its packed form, assigned together so that a signal handler never sees only
+        one."""
+
+    def pack(self, value: object, *, path: str, large: Callable[[str, torch.Tensor], None] | None = None) -> bytes:
+        """As `pack`, with one difference: if an equal ``bytearray`` or ``memoryview`` has replaced a ``bytes`` value,
+        this value counts as unchanged, although `pack` raises ``StateValueError`` for these types."""
+        try:
+            now = _tuple_packer.pack(value)  # exact in types, order and bits; a type that needs an extension raises
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            return values.pack(value, path=path, large=large)
+        seen, packed = self._last
+        if now != seen:
+            packed = values.pack(value, path=path)
+            self._last = now, packed
+        return packed
+
+
+def _tuple_only(value: object) -> msgpack.ExtType:
+    if type(value) is not tuple:
+        raise TypeError(type(value).__name__)
+    return msgpack.ExtType(
+        values.TUPLE, msgpack.packb(list(value), strict_types=True, use_bin_type=True, default=_tuple_only)
+    )
+
+
+_tuple_packer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_tuple_only)
+
+
+# -- pieces of packed values -------------------------------------------------------------------------------------------
+
+
+def plain_extension(code: int, items: list[object]) -> msgpack.ExtType:
+    """Encode an extension, to be part of another one or of ``pack_plain``. ``items``: what it consists of (for a
+    dict: pairs), of None, bool, int, float, str, bytes, lists of these, and extensions."""
+    return msgpack.ExtType(code, _plain_packer.pack(items))
+
+
+def pack_plain(value: object) -> bytes:
+    """Encode a value of the kinds that ``plain_extension`` takes, in one call."""
+    return cast("bytes", _plain_packer.pack(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A value that is packed already. It is stored as it is."""
+
+    data: bytes
+
+
+def pair_prefix(key: str) -> bytes:
+    """The bytes before the value of this key in a packed dict (see ``join_dict``)."""
+    return values.PAIR + values.pack(key, path="")
+
+
+def join_dict(count: int, pieces: Iterable[bytes]) -> bytes:
+    """Join packed items to a packed dict. ``pieces``: of each of the ``count`` items the ``pair_prefix`` of its key,
+    then its packed value."""
+    payload = b"".join((_plain_packer.pack_array_header(count), *pieces))
+    return cast("bytes", _plain_packer.pack_ext_type(values.DICT, payload))
+
+
+def join_list(items: Sequence[bytes]) -> bytes:
+    """Join packed items to a packed list."""
+    return b"".join((_plain_packer.pack_array_header(len(items)), *items))

@@ -13,8 +13,7 @@ import ctypes
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
 import msgpack
@@ -36,7 +35,6 @@ from lightck.state.storable import (
 )
 
 T = TypeVar("T")
-_plain_packer = msgpack.Packer(strict_types=True, use_bin_type=True)
 STATE_VERSION = 1
 """Version of the set of parts that the small state consists of."""
 TUPLE, DICT, ORDERED_DICT, COUNTER, DEFAULT_DICT, SET, DEQUE = 1, 2, 3, 4, 5, 6, 7
@@ -78,76 +76,12 @@ def pack(
     return _Packer(path, large, large_nbytes).encode(value)
 
 
-def plain_extension(code: int, items: list[object]) -> msgpack.ExtType:
-    """Encode an extension, to be part of another one or of ``pack_plain``. ``items``: what it consists of (for a
-    dict: pairs), of None, bool, int, float, str, bytes, lists of these, and extensions."""
-    return msgpack.ExtType(code, _plain_packer.pack(items))
-
-
-def pack_plain(value: object) -> bytes:
-    """Encode a value of the kinds that ``plain_extension`` takes, in one call."""
-    return cast("bytes", _plain_packer.pack(value))
-
-
 class ConstantDict(dict[Any, object]):
     """A dict that nobody changes, including its contents, and that is packed only once. It is stored, and unpacked, as
     a dict."""
 
     __slots__ = ("packed",)
     packed: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A value that is packed already. It is stored as it is."""
-
-    data: bytes
-
-
-def pair_prefix(key: str) -> bytes:
-    """The bytes before the value of this key in a packed dict (see ``join_dict``)."""
-    return _PAIR + pack(key, path="")
-
-
-def join_dict(count: int, pieces: Iterable[bytes]) -> bytes:
-    """Join packed items to a packed dict. ``pieces``: of each of the ``count`` items the ``pair_prefix`` of its key,
-    then its packed value."""
-    payload = b"".join((_plain_packer.pack_array_header(count), *pieces))
-    return cast("bytes", _plain_packer.pack_ext_type(DICT, payload))
-
-
-def join_list(items: Sequence[bytes]) -> bytes:
-    """Join packed items to a packed list."""
-    return b"".join((_plain_packer.pack_array_header(len(items)), *items))
-
-
-class CachedPacker:
-    """Packs one value at many checkpoints, and encodes it again only if it changed."""
-
-    def __init__(self) -> None:
-        self._writer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_tuple_only)
-        self._last: tuple[bytes | None, bytes] = None, b""
-        """The value's fast encoding and its packed form, assigned together so that a signal handler never sees only
-        one."""
-
-    def pack(self, value: object, *, path: str, large: Callable[[str, torch.Tensor], None] | None = None) -> bytes:
-        """As `pack`, with one difference: if an equal ``bytearray`` or ``memoryview`` has replaced a ``bytes`` value,
-        this value counts as unchanged, although `pack` raises ``StateValueError`` for these types."""
-        try:
-            now = self._writer.pack(value)  # exact in types, order and bits; a type that needs an extension raises
-        except (TypeError, ValueError, OverflowError, RecursionError):
-            return pack(value, path=path, large=large)
-        seen, packed = self._last
-        if now != seen:
-            packed = pack(value, path=path)
-            self._last = now, packed
-        return packed
-
-
-def _tuple_only(value: object) -> msgpack.ExtType:
-    if type(value) is not tuple:
-        raise TypeError(type(value).__name__)
-    return msgpack.ExtType(TUPLE, msgpack.packb(list(value), strict_types=True, use_bin_type=True, default=_tuple_only))
 
 
 class _Packer:
@@ -240,7 +174,7 @@ class _Packer:
             if not is_key(key):
                 raise self.refused(value, f"a key of it is a {type(key).__qualname__}, which does not compare by value")
             path.append(key)
-            out += (_PAIR, self.encode(key), self.encode(item))
+            out += (PAIR, self.encode(key), self.encode(item))
             path.pop()
         return b"".join(out)
 
@@ -275,7 +209,7 @@ class _Packer:
         return b"".join((b"\x93", self._msgpack(dtype), self.header(len(shape)), sizes, self.plain(raw)))
 
     def scalar(self, value: np.generic) -> bytes:
-        return self.ext(SCALAR, _PAIR + self._msgpack(NUMPY_SCALARS[type(value)]) + self._msgpack(value.tobytes()))
+        return self.ext(SCALAR, PAIR + self._msgpack(NUMPY_SCALARS[type(value)]) + self._msgpack(value.tobytes()))
 
     def tensor(self, value: torch.Tensor) -> bytes:
         why = unstorable_reason(value)
@@ -320,7 +254,7 @@ def _encode_default_dict(packer: _Packer, value: defaultdict[object, object]) ->
     return packer.ext(DEFAULT_DICT, packer.pairs(value))
 
 
-_PAIR = b"\x92"  # a MessagePack array of two
+PAIR = b"\x92"  # a MessagePack array of two
 _ENCODE: dict[type, Callable[[_Packer, Any], bytes]] = {
     int: _Packer.integer,
     str: _Packer.text,
@@ -328,13 +262,12 @@ _ENCODE: dict[type, Callable[[_Packer, Any], bytes]] = {
     tuple: lambda packer, value: packer.ext(TUPLE, packer.sequence(value)),
     dict: lambda packer, value: packer.ext(DICT, packer.pairs(value)),
     ConstantDict: _Packer.constant,
-    Packed: lambda packer, value: value.data,
     OrderedDict: lambda packer, value: packer.ext(ORDERED_DICT, packer.pairs(value)),
     Counter: lambda packer, value: packer.ext(COUNTER, packer.pairs(value)),
     defaultdict: _encode_default_dict,
     set: lambda packer, value: packer.ext(SET, packer.members(value)),
     frozenset: lambda packer, value: packer.ext(FROZENSET, packer.members(value)),
-    deque: lambda packer, value: packer.ext(DEQUE, _PAIR + packer.plain(value.maxlen) + packer.sequence(value)),
+    deque: lambda packer, value: packer.ext(DEQUE, PAIR + packer.plain(value.maxlen) + packer.sequence(value)),
     np.ndarray: _Packer.array,
     torch.Tensor: _Packer.tensor,
     torch.nn.Parameter: _Packer.tensor,

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightck.errors import CorruptPoolError, StateValueError
-from lightck.state import values
+from lightck.state import small_state, values
 from lightck.state.storable import DTYPES, dtype_from_name, dtype_name
 
 
@@ -381,13 +381,13 @@ def packed_or_refused(pack: Callable[..., bytes], value: object) -> bytes | str:
 @given(st.lists(near | storable, max_size=8))
 def test_a_cached_packer_gives_the_bytes_of_a_new_one(seen):
     """The packer gets, one after the other, values that are equal in Python and differ in type, order or bits."""
-    again = values.CachedPacker()
+    again = small_state.CachedPacker()
     for value in [item for item in seen for _ in range(2)]:
         assert packed_or_refused(again.pack, value) == packed_or_refused(values.pack, value)
 
 
 def test_a_changed_tensor_among_the_options_is_packed_again():
-    again, lr = values.CachedPacker(), torch.tensor(0.1)
+    again, lr = small_state.CachedPacker(), torch.tensor(0.1)
     first = again.pack({"lr": lr}, path="x")
     lr.mul_(2)
     assert again.pack({"lr": lr}, path="x") == values.pack({"lr": lr}, path="x") != first
