@@ -81,9 +81,10 @@ def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRec
 
 
 def next_position(commit_log: CommitLog, contents: Mapping[int, int | None], ring_lines: int, after: int) -> int:
-    """Return the position for the next record: the first one after ``after`` that no slot's content needs.
+    """Return the position for the next record: the first one after ``after`` whose record is not needed.
 
-    ``contents`` maps slot -> generation of its present bytes; None means unknown, and then all its records count.
+    For each slot, the newest record of the bytes in the slot is needed. ``contents`` maps slot -> generation of these
+    bytes; if it is None (unknown), the newest of all records of the slot is needed.
     """
     needed: dict[int, tuple[int, int]] = {}
     for position, record in commit_log.records.items():

@@ -80,9 +80,10 @@ def _geometry(
     blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
     payload = sum(e.nbytes for e in entries)
     reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) + spare_nbytes
-    # Twice: the writer gives a tensor that changed its size twice the bytes that it needs (PoolWriter._append).
+    # The factor 2: a tensor whose size changed gets an extent of double its size (PoolWriter._append).
     reserve += 2 * sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in extras)
     fixed = MANIFEST_HEADER_NBYTES + len(entries) * TENSOR_RECORD_NBYTES + 4 * blocks
+    # Room for the table entries, records and checksums of tensors that are added later.
     variable = 64 * KIB + fixed // 4 + 2 * len(layout.encode_extras(extras))
     variable += sum(TENSOR_RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in extras)
     manifest = align_up(fixed + variable + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)

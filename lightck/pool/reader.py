@@ -155,8 +155,8 @@ class PoolReader:
         )
 
     def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
-        """Choose between two superblocks. If they differ, one belongs to another pool and was written here by mistake.
-        It is the one with whose uuid no commit record passes its check."""
+        """Choose between two valid superblocks. If they differ, one belongs to another pool and was written here by
+        mistake: with the uuid of that one, no commit record passes its check."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
@@ -235,8 +235,8 @@ class PoolReader:
     def is_reused(self, record: CommitRecord) -> bool:
         """Whether the slot's header names a newer checkpoint than this commit record.
 
-        An older generation in the header is no sign of a reuse. (A crash cannot leave one: the header is durable before
-        the commit record.)"""
+        If the header names an older generation, the slot was not reused: a faulty medium lost the write of the header.
+        (A crash cannot cause this, because the header is durable before the commit record.)"""
         return (self.slot_generation(record.slot) or 0) > record.payload_generation
 
     def _is_struck(self, slot: int) -> bool:

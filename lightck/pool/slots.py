@@ -60,6 +60,7 @@ class Slot:
     generation: int | None
     image: SlotImage
     manifest_index: int = 0
+    """Which of the slot's two places (0 or 1) gets the next manifest."""
     is_bad: bool = False
     in_flight: bool = False
     original_generation: int | None = None

@@ -140,7 +140,8 @@ class PoolWriter:
         sb = self.superblock
         self._index_entries()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
-        # A slot may hold a checkpoint that never committed. The adoption gets a larger generation, so that it is dead.
+        # A slot may hold a checkpoint that never committed. Its generation must be smaller than that of the adoption
+        # record, which makes the checkpoint dead.
         self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
         self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
         if self.durability.tier != TIER_DISK:  # on a disk it would read the whole pool and mark all pages dirty
@@ -163,7 +164,8 @@ class PoolWriter:
 
     def _index_entries(self) -> None:
         """Compute the columns of the copy array that are the same in every checkpoint."""
-        # By capacity, not by size: an extra entry that uses more or less of its extent moves no other checksums.
+        # Each entry has room for the checksums of its whole capacity, so that the checksums of other entries keep
+        # their places if an extra entry uses more or less of its extent.
         starts, self._n_crcs = crc_starts(np.array(self._capacities, np.uint64), self.superblock.block)
         self._template = np.zeros(len(self.entries), COPY_DTYPE)
         self._template["dst"] = [e.offset for e in self.entries]
@@ -332,7 +334,7 @@ class PoolWriter:
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
             error = _submit_error(status)
-            self.refuse_lost_pool()  # its error says more, if the file is lost
+            self.refuse_lost_pool()  # if the pool's file is lost, this error explains the failure better
             raise error
         slot.manifest_index = 1 - slot.manifest_index
         job = Job(self._engine, ticket, (keep, copies), parts)
@@ -369,7 +371,8 @@ class PoolWriter:
         if status != lib.LCK_OK:
             slot.is_bad = True
             raise _submit_error(status)
-        slot.image.in_slot[records] = False  # until the plan says so: the slot no longer holds the bytes it had
+        # The slot no longer holds the old bytes of these tensors. ``begin`` marks the new bytes as present.
+        slot.image.in_slot[records] = False
         return Job(self._engine, ticket, (keep, copies))
 
     def _submit(self, copies: npt.NDArray[np.void], commit: Commit) -> tuple[int, int]:
@@ -425,7 +428,8 @@ class PoolWriter:
         if n_listed != plan.n_tensors:
             raise SessionError(
                 f"The strategy's plan covers {n_listed} tensors, and the training has {plan.n_tensors}. Nothing is "
-                "committed. Put each tensor into a table, at_boundary or unchanged (WritePlan, pipeline/plan.py)."
+                "committed. Put each tensor into one of the plan's fields tables, at_boundary and unchanged "
+                "(WritePlan, pipeline/plan.py)."
             )
 
     def _copies(

@@ -31,6 +31,7 @@ SUPERBLOCK, TABLE, COMMIT_RECORD, HEADER, MANIFEST, TENSOR = (
 )
 NEXT = "next"
 KINDS = (SUPERBLOCK, TABLE, COMMIT_RECORD, HEADER, NEXT, MANIFEST, TENSOR)
+"""Kinds of parts, as ``lightck inject`` names them: a "line" is a commit record, as in docs/format.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Part:
 
     kind: str
     words: str
+    """What the part is, for messages: "manifest of step 7 (slot 1)"."""
     offset: int
     nbytes: int
     generation: int | None = None
@@ -59,8 +61,8 @@ def parts_of(reader: PoolReader) -> tuple[Part, ...]:
 
 
 def checkpoints_of(reader: PoolReader) -> list[StoredCheckpoint]:
-    """Return every checkpoint with a valid manifest: those that recovery would try, newest first, then the dead
-    ones."""
+    """Return every checkpoint with a valid manifest: those that recovery would try, newest first, then those
+    from which no training continues (``is_dead``)."""
     commit_log = reader.commit_log()
     found: dict[tuple[int, int], StoredCheckpoint] = {}
     for record in sorted(

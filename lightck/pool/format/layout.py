@@ -103,7 +103,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether they do so in C order (last dimension fastest); the tensor has at least one element."""
+    """Whether the elements of a tensor that is not empty lie in C order (last dimension fastest), without gaps."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size != 1:
@@ -152,8 +152,8 @@ def check_aliases(present: Mapping[str, Entry]) -> None:
 def check_ties(present: Mapping[str, Entry]) -> None:
     """Check the aliases of one checkpoint: raise ``DamagedError`` also if tied entries differ in dtype or shape.
 
-    A restore would write bytes of one shape into a tensor of the other. (Entries of a table may differ: a later extra
-    entry may have replaced one of them.)"""
+    A restore would write bytes of one shape into a tensor of the other. (Tied entries of the table
+    may differ, because a checkpoint may hold an extra entry in place of one of them.)"""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
@@ -233,6 +233,7 @@ def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)
+    # If the tensor is empty, the product of its other sizes is limited all the same.
     if (numel or math.prod(filter(None, shape))) >= INT_MAX or not is_dense(shape, stride):
         return None
     return numel

@@ -261,8 +261,9 @@ class CommitRecord(NamedTuple):
             raise DamagedError("the commit record is cut short")
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
-            # Its last store was interrupted, or a bit of it was lost. The record of a checkpoint holds the generation
-            # twice, and all that the record names was durable before its first byte was written.
+            # The last store of a record writes its first 8 bytes, the generation. That store was interrupted, or a bit
+            # of it was lost. The record of a checkpoint is valid nevertheless: all that it names was durable before,
+            # and it holds the generation a second time (``payload_generation``).
             body = body[24:32] + body[8:]
             if body[:8] == bytes(8) or crc64(uuid + body) != check:
                 return None
@@ -306,11 +307,11 @@ NEXT_ENTRIES_MAX = (NEXT_NBYTES - _NEXT.size - _U64.size) // _NEXT_ENTRY.size
 
 
 class NextBatch(NamedTuple):
-    """What came first after a checkpoint was closed: a loader's first batch, or the arguments of the model's
-    forward."""
+    """The checksum of what came first after a checkpoint was closed: a loader's first batch, or the arguments of the
+    model's forward."""
 
     key: bytes
-    """The first 8 bytes of a hash of the source's name: `next_key`."""
+    """``next_key`` of the loader's name, or of the empty name for the model's forward."""
     kind: int
     checksum: int
 
@@ -358,6 +359,7 @@ class ManifestHeader(NamedTuple):
     iteration: int
     table_hash: bytes
     origin: bytes
+    """The uuid that seeds the block checksums; it differs from the pool's in a checkpoint that was copied."""
     n_records: int
     n_table: int
     crcs_offset: int

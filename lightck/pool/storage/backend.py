@@ -53,7 +53,8 @@ class Backend(Protocol):
 
     def claims(self, path: str) -> bool:
         """Whether ``path`` belongs to this backend alone: it holds a pool that this backend recognises, or something
-        whose errors only this backend can explain. False for a path where the user may choose the backend."""
+        that no backend can use and that this one explains in its errors (a PMDK pool of another program). False
+        for a path where the user may choose the backend."""
 
     def recognises(self, path: str) -> bool:
         """Whether an existing file at ``path`` is, by its signature, a pool of this backend."""

@@ -17,7 +17,8 @@ from lightck.pool.storage.pmdk import PmdkBackend
 
 DEVDAX = DevdaxBackend()
 BACKENDS: dict[str, Backend] = {"devdax": DEVDAX, "file": FileBackend(), "pmdk": PmdkBackend()}
-"""In the order in which ``claims`` is called: devices come first, so that no file is searched for on one."""
+"""In the order in which ``claims`` is called. Devices come first, because the other backends read what they are asked
+about, and a device cannot be read."""
 BACKEND_VARIABLE = "LIGHTCK_BACKEND"
 
 

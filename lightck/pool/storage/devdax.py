@@ -2,8 +2,8 @@
 
 Such a device can only be mapped: it has no read(), write() or sync, a fixed size and a fixed name. Reads therefore go
 through a mapping, and a record in the device's head (``devdax_head``), written last, says which pool is the device's.
-Invariant: ``create`` never writes to the bytes that the record names. The device's kind comes from sysfs, its owner and
-mode from the descriptor; symbolic links are not followed.
+Invariant: ``create`` never writes to the bytes that the record names, unless the device had another size then. The
+device's kind comes from sysfs, its owner and mode from the descriptor; symbolic links are not followed.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class _Device:
 
 class DevdaxContainer:
     """The bytes of one pool on a device; see ``Container``. Its extent is rounded up to whole units of the device's
-    mapping. A reader of a pool that was replaced twice meanwhile gets checksum errors, never wrong bytes.
+    mapping. If a pool is replaced twice while a reader has it open, the second new pool may lie where the old one was:
+    the reader then gets checksum errors, never wrong bytes.
     """
 
     def __init__(self, device: _Device, start: int, nbytes: int, record: Record | None = None) -> None:
@@ -161,7 +162,8 @@ class DevdaxBackend:
         self._system = system or System()
 
     def claims(self, path: str) -> bool:
-        """Whether the path is a device-dax device with any content, or has the name of one: no file is made there."""
+        """Whether the path is a device-dax device, whatever it contains. A missing path with the name of a device-dax
+        device counts too, so that no file is made there."""
         try:
             return self._system.dax_device(os.stat(path, follow_symlinks=False)) is not None
         except OSError:
@@ -175,7 +177,7 @@ class DevdaxBackend:
                 head = device.head()
         except (PoolPathError, PoolPermissionError, PoolNotFoundError):
             return False
-        return head.pool is not None or (head.is_signed and head.record is None)
+        return head.pool is not None or head.is_damaged
 
     def probe(self, path: str) -> durability.Durability:
         checked_folder(path)
@@ -201,7 +203,7 @@ class DevdaxBackend:
             head = device.head()
             if head.is_foreign:
                 device.wipe()
-            if head.is_foreign or head.pool is not None or (head.is_signed and head.record is None):
+            if head.is_foreign or head.pool is not None or head.is_damaged:
                 device.set_pool(0, 0)
 
     def create(self, path: str, nbytes: int) -> DevdaxContainer:
@@ -243,6 +245,7 @@ def _place(device: _Device, nbytes: int) -> int:
     head, facts = device.head(), device.facts
     if head.is_foreign:
         raise _foreign(device.path)
+    # A pool that was made when the device had another size cannot be opened now (``_checked``): its bytes are free.
     there = head.pool if head.pool is not None and head.pool.device_nbytes == facts.nbytes else None
     start = head_of_device.place(nbytes, facts.nbytes, facts.align, there)
     if start is not None:
@@ -269,7 +272,7 @@ def _checked(device: _Device, head: Head) -> Record:
     path, facts, record = device.path, device.facts, head.record
     if head.is_foreign:
         raise _foreign(path)
-    if record is None and head.is_signed:
+    if head.is_damaged:
         raise CorruptPoolError(
             f"Both copies of the pool record in the head of {path!r} are damaged. Without one the pool on the device "
             "cannot be found. Use a copy of the pool; overwrite=True discards this one."

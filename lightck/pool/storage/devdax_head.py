@@ -66,6 +66,11 @@ class Head:
         return self.record if self.record is not None and self.record.nbytes else None
 
     @property
+    def is_damaged(self) -> bool:
+        """Whether a copy has lightck's signature, but none passes its check."""
+        return self.is_signed and self.record is None
+
+    @property
     def is_foreign(self) -> bool:
         return not self.is_signed and not self.is_blank
 

@@ -32,15 +32,18 @@ _REMOTE = {
     0x19830326: "beegfs",
     0x5346414F: "afs",
 }
-_REAL, _HOSTED = ("ACPI.NFIT", "CXL"), "virtio-pmem"
+_REAL = ("ACPI.NFIT", "CXL")
+"""Providers on the NVDIMM bus whose memory is persistent. Nothing is promised for providers that are not listed."""
+_HOSTED = "virtio-pmem"
+"""The provider whose memory is a file of a virtual machine's host."""
 _PRETENDED = ("e820", "nfit_test")
-"""Providers on the NVDIMM bus: persistent memory of the firmware; a file of a virtual machine's host; and ordinary
-memory (these names, or prefixes of names). Nothing is promised for other providers."""
+"""Providers whose memory is ordinary, though declared persistent: these names, alone or before a dot."""
 _DOMAINS = {
     "cpu_cache": "the processor's caches are in the persistence domain (eADR): a store is durable without a write-back",
     "memory_controller": "the memory controller is in the persistence domain (ADR): a line written back is durable",
 }
 TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
+"""What the choke point does to make stores durable: ``LCK_TIER_*`` in native/include/lck.h."""
 _FLUSH = "power: as far as the disk honours a flush"
 _LOOPS_MAX = 4
 
@@ -200,7 +203,7 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
         dax = system.dax(folder, file)
     regions = [d.region for d in devices if d.region is not None]
     if dax.map_sync and system.write_back() is not None and all(region.provider in _REAL for region in regions):
-        granted = "the kernel granted a MAP_SYNC mapping: what a page fault changes in the file system is durable first"
+        granted = "the kernel granted a MAP_SYNC mapping: the file's metadata is durable before a page can be stored to"
         return _persistent_memory(f"{name}, DAX", (f"{seen}, mounted with DAX", granted), regions, system)
     durable = _disk(name, seen, *_why_not_mapped(dax, regions, system), "each commit waits for two fdatasync", _FLUSH)
     durable = _without_barriers(durable, folder, system)

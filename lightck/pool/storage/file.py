@@ -43,14 +43,16 @@ from lightck.pool.storage.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
 _HUGE_PAGE, _SLICE, _HUGE_SECONDS = 2 << 20, 256 << 20, 2.0
-_UNMAPPED = "/proc/sys/kernel/overflowuid"
-_ALL = "4294967295"
-_NO_FOLDER = "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool'."
-_NO_FILE = (
+_OVERFLOW_UID_FILE = "/proc/sys/kernel/overflowuid"
+"""The uid that the kernel shows for an owner who has no uid in this user namespace."""
+_N_ALL_UIDS = "4294967295"
+"""Length of the uid map outside of user namespaces, where every owner has a uid."""
+_IS_FOLDER = "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool'."
+_IS_SPECIAL = (
     "{path!r} is a pipe, a socket or another special file. A pool is one regular file. Name one, or a path that does "
     "not exist yet."
 )
-_NO_DEVICE = (
+_IS_DEVICE = (
     "{path!r} is a device. A pool of this backend is one regular file. Make a file system on the device and name a "
     'file there; a device-dax device (/dev/dax0.0) can hold a pool without a file system, with backend="auto".'
 )
@@ -91,7 +93,8 @@ class FileContainer:
             here = os.fstat(self.fd)
         except OSError as err:
             return err.errno in TRANSIENT_ERRNOS  # unknown, and checked again at the next checkpoint
-        return (there.st_dev, there.st_ino, here.st_size >= self.file_nbytes) == (here.st_dev, here.st_ino, True)
+        is_same_file = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+        return is_same_file and here.st_size >= self.file_nbytes
 
     def close(self) -> None:
         if self.fd < 0:
@@ -175,19 +178,22 @@ def ask_file(path: str, question: Callable[[int], bool]) -> bool:
     try:
         fd = _open(path, os.O_RDONLY)
     except OSError as err:
-        return _unanswered(path, err)
+        _refuse_unknown(path, err)
+        return False
     try:
         return question(fd)
     except OSError as err:
-        return not is_medium_error(err.errno) and _unanswered(path, err)
+        if not is_medium_error(err.errno):
+            _refuse_unknown(path, err)
+        return False
     finally:
         os.close(fd)
 
 
-def _unanswered(path: str, err: OSError) -> bool:
+def _refuse_unknown(path: str, err: OSError) -> None:
+    """Raise ``PoolIOError`` if this error leaves the question about the file unanswered."""
     if err.errno in TRANSIENT_ERRNOS:
         raise io_error(f"The file {path!r} cannot be read", err.errno, err.strerror) from err
-    return False
 
 
 def _has_magic(fd: int) -> bool:
@@ -211,9 +217,9 @@ def _open(path: str, flags: int) -> int:
 def _checked_size(path: str, fd: int, nbytes_min: int, write: bool) -> int:
     st = os.fstat(fd)
     if stat.S_ISCHR(st.st_mode) or stat.S_ISBLK(st.st_mode):
-        raise PoolPathError(_NO_DEVICE.format(path=path))
+        raise PoolPathError(_IS_DEVICE.format(path=path))
     if not stat.S_ISREG(st.st_mode):
-        raise PoolPathError((_NO_FOLDER if stat.S_ISDIR(st.st_mode) else _NO_FILE).format(path=path))
+        raise PoolPathError((_IS_FOLDER if stat.S_ISDIR(st.st_mode) else _IS_SPECIAL).format(path=path))
     if write and st.st_uid != os.geteuid():
         raise PoolPermissionError(
             f"The pool {path!r} belongs to user {st.st_uid}, not to you. A pool that others can write is not trusted. "
@@ -245,7 +251,8 @@ def _checked_size(path: str, fd: int, nbytes_min: int, write: bool) -> int:
 
 def _allocate(path: str, fd: int, nbytes: int) -> None:
     """Allocate the whole file, so that no space is missing later; on tmpfs in huge pages, if possible."""
-    log.debug("lightck: %d of %d bytes of %r are in huge pages", _huge(fd, nbytes), nbytes, path)
+    huge_nbytes = _allocate_huge_pages(fd, nbytes)
+    log.debug("lightck: %d of %d bytes of %r are in huge pages", huge_nbytes, nbytes, path)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as err:
@@ -257,12 +264,13 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
         ) from err
 
 
-def _huge(fd: int, nbytes: int) -> int:
+def _allocate_huge_pages(fd: int, nbytes: int) -> int:
     """Allocate huge pages for a new file on tmpfs, and return how many bytes have them.
 
-    The work is done in slices, so that Ctrl-C is handled and the time limit is checked in between: in a virtual machine
-    whose host must find the memory first, a GB can take seconds, which small pages spread over the first steps. A file
-    that does not fit gets none: it is refused afterwards, and must not use up the free space first."""
+    The work is done in slices, so that Ctrl-C is handled and the time limit is checked in between. In a virtual machine
+    whose host must find the memory first, a GB can take seconds; after the time limit the rest of the file gets small
+    pages, which the system provides one by one during the first steps. A file that does not fit gets no huge pages: it
+    is refused afterwards, and must not use up the free space first."""
     try:
         space = os.fstatvfs(fd)
     except OSError:
@@ -315,7 +323,7 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
             "elsewhere. Name the file that it points to."
         )
     if err.errno in (errno.EISDIR, errno.ENXIO):
-        return PoolPathError((_NO_FOLDER if err.errno == errno.EISDIR else _NO_FILE).format(path=path))
+        return PoolPathError((_IS_FOLDER if err.errno == errno.EISDIR else _IS_SPECIAL).format(path=path))
     if err.errno == errno.ENAMETOOLONG:
         return too_long(path)
     what = "written" if write else "read"
@@ -381,8 +389,8 @@ def checked_folder(path: str) -> str:
 
 
 def others_write(st: os.stat_result) -> bool:
-    """Whether other users can write to a file or folder. The group of one's own does not count: group-writable is the
-    default on systems where every user has a group."""
+    """Whether other users can write to a file or folder. If it belongs to this user, its group does not count:
+    on systems where every user has a separate group, files are group-writable by default."""
     others = stat.S_IWOTH if st.st_uid == os.geteuid() else stat.S_IWOTH | stat.S_IWGRP
     return bool(st.st_mode & others)
 
@@ -404,11 +412,12 @@ def _refuse_shared(folder: str, st: os.stat_result) -> None:
 
 
 def _is_root(owner: int) -> bool:
-    """Whether a uid is the system's root. In a user namespace root may be unmapped, as the owner of /tmp then is."""
+    """Whether a uid is the system's root. In a user namespace root may have no uid; the overflow uid, which the kernel
+    then shows as the owner of /tmp, counts as root there."""
     if owner == 0:
         return True
     try:
-        with open(_UNMAPPED) as unmapped, open("/proc/self/uid_map") as mapped:
-            return owner == int(unmapped.read()) and mapped.read().split()[2:] != [_ALL]
+        with open(_OVERFLOW_UID_FILE) as overflow, open("/proc/self/uid_map") as uid_map:
+            return owner == int(overflow.read()) and uid_map.read().split()[2:] != [_N_ALL_UIDS]
     except (OSError, ValueError):
         return False

@@ -259,6 +259,10 @@ class PoolLock:
             ) from err
 
     def _lock(self) -> tuple[int, int]:
+        """Lock the open file, and return its device and inode. Raises ``_DyingError`` or ``PoolLockedError``.
+
+        A process with the record lock is refused at once. The OFD lock is tried again for a moment, because the worker
+        of a killed training may still hold it."""
         for _ in range(_ATTEMPTS):
             if self._try_lock():
                 with as_io_error(f"The lock file {self.path!r} cannot be inspected"):
@@ -314,11 +318,10 @@ class PoolLock:
             return  # unknown, and checked again at the next checkpoint
         try:
             is_ours = (st.st_dev, st.st_ino) == self._key
-            is_ours = is_ours and (
-                by_file or self._try_lock()
-            )  # lock again: the kernel may have dropped the record lock
+            if is_ours and not by_file:
+                is_ours = self._try_lock()  # lock again: the kernel may have dropped the record lock
         except PoolIOError:
-            return
+            return  # unknown, and checked again at the next checkpoint
         if not is_ours:
             raise self._lost()
 

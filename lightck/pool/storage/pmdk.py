@@ -87,7 +87,7 @@ class PmdkBackend(FileBackend):
         file = self.create_file(path, pmdk_file.file_nbytes(lengths))
         with undo_on_error(file.close):
             pool = _open_pmdk(path, file, create=True, shutdown_state=durability.is_persistent_memory)
-            container = PmdkContainer(file, (), pool)
+            container = PmdkContainer(file, (), pool)  # it only closes the pool with the file, if the rest fails
         with undo_on_error(container.close):
             try:
                 places = _allocate(pool, file, lengths)

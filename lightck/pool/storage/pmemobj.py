@@ -43,10 +43,10 @@ def load() -> None:
     """Load libpmemobj, once per process. Raises ``MissingError``."""
     with _turn:
         status = lib.lck_pmdk_load((os.environ.get(LIBRARY_VARIABLE) or LIBRARY).encode())
-        reason = _reason()
+        why = _message()
         _log_messages()
     if status != lib.LCK_OK:
-        raise MissingError(reason)
+        raise MissingError(why)
 
 
 def is_available() -> bool:
@@ -104,12 +104,12 @@ def _check(status: int) -> None:
     if status == lib.LCK_OK:
         return
     code = errno_of(status) or 0
-    why = _reason() if status == lib.LCK_ESYS else reason(status)
+    why = _message() if status == lib.LCK_ESYS else reason(status)
     _log_messages()
     raise PmemobjError(code, why)
 
 
-def _reason() -> str:
+def _message() -> str:
     return ffi.string(lib.lck_pmdk_message()).decode("utf-8", "replace")
 
 

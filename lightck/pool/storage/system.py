@@ -54,7 +54,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A block device that a file system finally is on, below partitions, device mapper and md."""
+    """A block device below a file system and below its partitions, device mapper and md."""
 
     name: str
     region: Region | None = None
