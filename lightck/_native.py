@@ -95,9 +95,9 @@ def _honour_kill(lib: Lib, text: str | None) -> None:
     site, _, nth = text.partition(":")
     if not nth.isdecimal() or lib.lck_kill(site.encode(), int(nth)) != lib.LCK_OK:
         raise ImportError(
-            f"LIGHTCK_KILL={text!r} cannot be used. It ends the process at the Nth pass of a place in the saving "
-            "code, for tests, and is SITE:N with a number N and one of the sites header, block, manifest, sealed, "
-            "body, word, ack. Unset LIGHTCK_KILL or correct it."
+            f"LIGHTCK_KILL={text!r} cannot be used. It is for tests: SITE:N ends the process when the saving code "
+            "reaches SITE for the Nth time. SITE is one of header, block, manifest, sealed, body, word, ack. Unset "
+            "LIGHTCK_KILL or correct it."
         )
 
 

@@ -88,9 +88,9 @@ def command(words: tuple[str, ...], pool_dir: Path | None, threads: int | None, 
     others = [word for word in words if word != MACHINE]
     if others:
         usage_error(
-            f"{others[0]!r} is unknown to this command, which measures this machine. The tables of the project's whole "
-            "bench are not installed with lightck: they are in its source. Omit this word to measure this machine. To "
-            f"run a table, omit {MACHINE!r} in a checkout of lightck {lightck.__version__}, or pass --checkout DIR."
+            f"{others[0]!r} is unknown to this command. Omit it to measure this machine. If it is a table of the "
+            "project's whole bench: that bench is not installed with lightck. Run `lightck bench "
+            f"{others[0]}` in a checkout of lightck {lightck.__version__}, or pass --checkout DIR too."
         )
     with ended_by_signals():
         found = _measured(pool_dir, threads)

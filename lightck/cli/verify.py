@@ -165,7 +165,7 @@ def _header_reason(reader: PoolReader, slot: int) -> Reason:
         return f"it names generation {generation}, but {newest} was committed: a write of the header was lost", False
     if generation is not None or (never_written and not newest):
         return None, True
-    return "it fails its check; its checkpoint is judged by its manifest and blocks", False
+    return "it fails its check; the manifest and the blocks decide whether the slot's checkpoint is intact", False
 
 
 def _checkpoints(reader: PoolReader, step: int | None, deep: bool) -> list[Facts]:

@@ -147,17 +147,16 @@ def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
     """Return the error for a replay that gave other batches. ``is_wrapper``: the loader is not torch's own, and may
     contain a DataLoader that lightck cannot see."""
     reason = (
-        "; it is a wrapper that fetches more than one batch ahead, or that hides a DataLoader with "
-        "persistent_workers=True, which keeps its workers from pass to pass"
+        "; the loader is a wrapper that fetches more than one batch ahead, or that hides a DataLoader with "
+        "persistent_workers=True, which keeps its workers from pass to pass (wrap the DataLoader itself)"
     )
     return DriftError(
-        f"loader {name!r} cannot go on in mid-pass: {fact}. Possible reasons: the dataset changed; it was built after "
-        "attach from random numbers, as by random_split; it draws from a random generator of its own, which no "
-        "checkpoint holds; its sampler draws from a global generator at each next(), between the loop's draws"
-        f"{reason if is_wrapper else ''}. Restore the old data, build the dataset before attach, let it draw from "
-        "python's, numpy's or torch's global generators, give the sampler a generator of its own (its attribute "
-        f"generator){', wrap the DataLoader itself' if is_wrapper else ''}, or begin its pass anew: "
-        "session.loader(..., anew=True)."
+        f"loader {name!r} cannot go on in mid-pass: {fact}. Possible reasons: the dataset changed (restore the old "
+        "data); it was built after attach from random numbers, as by random_split (build it before attach); it "
+        "draws from a random generator of its own, which no checkpoint holds (let it draw from python's, numpy's or "
+        "torch's global generators); the sampler and the loop draw from the same global generator by turns (give the "
+        f"sampler a generator of its own, as its attribute generator){reason if is_wrapper else ''}. If none of "
+        "these can be mended, begin the pass anew: session.loader(..., anew=True)."
     )
 
 
@@ -180,9 +179,9 @@ def is_stateful(loader: object) -> bool:
 
 
 DRAWS_IN_ITEMS = (
-    "an iterable dataset without workers that draws from the global random generators at each item, or begins a "
-    "pass where the last one ended, cannot be replayed exactly: use num_workers >= 1, a generator of its own, "
-    "or torchdata's StatefulDataLoader"
+    "without workers a pass cannot be replayed exactly if its iterable dataset draws from the global random "
+    "generators at each item, or begins a pass where the last one ended. If it does, use num_workers >= 1, a "
+    "generator of its own, or torchdata's StatefulDataLoader"
 )
 """At attach it is unknown whether a dataset does so. So this is only logged, and a resume compares the batches."""
 

@@ -500,7 +500,7 @@ class SessionLoader:
             progress = Progress(self.name, position.state.given)
             batch = replay(inner, position, self._generators.restore, progress, self._warn_recovered)
         except PassTooShort as ended:
-            fact = f"it ended after {ended} of the {position.state.given} batches given before"
+            fact = f"it ended after {ended} of the {position.state.given} batches that the run before got from it"
             raise replay_error(self.name, fact, is_wrapper) from None
         if position.state.checksum is not None and position.state.given:
             checksum = checksum_of(batch)
@@ -519,9 +519,9 @@ class SessionLoader:
 
     def _warn_recovered(self, place: int) -> None:
         log.warning(
-            "loader %r: after the first %d batches of the pass a fetch raised an error, which the loop ignored. The "
-            "same fetch now gives a batch, which lightck drops. If it drew random numbers in a worker before the "
-            "error, the next ones of that worker differ",
+            "loader %r: in the run before, a fetch after %d batches of the pass raised an error, which was ignored. "
+            "Now the same fetch gives a batch, which lightck drops. If the dataset draws random numbers in workers, "
+            "later ones may differ from those of the run before. Mend what makes the fetch fail sometimes",
             self.name,
             place,
         )

@@ -125,8 +125,9 @@ class Positions:
 
 
 _BATCHES_DIFFER = (
-    "lightck counts the batches that the loader gives, and batches that the loop keeps are not among them, so a resume "
-    "would train on other ones. Iterate over the loader again for each pass: while True: for batch in loader: ..."
+    "lightck counts the batches that the loader gives, and does not count batches that the loop keeps and uses again, "
+    "so a resume trains on other batches. Iterate over the loader again for each pass: while True: "
+    "for batch in loader: ..."
 )
 
 
@@ -175,7 +176,8 @@ class ReusedBatches:
 
     def warn_restored(self) -> None:
         log.warning(
-            "loader %r: the checkpoint was saved after updates on batches of a pass that had ended. %s",
+            "loader %r: the run before used batches of a pass again after the pass had ended, and the checkpoint was "
+            "saved then. %s",
             self._name,
             _BATCHES_DIFFER,
         )

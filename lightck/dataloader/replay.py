@@ -70,7 +70,7 @@ def _repeat_failed_fetches(
             raise PassTooShort(place) from None
         except Exception as error:
             log.debug(
-                "lightck: a repeated fetch raises the error that the loop ignored before the checkpoint: %s: %s",
+                "lightck: a fetch that failed before the checkpoint is repeated and fails again, as it should: %s: %s",
                 type(error).__name__,
                 error,
             )

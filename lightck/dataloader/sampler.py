@@ -63,8 +63,8 @@ class _WorkerFetchWatch:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
             return None
         return (
-            "its sampler draws from torch's global random generator at each next(), for batches that are fetched ahead "
-            f"of the loop, and a replay cannot separate these draws from the loop's own: {_CURE}"
+            "its sampler draws from torch's global random generator at each next(), for batches that are fetched "
+            f"ahead. A replay cannot separate these draws from those of the loop: {_CURE}"
         )
 
 
@@ -83,8 +83,8 @@ class _InProcessWatch:
     def risk(self) -> str | None:
         if self._sampler.has_drawn:
             return (
-                "its sampler draws from torch's global random generator at next(), and so does the loop in between, "
-                f"and the draws of both cannot be separated again: {_CURE}"
+                "its sampler draws from torch's global random generator at next(), and the loop draws from it too. "
+                f"A replay cannot separate the sampler's draws from those of the loop: {_CURE}"
             )
         self._state = None if self._sampler.is_watched else torch.get_rng_state()
         return None

@@ -224,9 +224,9 @@ class Comparison:
             return
         log.warning(
             "lightck: The first batch after the resume is not the one that followed step %d: no update came "
-            "before the session was closed. If you did not end this run early, the loop ended too early: "
-            "its batches were fetched ahead (list(loader)), it counted from 0, or the restored pass had no batch "
-            "left. %s shows such loops, and how to make each exact",
+            "before the session was closed. If you did not end this run early, the loop ended too "
+            "soon: its batches were fetched ahead (list(loader)), it counted from 0 instead of loader.start, or the "
+            "restored pass had no batch left. %s shows such loops, and how to make each exact",
             self._step,
             _PAGE,
         )
@@ -376,9 +376,9 @@ class LoopCounterCheck:
         self.is_asked = True
         where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""
         log.warning(
-            "lightck: The training goes on from step %d%s, and the loop did not ask for it. A loop that counts "
-            "from 0, as range(steps) or range(epochs), makes too many updates. Count from session.step; "
-            "over a session loader, write: for epoch in range(loader.epoch, epochs)",
+            "lightck: The training goes on from step %d%s, and the loop has read neither session.step nor "
+            "loader.epoch. A loop that counts from 0, as range(steps) or range(epochs), makes too many updates. Count "
+            "from session.step; over a session loader, write: for epoch in range(loader.epoch, epochs)",
             self._step,
             where,
         )

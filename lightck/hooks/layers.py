@@ -165,10 +165,10 @@ class PartialUpdate:
         """Raise ``SessionError`` while an update is not complete: no step starts from such a state."""
         if self._indexes:
             raise SessionError(
-                "A checkpoint cannot be closed between backward() and step(): with lightck.layerwise some layers are "
-                "updated then, and others are not. Call step() of each such optimizer first. (A backward() that "
-                "reaches parameters of another layer-wise optimizer updates those too: do not call "
-                "lightck.layerwise() for that optimizer.)"
+                "A checkpoint cannot be closed between backward() and step(): lightck.layerwise() updates layers "
+                "inside backward(), so some are updated now and others are not. Call step() of each layer-wise "
+                "optimizer first. (A backward() also updates layers of another layer-wise optimizer, if it reaches "
+                "them. If it must not, do not call lightck.layerwise() for that optimizer.)"
             )
 
     def call_in_backward(self, work: Callable[[], None]) -> bool:

@@ -275,10 +275,10 @@ class Layerwise:
         """Refuse a forward between ``backward()`` and ``step()``: it would compute with parameters of the next step."""
         if self._used and torch.is_grad_enabled() and not own_hooks.is_in_backward():
             raise UnsupportedError(
-                "A forward of the model began between backward() and step(), and its layers were updated inside "
-                "backward() already: its gradients would be those of the new parameters. Call optimizer.step() before "
-                "the next forward, or run all forwards before backward(). Run a forward that only measures under "
-                f"torch.no_grad(). {_CURE}"
+                "A forward of the model began between backward() and step(). Its layers were updated inside "
+                "backward() already, so this forward would use the parameters of the next step. Call optimizer.step() "
+                "before the next forward, or run all forwards before backward(). Run a forward that only measures "
+                f"under torch.no_grad(). {_CURE}"
             )
 
     # -- in step() ---------------------------------------------------------------------------------------
@@ -305,10 +305,10 @@ class Layerwise:
             if what is not None:
                 raise UnsupportedError(
                     f"The {what} between backward() and step(), and the layer {layer.name!r} was updated inside "
-                    "backward() with what there was before. Clipping, GradScaler, DistributedDataParallel, and "
+                    "backward(), before that change. Clipping, GradScaler, DistributedDataParallel, and "
                     "anything else that changes gradients, parameters or options there, does not work with a "
                     "layer-wise update. Change options before backward(), or leave out lightck.layerwise(). The pool "
-                    "holds the step before; layers.forget() goes on from the layers as they are."
+                    "holds the step before this one. To go on from the layers as they are now, call layers.forget()."
                 )
 
     def _step_post(self, *_: object) -> None:

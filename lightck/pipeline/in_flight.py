@@ -41,7 +41,8 @@ class InFlightCheckpoint:
         """Give the checkpoint up with a warning that names the tensors."""
         log.warning(
             "lightck: the checkpoint of step %d is given up: %s. Tensor: %s. From now on this tensor is copied at "
-            "the boundary, before training goes on. Put weight swaps into `with session.paused():`.",
+            "the boundary, before training goes on. If the loop swaps weights and puts them back, let it do so inside "
+            "`with session.paused():`.",
             self.step,
             reason,
             ", ".join(names[:3]),

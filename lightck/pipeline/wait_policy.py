@@ -78,7 +78,10 @@ class WaitPolicy:
             wanted = self._trial.begin()
             self._decide_if_over(self._trial)
         if not self._engine.set_passive_waiting(wanted):
-            log.info("lightck: OpenMP's threads wait actively, as usual: no further thread can be started")
+            log.info(
+                "lightck: OpenMP's threads wait actively, as usual: passive waiting needs one more thread, which "
+                "cannot be started"
+            )
             self._is_on, self._is_passive, self._trial = False, False, None
             self._update_stats()
         elif self._trial is not None:

@@ -131,10 +131,16 @@ class Engine:
         numbers = sorted(processors or os.sched_getaffinity(0))
         status = lib.lck_engine_run_on(self.handle, numbers, len(numbers))
         if status != lib.LCK_OK:
-            log.warning("lightck: the copy threads could not be moved next to the pool: %s", reason(status))
+            log.warning(
+                "lightck: the copy threads could not be bound to the processors next to the pool's memory, so copies "
+                "may be slower: %s",
+                reason(status),
+            )
             return
         self._processors = processors
-        log.info("lightck: copies run on %d processors%s", len(numbers), " next to the pool" if processors else "")
+        log.info(
+            "lightck: copies run on %d processors%s", len(numbers), " next to the pool's memory" if processors else ""
+        )
 
     def set_passive_waiting(self, on: bool) -> bool:
         """Make OpenMP's waiting threads sleep soon instead of spinning while a checkpoint is copied, or stop doing so.

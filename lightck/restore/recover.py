@@ -220,8 +220,9 @@ def _read_again(path: str, uuid: bytes, record: CommitRecord) -> MemorySource:
         return in_memory(reader.checkpoint(record))
     except DamagedError as err:
         raise NoCheckpointError(
-            f"Step {record.step}, which was restored in place, is no longer in the pool {path!r} ({err}), and the live "
-            "tensors may have changed. Use lightck.recover(path) without a model to keep a checkpoint in memory."
+            f"The tensors of step {record.step} cannot be read: they were restored into the live model, without a "
+            f"copy, and the pool {path!r} does not hold this step any more ({err}). Call lightck.recover(path) without "
+            "a model to keep a checkpoint in memory."
         ) from err
     finally:
         reader.close()

@@ -53,7 +53,7 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
         raise ValueError("it wraps another optimizer")
     foreign = _foreign_code(type(view.optimizer))
     if foreign is not None:
-        raise ValueError(f"{foreign} is not torch's own code, and only torch's own optimizers make a scratch step")
+        raise ValueError(f"{foreign} is not torch's own code, so it is not tried out beforehand")
     groups, stand_ins = _stand_ins(view)
     make: Any = type(view.optimizer)
     scratch: torch.optim.Optimizer = make(groups)

@@ -664,7 +664,7 @@ def test_a_sampler_that_draws_for_each_chunk_between_draws_of_the_loop_is_report
 
     saved = run(train(build), seed=1).checkpoints
     assert caplog.text.count("its sampler draws from torch's global random generator at next()") == 1
-    with pytest.raises(DriftError, match=r"sampler draws.*give the sampler a generator of its own"):
+    with pytest.raises(DriftError, match=r"sampler and the loop draw.*give the sampler a generator of its own"):
         iter(Host(resumed=saved[5][1]).loader(build()))
     caplog.clear()
     run(train(lambda: build(Opaque)), seed=1)  # its batches cannot be compared after a resume

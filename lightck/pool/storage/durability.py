@@ -88,7 +88,7 @@ def _labelled(found: Durability) -> Durability:
     profile = emulation.active_profile()
     if profile is None:
         return found
-    seen = f"its speed is emulated, as that of {profile.name} ({profile.source}); what it survives is its own"
+    seen = f"its speed is emulated, as that of {profile.name} ({profile.source}); what the pool survives stays the same"
     medium = f"{found.medium}, {emulation.label()}"
     return replace(found, medium=medium, evidence=(*found.evidence, seen), emulated=profile.name)
 
@@ -203,7 +203,7 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
         dax = system.dax(folder, file)
     regions = [d.region for d in devices if d.region is not None]
     if dax.map_sync and system.write_back() is not None and all(region.provider in _REAL for region in regions):
-        granted = "the kernel granted a MAP_SYNC mapping: the file's metadata is durable before a page can be stored to"
+        granted = "the kernel granted a MAP_SYNC mapping: a page's place in the file is durable before it is written"
         return _persistent_memory(f"{name}, DAX", (f"{seen}, mounted with DAX", granted), regions, system)
     durable = _disk(name, seen, *_why_not_mapped(dax, regions, system), "each commit waits for two fdatasync", _FLUSH)
     durable = _without_barriers(durable, folder, system)

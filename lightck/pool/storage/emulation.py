@@ -66,8 +66,8 @@ PROFILES = {
             128_000_000_000,
             0,
             64,
-            "nominal rate of six channels of DDR4-2666: most machines do not reach it. For comparison: with it "
-            "nothing but the label should change",
+            "nominal rate of six channels of DDR4-2666: most machines do not reach it. For comparison: this "
+            "emulation should slow no copy down",
         ),
     )
 }

@@ -104,7 +104,7 @@ def test_a_system_that_refuses_leaves_them_where_they_are_and_it_is_reported(cap
     try:
         with caplog.at_level(logging.WARNING, "lightck"):
             engine.run_on(frozenset({60_000}))  # no machine has it
-        assert "could not be moved next to the pool: Invalid argument" in caplog.text
+        assert "next to the pool's memory, so copies may be slower: Invalid argument" in caplog.text
         assert all(sorted(on) == MINE for on in mine())
     finally:
         engine.close()
