@@ -105,6 +105,11 @@ class SessionLock:
         self.is_open = True
 
     @property
+    def of_live_session(self) -> threading.RLock:
+        """The lock itself, for a caller that has found ``is_live``: without asking again."""
+        return self._lock
+
+    @property
     def is_forked(self) -> bool:
         """Whether this process is a child of the one that made the session."""
         return os.getpid() != self._pid
@@ -142,6 +147,9 @@ class StepEvents(StepListener):
     def __init__(self, session_lock: SessionLock) -> None:
         self._session_lock = session_lock
         self._listeners: tuple[StepListener, ...] = ()
+        self._receivers: dict[str, tuple[Callable[..., None], ...]] = {}
+        """Event -> the methods of the listeners that do something at it."""
+        self._find_receivers()
 
     @property
     def listeners(self) -> tuple[StepListener, ...]:
@@ -151,60 +159,69 @@ class StepEvents(StepListener):
     def add(self, listener: StepListener) -> None:
         """Add a listener before the present ones."""
         self._listeners = (listener, *self._listeners)
+        self._find_receivers()
 
     def remove(self, listener: StepListener) -> None:
         """Remove a listener. It receives the event that is being passed on now, and none after that."""
         self._listeners = tuple(one for one in self._listeners if one is not listener)
+        self._find_receivers()
 
-    def _emit(self, event: Callable[[StepListener], None]) -> None:
-        lock = self._session_lock
-        if not lock.is_live:
+    def _find_receivers(self) -> None:
+        self._receivers = {
+            name: tuple(getattr(one, name) for one in self._listeners if getattr(type(one), name) is not nothing)
+            for name, nothing in vars(StepListener).items()
+            if not name.startswith("_")
+        }
+
+    def _emit(self, event: str, *arguments: object) -> None:
+        receivers, lock = self._receivers[event], self._session_lock
+        if not receivers or not lock.is_live:
             return
-        with lock:
+        with lock.of_live_session:
             if lock.is_open:  # another thread may have closed it meanwhile
-                for listener in self._listeners:
-                    event(listener)
+                for receive in receivers:
+                    receive(*arguments)
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:
-        self._emit(lambda listener: listener.before_forward(inputs))
+        self._emit("before_forward", inputs)
 
     def forward_begins(self) -> None:
-        self._emit(lambda listener: listener.forward_begins())
+        self._emit("forward_begins")
 
     def forward_ended(self) -> None:
-        self._emit(lambda listener: listener.forward_ended())
+        self._emit("forward_ended")
 
     def before_step(self, index: int, outside_wrapper: bool, has_gradients: bool) -> None:
-        self._emit(lambda listener: listener.before_step(index, outside_wrapper, has_gradients))
+        self._emit("before_step", index, outside_wrapper, has_gradients)
 
     def gate(self) -> None:
         """Pass on ``gate``, then ``update_begins``."""
-        self._emit(lambda listener: listener.gate())
+        self._emit("gate")
         self.update_begins()
 
     def update_begins(self) -> None:
-        self._emit(lambda listener: listener.update_begins())
+        self._emit("update_begins")
 
     def after_step(self, index: int) -> None:
-        self._emit(lambda listener: listener.after_step(index))
+        self._emit("after_step", index)
 
     def after_step_hooks(self) -> None:
-        self._emit(lambda listener: listener.after_step_hooks())
+        self._emit("after_step_hooks")
 
     def skipped_step(self, index: int) -> None:
-        self._emit(lambda listener: listener.skipped_step(index))
+        self._emit("skipped_step", index)
 
     def step_ended(self, step: int) -> None:
-        self._emit(lambda listener: listener.step_ended(step))
+        self._emit("step_ended", step)
 
     def unknown_optimizer(self, optimizer: Optimizer) -> None:
-        self._emit(lambda listener: listener.unknown_optimizer(optimizer))
+        self._emit("unknown_optimizer", optimizer)
 
     def layers_begin(self, index: int) -> None:
-        self._emit(lambda listener: listener.layers_begin(index))
+        self._emit("layers_begin", index)
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[Tensor]) -> None:
-        self._emit(lambda listener: listener.layer_updated(name, begin, tensors))
+        self._emit("layer_updated", name, begin, tensors)
 
     def layers_forgotten(self, index: int) -> None:
-        self._emit(lambda listener: listener.layers_forgotten(index))
+        self._emit("layers_forgotten", index)

@@ -31,6 +31,8 @@ _user_handlers: dict[int, Callable[..., object]] = {}
 _pending: list[tuple[Callable[..., object], int, FrameType | None]] = []
 """Handler, signal number and frame of each queued signal."""
 _depth = 0
+_main_thread = threading.main_thread().ident
+"""The thread on which Python runs signal handlers."""
 
 
 class Interrupted(BaseException):
@@ -40,23 +42,41 @@ class Interrupted(BaseException):
 @contextmanager
 def deferred() -> Iterator[None]:
     """Defer signals to the end of this block, or to a wait inside it that ``retry_interrupted`` repeats."""
-    global _depth
-    if _depth or threading.current_thread() is not threading.main_thread():
+    is_outermost = begin_deferral()
+    try:
         yield
-        return
+    finally:
+        if is_outermost:
+            end_deferral()
+
+
+def begin_deferral() -> bool:
+    """Defer signals from now on, and return True: then ``end_deferral`` must follow. Return False, and do nothing, if
+    they are deferred already, or on a thread that runs no handlers."""
+    global _depth
+    if _depth or threading.get_ident() != _main_thread:
+        return False
     try:
         _replace_handlers()
         _depth = 1
-        yield
-    finally:
-        _depth = 0
-        _restore_handlers()
+    except BaseException:  # from a handler that ran before it was replaced
+        end_deferral()
+        raise
+    return True
+
+
+def end_deferral() -> None:
+    """Install the user's handlers again, and run those of the signals that came meanwhile."""
+    global _depth
+    _depth = 0
+    _restore_handlers()
+    if _pending:
         _handle_pending()
 
 
 def raise_if_interrupted() -> None:
     """Raise ``Interrupted`` if a signal is queued. Called only where nothing is half done."""
-    if _pending and threading.current_thread() is threading.main_thread():
+    if _pending and threading.get_ident() == _main_thread:
         raise Interrupted
 
 
@@ -87,9 +107,8 @@ def _defer(number: int, frame: FrameType | None) -> None:
 
 
 def _replace_handlers() -> None:
-    for number in _SIGNALS:
-        user = _handler_of(number)
-        if callable(user) and user is not _defer:
+    for number, user in zip(_SIGNALS, map(_handler_of, _SIGNALS), strict=True):  # at several hooks of each step
+        if type(user) is not int and callable(user) and user is not _defer:
             _user_handlers[number] = user
             _set_handler(number, _defer)
 
@@ -120,8 +139,9 @@ def _handle_pending() -> None:
 
 def _reset_in_child() -> None:
     """Give a forked child the user's handlers, and none of the signals that its parent queued."""
-    global _depth
+    global _depth, _main_thread
     _depth = 0
+    _main_thread = threading.get_ident()
     _pending.clear()
     _restore_handlers()
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-from lightck.interrupts import deferred
+from lightck.interrupts import begin_deferral, end_deferral
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,39 @@ class Observer(Protocol):
     def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None: ...
 
 
+class Stall:
+    """One ``stall`` block of a meter. A class and no generator, because several run at each step.
+
+    The time of the block counts as CPU time, except while it waits (``Meter.wait``): to ask the clock of the thread
+    takes longer than the whole block at a step that saves nothing.
+    """
+
+    __slots__ = ("_begin", "_defers", "_meter", "_what")
+
+    def __init__(self, meter: Meter, what: str) -> None:
+        self._meter, self._what = meter, what
+
+    def __enter__(self) -> None:
+        self._defers = begin_deferral()
+        meter = self._meter
+        if meter.stall_in_progress is None:
+            meter.stall_in_progress, self._begin = self, time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            meter = self._meter
+            if meter.stall_in_progress is self:
+                meter.stall_in_progress, now = None, time.perf_counter()
+                seconds = now - self._begin
+                meter.stall_seconds += seconds
+                meter.hook_cpu_seconds += seconds
+                if meter.observer is not None:
+                    meter.observer.stalled(self._what, self._begin, now)
+        finally:
+            if self._defers:
+                end_deferral()
+
+
 class Meter:
     """The running counters behind ``Stats``."""
 
@@ -79,7 +112,8 @@ class Meter:
         self.staging_trial = False
         self.wait_policy: str | None = None
         self.bytes_written = self.bytes_helped = self.checkpoints = self.skipped = self.recopied = self.left_out = 0
-        self._depth = 0
+        self.stall_in_progress: Stall | None = None
+        """The outermost ``stall`` block that the training thread is in."""
 
     def count_commit(self, nbytes: int, nbytes_helped: int) -> None:
         """Count one committed checkpoint of ``nbytes``."""
@@ -87,24 +121,10 @@ class Meter:
         self.bytes_written += nbytes
         self.bytes_helped += nbytes_helped
 
-    @contextmanager
-    def stall(self, what: str = "lightck") -> Iterator[None]:
+    def stall(self, what: str = "lightck") -> Stall:
         """Count the time of this block on the training thread, and defer signals to its end. Nested blocks count once.
         ``what`` names the stall in a trace."""
-        with deferred():
-            if self._depth:
-                yield
-                return
-            self._depth, wall, cpu = 1, time.perf_counter(), time.thread_time()
-            try:
-                yield
-            finally:
-                self._depth = 0
-                now = time.perf_counter()
-                self.stall_seconds += now - wall
-                self.hook_cpu_seconds += time.thread_time() - cpu
-                if self.observer is not None:
-                    self.observer.stalled(what, wall, now)
+        return Stall(self, what)
 
     def state_was_read(self, step: int, began: float) -> None:
         """Report to a trace that the small state of a step was read from ``began`` until now."""
@@ -114,12 +134,14 @@ class Meter:
     @contextmanager
     def wait(self) -> Iterator[None]:
         """Count the time of this block as waiting."""
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             now = time.perf_counter()
             self.wait_seconds += now - start
+            if self.stall_in_progress is not None:  # which counts all its time as CPU time
+                self.hook_cpu_seconds += time.thread_time() - cpu - (now - start)
             if self.observer is not None:
                 self.observer.stalled("wait", start, now)
 

@@ -152,11 +152,12 @@ def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
     )
     return DriftError(
         f"loader {name!r} cannot go on in mid-pass: {fact}. Possible reasons: the dataset changed (restore the old "
-        "data); it was built after attach from random numbers, as by random_split (build it before attach); it "
-        "draws from a random generator of its own, which no checkpoint holds (let it draw from python's, numpy's or "
-        "torch's global generators); the sampler and the loop draw from the same global generator by turns (give the "
-        f"sampler a generator of its own, as its attribute generator){reason if is_wrapper else ''}. If none of "
-        "these can be mended, begin the pass anew: session.loader(..., anew=True)."
+        "data); it was built after attach from random numbers, as by random_split (build it before attach); it draws "
+        "from a random generator or counts with a counter of its own, which no checkpoint holds (give this very "
+        "dataset state_dict() and load_state_dict(), and pass it in state=); the sampler and the loop draw from the "
+        "same global generator by turns (give the sampler a generator of its own, as its attribute generator)"
+        f"{reason if is_wrapper else ''}. If none of these can be mended, begin the pass anew: "
+        "session.loader(..., anew=True)."
     )
 
 

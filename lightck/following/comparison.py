@@ -310,10 +310,11 @@ class Comparison:
             why.append(
                 f"{'Its batch is the same, so s' if _data_of(verdict.equal) else 'S'}omething else that the loss "
                 "depends on is in no checkpoint, or the loop changed it between the restore and this update. Likely "
-                "causes: a second model (a target network, a teacher); a number or a tensor that a module keeps as a "
+                "causes: a counter of the loop that began at 0 again (a loss weight, a warm-up, accumulation); a "
+                "second model (a target network, a teacher); a number or a tensor that a module keeps as a "
                 "plain attribute; a generator of the loss's own; weights that the loop changes at an epoch's top, if "
-                "the run was killed in mid-epoch. Pass a second model or a generator in state=, and "
-                "make an attribute a buffer"
+                "the run was killed in mid-epoch. Count by session.step and loader.start, pass a second "
+                "model or a generator in state=, and make an attribute a buffer"
             )
         if verdict.parts.keys() - {GRADIENT}:
             why.append(
@@ -370,8 +371,10 @@ class LoopCounterCheck:
     def before_update(self) -> None:
         """Warn before the first update after the resume. There is no warning if the resume is in the first pass over
         each loader, because ``range(epochs)`` is right there."""
+        if self.is_asked:
+            return
         later = [loader for loader in self._loaders if loader.restored_epoch]
-        if self.is_asked or any(loader.position_was_read for loader in self._loaders) or (self._loaders and not later):
+        if any(loader.position_was_read for loader in self._loaders) or (self._loaders and not later):
             return
         self.is_asked = True
         where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""

@@ -83,6 +83,11 @@ class Pipeline:
         """Where the newest checkpoint lies, committed or not: pool, slot, generation."""
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no checkpoint is in flight."""
+        return not self._in_flight
+
+    @property
     def on_background_thread(self) -> bool:
         """Whether the caller runs on a background thread that the end of a session waits for."""
         return self.staging.is_staging_thread or self.events.called_from_own_thread

@@ -175,9 +175,13 @@ class Capture:
                 classes,
             )
 
-    def after_update(self) -> None:
-        """Read provisionally the state that the next forward or ``next()`` changes."""
+    def after_update(self, *, is_due: bool) -> None:
+        """Read provisionally the state that the next forward or ``next()`` changes. ``is_due``: whether the next event
+        may close a checkpoint that is saved and needs it."""
         self.devices.add_update_streams()
+        if not is_due:
+            self.provisional = None
+            return
         self._forked.updated()
         self.provisional = provisional = Provisional(rng.capture(), self._buffer_copies.take(self.model))
         for name, obj in self.objects.items():
@@ -204,6 +208,7 @@ class Capture:
         self.refresh()
         # At these two events the next step has begun: its batch is fetched, and random numbers are drawn.
         before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
+        assert before is not None or event not in (Event.PRE_STEP, Event.FORWARD), "read at the update, where it is due"
         # At the pre-step hook its forward has run too, and has changed the buffers.
         before_forward = before if event is Event.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list

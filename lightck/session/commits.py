@@ -90,6 +90,8 @@ class Commits:
         self.saved_step = boundary.step
         self._is_done_saved = False  # whether the last saved checkpoint says that the training is finished
         self._done_at = done_at
+        self._decision: tuple[int | None, bool] = None, False
+        """The step after the last update, and whether its checkpoint is due."""
 
     @property
     def is_done(self) -> bool:
@@ -104,9 +106,21 @@ class Commits:
 
     # -- a checkpoint closes -----------------------------------------------------------------------------
 
+    def updated(self, step: int) -> bool:
+        """An update was made; ``step``: the number of updates now. Returns whether the checkpoint of this step will be
+        saved if one of torch's hooks closes it. The decision is made here, and not when it closes, because only now
+        can the state be read that the next forward changes."""
+        self._decision = step, self.cadence.is_due(step, self.saved_step)
+        return self._decision[1]
+
+    def will_be_saved(self, step: int) -> bool:
+        """Whether the checkpoint of this step is due."""
+        decided_step, is_due = self._decision
+        return is_due if decided_step == step else self.cadence.is_due(step, self.saved_step)
+
     def closed(self, event: Event, step: int) -> None:
         """The checkpoint of this step was closed: save it if it is due."""
-        is_saved = event is Event.FLUSH or self.cadence.is_due(step, self.saved_step)
+        is_saved = event is Event.FLUSH or self.will_be_saved(step)
         self.cadence.boundary_passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
         self._capture.mid_batch.boundary(event, step, is_saved)
         if is_saved:

@@ -27,7 +27,7 @@ class Cadence(Protocol):
         ...
 
     def will_be_due(self, step: int, saved_step: int) -> bool:
-        """Whether it is certain before the boundary that the checkpoint of ``step`` will be saved."""
+        """Whether it is certain before the update ends that the checkpoint of ``step`` will be saved."""
         ...
 
     def boundary_passed(self, now: float, stall_seconds: float, saved: bool) -> None:

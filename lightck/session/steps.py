@@ -138,6 +138,8 @@ class Steps(StepListener):
             self.capture.before_update(index)
 
     def gate(self) -> None:
+        if self.commits.failure is None and self.pipeline.is_idle:
+            return
         with self.meter.stall("gate"):
             self.commits.raise_failure()
             self.commits.run(self.pipeline.gate)
@@ -151,7 +153,7 @@ class Steps(StepListener):
             self._scalers.stepped()
             self.partial_update.end(index)
             self.capture.before_update(index)  # again: a closure computes its gradients inside the step
-            self.capture.after_update()
+            self._read_provisionally()
             self.capture.positions.updated()
         self._report_step_ended()
 
@@ -163,7 +165,13 @@ class Steps(StepListener):
 
     def after_step_hooks(self) -> None:
         with self.meter.stall("after the update"):
-            self.capture.after_update()  # read again, because the user's own hooks belong to the update
+            self._read_provisionally()  # again, because the user's own hooks belong to the update
+
+    def _read_provisionally(self) -> None:
+        """Read what changes before the next event, if that event may close a checkpoint. Where ``end_step()`` closes
+        them, it reads everything itself."""
+        is_due = self.commits.updated(self.boundary.step)
+        self.capture.after_update(is_due=is_due and not self.boundary.explicit)
 
     def skipped_step(self, index: int) -> None:
         self.meter.skipped += 1
@@ -216,7 +224,8 @@ class Steps(StepListener):
             self.watch.training_forward()
             self._check_loop_top(Event.FORWARD)
             if self.commits.failure is None:
-                self.continuation.recorder.forward(inputs, self.boundary.closes_at(Event.PRE_STEP))
+                closes = self.boundary.closes_at(Event.PRE_STEP) and self.commits.will_be_saved(self.boundary.step)
+                self.continuation.recorder.forward(inputs, closes)
                 self.commits.run(self.pipeline.forward_begins)
                 self.handle(Event.FORWARD)
             if self.resumed is not None:
@@ -234,9 +243,10 @@ class Steps(StepListener):
             )
 
     def forward_ended(self) -> None:
+        if self.pipeline.is_idle or self.commits.failure is not None:
+            return
         with self.meter.stall("forward ended"):
-            if self.commits.failure is None:
-                self.commits.run(self.pipeline.poll)  # release checkpoints whose copies are done before the gate
+            self.commits.run(self.pipeline.poll)  # release checkpoints whose copies are done before the gate
 
     # -- optimizers made after attach --------------------------------------------------------------------
 

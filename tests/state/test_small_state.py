@@ -51,7 +51,7 @@ def test_a_value_that_changes_in_place_is_packed_again(parts, changed, key):
     assert packer.pack(mutable) == values.pack(mutable, path="")
 
 
-def test_equal_values_of_other_types_are_told_apart():
+def test_equal_values_of_other_types_are_distinguished():
     packer = StatePacker()
     for value in (1, True, 1.0, 0.0, -0.0, "1", b"1", (1,), [1], None, 1):
         assert packer.pack({"value": value}) == values.pack({"value": value}, path="")
