@@ -21,18 +21,25 @@ from torch.optim.optimizer import (
 
 from lightck.events import StepListener
 from lightck.hooks import own_hooks
+from lightck.hooks.hook_cost import counted, seconds_per_hook
 from lightck.hooks.layerwise import layerwise_of
 from lightck.state.optimizer_wrappers import has_hooks, wrapper_roles
+from lightck.stats import Meter
 
 _INIT_STEP = "_init_optim_state"
 """The function of torch.distributed.checkpoint.state_dict that creates optimizer state by a step without effect."""
+
+_STEP_FRAME = 2
+"""How far above a hook torch's wrapper function around ``step`` is: above the function that counts the hook's time."""
 
 
 class Hooks:
     """All hooks of one session."""
 
-    def __init__(self, events: StepListener, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, events: StepListener, model: nn.Module, optimizers: Sequence[Optimizer], meter: Meter) -> None:
+        """``meter``: counts what the hooks cost."""
         self._events = events
+        self.meter, self.seconds_per_hook = meter, seconds_per_hook()
         self._optimizers: list[Optimizer] = []
         self._roots: list[int] = []
         """For each optimizer the index of the optimizer whose step is its update: a wrapper and the optimizers inside
@@ -82,6 +89,7 @@ class Hooks:
 
     # -- forward -----------------------------------------------------------------------------------------
 
+    @counted
     def _forward_pre(self, module: nn.Module, *inputs: object) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure:
             self._stepping.clear()  # a step that raised left its frame here, which keeps its callers' variables alive
@@ -89,23 +97,26 @@ class Hooks:
             self._events.before_forward(inputs)
             self._events.forward_begins()
 
+    @counted
     def _forward_post(self, module: nn.Module, *_: object) -> None:
         if module.training and torch.is_grad_enabled():
             self._events.forward_ended()
 
     # -- step --------------------------------------------------------------------------------------------
 
+    @counted
     def _any_step_pre(self, optimizer: Optimizer, *_: object) -> None:
         if not self.follows(optimizer):
             self._events.unknown_optimizer(optimizer)
 
+    @counted
     def _step_pre(
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> own_hooks.Call | None:
         if _is_init_step(kwargs):
             self._events.gate()
             return None
-        index, wrapper = self._index(optimizer), sys._getframe(1)
+        index, wrapper = self._index(optimizer), sys._getframe(_STEP_FRAME)
         if self._is_inside(index, wrapper):
             return None
         self._stepping[index] = wrapper
@@ -149,10 +160,11 @@ class Hooks:
 
         return wrapped
 
+    @counted
     def _step_post(self, optimizer: Optimizer, _: object, kwargs: dict[str, object]) -> None:
         if _is_init_step(kwargs):
             return
-        index, wrapper = self._index(optimizer), sys._getframe(1)
+        index, wrapper = self._index(optimizer), sys._getframe(_STEP_FRAME)
         if self._stepping.get(index, wrapper) is not wrapper:
             return  # this step is inside another one, which reports the update
         self._stepping.pop(index, None)
@@ -163,11 +175,14 @@ class Hooks:
             if len(optimizer._optimizer_step_post_hooks) > 1:
                 self._updated_frame = wrapper
 
+    @counted
     def _any_step_post(self, *_: object) -> None:
         """After the user's own post hooks, which belong to the update: they may draw random numbers and write
         buffers."""
         # Frame 1 is the function of ``weak_hook``, frame 2 that of torch around ``step``.
-        if self._updated_frame is not None and self._updated_frame is sys._getframe(2):
+        if self._updated_frame is not None and self._updated_frame is sys._getframe(
+            _STEP_FRAME + 1
+        ):  # through the weak hook
             self._updated_frame = None
             self._events.after_step_hooks()
 

@@ -30,7 +30,7 @@ _HOOK_FLAGS = (
     "_forward_hooks_always_called",
 )
 """Further dicts of a module whose keys are the ids of its hooks."""
-_FRAMES_MAX = 17
+_FRAMES_MAX = 18
 """How many frames ``is_called_by`` examines, its own included."""
 _Reduced = str | tuple[Any, ...]
 _hooked: Counter[type] = Counter()

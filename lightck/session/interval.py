@@ -8,10 +8,13 @@ is exact.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol, SupportsFloat, SupportsIndex
+
+log = logging.getLogger("lightck")
 
 
 class Cadence(Protocol):
@@ -163,6 +166,7 @@ class Adaptive:
     _saved: int = 0
     _saved_in_a_row: int = 0
     """Saved checkpoints in a row up to the last boundary."""
+    _is_warned: bool = False
 
     def is_due(self, step: int, saved_step: int) -> bool:
         self._decide()
@@ -176,6 +180,7 @@ class Adaptive:
         took, stall = now - self._last[0], stall_seconds - self._last[1]
         if self._boundaries > _WARM_UP:
             self._measure(_Step(took - stall, stall, self._saved_in_a_row > 0))
+            self._warn_fixed_cost()
         self._boundaries += 1
         self._last = now, stall_seconds
         if not saved and self._saved_in_a_row > _SKIP_SOON:
@@ -192,6 +197,26 @@ class Adaptive:
             if self._steps and self._steps[-1].saved:
                 self._extra.measured(self._steps[-1].own - step.own)
         self._steps.append(step)
+
+    def _warn_fixed_cost(self) -> None:
+        """Warn once if the hooks alone cost more than the budget: then no interval keeps it."""
+        if self._is_warned or len(self._unsaved_stalls) < _UNSAVED or len(self._steps) < _STEPS:
+            return
+        fixed = min(self._unsaved_stalls)
+        whole = fixed + sorted(step.own for step in self._steps)[len(self._steps) // 2]
+        share = fixed / whole if whole > 0 else 0.0
+        if share > self.auto.budget:
+            self._is_warned = True
+            log.warning(
+                "lightck: a step that saves nothing takes %.1f %% longer with lightck (%.0f us), because torch calls "
+                'its hooks at every step. That is above the budget of %g %% of interval="auto", whatever the '
+                "interval. Make steps longer (a larger batch), or pass a larger budget: "
+                "interval=lightck.Auto(budget=%.2f)",
+                100 * share,
+                1e6 * fixed,
+                100 * self.auto.budget,
+                math.ceil(200 * share) / 100,
+            )
 
     def _decide(self) -> None:
         """Set the interval. If the stalls alone allow 1, it is at most 2 until there are enough recent pairs."""

@@ -89,7 +89,7 @@ class Steps(StepListener):
         self.partial_update = PartialUpdate()
         self.events = StepEvents(self.session_lock)
         self.events.add(self)
-        self.hooks = Hooks(self.events, model, found.optimizers)
+        self.hooks = Hooks(self.events, model, found.optimizers, meter)
 
     # -- properties --------------------------------------------------------------------------------------
 
