@@ -146,7 +146,7 @@ class WriteTable:
         if not self.background:
             return NO_BLOCKS
         if not self._blocks:
-            starts, nbytes = writer.extents(self.background_numbers)
+            starts, nbytes = writer.first_checksums_and_sizes(self.background_numbers)
             self._blocks.append(Blocks.of(self.sources[~self.at_boundary], nbytes, starts, writer.superblock.block))
         return self._blocks[0]
 

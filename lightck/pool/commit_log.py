@@ -65,8 +65,8 @@ def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
 
 
 def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRecord]:
-    """Return the records that recovery tries, newest first, and one record for each payload. ``step``: only those
-    of this step, dead ones too."""
+    """Return the records that recovery tries, newest first. Of several records of one payload, only the newest is
+    returned. ``step``: only records of this step, dead ones too."""
     if step is None:
         records = [record for record in commit_log.records.values() if not is_dead(record, commit_log)]
     else:

@@ -27,8 +27,8 @@ class CommitListener:
         """The checkpoint of this step is durable, and ``writer`` knows no newer one."""
 
     def stop_reading(self) -> None:
-        """Stop reading older checkpoints, and return once that is done: they are struck, or the pool moves to a new
-        file."""
+        """Stop reading older checkpoints, and return once that is done. Called before checkpoints are struck and before
+        the pool moves to a new file."""
 
     def struck(self, slots: Sequence[int]) -> None:
         """The checkpoints in these slots held wrong bytes and were made unreadable."""

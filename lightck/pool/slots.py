@@ -1,8 +1,9 @@
 """The slots of a writable pool: what each holds, which one is written next, and its manifest in memory.
 
-Invariant: the slot of the checkpoint last committed by this process (before its first commit: of the one it adopted)
-is never chosen, and neither is a held one. A slot's ``SlotImage`` mirrors the tensor records and checksums of the bytes
-in the slot, so a tensor that a write plan leaves out keeps the record with which it was written.
+Invariant: the protected slot is never chosen, and neither is a held one. The protected slot holds the checkpoint that
+this process committed last, or, before the first commit, the one that it adopted. A slot's ``SlotImage`` mirrors the
+tensor records and checksums of the bytes in the slot, so a tensor that a write plan leaves out keeps the record with
+which it was written.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ class PoolWriter:
         start = int(self._template["crc_index"][number])
         return slot.image.raw[start : start + blocks_of(self.entries[number].nbytes, self.superblock.block)]
 
-    def extents(self, numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    def first_checksums_and_sizes(self, numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """Return the index of each record's first checksum, and each record's number of bytes."""
         rows = self._template[np.asarray(numbers, np.int64)]
         return rows["crc_index"].astype(np.int64), rows["nbytes"]

@@ -192,9 +192,9 @@ int32_t lck_kill(const char *site, uint64_t nth);
 enum { LCK_EMULATED_FENCE_MAX = 1000000000 }; /* ns */
 /* Emulate a memory: copies into media that are opened from now on, and all verified reads, take at least as long as on
  * that memory. write_bps, read_bps: its bandwidth in bytes per second (0: no limit). fence_ns: the time of each fence
- * and sync. unit: a transfer takes as long as all the units that it touches (a power of two, at most 1 MiB; 0: as its
- * bytes). All threads share the bandwidth; each medium has the write bandwidth for itself, and all reads share one read
- * bandwidth. CPU time of stalls is not emulated. Media that are open already are not affected. */
+ * and sync. unit: bytes of the smallest transfer, a power of two, at most 1 MiB: part of a unit takes as long as a
+ * whole one (0: no units). All threads share the bandwidth; each medium has the write bandwidth for itself, and all
+ * reads share one read bandwidth. CPU time of stalls is not emulated. Media that are open already are not affected. */
 int32_t lck_emulate(uint64_t write_bps, uint64_t read_bps, uint64_t fence_ns, uint64_t unit);
 
 /* ---- engine: background copies and the commit -------------------------------------------------------- */
@@ -245,8 +245,8 @@ typedef struct lck_copy {
 enum {
     /* A partial job copies some tensors of a checkpoint before the others are known (eager copies, device transfers).
      * It writes neither manifest nor commit record, and ends as LCK_JOB_COMMITTED when its copies are fenced and it is
-     * released. A later job of the same generation commits the checkpoint. That job fails (LCK_ESTATE) if a partial job
-     * has failed or was dropped, and its entry was not freed (lck_job_forget). */
+     * released. A later job of the same generation commits the checkpoint. The later job fails (LCK_ESTATE) if a
+     * failed or dropped partial job of that generation still has an entry (lck_job_forget frees it). */
     LCK_PART = 1,
     LCK_FOLLOWS = 2, /* not the first job of its generation: the slot's header is written already */
     LCK_HELD = 4     /* the sources are not complete yet: nothing is copied before lck_job_start */
@@ -322,7 +322,7 @@ int32_t lck_job_forget(lck_engine *engine, uint64_t ticket);
 enum {
     LCK_SPAN_HEADER = 1,   /* the slot header was written and fenced */
     LCK_SPAN_NOW = 2,      /* all LCK_NOW copies of a checkpoint, inside lck_job_submit */
-    LCK_SPAN_COPY = 3,     /* one block; LCK_NOW ones only where they are whole blocks */
+    LCK_SPAN_COPY = 3,     /* one block; of an LCK_NOW copy only if its tensor fills a block */
     LCK_SPAN_MANIFEST = 4, /* the manifest was stored and written back */
     LCK_SPAN_SYNC = 5,     /* payload and manifest were made durable */
     LCK_SPAN_COMMIT_RECORD = 6 /* the commit record was written and made durable */
@@ -355,9 +355,10 @@ int32_t lck_spans_take(lck_engine *engine, lck_span *out, uint64_t most, uint64_
 /* ---- verified reads ---------------------------------------------------------------------------------- */
 
 enum { LCK_MEMORY = -2 };
-/* Map the first nbytes of fd for reading (shared, excluded from core dumps): for a device without read(), whose
- * bytes are then read with LCK_MEMORY; and unmap them. */
+/* Map the first nbytes of fd for reading (shared, excluded from core dumps). For a device without read(): its bytes are
+ * read from the mapping, with LCK_MEMORY. */
 int32_t lck_map(int32_t fd, uint64_t nbytes, const void **out);
+/* End a mapping of lck_map. */
 int32_t lck_unmap(const void *address, uint64_t nbytes);
 
 /* Read nbytes at offset off of a pool in fd into dst, block by block (at most 1 MiB each): pread into a private

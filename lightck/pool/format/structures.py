@@ -346,7 +346,8 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
 _N_BEFORE_RECORDS = 8
-"""Number of fields before the offset of the tensor records, which is the same in every manifest."""
+"""Number of fields of ``ManifestHeader`` before two fields that it leaves out, because they are the same in every
+manifest: the offset of the tensor records, and the length of a record."""
 
 
 class ManifestHeader(NamedTuple):

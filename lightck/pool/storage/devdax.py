@@ -256,7 +256,7 @@ def _place(device: _Device, nbytes: int) -> int:
             f"The pool {device.path!r} needs {nbytes / 1e6:,.1f} MB and the device has {facts.nbytes / 1e6:,.1f} MB. A "
             "pool is allocated in full when it is made. Use a larger namespace, another medium, or fewer slots."
         )
-    assert there is not None, "alone it would fit"
+    assert there is not None, "only the present pool is in the way"
     error = NoSpaceError(
         f"A pool of {nbytes / 1e6:,.1f} MB has no room on {device.path!r} beside the pool that is there "
         f"({there.nbytes / 1e6:,.1f} of {facts.nbytes / 1e6:,.1f} MB). The old pool must stay until the new one is "

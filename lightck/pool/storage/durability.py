@@ -102,7 +102,7 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
         volatile = "it is not on the NVDIMM bus (hmem, CXL): it is treated as memory that ends with the system"
         return _process_only("memory (device-dax)", TIER_CACHE, seen, volatile)
     if _is_pretended(region):
-        return _process_only("memory (device-dax)", TIER_CACHE, seen, *_pretence([Device(device.name, region)]))
+        return _process_only("memory (device-dax)", TIER_CACHE, seen, *_why_volatile([Device(device.name, region)]))
     if region.provider not in _REAL:
         no_flush = ("its host has to be asked to flush, and a device-dax mapping cannot ask",)
         why = no_flush if region.provider == _HOSTED else _reports(region)
@@ -197,7 +197,7 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
         return _process_only(f"unknown device ({name})", TIER_DISK, seen, unknown)
     pretended = [d for d in devices if d.is_memory or (d.region is not None and _is_pretended(d.region))]
     if pretended:
-        return _process_only(f"memory ({name})", TIER_CACHE, seen, *_pretence(pretended))
+        return _process_only(f"memory ({name})", TIER_CACHE, seen, *_why_volatile(pretended))
     dax = Dax(False, False)
     if name in _DAX_CAPABLE and all(d.region is not None for d in devices):
         dax = system.dax(folder, file)
@@ -212,7 +212,7 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
     return durable
 
 
-def _pretence(devices: Iterable[Device]) -> tuple[str, ...]:
+def _why_volatile(devices: Iterable[Device]) -> tuple[str, ...]:
     def sentence(device: Device) -> str:
         if device.region is None:
             return f"the device {device.name} is a disk in ordinary memory: it ends with the system"

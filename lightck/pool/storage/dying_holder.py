@@ -66,8 +66,8 @@ def has_threads(pid: int) -> bool:
 
 
 def own_dying_process() -> int | None:
-    """Return the pid of a dying process of this user, or None. It may be the holder of a lock whose owner is unknown,
-    because it has closed its files already."""
+    """Return the pid of a dying process of this user, or None. For a lock whose holder is unknown: a dying process that
+    has closed its files shows no descriptors in procfs, and it may be the holder."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{pid}").st_uid == os.geteuid() and has_threads(int(pid)) and is_dying(int(pid)):
@@ -78,7 +78,7 @@ def own_dying_process() -> int | None:
 def hasten(pid: int) -> None:
     """Make a dying process end sooner: give its threads normal priority, and free its memory from this process.
 
-    The former needs CAP_SYS_NICE or RLIMIT_NICE; without them it is skipped. The kernel refuses the latter for a
+    The priority needs CAP_SYS_NICE or RLIMIT_NICE; without them it stays as it is. The kernel frees no memory of a
     process that is not dying."""
     with contextlib.suppress(OSError):
         for folder in _threads(pid):

@@ -282,7 +282,8 @@ def _allocate_huge_pages(fd: int, nbytes: int) -> int:
         slice_nbytes = min(_SLICE, nbytes - at)
         done = lib.lck_huge(fd, at, slice_nbytes, threads)
         made += done
-        if done + _HUGE_PAGE <= slice_nbytes or time.monotonic() > deadline:
+        is_page_missing = done + _HUGE_PAGE <= slice_nbytes  # the kernel grants no more of them
+        if is_page_missing or time.monotonic() > deadline:
             break
     return made
 
@@ -401,8 +402,8 @@ def _refuse_shared(folder: str, st: os.stat_result) -> None:
         return
     if is_sticky:
         raise PoolPermissionError(
-            f"The folder {folder!r} can be changed by others and belongs to user {st.st_uid}, who can replace files in "
-            "it despite its sticky bit, so also the pool. Use a folder of your own."
+            f"The folder {folder!r} can be changed by others and belongs to user {st.st_uid}. That user can "
+            "replace any file in it, the pool too, despite its sticky bit. Use a folder of your own."
         )
     cure = f"chmod o-w {folder}, or use another folder" if is_own else "Use a folder of your own, or chmod +t this one"
     raise PoolPermissionError(

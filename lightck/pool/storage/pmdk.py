@@ -87,7 +87,7 @@ class PmdkBackend(FileBackend):
         file = self.create_file(path, pmdk_file.file_nbytes(lengths))
         with undo_on_error(file.close):
             pool = _open_pmdk(path, file, create=True, shutdown_state=durability.is_persistent_memory)
-            container = PmdkContainer(file, (), pool)  # it only closes the pool with the file, if the rest fails
+            container = PmdkContainer(file, (), pool)  # used only to close pool and file if the rest fails
         with undo_on_error(container.close):
             try:
                 places = _allocate(pool, file, lengths)
@@ -182,8 +182,9 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
     if "ADR failure" in (reason or ""):
         return MediumError(
             f"libpmemobj refuses the pool {path!r} ({reason}): the machine lost power, and the memory could not save "
-            "all pending stores. lightck.recover() reads the pool without libpmemobj and verifies every byte. Continue "
-            "from that checkpoint in a new pool, or clear the mark: pmempool feature --disable SHUTDOWN_STATE."
+            "all pending stores. lightck.recover() reads the newest checkpoint without libpmemobj and verifies every "
+            "byte of it. Continue from that checkpoint in a new pool, or make libpmemobj ignore the power loss: "
+            "pmempool feature --disable SHUTDOWN_STATE."
         )
     return CorruptPoolError(
         f"libpmemobj refuses the PMDK pool {path!r} ({reason}). Its PMDK structures are damaged, or of another "

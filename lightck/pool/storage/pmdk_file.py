@@ -58,7 +58,7 @@ def root_nbytes(arenas: int) -> int:
 
 
 def arena_place(root: int, number: int) -> int:
-    """Return the offset in the root object of the reference to an arena's object."""
+    """Return the offset of the reference to an arena's object, which is in the root object at offset ``root``."""
     return root + _ROOT.size + number * _ARENA.size
 
 

@@ -54,7 +54,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A block device below a file system and below its partitions, device mapper and md."""
+    """The block device at the bottom of a stack: below a file system, partitions, device mapper and md."""
 
     name: str
     region: Region | None = None
@@ -283,8 +283,8 @@ def _unescape(text: str) -> str:
 def processors_near(node: int | None, threads: int) -> frozenset[int]:
     """Return the processors for the copy threads: those of the pool's NUMA node that the calling thread may use.
 
-    Empty means all processors: the node is unknown, is the only one, or has no more processors than there are copy
-    threads, which would compete there with a training that uses them all.
+    Empty means all processors. That is the answer if the node is unknown, if it is the only one, and if it has no more
+    processors than there are copy threads. (On so few, they would compete with a training that uses all of them.)
 
     Persistent memory belongs to one socket, and stores from another socket are several times slower, so the copy
     threads stay on that socket. The node of ordinary memory is unknown before its pages are allocated: there the copy
