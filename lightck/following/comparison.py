@@ -41,8 +41,8 @@ class Recorder:
         self._parts = parts or UpdateParts(())
         self._since_closed: FirstInputs | None = None
         self._of_next: FirstInputs | None = None
-        """The first inputs after the next checkpoint, if they come before it is closed: this forward, or the pre-step
-        hook after it, will close it."""
+        """The first inputs after the next checkpoint, collected before that checkpoint is closed: at the training
+        forward that closes it, or at one before the pre-step hook that closes it. Else None."""
 
     def closed(self, event: Event) -> None:
         """A checkpoint was closed and is being saved."""
@@ -61,11 +61,11 @@ class Recorder:
         self._since_closed = None
 
     def batch_given(
-        self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
+        self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
     ) -> None:
         after = self._since_closed  # read once: another thread may close the session now
         if after is not None:
-            after.batch_given(name, of, batch, checksum, read)
+            after.batch_given(name, pass_, batch, checksum, read)
 
     def forward(self, inputs: object, will_close: bool) -> None:
         """A training forward begins, and no checkpoint was closed at it yet. ``will_close``: this forward, or the
@@ -95,12 +95,12 @@ class Continuation:
         self.recorder, self.loop_counter = recorder, loop_counter
         self._comparison = comparison
 
-    def batch_given(self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads) -> None:
+    def batch_given(self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads) -> None:
         """A session loader gave a batch."""
         comparison = self._comparison
-        self.recorder.batch_given(name, of, batch, checksum, read)
+        self.recorder.batch_given(name, pass_, batch, checksum, read)
         if comparison is not None:
-            comparison.batch_given(name, of, batch, checksum, read)
+            comparison.batch_given(name, pass_, batch, checksum, read)
 
     def pass_ended(self) -> None:
         """A training pass over a session loader has ended."""
@@ -175,9 +175,9 @@ class Comparison:
         return self._is_judged and self._error is None and not self._recorded
 
     def batch_given(
-        self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
+        self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
     ) -> None:
-        self._seen.batch_given(name, of, batch, checksum, read)
+        self._seen.batch_given(name, pass_, batch, checksum, read)
 
     def pass_ended(self) -> None:
         """A pass ends when the loop asks for a batch and there is none left."""
@@ -219,7 +219,7 @@ class Comparison:
         has_asked = bool(self._seen.loaders) or self._is_batch_asked_for
         has_recorded_update = not kinds.isdisjoint(KINDS)
         # A loader's batch is recorded when the loop asks for it: that alone does not mean that an update followed.
-        is_missed = has_asked and has_recorded_update if BATCH in kinds else FORWARD in kinds
+        is_missed = (has_asked and has_recorded_update) if BATCH in kinds else (FORWARD in kinds)
         if self._is_judged or not is_missed:
             return
         log.warning(
@@ -245,10 +245,10 @@ class Comparison:
 
     def _compare_update_parts(self, parts: Iterable[tuple[str, FirstInput]], verdict: _Verdict) -> None:
         """Compare the parts of the update. Gradients count only with the same data and the same kernels."""
-        has_cause = self._has_other_data or bool(verdict.differing) or not self._same_bits
+        may_gradients_differ = self._has_other_data or bool(verdict.differing) or not self._same_bits
         for name, part in parts:
             was = self._recorded.pop((next_key(part.name), part.kind), None)
-            if was is None or (part.kind == GRADIENT and has_cause):
+            if was is None or (part.kind == GRADIENT and may_gradients_differ):
                 continue
             if was != part.checksum:
                 verdict.parts.setdefault(part.kind, []).append(name)
@@ -365,18 +365,18 @@ class LoopCounterCheck:
         """``step``: the restored step; 0 for a fresh start. ``may_keep_count``: an object in ``state=`` may
         hold the loop's own counter."""
         self._step, self._loaders = step, loaders
-        self.is_asked = may_keep_count or not step
-        """Whether the loop has read the session's step or iteration."""
+        self.was_step_read = may_keep_count or not step
+        """Whether the loop has read the session's step or iteration; also True where nothing is left to warn about."""
 
     def before_update(self) -> None:
         """Warn before the first update after the resume. There is no warning if the resume is in the first pass over
         each loader, because ``range(epochs)`` is right there."""
-        if self.is_asked:
+        if self.was_step_read:
             return
         later = [loader for loader in self._loaders if loader.restored_epoch]
         if any(loader.position_was_read for loader in self._loaders) or (self._loaders and not later):
             return
-        self.is_asked = True
+        self.was_step_read = True
         where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""
         log.warning(
             "lightck: The training goes on from step %d%s, and the loop has read neither session.step nor "

@@ -38,8 +38,8 @@ class FirstInputs:
     every step."""
 
     def __init__(self, *, both_forwards: bool = False) -> None:
-        """``both_forwards``: collect the first forward and the first forward of a loader's batch, if they differ; else
-        only the first forward."""
+        """``both_forwards``: collect two forwards, the first one and the first one after a loader gave a batch (one
+        forward may be both). False: collect only the first forward, as the second kind if a loader gave a batch."""
         self.inputs: list[FirstInput] = []
         self.is_updated = False
         self._both_forwards = both_forwards
@@ -58,17 +58,17 @@ class FirstInputs:
         return list(self._batches)
 
     def batch_given(
-        self, name: str, of: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
+        self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
     ) -> None:
         """A loader gave a batch in a training pass. ``checksum``: None if it was not computed yet. ``read``: tensors of
         the batch that were read for it."""
         known = self._batches.get(name)
-        if known is not None and (known[0] is of or known[0] is None):
+        if known is not None and (known[0] is pass_ or known[0] is None):
             return
         self._read = {} if read is None else read
         if checksum is None:
             checksum = checksum_of(batch, self._read)
-        self._batches[name] = of, LATER_BATCH if self.is_updated else BATCH, checksum
+        self._batches[name] = pass_, LATER_BATCH if self.is_updated else BATCH, checksum
         self._has_new_batch = True
 
     def forward(self, inputs: object) -> bool:
@@ -101,7 +101,8 @@ class FirstInputs:
         if index in self._updates:
             return self._has_new_batch and self._add_batches()
         self._updates.add(index)
-        had_no_forward, self.is_updated = not (self.is_updated or self._saw_forward), True
+        had_no_forward = not (self.is_updated or self._saw_forward)
+        self.is_updated = True
         before = len(self.inputs)
         if self._has_new_batch:
             self._add_batches()
@@ -115,8 +116,8 @@ class FirstInputs:
     def _add_batches(self) -> bool:
         """Make the batches final and add them to ``inputs``. Returns whether ``inputs`` grew."""
         before = len(self.inputs)
-        for name, (of, kind, checksum) in self._batches.items():
-            if of is not None:
+        for name, (pass_, kind, checksum) in self._batches.items():
+            if pass_ is not None:
                 self._batches[name] = None, kind, None
                 if checksum is not None:
                     self.inputs.append(FirstInput(name, kind, checksum))

@@ -61,7 +61,7 @@ class UpdateParts:
                 gradient = _gradient(p)
                 if gradient is not None:
                     found.append(FirstInput(_name(view, name), GRADIENT, gradient))
-            if chosen:  # the last one is enough: an update writes the state of all parameters, or of none
+            if chosen:  # only the last parameter: an update writes the state of all parameters, or of none
                 found.append(FirstInput(_name(view, name), OPTIMIZER_STATE, _state(view, p)))
         return found
 
@@ -129,8 +129,9 @@ def _choose(view: OptimizerView) -> tuple[int, ...] | None:
     """Choose two parameters whose gradients are read: the first and the last with at most one dimension; if no
     parameter has so few, the first and the last of all.
 
-    Biases and scales have no gradient rows that are always zero, as embeddings have. The gradients of the first and the
-    last layers depend on all layers. Empty if no parameter has a gradient now; None if they are on a device."""
+    Gradients of embeddings may have rows that are zero for long; those of biases and scales have none. The
+    gradients of the first and the last layers depend on all layers. Empty if no parameter has a gradient now; None
+    if they are on a device."""
     flat: list[int] = []
     others: list[int] = []
     for at, (_, p) in enumerate(view.params):

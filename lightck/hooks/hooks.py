@@ -116,10 +116,10 @@ class Hooks:
         if _is_init_step(kwargs):
             self._events.gate()
             return None
-        index, wrapper = self._index(optimizer), sys._getframe(_STEP_FRAME)
-        if self._is_inside(index, wrapper):
+        index, frame = self._index(optimizer), sys._getframe(_STEP_FRAME)
+        if self._is_inside(index, frame):
             return None
-        self._stepping[index] = wrapper
+        self._stepping[index] = frame
         closure = own_hooks.closure_of(args, kwargs)
         self._events.before_step(index, self._optimizers[index] is not optimizer, has_gradients=closure is None)
         if closure is None:
@@ -164,8 +164,8 @@ class Hooks:
     def _step_post(self, optimizer: Optimizer, _: object, kwargs: dict[str, object]) -> None:
         if _is_init_step(kwargs):
             return
-        index, wrapper = self._index(optimizer), sys._getframe(_STEP_FRAME)
-        if self._stepping.get(index, wrapper) is not wrapper:
+        index, frame = self._index(optimizer), sys._getframe(_STEP_FRAME)
+        if self._stepping.get(index, frame) is not frame:
             return  # this step is inside another one, which reports the update
         self._stepping.pop(index, None)
         if _changed_nothing(optimizer):
@@ -173,7 +173,7 @@ class Hooks:
         else:
             self._events.after_step(index)
             if len(optimizer._optimizer_step_post_hooks) > 1:
-                self._updated_frame = wrapper
+                self._updated_frame = frame
 
     @counted
     def _any_step_post(self, *_: object) -> None:

@@ -85,7 +85,8 @@ class CurrentPool:
     def ready_writer(self) -> PoolWriter:
         """The writer for the next checkpoint. Raises ``RelayoutNeededError`` if a relayout is needed first."""
         if self.writer is None:
-            # A first relayout that a signal interrupted leaves a request. The first file has ``n_slots`` slots anyway.
+            # If a signal interrupted the making of the first file, a request for ``n_slots`` slots is left over. The
+            # first file gets that many slots without a request.
             self.requested_slots = None
             raise RelayoutNeededError("there is no pool yet")
         if self.requested_slots is not None:

@@ -134,8 +134,8 @@ class WriteGuard:
 
     def changed(self, checkpoint: InFlightCheckpoint) -> Rejection | None:
         """The rejection if any source has another signature than at the boundary, else None. The copy may have read
-        the old or the new bytes. To copy again is no cure: a write between the boundary and the next forward is
-        repeated by a training that resumes from this checkpoint."""
+        the old or the new bytes. Another copy would not help: it would hold the write, and a
+        training that resumes from it makes the same write once more."""
         watched = checkpoint.watched
         names = [watched.lives[i].name for i in watched.changed()]
         who = "a forward" if watched.forward_seen else "something between the boundary and the next forward"

@@ -27,7 +27,7 @@ log = logging.getLogger("lightck")
 WINDOW = 64
 """How many values of each tensor are checked for each checkpoint; smaller tensors are checked whole."""
 BLOCK = 1 << 18
-"""How many values of the one tensor whose turn it is are checked besides."""
+"""How many values of one tensor are checked in addition; the tensors take turns."""
 
 
 class NonfiniteCheck(CommitDecision):

@@ -168,7 +168,7 @@ class Pipeline:
         with self.staging.sending(writer, slot, submission, self.eager.reservation, jobs_max) as (reservation, sent):
             watched = self.guard.watch(submission, writer)
             pending = writer.begin(submission.copy_plan(copied, sent), slot, submission.keep_alive, reservation)
-        # Nothing may fail between here and the InFlightCheckpoint, which ends the job and frees the slot.
+        # Nothing may fail before the InFlightCheckpoint exists: only through it are the job ended and the slot freed.
         closed_step = plan.closed_step
         needs_no_validation = len(sent) > 0 and not submission.background
         checkpoint = InFlightCheckpoint(pending, watched, closed_step.step, needs_no_validation)
@@ -404,7 +404,8 @@ class Pipeline:
 
 
 def _slot_of_original(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
-    """Where a checkpoint lies that a relayout carried over to this file. ``generation``: the one in its first file."""
+    """The pool, slot and generation of a checkpoint that a relayout carried over to this file; None if it is not here.
+    ``generation``: the generation that the checkpoint had in the file in which it was made."""
     for slot in writer.slots.slots:
         if generation is not None and slot.original_generation == generation and slot.generation is not None:
             return writer, slot, slot.generation

@@ -76,7 +76,8 @@ class Trial(Generic[T]):
             self._advance()
 
     def withdraw(self, alternative: T) -> None:
-        """Remove an alternative that is not the only one. If it was its turn, ``current`` carries its checkpoint."""
+        """Remove an alternative that is not the only one. If it carried the present checkpoint, the new
+        ``current`` carries that checkpoint instead."""
         self.alternatives.remove(alternative)
         self._turns = [one for one in self._turns if one != alternative]
         self._finished = min(self._finished, 0)

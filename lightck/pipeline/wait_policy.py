@@ -25,6 +25,7 @@ log = logging.getLogger("lightck")
 OPENMP_OF = "libtorch_cpu.so"
 """The library whose OpenMP threads are meant."""
 TRIAL, PASSIVE = "trial", "passive"
+"""The values of ``Meter.wait_policy``, besides None."""
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _INCOMPATIBLE_VARIABLES = ("OMP_STACKSIZE", "GOMP_STACKSIZE", "OMP_DISPLAY_AFFINITY")
 """If one of these is set, the additional OpenMP team might need too much memory, or print at every checkpoint."""
@@ -38,6 +39,7 @@ _CHECKPOINTS_UNTIL_NEXT = 1000
 """The number of checkpoints from one trial to the next; it doubles each time, because trainings seldom change."""
 
 _ACTIVE, _PASSIVE = False, True
+"""The alternatives of a trial: whether the threads wait passively."""
 _NO_SLOWER, _LESS_WAITING = Margin(-0.01), Margin(0.5)
 """Passive waiting stays if the time from boundary to gate is at most 1 % longer, and the wait at the gate less than
 half. Many rounds are needed, because step times scatter by a few percent, mostly more than the difference."""

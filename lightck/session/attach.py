@@ -167,8 +167,8 @@ def _discover(arguments: Arguments) -> Found:
         )
     if enabled_scalers(found.state) and any(layerwise_of(o) is not None for o in found.optimizers):
         raise UnsupportedError(
-            "A GradScaler is enabled, and layers are updated inside backward(). The scaler decides whether a step is "
-            "skipped only after that, when all gradients are there. Leave out lightck.layerwise(), or the scaler "
+            "A GradScaler is enabled, and layers are updated inside backward(). The scaler decides later, when all "
+            "gradients are there, whether a step is skipped. Leave out lightck.layerwise(), or the scaler "
             '(bfloat16 needs none); if the scaler is of another training, pass state={"scaler": None}.'
         )
     return found

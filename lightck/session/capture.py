@@ -333,7 +333,7 @@ class Capture:
     def _packed_optimizer(self, view: OptimizerView, lives: list[Live]) -> bytes:
         view.refuse_nameless()
         path = role("optimizer", view.index, len(self.optimizers))
-        # Only these parameters have state that is not a tensor. None: this is not known.
+        # ``with_values``: the parameters with state that is not a tensor; None if they are not known.
         with_values = None if self._tensor_list is None else self._tensor_list.with_values[view.index]
         state, rest, large = view.state_values(with_values), view.rest(), _collector(lives, "optimizer")
         return self._optimizer_states[view.index].pack(

@@ -108,8 +108,8 @@ class Commits:
 
     def updated(self, step: int) -> bool:
         """An update was made; ``step``: the number of updates now. Returns whether the checkpoint of this step will be
-        saved if one of torch's hooks closes it. The decision is made here, and not when it closes, because only now
-        can the state be read that the next forward changes."""
+        saved if one of torch's hooks closes it. The decision is made here, and not at the boundary, because the state
+        that the next forward changes must be read before it."""
         self._decision = step, self.cadence.is_due(step, self.saved_step)
         return self._decision[1]
 
@@ -149,7 +149,7 @@ class Commits:
 
     def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
         """Commit the checkpoint of the current step. If it was closed before and not saved (``interval``), or was
-        dropped, save the present state as this step."""
+        dropped, save the present state as this step. ``also_step_0``: save even if no update was made yet."""
         self.run(lambda: self._finish(timeout, deadline))
         step = self._boundary.step
         if self.pipeline.committed != step and not self.paused and (step or also_step_0):

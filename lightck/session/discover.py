@@ -183,12 +183,13 @@ def _describe(optimizer: Optimizer) -> str:
 def schedulers_of(live: LiveObjects, optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
     """LR schedulers that drive these optimizers and are not part of another scheduler (SequentialLR, ...)."""
     wanted = {id(o) for o in optimizers}
-    found = live.matching(LRScheduler, lambda s: id(_scheduled(s)) in wanted)
+    found = live.matching(LRScheduler, lambda s: id(_scheduled_by(s)) in wanted)
     parts = {id(part) for s in found for part in getattr(s, "_schedulers", ())}
     return [s for s in found if id(s) not in parts]
 
 
-def _scheduled(scheduler: LRScheduler) -> Optimizer | None:
+def _scheduled_by(scheduler: LRScheduler) -> Optimizer | None:
+    """The innermost optimizer that this scheduler drives, or None."""
     optimizer = getattr(scheduler, "optimizer", None)
     try:
         return unwrap(optimizer)
@@ -197,14 +198,14 @@ def _scheduled(scheduler: LRScheduler) -> Optimizer | None:
 
 
 def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given: Objects) -> dict[str, LRScheduler]:
-    taken = {id(_scheduled(obj)) for obj in given.values() if isinstance(obj, LRScheduler)}
+    taken = {id(_scheduled_by(obj)) for obj in given.values() if isinstance(obj, LRScheduler)}
     if not optimizers or given.get("scheduler", 0) is None:  # the caller passed state={"scheduler": None}
         return {}
     alive, found = schedulers_of(live, optimizers), {}
     innermost = [o for o, place in zip(optimizers, wrapper_roles(optimizers), strict=True) if not place.wraps]
     for i, opt in enumerate(innermost):
         name = role("scheduler", i, len(innermost))
-        schedulers = [s for s in alive if _scheduled(s) is opt]
+        schedulers = [s for s in alive if _scheduled_by(s) is opt]
         if id(opt) in taken:
             _warn_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
             continue

@@ -94,7 +94,7 @@ class FirstStep:
     def _check_schedulers(self, optimizers: list[Optimizer]) -> None:
         known = {id(o) for o in self.objects.values()}
         watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
-        for collect in (False, True):  # garbage must not stop a training
+        for collect in (False, True):  # what the quick search finds may be garbage, which must not stop a training
             found = schedulers_of(LiveObjects(collect=collect), watched) if watched else []
             late = [s for s in found if id(s) not in known]
             if not late:

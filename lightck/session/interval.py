@@ -219,7 +219,8 @@ class Adaptive:
             )
 
     def _decide(self) -> None:
-        """Set the interval. If the stalls alone allow 1, it is at most 2 until there are enough recent pairs."""
+        """Set the interval that the measured costs allow. If the stalls alone allow an interval of 1, only the extra
+        time in pairs can decide against it: then the interval is at most 2 until there are enough recent pairs."""
         wanted, pairs = self._wanted_interval(self._extra.value), self._extra.last
         is_turn = (wanted == 1) != (self.interval == 1)  # whether the interval would become 1, or leave 1
         allows_1_by_stalls = self._wanted_interval(0.0) == 1  # whether only the cost of pairs can decide against 1

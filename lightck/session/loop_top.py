@@ -60,8 +60,8 @@ class LoopTopCheck:
         self._point: Event | None = None
         self._candidates: set[str] = set()
         self._after_update: Marks | None = None
-        self._checks_passes = restored is not None
-        self._states_before = self._optimizer_states() if self._checks_passes and capture.positions.any_live else {}
+        self._is_pass_check_on = restored is not None
+        self._states_before = self._optimizer_states() if self._is_pass_check_on and capture.positions.any_live else {}
         self._checked_pass: Pass | None = None
 
     def reaches(self, event: Event, boundary: Boundary) -> bool:
@@ -91,7 +91,7 @@ class LoopTopCheck:
         may set them again after ``next()``."""
         pass_ = loader.current_pass
         if (
-            not self._checks_passes
+            not self._is_pass_check_on
             or pass_ is None
             or not (pass_.restored and pass_.trained)
             or pass_ is self._checked_pass
@@ -102,7 +102,7 @@ class LoopTopCheck:
         names = self._repeatable([name for name in self._changed(self._before, Event.FORWARD) if name not in options])
         names += changed_names(self._states_before, self._optimizer_states())
         if names:
-            self._checks_passes = False
+            self._is_pass_check_on = False
             log.warning(
                 "lightck: %s changed between the restore and the first next() of loader %r, which goes on in "
                 "the middle of a pass. The interrupted run made the same change where that epoch began, so it "
@@ -114,13 +114,13 @@ class LoopTopCheck:
 
     def updated(self, boundary: Boundary) -> None:
         """An update was made. The marks after it are kept if its checkpoint may close at the next closing point."""
-        self._checks_passes = False
+        self._is_pass_check_on = False
         if self._point is not None and boundary.closes_at(Event.PRE_STEP):
             self._after_update = self._marks(self._candidates)
 
     def _after_restore(self, event: Event) -> bool:
         if event is not self._closed_by:
-            return event is Event.FORWARD  # a step closed the checkpoint: it comes after this forward
+            return event is Event.FORWARD  # the step that closed the checkpoint comes after this forward
         names = self._repeatable(self._changed(self._before, event))
         if names:
             log.warning(

@@ -27,7 +27,7 @@ MANY = 100
 MANY_EXPLICIT = 1000
 """The same if an earlier run called ``end_step()``: a loop may call it only once in an epoch."""
 _FIRST = 8
-"""The first forwards at which parameters are compared; of calls of ``end_step()`` half as many."""
+"""Parameters are compared at this many first forwards, or at half as many first calls of ``end_step()``."""
 _TWIN_STEPS = 10
 """After so many steps in a row of an optimizer of another model, that model is compared with this session's."""
 _FOREIGN = 4
@@ -163,13 +163,14 @@ class SavedWatch:
     # -- no optimizer is followed ------------------------------------------------------------------------
 
     def _forward_without_optimizer(self) -> None:
+        """Warn at the first sign of an update, unless a search finds its optimizer; after ``MANY`` forwards always."""
         n = self._idle_forwards
         if n == 1:
             self._before = self._params()
         elif not self._is_reported and (n <= _FIRST or n == MANY):
             changed = changed_names(self._before, self._params())
-            is_sure = n == MANY or (not self._was_searched and (changed or self._steps_elsewhere > 1))
-            if is_sure and not self._look_for_optimizer():
+            is_due = n == MANY or (not self._was_searched and (changed or self._steps_elsewhere > 1))
+            if is_due and not self._look_for_optimizer():
                 fact = f"{_some(changed)} changed" if changed else f"{n} training forwards ran"
                 self._warn(f"{fact}, and {_NO_OPTIMIZER}. Nothing is saved, and close() will raise an error. {_CURE}")
 

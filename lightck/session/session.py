@@ -71,13 +71,13 @@ class Session:
     @property
     def step(self) -> int:
         """Updates so far, without skipped ones. With several optimizers: rounds in which each has stepped."""
-        self._steps.continuation.loop_counter.is_asked = True
+        self._steps.continuation.loop_counter.was_step_read = True
         return self._steps.boundary.step
 
     @property
     def iteration(self) -> int:
         """Boundaries so far: iterations of the loop, including those whose update was skipped."""
-        self._steps.continuation.loop_counter.is_asked = True
+        self._steps.continuation.loop_counter.was_step_read = True
         return self._steps.boundary.iteration
 
     @property
@@ -302,8 +302,8 @@ def _end(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
 
 
 def _end_here(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
-    """End a session on this thread. A signal handler that raises (Ctrl-C) may end the wait for copies only: when the
-    lock is released, nothing may write to the pool any more."""
+    """End a session on this thread. A signal handler that raises (Ctrl-C) may cut short only the wait for copies. The
+    pipeline is closed all the same, because nothing may write to the pool after its lock is released."""
     remove(handles)
     with deferred(), ExitStack() as last:
         last.callback(lock.release)

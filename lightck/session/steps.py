@@ -1,4 +1,4 @@
-"""What a session does at each step event: the last of its step listeners, and the one that acts.
+"""What a session does at each step event. ``Steps`` receives each event last; the listeners before it only record it.
 
 ``Boundary`` says which event closes a checkpoint; ``Capture`` reads the state; ``Commits`` saves it. Each
 checkpoint is "the state from which step *t + 1* starts".
@@ -168,8 +168,8 @@ class Steps(StepListener):
             self._read_provisionally()  # again, because the user's own hooks belong to the update
 
     def _read_provisionally(self) -> None:
-        """Read what changes before the next event, if that event may close a checkpoint. Where ``end_step()`` closes
-        them, it reads everything itself."""
+        """Read what changes before the next event, if that event may close a checkpoint. Nothing is read in a loop that
+        calls ``end_step()``: that call closes the checkpoint before anything changes."""
         is_due = self.commits.updated(self.boundary.step)
         self.capture.after_update(is_due=is_due and not self.boundary.explicit)
 

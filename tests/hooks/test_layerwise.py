@@ -792,7 +792,7 @@ def test_a_backward_into_the_layers_of_another_optimizer_makes_no_checkpoint(poo
     optimizers[1].step()
     judges(makes(batch(1))).sum().backward()
     optimizers[0].step()
-    with pytest.raises(SessionError, match="layers of another layer-wise optimizer"):
+    with pytest.raises(SessionError, match="layers of every layer-wise optimizer"):
         session.end_step()
     session.close()
     with pytest.raises(LightckError, match="no step"):

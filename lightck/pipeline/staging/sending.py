@@ -105,7 +105,7 @@ class Staging:
         method = trial.begin()
         while True:
             if trial.is_over and not is_result_reported:
-                self._end_trial(trial)  # first, so that no memory is released while this checkpoint is being sent
+                self._end_trial(trial)  # before this checkpoint is sent, because the other methods release memory
             try:
                 method.prepare(writer, staged)
             except UnavailableError as why:
