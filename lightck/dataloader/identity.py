@@ -100,8 +100,9 @@ def _options_of(loader: DataLoader[object]) -> Identity:
 
 
 TAKEN_BEFORE = "batches taken before the pass"
-"""A property of an iterator that has only one pass, and that a loop left and iterated again: how many batches it had
-given before. A new process cannot continue it, because there the iterator begins at its first batch."""
+"""The property of the identity that counts the batches which an iterator with only one pass gave before the loop left
+it and iterated over it again. A new process cannot continue such a pass, because its iterator begins at the first
+batch."""
 
 
 def has_one_pass(loader: object) -> bool:
@@ -135,6 +136,7 @@ def refuse_drift(name: str, position: Position, kind: str, generators: int, iden
     """Raise ``DriftError`` if a loader is not built as it was. ``generators``: how many random generators it owns.
     Lengths are compared later."""
     then = position.identity
+    # Version 1 saved fewer properties of a wrapper: only those that were saved are compared.
     keys = then if position.version < 2 else {**then, **identity}
     drift: Drift = {key: (then.get(key), identity.get(key)) for key in keys if key != "length"}
     drift |= {"kind": (position.kind, kind), "generators": (len(position.generators), generators)}

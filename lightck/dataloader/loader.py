@@ -75,7 +75,7 @@ class SessionLoader:
     mid_batch_reported = position_was_read = False
     in_eval = False
     """Whether the model is in eval mode, set by the host at each ``next()``."""
-    fetched_to_train = 0
+    training_fetch_tick = 0
     """The `tick` of the last ``next()`` of any loader in training mode."""
     _prefetches = False
     """Whether the loader may fetch ahead of the batches that it gives."""
@@ -163,7 +163,7 @@ class SessionLoader:
         return self._has_trained or (self._pass is not None and self._is_of_training(self._pass))
 
     def _is_of_training(self, pass_: Pass) -> bool:
-        return pass_.is_of_training(self._host.updates, self.fetched_to_train)
+        return pass_.is_of_training(self._host.updates, self.training_fetch_tick)
 
     @property
     def continues_restored_pass(self) -> bool:
@@ -300,15 +300,15 @@ class SessionLoader:
         return position
 
     def _compare_length(self, position: Position) -> None:
-        """Refuse another length when the pass is continued. The loop may change it before that, with the epoch."""
+        """Refuse another length when the pass is continued. ``set_epoch`` may change the length until then."""
         self._identity = identity_of(self.loader, self._stateful)
         was, now = position.identity.get("length"), self._identity.get("length")
         if was != now:
             raise drift_error(self.name, {"length": (was, now)}, position)
 
     def _drop_used_position(self) -> None:
-        """Drop the restored position once the training has gone on from it: an update was made in its pass, or the pass
-        was left and was no preview. The position in a pass without updates (an evaluation) is dropped after any update:
+        """Drop the restored position once the training has gone on from it: an update was made in its pass, or the loop
+        left a pass that is no preview. If the saved pass had no updates (an evaluation), any update drops its position:
         a loop that trains before it enters this pass does not continue the pass."""
         position, pass_ = self._pending, self._pass
         if position is None:
@@ -350,8 +350,8 @@ class SessionLoader:
             self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """Return to the restored position if batches were taken since the restore and their pass was left: the ``next``
-        of another loader closed the checkpoint, so the earlier run took the same batches before the checkpoint."""
+        """Return to the restored position if batches were taken since the restore and their pass was left. To be called
+        if a ``next()`` closed the checkpoint: the earlier run had taken the same batches before that ``next()``."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
             return
@@ -405,7 +405,7 @@ class SessionLoader:
             with self._generators.preserved():
                 self._load(position.state.inner)
                 if self._dataloader is not None:
-                    # Here torchdata repeats the finished pass and draws. The earlier run did not: the draws are undone.
+                    # Here torchdata repeats the finished pass, and draws. ``preserved`` undoes these draws.
                     iter(self._dataloader)
         elif self._persistent and self._at_workers is not None and self._dataloader is not None:
             with self._generators.preserved():
@@ -465,7 +465,7 @@ class SessionLoader:
         return iterate_after_skip(self.loader, count, set_last_rng)
 
     def _is_at_position(self) -> bool:
-        """Whether a preview has already advanced the loader, an iterator that has only one pass, to this position."""
+        """Whether a preview without batches put an iterator at this position. Raises ``DriftError`` if it took any."""
         if self._has_one_pass and self._taken:
             raise DriftError(
                 f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has only one pass, and "

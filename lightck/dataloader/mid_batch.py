@@ -2,8 +2,9 @@
 
 Two signs show it. The first: an event other than ``next()`` and ``end_step()`` closes the checkpoint in mid-pass. Then
 the loop has not finished its batch, or it has fetched the next batch in eval mode, in which ``next()`` closes nothing.
-The second: no loader fetches anything between two boundaries, so both lie within one batch. This has to happen with two
-batches, because it also happens once, with the last batch of a loader, when a loop goes on with batches from elsewhere.
+The second: no loader fetches anything between two boundaries, so both lie within one batch. Only its second occurrence,
+with another batch, counts. The first may be the last batch of a loader, after which the loop trains on batches from
+elsewhere.
 If other loaders fetch and only one does not, this loader may be one that gives a batch only now and then. That is
 correct, unless whole passes of another loader run inside its batches.
 """
@@ -38,7 +39,7 @@ class MidBatch:
         loader.in_eval = in_eval
         now = tick()
         for each in self._loaders if not in_eval else ():
-            each.fetched_to_train = now
+            each.training_fetch_tick = now
 
     def holds_batch(self, step: int) -> bool:
         """Whether the loop still holds the batch of the last update. A forward now may be for logging only, so it is no
@@ -90,4 +91,6 @@ def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
     between, and updates are made in it."""
     if inner is None or not inner.has_trained(step):
         return False
-    return inner.previous_end_tick < outer.fetched_tick < inner.begun_tick and inner.updates == outer.fetched_at
+    return (
+        inner.previous_end_tick < outer.fetched_tick < inner.begun_tick and inner.updates_at_begin == outer.fetched_at
+    )

@@ -27,11 +27,11 @@ def tick() -> int:
 class Pass:
     """A pass that is under way.
 
-    ``updates``, ``fetched_at`` and ``left_at`` are numbers of finished updates. Values of `tick` are compared to find
-    out what came first.
+    ``updates_at_begin``, ``fetched_at`` and ``left_at`` are numbers of finished updates. Values of `tick` are compared
+    to find out what came first.
     """
 
-    updates: int
+    updates_at_begin: int
     """Finished updates when it began."""
     begun_tick: int
     previous_end_tick: int = 0
@@ -66,7 +66,7 @@ class Pass:
     @property
     def was_left_without_update(self) -> bool:
         """Whether it was left before its end, and without an update in this process."""
-        return self.left_at == self.updates and not self.has_ended
+        return self.left_at == self.updates_at_begin and not self.has_ended
 
     @property
     def was_left_at_once(self) -> bool:
@@ -75,7 +75,7 @@ class Pass:
 
     def has_updated(self, updates: int) -> bool:
         """Whether updates were made in it, in this process. ``updates``: updates finished now."""
-        return (updates if self.left_at is None else self.left_at) > self.updates
+        return (updates if self.left_at is None else self.left_at) > self.updates_at_begin
 
     def leave(self, updates: int) -> None:
         """Record that the loop let go of its iterator, or began another pass. Only the first call counts."""
@@ -86,14 +86,15 @@ class Pass:
         """Whether updates were made in it, in any run."""
         return self.trained or self.has_updated(updates)
 
-    def is_of_training(self, updates: int, fetched_to_train: int) -> bool:
+    def is_of_training(self, updates: int, training_fetch_tick: int) -> bool:
         """Whether updates were made in it and its ``next()`` belongs to the training, in whatever mode the model is.
 
         An evaluation that the loop did not finish, or whose iterator it keeps, may see updates on batches of another
         loader. The pass is an evaluation if the model was in eval mode at its last fetch, and a later batch was fetched
-        in training mode (at ``fetched_to_train``). A pass without a fetch is one unless it was restored."""
+        in training mode (at ``training_fetch_tick``). A pass without a fetch counts as an evaluation unless it was
+        restored."""
         if self.fetched_tick:
-            is_evaluation = self.in_eval and fetched_to_train > self.fetched_tick
+            is_evaluation = self.in_eval and training_fetch_tick > self.fetched_tick
         else:
             is_evaluation = not self.restored
         return self.has_trained(updates) and not is_evaluation

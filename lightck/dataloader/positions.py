@@ -112,8 +112,8 @@ class Positions:
             self._ended_loader, self._is_first_update_after_pass = loader, True
 
     def updated(self) -> None:
-        """Check, after an update, whether batches are used again. The first update after a pass may only apply
-        gradients that were accumulated on its last batches. So it counts only if the loop surely holds old batches."""
+        """Check, after an update, whether batches are used again. The first update after a pass possibly does no
+        more than apply gradients of the last batches. So it counts only if the loop certainly holds old batches."""
         loader = self._ended_loader
         if loader is None:
             return

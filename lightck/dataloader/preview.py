@@ -1,11 +1,11 @@
 """Passes that a script begins before its loop goes on, in order to see a batch, and their meaning after a restore.
 
 A script takes a batch before the loop (``next(iter(loader))``), or a framework begins a pass to see whether it can. The
-killed run did so at its start, and the resumed run does it again: its loop must then find the restored position and
-random states as if it had not. But a pass that was left without an update may also be one that the loop left by
-``break``, or because another loader in ``zip`` ended. Two facts distinguish them. A pass that is left right after it
-began is no pass of a loop. And positions count the previews that the killed run took before its first update: the
-resumed run takes as many.
+killed run did so at its start, and the resumed run does it again. The loop of the resumed run must nevertheless begin
+at the restored position, with the restored random states. But a pass that was left without an update may also be one
+that the loop left by ``break``, or because another loader in ``zip`` ended. Two facts distinguish them. A pass that is
+left right after it began is no pass of a loop. And positions count the previews that the killed run took before its
+first update: the resumed run takes as many.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Previews:
             return True
         if self.taken >= self.expected:
             return False
-        # A loop that continues a pass with updates makes an update before it leaves that pass: this was a preview. Any
-        # other pass may be one that the loop itself left: an evaluation, or a preview in each epoch.
+        # If updates were made in the saved pass, the loop makes another one before it leaves that pass, so a pass left
+        # without one was a preview. Otherwise the loop itself may have left it: an evaluation, a preview in each epoch.
         return (position.live and position.trained) or not (pass_.evaluates or self.in_loop)
 
 

@@ -1,10 +1,10 @@
 """Replay of the batches that a pass gave before it was saved: they are fetched again and dropped.
 
 A loader may fetch ahead of what it gives. A loader that is one batch ahead (Accelerate's, timm's prefetcher) fetches
-two batches at its first ``next()`` and one at each later ``next()``; the loop draws in between. So the replay sets the
-random states before the last two ``next()`` again: the first of the two fetches the last batch given, and the second
-fetches the batch that waits in the loader. A loader that fetches two batches ahead gives another last batch, and the
-checksum detects it.
+two batches at its first ``next()`` and one at each later ``next()``; the loop draws in between. So the replay restores
+two saved random states, one before each of the last two ``next()``: the first of the two fetches the last batch given,
+and the second fetches the batch that waits in the loader. A loader that fetches two batches ahead gives another last
+batch, and the checksum detects it.
 
 ``session.loader(dl, replay="skip")`` draws the batches given before from the sampler only, fetches just the last one,
 and compares it. Random numbers that a dataset draws from its own generator, or from a global generator inside a worker,

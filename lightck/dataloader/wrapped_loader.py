@@ -4,9 +4,9 @@ Wrappers are examined by their attributes, and never called: Accelerate's loader
 prefetcher (``loader``), and any object that holds exactly one DataLoader.
 
 Accelerate's loaders are generators that begin at their first ``next()`` and run one batch ahead. They count the passes
-(``iteration``) and pass the number to samplers. Those over torchdata's stateful loader return the state of that
-loader. It holds no random states, and the order of a pass only if the sampler is torchdata's too. So a pass is replayed
-from the state before it.
+(``iteration``) and pass the number to samplers. If they wrap torchdata's stateful loader, their state is the state of
+that loader. It holds no random states, and it holds the order of a pass only if the sampler is torchdata's too. So a
+resume loads the state from the beginning of the pass, and replays the pass.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class OptimizerContents:
     rest: bytes
     """Packed: the state under keys that are no parameters."""
     wraps: bool = False
-    """It wraps another optimizer, to which the state tensors named by parameter belong."""
+    """It wraps another optimizer. The state tensors with names of parameters belong to that optimizer."""
 
     @property
     def all_names(self) -> list[str]:

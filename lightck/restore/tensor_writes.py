@@ -145,7 +145,8 @@ class _Scratch:
 
 
 def _physical(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the bytes in memory for which ``tensor`` reads as ``values``: lazy conjugate and negative views differ."""
+    """Return what the memory of ``tensor`` must hold so that ``tensor`` reads as ``values``. The two differ if
+    the tensor is a lazily conjugated or negated view."""
     if tensor.is_conj():
         values = values.conj().resolve_conj()
     return -values if tensor.is_neg() else values

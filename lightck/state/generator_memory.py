@@ -1,10 +1,11 @@
 """The states of Python's and numpy's global generators, read from the generators' memory.
 
-``random.getstate()`` and ``numpy.random.get_state()`` build a Python object for each of 624 words: 8 and 31 us, at each
-update of a training that may take 500 us. The same words lie in one piece in the memory of the generator. Python and
-numpy do not document where, so ``_find_*`` search for it once, in generators made for that purpose: the place must hold
-exactly what the public functions return, at several states of the generator. Where it is not found (another
-interpreter, another version), and for any other kind of generator, the public functions are called.
+``random.getstate()`` and ``numpy.random.get_state()`` build a Python object for each of 624 words. They take 8 and
+31 us at each update, and an update may take only 500 us. The same words lie in one piece in the memory of the
+generator. Python and numpy do not document where, so ``_python_place`` and ``_numpy_place`` search for the words once,
+in generators made for that purpose: the place must hold exactly what the public functions return, at several states of
+the generator. Where they are not found (another interpreter, another version), and for any other kind of generator, the
+public functions are called.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class _NumpyMemory:
 
 _python: _PythonMemory | None = None
 _numpy: _NumpyMemory | None = None
-"""The global generators that were read last. They are kept alive, so that their addresses stay theirs."""
+"""The global generators that were read last. They are kept alive, so that no other object gets their
+addresses."""
 
 
 def python_twister() -> Twister | None:
@@ -151,14 +153,15 @@ def _numpy_by_call(generator: np.random.RandomState) -> Twister:
 
 
 def _memory_of(generator: object, nbytes: int) -> bytes:
-    """The memory of an object; empty where ``id`` is no address, or where words are not stored as in a pool."""
+    """Return the memory of an object. Return nothing where ``id`` is no address, or where words are not little-endian
+    as in a pool."""
     is_readable = sys.implementation.name == "cpython" and sys.byteorder == "little"
     return ctypes.string_at(id(generator), nbytes) if is_readable else b""
 
 
 def _agree(read: Callable[[], Twister], call: Callable[[], Twister], draw: Callable[[], object]) -> bool:
-    """Whether both give the same at several states: with a normal number kept and without, and in several blocks of
-    words."""
+    """Whether ``read`` and ``call`` return the same at several states of the generator: with and without a cached
+    normal number, and before and after new words were generated."""
     for draws in (1, 1, 2, 301, 1000):
         for _ in range(draws):
             draw()

@@ -34,7 +34,8 @@ run with the wrapper and one without it use the same names."""
 class Live:
     """One tensor as it is now.
 
-    ``home[key]`` holds it; ``home`` is None if no dict is followed (a copy, a parameter that only an optimizer has).
+    ``home[key]`` holds it. ``home`` is None for a tensor that no dict of a module or optimizer state holds (a copy, or
+    a parameter that only an optimizer has).
     ``layer``: number of its module. ``alias``: the name under which its bytes are saved, if that is another one.
     """
 
@@ -55,8 +56,9 @@ class Live:
 
 
 def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module under each of its names, as a prefix ("" or "name.") without wrappers (DDP, torch.compile,
-    ...). Raises ``StateValueError`` if a module contains itself."""
+    """Return (prefix, module) for each name of every module. The prefix, "" or "name.", stands before the names of the
+    module's tensors; it leaves out wrappers (DDP, torch.compile, ...). Raises ``StateValueError`` if a module contains
+    itself."""
     found: list[tuple[str, nn.Module]] = []
     todo: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", model, ())]
     wraps: dict[type, str | None] = {}
@@ -115,6 +117,7 @@ class ModelView:
 
     def _build(self) -> None:
         self._homes: list[tuple[dict[str, Any], str, str, str, int]] = []
+        """For each parameter and persistent buffer: its dict, its key there, name, role, and its module's number."""
         self._buffer_homes: list[tuple[dict[str, Any], str, str, str, int]] = []
         self._children_seen: list[tuple[nn.Module, tuple[object, ...]]] = []
         self.extra: list[tuple[str, nn.Module]] = []
@@ -268,7 +271,7 @@ class OptimizerView:
         self.is_wrapped = role.is_wrapped
         self.optimizer = optimizer
         self._ids_of_all_params: set[int] = set()
-        """Ids of the parameters that it has and had."""
+        """Ids of the parameters that the optimizer has now or had earlier."""
         self.refresh(names)
 
     @property

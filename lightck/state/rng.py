@@ -56,8 +56,8 @@ class RngState:
         torch: Tensor,
         cuda: tuple[tuple[int, Tensor], ...] = (),
     ) -> None:
-        """``python``: as ``random.getstate()`` returns it, or as bytes. ``numpy``: as
-        ``numpy.random.get_state(legacy=False)`` returns it, or as bytes."""
+        """``python``: a ``Twister``, or what ``random.getstate()`` returns. ``numpy``: a ``Twister``, or what
+        ``numpy.random.get_state(legacy=False)`` returns."""
         self._python, self._numpy, self.torch, self.cuda = python, numpy, torch, cuda
 
     @property
@@ -160,7 +160,8 @@ def capture() -> RngState:
 
 
 def _python_bytes(state: Twister) -> bytes:
-    """As ``_PYTHON_WORDS`` packs the words of ``random.getstate()``: the position is the last one."""
+    """Return the bytes that ``_PYTHON_WORDS`` makes of the words of ``random.getstate()``: the last word is the
+    position."""
     return state.key + _PYTHON_POSITION.pack(state.position)
 
 
@@ -282,10 +283,10 @@ def _references() -> int:
 class ForkWatch:
     """Detects updates inside ``torch.random.fork_rng()``, which discards the random state at its end.
 
-    A checkpoint that a forward closes holds the random state of right after the update, because the loop's own draws
-    (the next batch) come later. After an update inside such a block the loop goes on with another random state, and
-    nothing in the saved state shows that. The block is a suspended generator, which holds references to its function
-    and code. So their reference counts, which are cheap to read, show whether there is such a block.
+    When a forward closes a checkpoint, the loop has already drawn for the next batch. So the checkpoint holds the
+    random state that was read right after the update. If the update was inside such a block, the loop goes on with
+    another random state, which the checkpoint does not hold. The block is a suspended generator, which holds references
+    to its function and code. So their reference counts, which are cheap to read, show whether there is such a block.
 
     Create it at attach: a block that is open then surrounds the whole training, and is harmless.
     """

@@ -24,8 +24,8 @@ class StatePacker:
     """Packs one dict at many checkpoints. Its keys are strings."""
 
     def __init__(self, path: str = "", *, replaced: Collection[str] = ()) -> None:
-        """``path``: where the dict lies, for errors. ``replaced``: keys whose values are never changed in place: a new
-        value is another object."""
+        """``path``: where the dict lies, for errors. ``replaced``: keys whose values are never changed in
+        place, so that a changed value is always another object."""
         self._path = path
         self._replaced = frozenset(replaced)
         self._parts: dict[str, _Part] = {}
@@ -45,17 +45,17 @@ class StatePacker:
 class _Part:
     """One item of the dict, as it was packed last."""
 
-    __slots__ = ("_cache", "_data", "_is_replaced", "_path", "_value", "prefix")
+    __slots__ = ("_cache", "_data", "_is_never_mutated", "_path", "_value", "prefix")
 
-    def __init__(self, key: str, path: str, is_replaced: bool) -> None:
+    def __init__(self, key: str, path: str, is_never_mutated: bool) -> None:
         self.prefix = pair_prefix(key)
-        self._path, self._is_replaced = path, is_replaced
+        self._path, self._is_never_mutated = path, is_never_mutated
         self._cache = CachedPacker()
         self._value: object = self  # equal to no value that is ever packed
         self._data = b""
 
     def pack(self, value: object) -> bytes:
-        is_fixed = self._is_replaced or type(value) in _IMMUTABLE
+        is_fixed = self._is_never_mutated or type(value) in _IMMUTABLE
         if is_fixed and value is self._value:
             return self._data
         data = self._cache.pack(value, path=self._path)
@@ -72,10 +72,10 @@ class CachedPacker:
         one."""
 
     def pack(self, value: object, *, path: str, large: Callable[[str, torch.Tensor], None] | None = None) -> bytes:
-        """As `pack`, with one difference: if an equal ``bytearray`` or ``memoryview`` has replaced a ``bytes`` value,
-        this value counts as unchanged, although `pack` raises ``StateValueError`` for these types."""
+        """As ``values.pack``, with one difference: if an equal ``bytearray`` or ``memoryview`` has replaced a ``bytes``
+        value, the value counts as unchanged, although ``values.pack`` raises ``StateValueError`` for these types."""
         try:
-            now = _tuple_packer.pack(value)  # exact in types, order and bits; a type that needs an extension raises
+            now = _tuple_packer.pack(value)  # exact in types, order and bits; raises for extensions except TUPLE
         except (TypeError, ValueError, OverflowError, RecursionError):
             return values.pack(value, path=path, large=large)
         seen, packed = self._last
@@ -100,8 +100,8 @@ _tuple_packer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_tu
 
 
 def plain_extension(code: int, items: list[object]) -> msgpack.ExtType:
-    """Encode an extension, to be part of another one or of ``pack_plain``. ``items``: what it consists of (for a
-    dict: pairs), of None, bool, int, float, str, bytes, lists of these, and extensions."""
+    """Encode an extension, to be part of another extension or of a value for ``pack_plain``. ``items``: its contents
+    (for a dict: pairs), which may be None, bool, int, float, str, bytes, lists of these, and extensions."""
     return msgpack.ExtType(code, _plain_packer.pack(items))
 
 

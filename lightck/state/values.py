@@ -44,7 +44,8 @@ MAX_DEPTH = 32
 MAX_DIMS = 64
 _NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in NUMPY_CODES for order in "<>"}
 _SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
-_LEAF = MAX_DEPTH + 1  # depth at which values without contents are read; an extension is refused there
+_LEAF = MAX_DEPTH + 1
+"""The depth that is passed to read a value that must not be a container: lists and extensions are refused there."""
 _MANY = 16
 """A list of this many items or more is first tested for being all text, which saves time."""
 
@@ -297,7 +298,7 @@ def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) 
 
 def typed(value: object, kind: type[T]) -> T:
     """Return a value unpacked from the small state if it is of exactly this type. Raises ``CorruptPoolError``
-    otherwise; "its" in the message is the checkpoint's, in whose list of reasons the message appears."""
+    otherwise. The message becomes a reason why a checkpoint was rejected, so "its" in it means the checkpoint's."""
     if type(value) is not kind or not isinstance(value, kind):
         raise CorruptPoolError(f"its small state is malformed ({kind.__name__} expected)")
     return value
