@@ -167,8 +167,8 @@ class PartialUpdate:
             raise SessionError(
                 "A checkpoint cannot be closed between backward() and step(): lightck.layerwise() updates layers "
                 "inside backward(), so some are updated now and others are not. Call step() of each layer-wise "
-                "optimizer first. (A backward() also updates layers of another layer-wise optimizer, if it reaches "
-                "them. If it must not, do not call lightck.layerwise() for that optimizer.)"
+                "optimizer first. (A backward() updates all layers that it reaches, also those of another layer-wise "
+                "optimizer. To prevent that, do not call lightck.layerwise() for that optimizer.)"
             )
 
     def call_in_backward(self, work: Callable[[], None]) -> bool:
