@@ -88,8 +88,8 @@ def command(words: tuple[str, ...], pool_dir: Path | None, threads: int | None, 
     others = [word for word in words if word != MACHINE]
     if others:
         usage_error(
-            f"{others[0]!r} is unknown to this command. Omit it to measure this machine. If it is a table of the "
-            "project's whole bench: that bench is not installed with lightck. Run `lightck bench "
+            f"{others[0]!r} is unknown to this command, which only measures this machine. Omit it. If it names a "
+            "measurement of the project's whole bench, which is not installed with lightck: run `lightck bench "
             f"{others[0]}` in a checkout of lightck {lightck.__version__}, or pass --checkout DIR too."
         )
     with ended_by_signals():
@@ -132,7 +132,7 @@ def _show(found: Speed) -> None:
     copies = [(name, size(round(rate)), f"{rate / first:.2f} x") for name, rate in rates.items()]
     steps = [(_name(found, name), _ms(seconds), *_added(found, name)) for name, seconds in found.step_seconds.items()]
     heads = f"a training of {size(found.state_nbytes)}", "a step", "longer by", "interval of 95 %", "held up for"
-    for table in (("copies on one thread", "per second", "of the first"), *copies), (heads, *steps):
+    for table in (("copies on one thread", "per second", "relative"), *copies), (heads, *steps):
         print_line()
         for line in columns(table, right=range(1, 5)):
             click.echo(line)

@@ -49,7 +49,7 @@ class Damage:
 @click.argument("copy", type=click.Path())
 @click.option("--flip", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Flip one bit.")
 @click.option("--zero-page", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Zero a page of 4 KiB.")
-@click.option("--torn-slot", is_flag=True, help="Replace the newest checkpoint, from a drawn tensor on, by another.")
+@click.option("--torn-slot", is_flag=True, help="Overwrite the end of the newest checkpoint with another one.")
 @click.option("--truncate", type=int, metavar="N", help="Cut the file to N bytes; -N: cut off N bytes.")
 @click.option(
     "--seed",
@@ -70,8 +70,8 @@ def command(
     """Copy POOL to COPY, which must not exist, and damage the copy. POOL is only read.
 
     WHERE is an offset in the pool, or a structure of the newest checkpoint: superblock, table, line (its commit
-    record), header, manifest, payload, or the name of a tensor. --flip or --zero-page without WHERE draws the place,
-    and must come after COPY.
+    record), header, manifest, payload, or the name of a tensor. Without WHERE, --flip and --zero-page choose a random
+    place; they must then come after COPY.
     """
     if [flip, zero_page, torn_slot or None, truncate].count(None) != 3:
         usage_error("Pass exactly one of --flip, --zero-page, --torn-slot, --truncate.")
@@ -183,7 +183,7 @@ def _zero(reader: PoolReader, parts: Sequence[Part], offset: int) -> Damage:
 
 
 def _tear(reader: PoolReader, parts: Sequence[Part], rng: random.Random) -> Damage:
-    """Replace the end of the newest payload by bytes of another slot, as a torn write that was taken for complete."""
+    """Overwrite the newest payload, from a random tensor on, with another slot's bytes, as a torn write does."""
     payload = sorted(_named(parts, anatomy.TENSOR), key=lambda part: part.offset)
     sb, slot = reader.superblock, payload[0].slot
     assert slot is not None, "a payload lies in a slot"

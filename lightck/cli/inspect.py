@@ -302,7 +302,9 @@ def _show_layers(layers: list[Facts]) -> None:
     for line in columns(table, right=range(1, 5)):
         print_line(line)
     if len(rows) < len(layers):
-        print_line(f"{len(layers)} modules, folded into {len(rows)}; --tensors lists every tensor")
+        print_line(
+            f"{len(layers)} modules, folded into {len(rows)} by the beginning of their names; --tensors lists all"
+        )
 
 
 def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:

@@ -114,7 +114,7 @@ def _readable(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckp
         for record in records:
             is_superseded = record.payload_generation < newest[record.slot]
             if is_superseded and reader.slot_generation(record.slot) != record.payload_generation:
-                continue  # a newer checkpoint was committed in its slot, even if the slot's header is damaged now
+                continue  # the slot holds a newer checkpoint; a damaged header does not change that
             each = _parsed(reader, record, state)
             if each is not None:
                 yield each

@@ -34,7 +34,7 @@ from lightck.pool.reader import PoolReader, StoredCheckpoint
 SHOWN_MAX = 10
 """The most damaged tensors that the text names per checkpoint."""
 _GENERATIONS_TRIED = 1000
-"""The largest difference that is tried between the generations of an adoption and of its checkpoint."""
+"""An adoption's commit record has a larger generation than its checkpoint; this is the largest difference tried."""
 _READS, _PAUSE_SECONDS = 5, 0.02
 """A structure that fails its check may be half written: it is read up to so often, with this pause."""
 
@@ -137,9 +137,9 @@ def _record_reason(reader: PoolReader, position: int) -> Reason:
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
     """Whether the commit record is complete except for its generation, which is stored last.
 
-    Then the place of the generation still holds that of the overwritten record. The missing generation is that of the
-    payload, or a larger one for an adoption; all possible ones are tried until the checksum of the record matches. No
-    two records have the same generation, so if another record has the one in this place, a bit was flipped.
+    Then its first 8 bytes still hold the generation of the record that it overwrites. The missing generation is that of
+    the payload, or a larger one for an adoption; all possible ones are tried until the checksum of the record matches.
+    Two records never have the same generation: if another record has the one in these bytes, a bit was flipped.
     """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()
@@ -191,7 +191,7 @@ def _checked(
             read = all_blocks or (not is_one_intact and each.state == stored_checkpoints.COMMITTED)
             row = _row(reader, each, read, advance)
             if row["damage"] and each.generation < newest.get(each.record.slot, 0):
-                continue  # a newer checkpoint was committed in its slot, whose header is stale
+                continue  # its slot holds a newer checkpoint, although the slot's header names this one
             rows.append(row)
             is_one_intact = is_one_intact or row["blocks"] == "verified"
     return rows

@@ -256,9 +256,9 @@ class SessionLoader:
             self.mid_batch_reported = True
             log.warning(
                 "loader %r: step %d ended within a batch: the loop makes several updates on one batch, or iterates "
-                "over another session loader inside it, or began this pass in eval mode. A saved position "
-                "counts whole batches, so a resume from such a step skips the rest of that batch. Call "
-                "session.end_step() after the last update on a batch",
+                "over another session loader inside it, or began this pass with the model in eval mode, so that "
+                "lightck took it for an evaluation. A saved position counts whole batches, so a resume from such a "
+                "step skips the rest of that batch. Call session.end_step() after the last update on a batch",
                 self.name,
                 step,
             )

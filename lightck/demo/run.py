@@ -292,7 +292,7 @@ class _Survivor(_Run):
         assert planned is not None
         if planned.site is None:
             return f"timed, {planned.delay:.2f} steps after update {planned.after}"
-        return f"timed, because place {planned.site} in the code was not reached"
+        return f"timed, because the training did not reach {planned.site}, where it was to be killed"
 
     def _due(self, planned: Planned | None) -> float:
         """The monotonic time of a timed kill, called when an update was reported; infinity if not yet or never."""

@@ -2,8 +2,8 @@
 
 The model's tensors have the names of its ``state_dict()``, and each is stored once. A tied tensor is stored under the
 first of its names in module order: in a language model with a tied head, under the name of the embedding. With
-``what="all"`` the other tensors follow under ``optimizer/``, ``state/``, ``outside/`` and ``rng/``, and values that are
-no tensors are stored as JSON.
+``what="all"`` the other tensors follow under ``optimizer/``, ``state/``, ``outside/`` (parameters of an optimizer that
+are not in the model) and ``rng/``, and values that are no tensors are stored as JSON.
 """
 
 from __future__ import annotations

@@ -223,10 +223,11 @@ class Comparison:
         if self._is_judged or not is_missed:
             return
         log.warning(
-            "lightck: The first batch after the resume is not the one that followed step %d: no update came "
-            "before the session was closed. If you did not end this run early, the loop ended too "
-            "soon: its batches were fetched ahead (list(loader)), it counted from 0 instead of loader.start, or the "
-            "restored pass had no batch left. %s shows such loops, and how to make each exact",
+            "lightck: The first batch after the resume is not the one that followed step %d: the interrupted run "
+            "made another update after that step, and in this run no update came before the session was closed. If "
+            "you did not end this run early, the loop ended too soon: its batches were fetched ahead (list(loader)), "
+            "it counted from 0 instead of loader.start, or the restored pass had no batch left. %s shows such loops,"
+            " and how to make each exact",
             self._step,
             _PAGE,
         )

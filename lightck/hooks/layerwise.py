@@ -371,7 +371,7 @@ def _refuse_scaled(optimizer: Optimizer) -> None:
     # The call stack is searched too: ``unscale_`` writes to the gradients without moving a version counter.
     if fused or own_hooks.is_called_by(_is_of_scaler):
         raise UnsupportedError(
-            "A GradScaler drives this optimizer. It decides when all gradients are there whether a step is skipped, "
+            "A GradScaler drives this optimizer. It decides, when all gradients are there, whether a step is skipped, "
             "and a layer-wise update comes before that. Leave out lightck.layerwise(), or the scaler (bfloat16 needs "
             "none)."
         )

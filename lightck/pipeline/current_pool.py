@@ -76,7 +76,8 @@ class CurrentPool:
         wanted = slots + self.spare_slots if slots is not None else max(self.n_slots, 2 + self.spare_slots)
         if wanted != self.n_slots:
             log.info(
-                "lightck: the pool gets %d slots instead of %d: it moves to a new file when the first step closes",
+                "lightck: slots= or keep= asks for %d slots, and the pool has %d: it moves to a new file when the "
+                "first step closes",
                 wanted,
                 self.n_slots,
             )

@@ -178,8 +178,8 @@ class WriteGuard:
         self.stale_after = verified_until if self.stale_after is None else min(self.stale_after, verified_until)
         self._found_at = writer.generation
         log.info(
-            "lightck: checkpoints of generations %d to %d may hold old bytes of %s and are struck (made unreadable) as "
-            "soon as a newer one is committed",
+            "lightck: some checkpoints (generations %d to %d in lightck inspect) may hold old bytes of %s and are "
+            "struck (made unreadable) as soon as a newer one is committed",
             self.stale_after + 1,
             self._found_at,
             ", ".join(sorted(names)),

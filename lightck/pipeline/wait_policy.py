@@ -81,8 +81,8 @@ class WaitPolicy:
             self._decide_if_over(self._trial)
         if not self._engine.set_passive_waiting(wanted):
             log.info(
-                "lightck: OpenMP's threads wait actively, as usual: passive waiting needs one more thread, which "
-                "cannot be started"
+                "lightck: OpenMP's threads wait actively, as usual, which may slow copies down: to let them wait "
+                "passively, lightck needs one more thread, which cannot be started"
             )
             self._is_on, self._is_passive, self._trial = False, False, None
             self._update_stats()

@@ -196,7 +196,9 @@ class PoolWriter:
                     self._free_extras(self.numbers.keys() - present)
                     number = self._number_for(entry)
                 if number is None:
-                    raise RelayoutNeededError(f"the space for later tensors has no room for {entry.name!r}")
+                    raise RelayoutNeededError(
+                        f"the pool's space for tensors that appear or grow later has no room for {entry.name!r}"
+                    )
                 self.numbers[entry.name] = number
         finally:
             self._index_entries()
@@ -428,7 +430,7 @@ class PoolWriter:
         if n_listed != plan.n_tensors:
             raise SessionError(
                 f"The strategy's plan covers {n_listed} tensors, and the training has {plan.n_tensors}. Nothing is "
-                "committed. Put each tensor into one of the plan's fields tables, at_boundary and unchanged "
+                "committed. Put each tensor into one field of the plan: `tables`, `at_boundary` or `unchanged` "
                 "(WritePlan, pipeline/plan.py)."
             )
 

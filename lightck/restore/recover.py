@@ -109,8 +109,8 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
         arguments = (("optimizer=", optimizer), ("state=", state))
         given = " and ".join(name for name, value in arguments if value is not None)
         raise TypeError(
-            f"{given} without model=: they are restored together with the model, whose parameters name their state. "
-            "Pass model= too; or leave them out, and read .optimizer and .state of the checkpoint."
+            f"{given} without model=: they are restored together with the model, because state is saved by "
+            "parameter name. Pass model= too; or leave them out, and read .optimizer and .state of the checkpoint."
         )
 
 

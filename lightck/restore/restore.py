@@ -236,8 +236,8 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
         return fact
     names = [name for group in saved.names[n_live:] for name in group]
     return (
-        f"{fact}: the live optimizer lacks the groups of {listed(names)}. If the training adds groups on its way "
-        "(add_param_group), add before attach those that it had at the saved step, lightck.recover(path).step"
+        f"{fact}: the live optimizer lacks the groups of {listed(names)}. If the training adds groups later "
+        "(add_param_group), add before attach all that it had at the saved step (lightck.recover(path).step)"
     )
 
 

@@ -193,8 +193,8 @@ class SavedWatch:
         self._at_end_step = now if self._end_steps < _FIRST // 2 else {}
         if is_same and not self._is_reported and self._has_gradients():
             self._warn(
-                "end_step() was called twice, no optimizer is followed, and the model did not change in between "
-                "while it has gradients. Each end_step() counts as an update here, and a checkpoint holds no "
+                "end_step() was called twice, no optimizer is followed, and the model has gradients, but did not "
+                "change between the calls. Each end_step() counts as an update here, and a checkpoint holds no "
                 "gradients: if they are accumulated, a resume loses those of the batches before. Call end_step() "
                 "only after an update"
             )

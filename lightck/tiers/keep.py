@@ -49,8 +49,8 @@ class Keep:
 
     _: KW_ONLY
     every: int
-    """The number of updates between exports: for ``every=1000`` an export is due at 1000, 2000 and so on. It is made of
-    the first checkpoint that is committed from then on, after an earlier export has ended."""
+    """The number of updates between exports: for ``every=1000`` an export is due at 1000, 2000 and so on. It
+    writes the first checkpoint that is committed at or after that number, once the export before has ended."""
     to: str | os.PathLike[str]
     """The folder; it is created if its parent exists."""
     last: int | None = None
@@ -127,14 +127,14 @@ class Retention(CommitListener):
         self._newest = step
         if self._thread is not None and self._thread.is_alive():
             return
-        self._collect()
+        self._release_ended()
         if self._is_due(step):
             self._start(writer, step)
 
     def stop_reading(self) -> None:
         if self._thread is not None:
             self._thread.join()
-        self._collect()
+        self._release_ended()
 
     def closing(self, writer: PoolWriter | None) -> None:
         """Wait for a running export and make one that is due. In a forked child, which has no thread, do nothing."""
@@ -143,7 +143,7 @@ class Retention(CommitListener):
         self.stop_reading()
         if writer is not None and writer.slots.protected is not None and self._is_due(self._newest):
             self._start(writer, self._newest, here=True)  # an interpreter that shuts down cannot start threads
-            self._collect()
+            self._release_ended()
 
     def raise_failure(self, *, at_close: bool) -> None:
         """Raise the failure of an export: once at a step, and again at close if no later export succeeded."""
@@ -176,7 +176,8 @@ class Retention(CommitListener):
         fact = f"The checkpoint of step {step} could not be exported (keep=)"
         self._is_reported, self._failure = False, _error(fact, reason, err)
 
-    def _collect(self) -> None:
+    def _release_ended(self) -> None:
+        """Release the hold of an export that has ended."""
         self._thread = None
         if self._hold is not None:
             self._holds.release(self._hold)

@@ -179,8 +179,9 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
 
 
 def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
-    """Return the record numbers in the new file for the tensors of a held checkpoint. The numbers of the training's
-    tensors, and which of them were resized, are the same afterwards."""
+    """Return the record numbers in the new file for the tensors of a held checkpoint.
+
+    ``writer.add`` may change the numbers of the training's tensors and mark them as resized; both are put back."""
     own, resized = dict(writer.numbers), set(writer.resized)
     other = [entry for entry in stored.entries.values() if not writer.has_extent_for(entry)]
     if other:
@@ -192,15 +193,15 @@ def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
 
 def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, torch.Tensor]) -> CopyPlan:
     return CopyPlan(
-        stored.step,
-        stored.iteration,
-        np.array([numbers[name] for name in tensors], np.int64),
-        np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64),
-        np.ones(len(tensors), np.bool_),
-        np.array([], np.int64),
-        np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
-        len(numbers),
-        bytes(stored.state),
+        step=stored.step,
+        iteration=stored.iteration,
+        records=np.array([numbers[name] for name in tensors], np.int64),
+        sources=np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64),
+        at_boundary=np.ones(len(tensors), np.bool_),
+        unchanged=np.array([], np.int64),
+        not_copied=np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
+        n_tensors=len(numbers),
+        state=bytes(stored.state),
     )
 
 
