@@ -3,7 +3,7 @@
 ``ffi`` as far as lightck uses it, and all of the native library. The classes are there for type checkers only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias, overload
 
 import numpy as np
@@ -35,7 +35,26 @@ class JobInfo(CData):
     nbytes_helped: int
 
 class Commit(CData):
+    header_off: int
+    manifest_off: int
+    record_off: int
+    image: int
+    image_nbytes: int
+    crcs_off: int
+    crcs_count: int
+    raw_crcs: int
+    block: int
+    uuid_lo: int
+    uuid_hi: int
+    origin_lo: int
+    origin_hi: int
+    generation: int
+    incarnation: int
+    step: int
+    slot: int
     manifest_index: int
+    flags: int
+    zero: int
 
 class Event(CData):
     seq: int
@@ -57,7 +76,7 @@ class FFI:
     @overload
     def new(self, kind: Literal["lck_event *"]) -> Event: ...
     @overload
-    def new(self, kind: Literal["lck_commit *"], values: Mapping[str, int]) -> Commit: ...
+    def new(self, kind: Literal["lck_commit *"]) -> Commit: ...
     @overload
     def new(self, kind: Literal["lck_engine **", "lck_medium **", "lck_pmdk **", "const void **"]) -> Handles: ...
     @overload

@@ -11,6 +11,8 @@ from typing import Protocol
 from lightck.pool.writer import PoolWriter
 from lightck.state.signatures import ClosedStep
 
+_NONE: frozenset[int] = frozenset()
+
 
 class CommitDecision(Protocol):
     """Called by the pipeline, on the training thread."""
@@ -37,4 +39,4 @@ class Decisions:
         return all(one.may_commit(closed_step) for one in self._decisions)
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
-        return frozenset[int]().union(*(one.held(writer) for one in self._decisions))
+        return _NONE.union(*(one.held(writer) for one in self._decisions))

@@ -70,9 +70,7 @@ class Submission:
         """The plan for the pool's writer, without records whose eager copy or device transfer has begun already."""
         closed_step, tables = self.plan.closed_step, self.plan.tables
         begun = np.concatenate([NO_RECORDS, *begun_elsewhere])
-        numbers = np.concatenate([*(table.numbers for table in tables), np.array(self._numbers, np.int64)])
-        sources = np.concatenate([*(table.sources for table in tables), np.array(self._sources, np.uint64)])
-        at_boundary = np.concatenate([*(table.at_boundary for table in tables), np.ones(len(self._numbers), np.bool_)])
+        numbers, sources, at_boundary = self._copies()
         without_bytes = np.array([number for table in tables for number in table.without_bytes], np.int64)
         if len(begun):
             left = np.isin(numbers, begun, invert=True)
@@ -88,3 +86,14 @@ class Submission:
             len(closed_step.lives),
             closed_step.state,
         )
+
+    def _copies(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+        """Of each tensor that is written its record number, its address, and whether it is copied at the boundary."""
+        tables = [table for table in self.plan.tables if len(table.numbers)]
+        if len(tables) == 1 and not self._numbers:
+            return tables[0].numbers, tables[0].sources, tables[0].at_boundary
+        n = len(self._numbers)
+        numbers = [*(table.numbers for table in tables), np.array(self._numbers, np.int64)]
+        sources = [*(table.sources for table in tables), np.array(self._sources, np.uint64)]
+        at_boundary = [*(table.at_boundary for table in tables), np.ones(n, np.bool_)]
+        return np.concatenate(numbers), np.concatenate(sources), np.concatenate(at_boundary)

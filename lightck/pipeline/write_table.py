@@ -187,6 +187,9 @@ def write_table(
     )
 
 
+_EMPTY = write_table([], [], set())
+
+
 class WriteTableCache:
     """The tensor records of one pool file, and the write table of the last tensor list."""
 
@@ -204,7 +207,10 @@ class WriteTableCache:
             and tensor_list is not None
             and (known.token, known.n_copied_at_boundary) == (tensor_list.token, len(copied_at_boundary))
         ):
-            return [known, write_table(lives[n:], self._records_of(lives[n:], lives), copied_at_boundary)]
+            others = lives[n:]
+            if not others and len(self._records) <= n:
+                return [known, _EMPTY]
+            return [known, write_table(others, self._records_of(others, lives), copied_at_boundary)]
         records = self._records_of(lives, lives)
         self.cached = first = write_table(
             lives[:n], records[:n], copied_at_boundary, None if tensor_list is None else tensor_list.token

@@ -32,6 +32,7 @@ class SlotImage:
         self.records = self.buffer[MANIFEST_HEADER_NBYTES : self.crcs_offset].view(TENSOR_RECORD_DTYPE)
         self.crcs = self.buffer[self.crcs_offset : self.tail_offset].view("<u4")
         self.raw = np.zeros(n_crcs, np.uint32)
+        self.buffer_address, self.raw_address = self.buffer.ctypes.data, self.raw.ctypes.data
         self.in_slot = np.zeros(n_records, np.bool_)
         """Which records describe bytes that are known to be in the slot."""
 

@@ -125,6 +125,8 @@ class PoolWriter:
             self.commit_log.records, key=lambda p: self.commit_log.records[p].generation, default=-1
         )
         self._engine = engine
+        self._commit_struct: Commit = ffi.new("lck_commit *")
+        """What the engine is given for each job. It copies it."""
         self.before_unmap: list[Callable[[], None]] = []
         """Called before the memory is unmapped, by code that lets a device write into it."""
         self.medium = Medium(reader.container.fd, reader.container.extents, durability.tier)
@@ -380,7 +382,7 @@ class PoolWriter:
     def _submit(self, copies: npt.NDArray[np.void], commit: Commit) -> tuple[int, int]:
         """Submit a job to the engine. Returns (status, ticket)."""
         ticket = ffi.new("uint64_t *")
-        array = ffi.cast("lck_copy *", copies.ctypes.data)
+        array = ffi.from_buffer("lck_copy[]", copies)
         status = lib.lck_job_submit(self._engine.handle, self.medium.handle, array, len(copies), commit, ticket)
         return status, ticket[0]
 
@@ -450,31 +452,18 @@ class PoolWriter:
     def _commit(self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int) -> Commit:
         sb = self.superblock
         lo, hi = uuid_words(sb.uuid)
-        return ffi.new(
-            "lck_commit *",
-            {
-                "header_off": slot.offset,
-                "manifest_off": slot.offset + sb.manifest_offset + slot.manifest_index * sb.manifest_nbytes,
-                "record_off": sb.commit_record_offset(position),
-                "image": slot.image.buffer.ctypes.data,
-                "image_nbytes": image_nbytes,
-                "crcs_off": slot.image.crcs_offset,
-                "crcs_count": self._n_crcs,
-                "raw_crcs": slot.image.raw.ctypes.data,
-                "block": sb.block,
-                "uuid_lo": lo,
-                "uuid_hi": hi,
-                "origin_lo": lo,
-                "origin_hi": hi,
-                "generation": generation,
-                "incarnation": self.incarnation,
-                "step": step,
-                "slot": slot.index,
-                "manifest_index": slot.manifest_index,
-                "flags": flags,
-                "zero": 0,
-            },
-        )
+        commit = self._commit_struct  # the engine copies it
+        commit.header_off = slot.offset
+        commit.manifest_off = slot.offset + sb.manifest_offset + slot.manifest_index * sb.manifest_nbytes
+        commit.record_off = sb.commit_record_offset(position)
+        commit.image, commit.image_nbytes = slot.image.buffer_address, image_nbytes
+        commit.crcs_off, commit.crcs_count = slot.image.crcs_offset, self._n_crcs
+        commit.raw_crcs, commit.block = slot.image.raw_address, sb.block
+        commit.uuid_lo = commit.origin_lo = lo
+        commit.uuid_hi = commit.origin_hi = hi
+        commit.generation, commit.incarnation, commit.step = generation, self.incarnation, step
+        commit.slot, commit.manifest_index, commit.flags, commit.zero = slot.index, slot.manifest_index, flags, 0
+        return commit
 
     def store_next_batch(self, slot: Slot, generation: int, entries: Sequence[NextBatch]) -> bool:
         """Store the record of the batch that followed a checkpoint, committed or not; False if its slot was reused.

@@ -183,7 +183,9 @@ class Capture:
             self.provisional = None
             return
         self._forked.updated()
-        self.provisional = provisional = Provisional(rng.capture(), self._buffer_copies.take(self.model))
+        self.provisional = provisional = Provisional(rng.capture())
+        if self.model.has_buffers:
+            provisional.buffers = self._buffer_copies.take(self.model)
         for name, obj in self.objects.items():
             if is_loader(obj):
                 provisional.loaders[name] = self._object_bytes(name, obj, provisional.large)
