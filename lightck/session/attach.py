@@ -186,4 +186,6 @@ def _start(session: Session, path: str, resumed: Resumed | None) -> None:
         resumed.set_rng()
     found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items()) or "nothing"
     start = f"resumed at step {resumed.step}" if resumed is not None else "fresh start"
+    if resumed is not None and resumed.done:
+        start += ", at which the training was declared finished (session.done is True)"
     log.info("lightck: %s, %s (%s); found %s", path, start, session.durability, found)

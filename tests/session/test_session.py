@@ -431,6 +431,19 @@ def test_late_optimizer_on_a_pool_with_optimizer_state_names_the_cure(pool):
 # -- the conditions -------------------------------------------------------------------------------------------------
 
 
+def test_the_log_says_that_a_resumed_training_was_finished(pool, caplog):
+    caplog.set_level(logging.INFO, "lightck")
+    for done in (False, True, False):
+        model = net()
+        optimizer = adam(model)
+        with lightck.attach(model, pool, optimizer=optimizer, resume=True) as session:
+            if not session.done:
+                train(model, optimizer, 1)
+            session.close(done=done)
+    lines = [r.getMessage() for r in caplog.records if "found" in r.getMessage()]
+    assert ["declared finished (session.done is True)" in line for line in lines] == [False, False, True]
+
+
 def test_other_conditions_are_reported_in_one_line(pool, caplog):
     pool_with(pool)
     threads = torch.get_num_threads()
