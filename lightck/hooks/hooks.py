@@ -41,9 +41,9 @@ class Hooks:
         self._events = events
         self.meter, self.seconds_per_hook = meter, seconds_per_hook()
         self._optimizers: list[Optimizer] = []
-        self._roots: list[int] = []
-        """For each optimizer the index of the optimizer whose step is its update: a wrapper and the optimizers inside
-        it share one index."""
+        self._roots: dict[int, int] = {}
+        """id of an optimizer -> the index of the optimizer whose step is its update: a wrapper and the optimizers in
+        it share one index. The ids stay valid, because ``_optimizers`` keeps each of them alive."""
         self._in_closure = 0
         self._stepping: dict[int, FrameType] = {}
         """Optimizer index -> the frame of torch's wrapper function around its running ``step``."""
@@ -61,7 +61,8 @@ class Hooks:
 
     def add(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these optimizers too: one optimizer, or a wrapper with the optimizers inside it."""
-        self._roots.extend(len(self._optimizers) + place.root for place in wrapper_roles(optimizers))
+        for optimizer, place in zip(optimizers, wrapper_roles(optimizers), strict=True):
+            self._roots[id(optimizer)] = len(self._optimizers) + place.root
         self._optimizers.extend(optimizers)
         for optimizer in filter(has_hooks, optimizers):
             post = optimizer.register_step_post_hook(self._step_post)
@@ -75,17 +76,18 @@ class Hooks:
 
     def follows(self, optimizer: object) -> bool:
         """Whether this optimizer is followed."""
-        return any(o is optimizer for o in self._optimizers)
+        return id(optimizer) in self._roots
 
     def forget(self) -> None:
         """Drop the references to optimizers and frames, after the hooks were removed."""
         self._optimizers.clear()
+        self._roots.clear()
         self._stepping.clear()
         self._updated_frame = None
 
     def _index(self, optimizer: Optimizer) -> int:
         """The index of the optimizer whose step is the update."""
-        return next(root for o, root in zip(self._optimizers, self._roots, strict=True) if o is optimizer)
+        return self._roots[id(optimizer)]
 
     # -- forward -----------------------------------------------------------------------------------------
 
